@@ -1,0 +1,230 @@
+"""The recipe's shape: one dataclass per section, every key with its type, default and meaning.
+
+This module imports neither torch nor any other part of the package, so recipes can be checked on a login node or a laptop.
+A default of ``None`` on an optional field means what the comment beside it says; there are no hidden defaults elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+# ------------------------------------------------------------------------------------------------------------ model
+@dataclass
+class CreateModelConfig:
+    """A small, randomly initialised Qwen3 model with a character tokenizer, made at start-up. For runs without downloads."""
+
+    layers: int = 2
+    hidden_size: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    ffn_size: int = 256
+    vocab_size: int = 64  # rows of the embedding; the tokenizer's characters are padded to it
+    characters: str = "0123456789+-*/=#.,() "  # what the character tokenizer knows besides its special tokens
+    max_positions: int = 512
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+
+
+@dataclass
+class ModelConfig:
+    path: str | None = None  # Hugging Face folder: config.json, *.safetensors, tokenizer. Wins over `create`
+    create: CreateModelConfig | None = None  # makes `<run_dir>/model` where `path` is null
+    dtype: str = "bfloat16"  # float32 | bfloat16: parameters and activations of actor and rollout engine
+
+
+# ------------------------------------------------------------------------------------------------- tasks and rewards
+@dataclass
+class TaskConfig:
+    """Where prompts come from. `source` decides which of the other keys apply."""
+
+    source: str = MISSING  # reasoning_gym | jsonl
+    name: str | None = None  # reasoning_gym: the dataset, e.g. chain_sum
+    params: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: the dataset's own parameters
+    size: int | None = None  # reasoning_gym: number of items; jsonl: at most so many (null: all)
+    seed: int = 1  # reasoning_gym: the generator's seed
+    path: str | None = None  # jsonl: the file
+    prompt_key: str = "prompt"  # jsonl: column with the prompt (text, or chat messages)
+    answer_key: str = "answer"  # jsonl: column with the gold answer
+    prompt: str = "{prompt}"  # text around the prompt; {prompt} and any of the sample's metadata keys are filled in
+    chat: bool = False  # apply the tokenizer's chat template to the prompt
+    exclude: list[str] = field(default_factory=list)  # names of eval tasks whose prompts are removed from this one
+    demonstrations: str | None = None  # SFT targets: a named writer (tasks/demonstrations.py) or `column:<key>` for jsonl
+    demonstration_params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TasksConfig:
+    train: dict[str, TaskConfig] = field(default_factory=dict)
+    eval: dict[str, TaskConfig] = field(default_factory=dict)
+
+
+@dataclass
+class RewardConfig:
+    """One named column of the reward table. The section `rewards` maps column name to this."""
+
+    reward: str = MISSING  # registered reward, see `megatron_rl.rewards.list_rewards()`
+    weight: float = 1.0
+    params: dict[str, Any] = field(default_factory=dict)
+    tasks: list[str] | None = None  # only for prompts of these train/eval tasks (elsewhere the column is 0); null: all
+    when_needed: bool = False  # only computed where the chosen estimator asks for a column of this name (e.g. a judge)
+
+
+# -------------------------------------------------------------------------------------------------------- algorithm
+@dataclass
+class MethodConfig:
+    name: str = MISSING
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class KLConfig:
+    coef: float = 0.0  # 0: no reference policy is kept
+    estimator: str = "k3"  # k1 | k2 | k3 | abs
+
+
+@dataclass
+class CorrectionConfig:
+    """Train/rollout mismatch: importance weight pi_train(old) / pi_rollout on every token, truncated or masked."""
+
+    mode: str = "none"  # none | truncate | mask
+    level: str = "token"  # token | sequence
+    low: float = 0.0  # lower bound on the ratio (mask: tokens below are dropped; truncate: not used)
+    high: float = 2.0
+
+
+@dataclass
+class AlgorithmConfig:
+    preset: str = "grpo"  # fills in every key below that the recipe does not set
+    estimator: MethodConfig = field(default_factory=lambda: MethodConfig(name="grpo"))
+    weight: MethodConfig = field(default_factory=lambda: MethodConfig(name="clip"))
+    aggregation: str = "seq-mean-token-mean"
+    kl: KLConfig = field(default_factory=KLConfig)
+    entropy_coef: float = 0.0
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    drop_no_signal_groups: bool = False  # groups whose rewards are all equal leave the update and its denominators
+
+
+# ---------------------------------------------------------------------------------------------------------- rollout
+@dataclass
+class RolloutConfig:
+    tensor_parallel: int = 1
+    group_size: int = 8  # rollouts per prompt
+    max_prompt_tokens: int = 512
+    max_tokens: int = 512  # new tokens per rollout
+    temperature: float = 1.0
+    top_p: float = 1.0
+    too_long: str = "error"  # error | drop: prompts of more than max_prompt_tokens
+    memory_fraction: float = 0.6  # GPU: share of the device's memory for the engine while it is awake
+    cpu_cache_gib: float = 1.0  # CPU: KV cache per process
+    max_concurrent: int = 512  # sequences decoded together by one engine
+    sync_check_rollouts: int = 4  # rollouts whose log-probs are compared after every weight sync
+    sync_tolerance: float | None = None  # largest |difference| of a log-prob after a sync; null: 1e-3 in fp32, 0.25 in bf16
+
+
+# ------------------------------------------------------------------------------------------------------------ actor
+@dataclass
+class ParallelConfig:
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1  # model chunks per pipeline stage
+    context: int = 1
+    expert: int = 1
+    sequence: bool = False  # sequence parallelism, needs tensor > 1
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    schedule: str = "constant"  # constant | linear | cosine
+    warmup_steps: int = 0  # optimizer steps of linear warm-up
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    distributed: bool = True  # Megatron's DistributedOptimizer: state sharded over data-parallel ranks
+
+
+@dataclass
+class FP8Config:
+    recipe: str = "blockwise"  # delayed | tensorwise | blockwise | mxfp8
+    format: str = "e4m3"  # e4m3 | hybrid
+    param_gather: bool = False  # keep the parameters themselves in FP8
+
+
+@dataclass
+class ActorConfig:
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    tokens_per_microbatch: int = 8192  # packed tokens in one forward pass, per data-parallel rank
+    logprob_chunk_tokens: int = 2048  # tokens whose logits exist at once
+    recompute: str = "none"  # none | selective | full: activation recomputation
+    offload: bool = False  # GPU: move gradients and optimizer state to the host while the engine generates
+    fp8: FP8Config | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------- trainer
+@dataclass
+class SFTConfig:
+    """Supervised fine-tuning on demonstrations: the whole of `megatron-rl sft`, or a warm-up before RL where steps > 0."""
+
+    steps: int = 0
+    batch_size: int = 64  # demonstrations per optimizer step
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    log_every: int = 10
+
+
+@dataclass
+class TrainerConfig:
+    steps: int = 100
+    prompts_per_step: int = 64
+    minibatches: int = 1  # optimizer steps per batch of rollouts and epoch
+    epochs: int = 1  # passes over each batch of rollouts
+    eval_every: int = 10  # steps between evaluations; 0: only before the first and after the last step
+    eval_rollouts: int = 1  # k: rollouts per held-out prompt. 1: greedy
+    eval_temperature: float = 0.0  # must be > 0 where eval_rollouts > 1
+    eval_max_prompts: int | None = None
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0  # steps between checkpoints; 0: none
+    keep: int = 2  # newest complete checkpoints kept
+    export: bool = True  # write the final Hugging Face folder `<run_dir>/export`
+
+
+@dataclass
+class LoggingConfig:
+    tensorboard: bool = True
+    wandb: str | None = None  # project name; needs the `wandb` package
+    mlflow: str | None = None  # experiment name; needs the `mlflow` package
+    samples_every: int = 1  # steps between sample files; 0: none
+    samples_per_step: int = 16  # rollouts written per sample file
+
+
+@dataclass
+class LaunchConfig:
+    processes: int | None = None  # local processes; null: one per GPU, and on CPU the smallest number that fits the layout
+    timeout_minutes: float = 30.0  # deadline of any collective
+
+
+@dataclass
+class Config:
+    run_dir: str = MISSING
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
