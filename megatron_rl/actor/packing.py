@@ -1,0 +1,146 @@
+"""Sequences into micro-batches: no padding, a token budget, balanced over data-parallel ranks.
+
+Every function here is a pure function of the sequence lengths, so all ranks come to the same plan without talking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass
+class MicroBatch:
+    """Packed sequences of one forward pass. `tokens` run over all of them; the other tensors over response tokens only."""
+
+    rows: list[int]  # index of each sequence in the batch it came from
+    tokens: Tensor  # int64 [tokens]
+    positions: Tensor  # int64 [tokens], counted from each sequence's start
+    offsets: Tensor  # int32 [sequences + 1], start of each sequence; the last may be padding
+    longest: int
+    predictors: Tensor  # int64 [response tokens]: index in `tokens` of the position whose output predicts the token
+    targets: Tensor  # int64 [response tokens]
+    sequence_ids: Tensor  # int64 [response tokens]: index into `rows`
+    extra: dict[str, Tensor] = field(default_factory=dict)  # per response token: old_log_probs, advantages, ...
+
+    def packed_seq_params(self) -> Any:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.offsets,
+            cu_seqlens_kv=self.offsets,
+            max_seqlen_q=self.longest,
+            max_seqlen_kv=self.longest,
+        )
+
+    def spread(self, per_sequence: np.ndarray) -> Tensor:
+        """One number per sequence of the batch -> float32 [response tokens] of this micro-batch."""
+        values = torch.as_tensor(np.asarray(per_sequence, dtype=np.float32)[self.rows], device=self.targets.device)
+        return values[self.sequence_ids]
+
+    def concatenate(self, per_token: Sequence[np.ndarray]) -> Tensor:
+        """One array per sequence of the batch -> float32 [response tokens] of this micro-batch."""
+        parts = [np.asarray(per_token[row], dtype=np.float32) for row in self.rows]
+        flat = np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
+        return torch.as_tensor(flat, device=self.targets.device)
+
+
+def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Indices in `parts` lists of nearly equal total cost: longest first, each to the lightest list. Lists are sorted."""
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    totals = [0.0] * parts
+    lists: list[list[int]] = [[] for _ in range(parts)]
+    for i in order:
+        lightest = min(range(parts), key=lambda part: (totals[part], part))
+        lists[lightest].append(i)
+        totals[lightest] += costs[i]
+    return [sorted(indices) for indices in lists]
+
+
+def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices in the fewest bins that first-fit-decreasing finds with at most `budget` tokens each.
+
+    Raises:
+        ValueError: if one sequence alone is longer than the budget.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if lengths[i] > budget:
+            raise ValueError(
+                f"a sequence of {lengths[i]} tokens does not fit `actor.tokens_per_microbatch` ({budget}); raise it to at "
+                f"least rollout.max_prompt_tokens + rollout.max_tokens"
+            )
+        place = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
+        if place is None:
+            bins.append([i])
+            room.append(budget - lengths[i])
+        else:
+            bins[place].append(i)
+            room[place] -= lengths[i]
+    return [sorted(indices) for indices in bins]
+
+
+def plan(lengths: Sequence[int], rows: Sequence[int], dp: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
+    """Cuts a minibatch into micro-batches: `plan(...)[dp_rank][micro_batch]` is a list of rows.
+
+    Every data-parallel rank gets the same number of micro-batches (pipelines and expert groups run in step), a multiple of
+    `multiple`; where there is less work than that, some are empty.
+
+    Args:
+        lengths: tokens of every sequence of the batch; `rows` selects those of this minibatch.
+    """
+    shares = balance([lengths[row] for row in rows], dp)
+    bins = [first_fit([lengths[rows[i]] for i in share], budget) for share in shares]
+    count = max(1, *(len(b) for b in bins))
+    count += -count % multiple
+    result = []
+    for share, rank_bins in zip(shares, bins, strict=True):
+        if len(rank_bins) < count:  # spread the work instead of leaving micro-batches empty
+            rank_bins = balance([lengths[rows[i]] for i in share], count)
+        result.append([[rows[share[i]] for i in indices] for indices in rank_bins])
+    return result
+
+
+def pack(
+    rows: Sequence[int],
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    device: torch.device,
+    multiple: int = 1,
+) -> MicroBatch:
+    """Packs the sequences `rows` of a batch; the token count is padded to `multiple` with a sequence that nothing reads."""
+    tokens, predictors, sequence_ids, lengths = [], [], [], []
+    start = 0
+    for local, row in enumerate(rows):
+        prompt, response = prompts[row], responses[row]
+        tokens += [prompt, response]
+        predictors.append(np.arange(len(response)) + start + len(prompt) - 1)
+        sequence_ids.append(np.full(len(response), local))
+        lengths.append(len(prompt) + len(response))
+        start += lengths[-1]
+    padding = -start % multiple if start else multiple
+    if padding:
+        tokens.append(np.zeros(padding, dtype=np.int64))
+        lengths.append(padding)
+
+    def tensor(parts: list[np.ndarray], dtype: torch.dtype = torch.int64) -> Tensor:
+        flat = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        return torch.as_tensor(flat, dtype=dtype, device=device)
+
+    return MicroBatch(
+        rows=list(rows),
+        tokens=tensor(tokens),
+        positions=tensor([np.arange(length) for length in lengths]),
+        offsets=tensor([np.concatenate([[0], np.cumsum(lengths)])], torch.int32),
+        longest=max(lengths),
+        predictors=tensor(predictors),
+        targets=tensor([responses[row] for row in rows]),
+        sequence_ids=tensor(sequence_ids),
+    )

@@ -1,0 +1,149 @@
+"""Megatron-Core on a machine without a GPU.
+
+Megatron-Core 0.16 names CUDA in a few dozen places that carry no CUDA meaning: buffers made with ``device="cuda"``,
+streams and events around collectives, and dtype checks that compare ``tensor.type()`` with ``"torch.cuda.FloatTensor"``.
+``MegatronOnCpu`` answers those for as long as it is entered and undoes everything on exit, so nothing else in the process
+(vLLM, the tests, the user's code) sees a changed torch. It is never used where a GPU is present.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CUDA_TYPES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+_TYPED_CONSTRUCTORS = {
+    "FloatTensor": torch.float32,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+    "BFloat16Tensor": torch.bfloat16,
+}
+
+
+class _NoStream:
+    """Stands in for a CUDA stream or event: on a CPU everything is already in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        pass
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    wait_stream = wait_event = record = wait = synchronize = record_event = _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+def _current_device() -> torch.device:
+    return torch.device("cpu")
+
+
+def _typed_constructor(dtype: torch.dtype) -> Callable[[Any], torch.Tensor]:
+    def construct(data: Any) -> torch.Tensor:
+        return torch.tensor(data, dtype=dtype)
+
+    return construct
+
+
+_TORCH_CUDA: dict[str, Any] = {
+    "current_device": _current_device,
+    "synchronize": _NoStream()._nothing,
+    "empty_cache": _NoStream()._nothing,
+    "Stream": _NoStream,
+    "Event": _NoStream,
+    "stream": _NoStream,
+    "current_stream": _NoStream,
+    "default_stream": _NoStream,
+}
+
+
+class NoDropoutRngTracker:
+    """Megatron's per-rank CUDA random state, which only dropout reads; our models have none, so forking is a no-op."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def reset(self) -> None:
+        pass
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        pass
+
+    def add(self, name: str, seed: int) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "") -> Iterator[None]:
+        yield
+
+
+class MegatronOnCpu(TorchFunctionMode):
+    """Enter around calls into Megatron-Core. Costs about a microsecond on every torch call made inside."""
+
+    _depth = 0
+    _saved: dict[str, Any]
+
+    def __enter__(self) -> MegatronOnCpu:
+        if MegatronOnCpu._depth == 0:
+            replacements = _TORCH_CUDA | {name: _typed_constructor(dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()}
+            MegatronOnCpu._saved = {name: getattr(torch.cuda, name) for name in replacements}
+            for name, value in replacements.items():
+                setattr(torch.cuda, name, value)
+        MegatronOnCpu._depth += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        super().__exit__(exc_type, exc_value, traceback)
+        MegatronOnCpu._depth -= 1
+        if MegatronOnCpu._depth == 0:
+            for name, value in MegatronOnCpu._saved.items():
+                setattr(torch.cuda, name, value)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return _CUDA_TYPES.get(args[0].dtype) or func(*args)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        device = kwargs.get("device")
+        if device is not None and (
+            (isinstance(device, str) and device.startswith("cuda"))
+            or (isinstance(device, torch.device) and device.type == "cuda")
+        ):
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+def install_rng_tracker() -> None:
+    """Gives Megatron-Core the tracker above; call once, before a model is built."""
+    from megatron.core.tensor_parallel import random
+
+    random._CUDA_RNG_STATE_TRACKER = NoDropoutRngTracker()
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+
+
+def make_moe_importable() -> None:
+    """Megatron-Core's router names a Transformer Engine kernel that it only defines where that is installed."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

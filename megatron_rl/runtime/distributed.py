@@ -1,0 +1,105 @@
+"""Process groups: Megatron's model-parallel grid, and a gloo group for objects that live on the host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.runtime import device
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where this process stands. Sizes and ranks of the parallel dimensions, and the groups used outside Megatron-Core."""
+
+    rank: int
+    world: int
+    tp: int
+    tp_rank: int
+    pp: int
+    pp_rank: int
+    dp: int
+    dp_rank: int
+    host_group: Any  # gloo, all ranks: Python objects and numpy arrays
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def reports_loss(self) -> bool:
+        """One rank per data-parallel replica: the one whose loss metrics count."""
+        return self.is_last_stage and self.tp_rank == 0
+
+    def all_gather(self, item: T) -> list[T]:
+        """`item` of every rank, in rank order."""
+        out: list[Any] = [None] * self.world
+        dist.all_gather_object(out, item, group=self.host_group)
+        return out
+
+    def broadcast(self, item: T | None, source: int = 0) -> T:
+        box: list[Any] = [item]
+        dist.broadcast_object_list(box, src=source, group=self.host_group)
+        return box[0]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.host_group)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Elementwise float64 sum over all ranks, in an order that does not depend on timing."""
+        gathered = self.all_gather(list(values))
+        return [sum(column) for column in zip(*gathered, strict=True)]
+
+
+def initialize(parallel: ParallelConfig, timeout_minutes: float) -> Grid:
+    """Joins the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and lays Megatron's grid over it."""
+    from megatron.core import parallel_state
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(minutes=timeout_minutes)
+    if device.has_gpu():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    if not dist.is_initialized():
+        dist.init_process_group(device.backend(), rank=rank, world_size=world, timeout=timeout)
+    with device.megatron():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            distributed_timeout_minutes=max(1, int(timeout_minutes)),
+            create_gloo_process_groups=True,
+        )
+    return Grid(
+        rank=rank,
+        world=world,
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp=parallel_state.get_data_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        host_group=dist.new_group(backend="gloo", timeout=timeout),
+    )
+
+
+def shutdown() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
