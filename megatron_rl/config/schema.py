@@ -83,30 +83,59 @@ class MethodConfig:
 
 @dataclass
 class KLConfig:
-    coef: float = 0.0  # 0: no reference policy is kept
-    estimator: str = "k3"  # k1 | k2 | k3 | abs
+    """KL divergence from the reference policy: a term of the loss (`coef`), a reward column (`reward_coef`), or both."""
+
+    coef: float = 0.0  # weight of the loss term; with `reward_coef` also 0 no reference policy is kept
+    estimator: str = "k3"  # k1 | k2 | mse (another name of k2) | k3 | abs
+    reward_coef: float = 0.0  # weight of the reward column `kl`: minus the KL summed over the response
+    reward_estimator: str = "k1"  # same names
+
+
+@dataclass
+class CorrectionFilterConfig:
+    """Drops tokens, or whole rollouts, whose train/rollout mismatch lies outside [low, high]."""
+
+    level: str = "token"  # token | geometric (mean over the rollout's tokens) | sequence (sum over them)
+    by: str = "ratio"  # ratio: pi_train(old) / pi_rollout | k1 | k2 | k3: KL(rollout || train) of the same samples
+    low: float | None = None  # null: no lower bound
+    high: float | None = None  # null: no upper bound
 
 
 @dataclass
 class CorrectionConfig:
-    """Train/rollout mismatch: importance weight pi_train(old) / pi_rollout on every token, truncated or masked."""
+    """Train/rollout mismatch: one importance weight pi_train(old) / pi_rollout, truncated at `cap`, and any filters."""
 
-    mode: str = "none"  # none | truncate | mask
-    level: str = "token"  # token | sequence
-    low: float = 0.0  # lower bound on the ratio (mask: tokens below are dropped; truncate: not used)
-    high: float = 2.0
+    weight: str = "none"  # none | token | geometric | sequence: what one weight covers
+    cap: float = 2.0  # weights above are cut to it
+    filters: list[CorrectionFilterConfig] = field(default_factory=list)  # applied together; what fails one is dropped
+
+
+@dataclass
+class OverlongConfig:
+    """Soft length penalty (DAPO Eq. 13), a reward column `overlong` in [-1, 0]."""
+
+    share: float = 0.0  # last part of the response budget over which the penalty grows from 0 to -1; 0: off
+    weight: float = 1.0  # weight of the column
+    max_length: int | None = None  # response budget in tokens; null: rollout.max_tokens
 
 
 @dataclass
 class AlgorithmConfig:
     preset: str = "grpo"  # fills in every key below that the recipe does not set
+    plugins: list[str] = field(default_factory=list)  # Python files or modules that register own estimators or weights
     estimator: MethodConfig = field(default_factory=lambda: MethodConfig(name="grpo"))
     weight: MethodConfig = field(default_factory=lambda: MethodConfig(name="clip"))
+    ratio: str = "token"  # token | sequence (geometric mean over the response, GSPO) | sequence-product
     aggregation: str = "seq-mean-token-mean"
+    max_length: int | None = None  # seq-mean-token-sum-norm: the constant divisor in tokens; null: rollout.max_tokens
     kl: KLConfig = field(default_factory=KLConfig)
     entropy_coef: float = 0.0
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    truncated: str = "keep"  # rollouts cut at the token limit: keep | mask (no loss) | drop (no loss, no statistics)
     drop_no_signal_groups: bool = False  # groups whose rewards are all equal leave the update and its denominators
+    signal_rewards: list[str] | None = None  # reward columns that decide it; null: all. Shaping columns never count
+    resample_rounds: int = 0  # further rounds of prompts sampled to replace dropped groups (dynamic sampling); 0: none
 
 
 # ---------------------------------------------------------------------------------------------------------- rollout
