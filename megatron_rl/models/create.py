@@ -1,0 +1,113 @@
+"""A small random Qwen3 model with a character-level tokenizer, as a Hugging Face folder: for runs without downloads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import CreateModelConfig
+from megatron_rl.models.files import save_tensors, whole_folder
+from megatron_rl.models.hf_config import read_hf_config
+from megatron_rl.models.registry import family_for
+
+PAD, EOS = "<pad>", "<eos>"
+
+
+def create_model(folder: str | Path, config: CreateModelConfig, seed: int) -> None:
+    """Write a Qwen3 model folder: config.json, float32 weights made from the seed, tokenizer, generation config.
+
+    Matrices, embedding and output layer are normal with standard deviation `init_std`, whatever the depth; norms are 1.
+    The tokenizer maps every character of `characters` to one token, after `<pad>` (0) and `<eos>` (1); it adds no token
+    by itself. Rows up to `vocab_size` are named `<unused_i>`, so that every id decodes.
+
+    Raises:
+        ValueError: sizes that no Qwen3 model can have, or characters that do not fit the vocabulary.
+    """
+    _check(config)
+    with whole_folder(folder) as temporary:
+        _write_config(temporary, config)
+        _write_tokenizer(temporary, config)
+        save_tensors(temporary / "model.safetensors", _random_weights(temporary, config.init_std, seed))
+
+
+def _check(config: CreateModelConfig) -> None:
+    for name in ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size", "max_positions"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"model.create.{name} = {getattr(config, name)}, must be at least 1")
+    if config.heads % config.kv_heads:
+        raise ValueError(
+            f"model.create.heads = {config.heads} must be a multiple of model.create.kv_heads = {config.kv_heads}"
+        )
+    if config.head_dim % 2:
+        raise ValueError(f"model.create.head_dim = {config.head_dim} must be even (rotary embedding)")
+    if config.init_std <= 0:
+        raise ValueError(f"model.create.init_std = {config.init_std}, must be positive")
+    repeated = {character for character in config.characters if config.characters.count(character) > 1}
+    if repeated:
+        raise ValueError(f"model.create.characters repeats {', '.join(map(repr, sorted(repeated)))}")
+    tokens = len(config.characters) + 2
+    if tokens > config.vocab_size:
+        raise ValueError(
+            f"model.create.vocab_size = {config.vocab_size} is too small for {len(config.characters)} characters "
+            f"and 2 special tokens: make it at least {tokens}"
+        )
+
+
+def _write_config(folder: Path, config: CreateModelConfig) -> None:
+    from transformers import GenerationConfig, Qwen3Config
+
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_positions,
+        initializer_range=config.init_std,
+        tie_word_embeddings=config.tie_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        pad_token_id=0,
+        eos_token_id=1,
+        dtype="float32",
+    ).save_pretrained(folder)
+    GenerationConfig(pad_token_id=0, eos_token_id=1).save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path, config: CreateModelConfig) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [PAD, EOS, *config.characters]
+    tokens += [f"<unused_{number}>" for number in range(config.vocab_size - len(tokens))]
+    tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    tokenizer.decoder = Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        model_max_length=config.max_positions,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
+
+
+def _random_weights(folder: Path, std: float, seed: int) -> dict[str, Tensor]:
+    hf_config = read_hf_config(folder)
+    family = family_for(hf_config)
+    description = family.describe(hf_config)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for rule in family.weights(description):
+        for tensor in rule.hf:
+            shape = tensor.sizes(description.dims)
+            norm = len(shape) == 1
+            weights[tensor.name] = torch.ones(shape) if norm else torch.randn(shape, generator=generator) * std
+    return weights

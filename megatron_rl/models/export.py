@@ -1,0 +1,115 @@
+"""Megatron parameters -> a Hugging Face folder that `transformers` and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_rl.models.family import Family
+from megatron_rl.models.files import INDEX, save_tensors, whole_folder
+from megatron_rl.models.gather import iter_hf_weights
+from megatron_rl.models.hf_config import HFConfig
+from megatron_rl.models.parallel import ParallelGroups
+
+SHARD_BYTES = 5 * 10**9
+# Everything beside the weights and config.json that belongs to a model: tokenizer, generation config, chat template.
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "additional_chat_templates",
+    "LICENSE*",
+)
+
+
+def export_hf(
+    folder: str | Path,
+    model_chunks: Sequence[nn.Module],
+    family: Family,
+    hf_config: HFConfig,
+    parallel: ParallelGroups,
+    source_folder: str | Path,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the model as a Hugging Face folder: safetensors, index, config.json, and the source folder's tokenizer,
+    generation config and chat template.
+
+    A collective over all processes. One of them writes, under a temporary name that becomes `folder` (replacing it)
+    once it is whole. Weights keep the parameters' dtype, which config.json then states.
+
+    Raises:
+        RuntimeError: writing failed (no space, no permission); raised on every process.
+    """
+    weights = iter_hf_weights(model_chunks, family, hf_config, parallel)
+    problem: str | None = None
+    if parallel.is_writer:
+        try:
+            with whole_folder(folder) as temporary:
+                _write(temporary, weights, hf_config, Path(source_folder), shard_bytes)
+        except OSError as error:
+            problem = f"export to {folder} failed: {error}"
+    for _ in weights:  # the other processes', and what a failed writer left: all must take part to the end
+        pass
+    if dist.is_initialized():
+        shared = [problem]
+        dist.broadcast_object_list(shared, src=0)
+        problem = shared[0]
+    if problem:
+        raise RuntimeError(problem)
+
+
+def _write(
+    folder: Path, weights: Iterator[tuple[str, Tensor]], hf_config: HFConfig, source: Path, shard_bytes: int
+) -> None:
+    shards: list[list[str]] = []
+    waiting: dict[str, Tensor] = {}
+    size = total = 0
+    dtypes: set[torch.dtype] = set()
+
+    def flush() -> None:
+        nonlocal size
+        save_tensors(folder / f"{len(shards)}.safetensors", waiting)
+        shards.append(list(waiting))
+        waiting.clear()
+        size = 0
+
+    for name, value in weights:
+        if waiting and size + value.nbytes > shard_bytes:
+            flush()
+        waiting[name] = value.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        size, total = size + value.nbytes, total + value.nbytes
+        dtypes.add(value.dtype)
+    flush()
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for number, file in enumerate(files):
+        (folder / f"{number}.safetensors").rename(folder / file)
+    config = dict(hf_config)
+    if len(dtypes) == 1:
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = str(dtypes.pop()).removeprefix("torch.")
+    _write_json(folder / "config.json", config)
+    for pattern in _COMPANIONS:
+        for path in source.glob(pattern):
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(path, folder / path.name)
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,135 @@
+"""Reading a Hugging Face config.json so that nothing in it is silently ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HFConfig = Mapping[str, Any]  # config.json as it was read
+
+# Fields that say nothing about the forward pass of a decoder-only language model.
+# fmt: off
+INERT = frozenset((
+    "_attn_implementation_autoset", "_attn_implementation", "_name_or_path", "architectures", "auto_map",
+    "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "decoder_start_token_id", "dtype",
+    "eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "label2id",
+    "max_length", "model_type", "name_or_path", "output_attentions", "output_hidden_states", "output_router_logits",
+    "pad_token_id", "prefix", "problem_type", "return_dict", "return_dict_in_generate", "router_aux_loss_coef",
+    "sep_token_id", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version", "unk_token_id",
+    "use_cache",
+))
+# fmt: on
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a Hugging Face model folder, as a dict.
+
+    Raises:
+        ValueError: the folder or its config.json is missing or not a JSON object.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        what = "has no config.json" if Path(folder).is_dir() else "does not exist"
+        raise ValueError(f"model folder {folder} {what}: it must be a Hugging Face model folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, expected an object")
+    return config
+
+
+class Fields:
+    """The fields of one config.json, handed out one by one; `finish` refuses those that nobody asked for."""
+
+    def __init__(self, config: HFConfig, family: str) -> None:
+        self._config = config
+        self._family = family
+        self._seen: set[str] = set(INERT)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field's value, `default` where it is absent or null."""
+        self._seen.add(name)
+        value = self._config.get(name)
+        return default if value is None else value
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer. Without a default the field is required."""
+        value = self.get(name, default)
+        if value is None:
+            raise ValueError(f"config.json has no `{name}`, which family `{self._family}` needs")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"config.json: `{name}` = {value!r}, expected a positive integer")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"config.json: `{name}` = {value!r}, expected a number")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"config.json: `{name}` = {value!r}, expected true or false")
+        return value
+
+    def only(self, name: str, value: Any) -> None:
+        """Refuse every value but `value`, which is also what an absent or null field means."""
+        found = self.get(name, value)
+        if found != value:
+            self.refuse(name, found, f"only {value!r} is supported")
+
+    def refuse(self, name: str, value: Any, why: str) -> None:
+        raise ValueError(f"config.json: `{name}` = {value!r} changes the forward pass of `{self._family}`: {why}")
+
+    def finish(self) -> None:
+        """Refuse what was not read. A field that is off (null, false, empty) cannot matter and passes."""
+        for name, value in self._config.items():
+            if name not in self._seen and value not in (None, False, [], {}, ""):
+                raise ValueError(
+                    f"config.json: field `{name}` = {value!r} is not known to family `{self._family}`, nor is what "
+                    "it does to the forward pass; remove it if the model does not depend on it"
+                )
+
+
+def rope_arguments(fields: Fields) -> dict[str, Any]:
+    """Rotary embedding as GPTModel's arguments, from `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling`.
+
+    Supported: default, linear, and llama3 with the constants that Megatron-Core has built in.
+    """
+    parameters = dict(fields.get("rope_parameters", {}))
+    legacy = dict(fields.get("rope_scaling", {}))
+    theta = parameters.pop("rope_theta", None) or fields.number("rope_theta", 10000.0)
+    fields.get("rope_theta")
+    scaling = parameters or legacy
+    where = "rope_parameters" if parameters else "rope_scaling"
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    for name in [name for name, value in scaling.items() if value is None]:
+        del scaling[name]
+    if scaling.pop("partial_rotary_factor", 1.0) != 1.0 or fields.number("partial_rotary_factor", 1.0) != 1.0:
+        fields.refuse("partial_rotary_factor", fields.get("partial_rotary_factor"), "only 1.0 is supported")
+    arguments: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "rotary_base": int(theta) if float(theta).is_integer() else float(theta),
+    }
+    if kind == "linear":
+        arguments["seq_len_interpolation_factor"] = float(scaling.pop("factor"))
+    elif kind == "llama3":
+        arguments["rope_scaling"] = True
+        arguments["rope_scaling_factor"] = float(scaling.pop("factor"))
+        built_in = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        for name, value in built_in.items():
+            found = scaling.pop(name, None)
+            if found != value:
+                fields.refuse(f"{where}.{name}", found, f"Megatron-Core's llama3 scaling has {value} built in")
+    elif kind != "default":
+        fields.refuse(f"{where}.rope_type", kind, "supported are default, linear and llama3")
+    for name, value in scaling.items():
+        fields.refuse(f"{where}.{name}", value, f"not known for rope type {kind}")
+    return arguments

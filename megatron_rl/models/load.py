@@ -1,0 +1,144 @@
+"""Hugging Face folder -> this process's Megatron parameters, reading only the slices that it holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rl.models.family import OUTPUT, Family, ModelDescription
+from megatron_rl.models.files import SafetensorsFolder
+from megatron_rl.models.hf_config import HFConfig
+from megatron_rl.models.inventory import LocalWeight, local_weights, split_axis
+from megatron_rl.models.parallel import ParallelGroups
+from megatron_rl.models.rules import DIM_FIELDS, Dims, Kind, Rule, shard_pieces, shard_shape
+
+# Buffers that old checkpoints carry; they follow from the config.
+_BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+@torch.no_grad()
+def load_hf_weights(
+    model_chunks: Sequence[nn.Module],
+    family: Family,
+    hf_config: HFConfig,
+    folder: str | Path,
+    parallel: ParallelGroups,
+) -> None:
+    """Fill the parameters of this process's model chunks, in place and in their own dtype, from a Hugging Face folder.
+
+    No communication: every process reads its own slices. Rows that pad the vocabulary become zero.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected or of another shape than the config says (the message names tensor
+            and field), or the module is not the one that the family's config mapping describes.
+    """
+    description = family.describe(hf_config)
+    files = SafetensorsFolder(folder)
+    check_names(files, family, description)
+    for weight in local_weights(model_chunks, family, description, parallel):
+        axis = split_axis(weight.rule, parallel)
+        dims = weight_dims(tuple(weight.parameter.shape), weight.rule, description, axis.size)
+        _fill(weight, files, dims, axis.rank, axis.size)
+    if description.tied and OUTPUT.hf[0].name in files.names():
+        _check_tied(files, family)
+
+
+def weight_dims(shape: tuple[int, ...], rule: Rule, description: ModelDescription, tp: int) -> Dims:
+    """The sizes that a rule works with for a parameter of this shape, from which the padding of the vocabulary is read.
+
+    Raises:
+        ValueError: the shape is not the one that the config gives for one of `tp` shards.
+    """
+    dims: Dims = description.dims
+    if rule.kind is Kind.VOCAB:
+        dims = {**dims, "padded_vocab": shape[0] * tp}
+        if shape[0] * tp < dims["vocab"]:
+            raise ValueError(
+                f"{rule.megatron[0]} holds {shape[0]} rows on each of {tp} ranks, "
+                f"too few for vocab_size = {dims['vocab']}"
+            )
+    expected = shard_shape(rule, dims, tp)
+    if shape != expected:
+        raise ValueError(
+            f"parameter {rule.megatron[0]} has shape {shape}, but the config makes it {expected} "
+            f"with {tp} tensor-parallel ranks"
+        )
+    return dims
+
+
+def check_names(files: SafetensorsFolder, family: Family, description: ModelDescription) -> None:
+    """Refuse a folder that lacks a tensor of the model or holds one that the model has no place for."""
+    expected = {tensor.name for rule in family.weights(description) for tensor in rule.hf}
+    found = {name for name in files.names() if not _BUFFERS.fullmatch(name)}
+    if description.tied:
+        found -= {tensor.name for tensor in OUTPUT.hf}
+    for problem, names in (("lacks", expected - found), ("holds unexpected", found - expected)):
+        if names:
+            first = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise ValueError(f"{files.folder} {problem} {first}; {_fields_behind(names, description)}")
+
+
+def _fields_behind(names: set[str], description: ModelDescription) -> str:
+    dims = description.dims
+    hints = []
+    layers = {int(match[1]) for name in names if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    experts = {int(match[1]) for name in names if (match := re.search(r"\.experts\.(\d+)\.", name))}
+    if "lm_head.weight" in names:
+        hints.append(f"tie_word_embeddings = {description.tied}")
+    if layers and (max(layers) >= dims["layers"] or len(layers) < dims["layers"]):
+        hints.append(f"num_hidden_layers = {dims['layers']}")
+    if experts and (max(experts) >= dims["experts"] or len(experts) < dims["experts"]):
+        hints.append(f"num_experts = {dims['experts']}")
+    return "config.json says " + " and ".join(hints or ["architectures and biases otherwise"])
+
+
+def check_shapes(rule: Rule, files: SafetensorsFolder, dims: Dims) -> None:
+    """Compare the file's shapes with the config's."""
+    for tensor in rule.hf:
+        found, expected = files.shape(tensor.name), tensor.sizes(dims)
+        if found != expected:
+            wrong = [s for s, a, b in zip(tensor.shape, found, expected, strict=False) if a != b] or list(tensor.shape)
+            fields = ", ".join(f"{DIM_FIELDS[symbol]} = {dims[symbol]}" for symbol in wrong)
+            raise ValueError(
+                f"{tensor.name} in {files.file_of(tensor.name)} has shape {found}, "
+                f"but config.json makes it {expected} ({fields})"
+            )
+
+
+def _fill(weight: LocalWeight, files: SafetensorsFolder, dims: Dims, rank: int, tp: int) -> None:
+    rule, target = weight.rule, _writable(weight.parameter)
+    check_shapes(rule, files, dims)
+    at = 0
+    for piece in shard_pieces(rule, dims, rank, tp):
+        source = files.read(rule.hf[piece.tensor].name, rule.dim, piece.start, piece.stop)
+        target.narrow(rule.dim, at, piece.length).copy_(source)
+        at += piece.length
+    target.narrow(rule.dim, at, target.shape[rule.dim] - at).zero_()
+    if target is not weight.parameter:
+        weight.parameter.copy_(target)  # quantises
+
+
+def _writable(parameter: nn.Parameter) -> Tensor:
+    """The parameter, or a plain tensor to assemble it in where its storage is FP8 and cannot be written piecewise."""
+    from megatron.core.fp8_utils import is_float8tensor
+
+    if is_float8tensor(parameter):
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return parameter
+
+
+def _check_tied(files: SafetensorsFolder, family: Family) -> None:
+    embedding, output = family.rules[0].hf[0].name, OUTPUT.hf[0].name
+    rows = files.shape(embedding)[0]
+    same = files.shape(output) == files.shape(embedding) and all(
+        torch.equal(files.read(embedding, 0, at, at + 4096), files.read(output, 0, at, at + 4096))
+        for at in range(0, rows, 4096)
+    )
+    if not same:
+        raise ValueError(
+            f"config.json of {files.folder} says tie_word_embeddings = True, but {output} differs from {embedding}"
+        )

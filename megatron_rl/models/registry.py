@@ -1,0 +1,24 @@
+"""The known model families."""
+
+from __future__ import annotations
+
+from megatron_rl.models.family import Family
+from megatron_rl.models.hf_config import HFConfig
+from megatron_rl.models.qwen3 import QWEN3
+
+FAMILIES: tuple[Family, ...] = (QWEN3,)
+
+
+def family_for(hf_config: HFConfig) -> Family:
+    """The family that serves a config's architecture.
+
+    Raises:
+        ValueError: the architecture is missing or not known; the message lists the known ones.
+    """
+    architectures = hf_config.get("architectures") or []
+    for family in FAMILIES:
+        if any(name in family.architectures for name in architectures):
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.architectures)
+    found = ", ".join(map(repr, architectures)) or f"absent (model_type {hf_config.get('model_type')!r})"
+    raise ValueError(f"config.json: `architectures` is {found}, which no model family here serves; known are: {known}")

@@ -1,0 +1,231 @@
+"""The weight map's vocabulary: what a Megatron parameter is made of, and how tensor parallelism cuts it.
+
+Every kind of parameter comes down to one description: a Megatron shard is a list of *pieces*, contiguous ranges of its
+Hugging Face tensors along one dimension, laid end to end (and zero-padded, for the vocabulary). Loading copies the
+pieces in, exporting copies them out, so both directions follow from one function and cannot disagree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Dims = Mapping[str, int]  # sizes by symbol, e.g. {"hidden": 128, "q": 128, ...}; see `DIM_FIELDS`
+
+# The field of config.json behind each symbol, for error messages.
+DIM_FIELDS: Mapping[str, str] = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "head_dim": "head_dim",
+    "q": "num_attention_heads * head_dim",
+    "kv": "num_key_value_heads * head_dim",
+    "ffn": "intermediate_size",
+    "experts": "num_experts",
+    "expert_ffn": "moe_intermediate_size",
+}
+
+
+class Kind(Enum):
+    """How a parameter is cut over tensor-parallel ranks."""
+
+    REPLICATED = "replicated"  # whole on every rank
+    COLUMN = "column"  # column-parallel linear: output rows, dim 0
+    ROW = "row"  # row-parallel linear: input columns, dim 1
+    VOCAB = "vocab"  # embedding and output layer: dim 0, zero-padded at the end
+    QKV = "qkv"  # query, key, value interleaved by KV group, then cut along dim 0
+    GATED = "gated"  # gate and up projection: each cut along dim 0, a rank holds its gate rows, then its up rows
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A Hugging Face tensor: its name (with `{layer}`, `{expert}`) and its shape in symbols of `DIM_FIELDS`."""
+
+    name: str
+    shape: tuple[str, ...]
+
+    def sizes(self, dims: Dims) -> tuple[int, ...]:
+        return tuple(dims[symbol] for symbol in self.shape)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron parameter (its possible names, by layer spec) and the Hugging Face tensors that it is made of."""
+
+    megatron: tuple[str, ...]
+    hf: tuple[HFTensor, ...]
+    kind: Kind
+
+    @cached_property
+    def per_layer(self) -> bool:
+        return "{layer}" in self.hf[0].name
+
+    @cached_property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.hf[0].name
+
+    @property
+    def dim(self) -> int:
+        """The dimension along which pieces are laid end to end."""
+        return 1 if self.kind is Kind.ROW else 0
+
+    def at(self, layer: int | None = None, expert: int | None = None) -> Rule:
+        """The same rule with global layer and expert numbers filled into the Hugging Face names."""
+        named = tuple(replace(t, name=t.name.format(layer=layer, expert=expert)) for t in self.hf)
+        return Rule(self.megatron, named, self.kind)
+
+    @cached_property
+    def patterns(self) -> tuple[re.Pattern[str], ...]:
+        """Expressions that match the Megatron names, with groups `layer` and `expert` for local numbers."""
+        number = {"{layer}": r"(?P<layer>\d+)", "{expert}": r"(?P<expert>\d+)"}
+
+        def expression(name: str) -> str:
+            return "".join(number.get(part, re.escape(part)) for part in re.split(r"(\{\w+\})", name))
+
+        return tuple(re.compile(expression(name)) for name in self.megatron)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows (or columns) [start, stop) of the rule's `tensor`-th Hugging Face tensor."""
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+def padded_vocab_size(vocab: int, tp: int) -> int:
+    """The smallest vocabulary of at least `vocab` rows that tensor parallelism of `tp` divides."""
+    return -(-vocab // tp) * tp
+
+
+def _range(size: int, rank: int, parts: int, what: str) -> tuple[int, int]:
+    if size % parts:
+        raise ValueError(f"{what} = {size} does not divide over {parts} tensor-parallel ranks")
+    part = size // parts
+    return rank * part, (rank + 1) * part
+
+
+def _qkv_pieces(dims: Dims, rank: int, tp: int, unit: int) -> list[Piece]:
+    """Rows of q, k, v in shard `rank` of [q of group 0, k 0, v 0, q of group 1, ...], each head being `unit` rows.
+
+    Megatron cuts the interleaved rows evenly, also where there are fewer KV groups than ranks: a shard may then start
+    in the middle of a group.
+    """
+    heads, groups = dims["heads"], dims["kv_heads"]
+    if heads % groups:
+        raise ValueError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {groups}")
+    if groups % tp and tp % groups:
+        raise ValueError(
+            f"num_key_value_heads = {groups} is neither a multiple nor a divisor of tensor parallelism {tp}"
+        )
+    if heads % tp:
+        raise ValueError(f"num_attention_heads = {heads} does not divide over {tp} tensor-parallel ranks")
+    low, high = _range((heads + 2 * groups) * unit, rank, tp, "(num_attention_heads + 2 num_key_value_heads) head_dim")
+    queries = heads // groups * unit
+    pieces = []
+    for group in range(low // (queries + 2 * unit), groups):
+        at = group * (queries + 2 * unit)
+        if at >= high:
+            break
+        for tensor, rows in enumerate((queries, unit, unit)):
+            start, stop = max(low, at), min(high, at + rows)
+            if start < stop:
+                first = group * rows - at
+                pieces.append(Piece(tensor, start + first, stop + first))
+            at += rows
+    return _joined(pieces)
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    joined: list[Piece] = []
+    for piece in pieces:
+        if joined and joined[-1].tensor == piece.tensor and joined[-1].stop == piece.start:
+            joined[-1] = replace(joined[-1], stop=piece.stop)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def shard_pieces(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Piece]:
+    """What the shard of tensor-parallel rank `rank` of `tp` consists of, in order along `rule.dim`.
+
+    Raises:
+        ValueError: the parameter does not divide over `tp` ranks; the message names the config field.
+    """
+    tensor = rule.hf[0]
+    size = dims[tensor.shape[rule.dim]]
+    field = DIM_FIELDS[tensor.shape[rule.dim]]
+    if rule.kind is Kind.REPLICATED:
+        return [Piece(0, 0, size)]
+    if rule.kind is Kind.QKV:
+        return _qkv_pieces(dims, rank, tp, dims["head_dim"])
+    if rule.kind is Kind.VOCAB:
+        low, high = _range(dims.get("padded_vocab", padded_vocab_size(size, tp)), rank, tp, "the padded vocabulary")
+        return [Piece(0, low, min(high, size))] if low < size else []
+    low, high = _range(size, rank, tp, field)
+    return [Piece(index, low, high) for index in range(len(rule.hf))]
+
+
+def shard_shape(rule: Rule, dims: Dims, tp: int) -> tuple[int, ...]:
+    """The shape of one tensor-parallel shard (all ranks have the same)."""
+    shape = list(rule.hf[0].sizes(dims))
+    if rule.kind is Kind.VOCAB:
+        shape[0] = dims.get("padded_vocab", padded_vocab_size(shape[0], tp)) // tp
+    else:
+        shape[rule.dim] = sum(piece.length for piece in shard_pieces(rule, dims, 0, tp))
+    return tuple(shape)
+
+
+def shard_tensor(rule: Rule, hf_tensors: Mapping[str, Tensor], dims: Dims, rank: int, tp: int) -> Tensor:
+    """The Megatron shard of tensor-parallel rank `rank` of `tp`.
+
+    Args:
+        rule: the rule with its names filled in (`Rule.at`).
+        hf_tensors: the full Hugging Face tensors by name.
+        dims: sizes by symbol (`ModelDescription.dims`), with `padded_vocab` where it is not the smallest possible.
+    """
+    sources = [hf_tensors[tensor.name] for tensor in rule.hf]
+    shard = sources[0].new_zeros(shard_shape(rule, dims, tp))
+    at = 0
+    for piece in shard_pieces(rule, dims, rank, tp):
+        source = sources[piece.tensor].narrow(rule.dim, piece.start, piece.length)
+        shard.narrow(rule.dim, at, piece.length).copy_(source)
+        at += piece.length
+    return shard
+
+
+def merge_shards(rule: Rule, shards: Sequence[Tensor], dims: Dims) -> dict[str, Tensor]:
+    """The full Hugging Face tensors from the shards of all tensor-parallel ranks: the inverse of `shard_tensor`.
+
+    A tensor that is one whole shard comes back as a view of it, anything else as new memory.
+    """
+    if rule.kind is Kind.REPLICATED:
+        return {rule.hf[0].name: shards[0]}
+    pieces = [shard_pieces(rule, dims, rank, len(shards)) for rank in range(len(shards))]
+    if len(shards) == 1 and len(rule.hf) == 1:
+        return {rule.hf[0].name: shards[0].narrow(rule.dim, 0, pieces[0][0].length)}
+    full = [shards[0].new_empty(tensor.sizes(dims)) for tensor in rule.hf]
+    for shard, own in zip(shards, pieces, strict=True):
+        at = 0
+        for piece in own:
+            target = full[piece.tensor].narrow(rule.dim, piece.start, piece.length)
+            target.copy_(shard.narrow(rule.dim, at, piece.length))
+            at += piece.length
+    return {tensor.name: value for tensor, value in zip(rule.hf, full, strict=True)}
+
+
+def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    return size
