@@ -45,17 +45,15 @@ class Family:
 
     def weights(self, description: ModelDescription) -> Iterator[Rule]:
         """Every parameter of the model in file order, names filled in; a tied output layer is left out."""
-        per_layer = [rule for rule in self.rules if rule.per_layer]
-        done = False
-        for rule in self.rules:
-            if rule.per_layer:
-                if not done:
-                    for layer in range(description.dims["layers"]):
-                        for layer_rule in per_layer:
-                            experts = range(description.dims["experts"]) if layer_rule.per_expert else [None]
-                            yield from (layer_rule.at(layer, expert) for expert in experts)
-                done = True
-            elif not (description.tied and rule is OUTPUT):
+        layered = [rule for rule in self.rules if rule.per_layer]
+        first = self.rules.index(layered[0])
+        yield from self.rules[:first]
+        for layer in range(description.dims["layers"]):
+            for rule in layered:
+                experts = range(description.dims["experts"]) if rule.per_expert else [None]
+                yield from (rule.at(layer, expert) for expert in experts)
+        for rule in self.rules[first + len(layered) :]:
+            if not (rule is OUTPUT and description.tied):
                 yield rule
 
 
@@ -144,10 +142,13 @@ def describe_decoder(
     layers, ffn = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
     kv_heads, vocab = fields.integer("num_key_value_heads", heads), fields.integer("vocab_size")
     head_dim = fields.integer("head_dim", head_dim or hidden // heads)
+    max_positions = fields.integer("max_position_embeddings")
     fields.only("hidden_act", "silu")
     fields.only("attention_dropout", 0.0)
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
+    if fields.get("quantization_config"):
+        fields.refuse("quantization_config", "...", "the weights must be those of the unquantised model")
     dims = {
         "layers": layers,
         "experts": 0,
@@ -179,23 +180,20 @@ def describe_decoder(
     }
     model = {
         "vocab_size": vocab,
-        "max_sequence_length": fields.integer("max_position_embeddings"),
+        "max_sequence_length": max_positions,
         "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", False),
-        **rope_arguments(fields),
+        **rope_arguments(fields, max_positions),
     }
     return ModelDescription(dims, transformer, model, {"qk_layernorm": qk_norm})
 
 
 def refuse_sliding_window(fields: Fields, layers: int) -> None:
-    """Qwen's sliding window: on where `use_sliding_window`, in the layers from `max_window_layers` up."""
-    window, first = fields.get("sliding_window"), fields.get("max_window_layers", 0)
-    if fields.flag("use_sliding_window", False) and window is not None and first < layers:
-        fields.refuse("use_sliding_window", True, "every layer must use full attention")
-    refuse_layer_types(fields)
-
-
-def refuse_layer_types(fields: Fields) -> None:
-    """Refuse layers of any other type than full attention."""
-    types = fields.get("layer_types", [])
-    if any(kind != "full_attention" for kind in types):
+    """Qwen2 and Qwen3: `layer_types`, or else the layers from `max_window_layers` up where `use_sliding_window`."""
+    window = 4096 if fields.absent("sliding_window") else fields.get("sliding_window")
+    first = fields.get("max_window_layers", 28)
+    types = fields.get("layer_types")
+    if types is None and fields.flag("use_sliding_window", False) and window is not None and first < layers:
+        fields.refuse("use_sliding_window", True, f"layers from max_window_layers = {first} would not attend fully")
+    if any(kind != "full_attention" for kind in types or []):
         fields.refuse("layer_types", types, "every layer must use full attention")
+    fields.flag("use_sliding_window", False)

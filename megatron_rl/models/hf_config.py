@@ -23,6 +23,10 @@ INERT = frozenset((
 # fmt: on
 
 
+# What megatron.core's RotaryEmbedding._apply_scaling takes no argument for.
+_LLAMA3_BUILT_IN = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face model folder, as a dict.
 
@@ -55,6 +59,9 @@ class Fields:
         self._seen.add(name)
         value = self._config.get(name)
         return default if value is None else value
+
+    def absent(self, name: str) -> bool:
+        return name not in self._config
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer. Without a default the field is required."""
@@ -96,38 +103,39 @@ class Fields:
                 )
 
 
-def rope_arguments(fields: Fields) -> dict[str, Any]:
-    """Rotary embedding as GPTModel's arguments, from `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling`.
+def rope_arguments(fields: Fields, max_positions: int) -> dict[str, Any]:
+    """Rotary embedding as GPTModel's arguments, from `rope_scaling` and `rope_theta` or from `rope_parameters`.
 
     Supported: default, linear, and llama3 with the constants that Megatron-Core has built in.
     """
-    parameters = dict(fields.get("rope_parameters", {}))
-    legacy = dict(fields.get("rope_scaling", {}))
-    theta = parameters.pop("rope_theta", None) or fields.number("rope_theta", 10000.0)
-    fields.get("rope_theta")
-    scaling = parameters or legacy
-    where = "rope_parameters" if parameters else "rope_scaling"
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
-    for name in [name for name, value in scaling.items() if value is None]:
-        del scaling[name]
-    if scaling.pop("partial_rotary_factor", 1.0) != 1.0 or fields.number("partial_rotary_factor", 1.0) != 1.0:
-        fields.refuse("partial_rotary_factor", fields.get("partial_rotary_factor"), "only 1.0 is supported")
+    theta = fields.number("rope_theta", 10000.0)
+    legacy, current = fields.get("rope_scaling"), fields.get("rope_parameters", {})
+    where = "rope_scaling" if legacy else "rope_parameters"
+    scaling = {name: value for name, value in (legacy or current).items() if value is not None}
+    theta = scaling.pop("rope_theta", theta)
+    legacy_kind = scaling.pop("type", "default")
+    kind = scaling.pop("rope_type", legacy_kind)
+    partial = scaling.pop("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        fields.refuse("partial_rotary_factor", partial, "only 1.0 is supported")
     arguments: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,
         "rotary_base": int(theta) if float(theta).is_integer() else float(theta),
     }
-    if kind == "linear":
-        arguments["seq_len_interpolation_factor"] = float(scaling.pop("factor"))
-    elif kind == "llama3":
-        arguments["rope_scaling"] = True
-        arguments["rope_scaling_factor"] = float(scaling.pop("factor"))
-        built_in = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        for name, value in built_in.items():
-            found = scaling.pop(name, None)
-            if found != value:
-                fields.refuse(f"{where}.{name}", found, f"Megatron-Core's llama3 scaling has {value} built in")
+    if kind in ("linear", "llama3"):
+        factor = scaling.pop("factor", None)
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+            raise ValueError(f"config.json: `{where}.factor` = {factor!r}, expected a positive number")
+        if kind == "linear":
+            arguments["seq_len_interpolation_factor"] = float(factor)
+        else:
+            arguments |= {"rope_scaling": True, "rope_scaling_factor": float(factor)}
+            scaling.setdefault("original_max_position_embeddings", max_positions)
+            for name, built_in in _LLAMA3_BUILT_IN.items():
+                found = scaling.pop(name, None)
+                if found != built_in:
+                    fields.refuse(f"{where}.{name}", found, f"Megatron-Core's llama3 scaling has {built_in} built in")
     elif kind != "default":
         fields.refuse(f"{where}.rope_type", kind, "supported are default, linear and llama3")
     for name, value in scaling.items():

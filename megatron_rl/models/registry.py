@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from megatron_rl.models.family import Family
 from megatron_rl.models.hf_config import HFConfig
+from megatron_rl.models.llama import LLAMA, MISTRAL
+from megatron_rl.models.qwen2 import QWEN2
 from megatron_rl.models.qwen3 import QWEN3
+from megatron_rl.models.qwen3_moe import QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (QWEN3,)
+FAMILIES: tuple[Family, ...] = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL)
 
 
 def family_for(hf_config: HFConfig) -> Family:

@@ -72,6 +72,7 @@ def build(description: ModelDescription, parallel: ParallelGroups, virtual: int 
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 vp_stage=vp_stage,
+                parallel_output=False,
                 **model,
             )
             chunks.append(chunk)
@@ -80,6 +81,17 @@ def build(description: ModelDescription, parallel: ParallelGroups, virtual: int 
             for parameter in chunk.parameters():
                 parameter.fill_(float("nan"))
     return chunks
+
+
+def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """A whole model's logits, gathered over tensor-parallel ranks: [batch, length, padded vocabulary]."""
+    from megatron_rl.runtime.cpu_megatron import MegatronOnCpu
+
+    length = tokens.shape[1]
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    model.eval()
+    with torch.no_grad(), MegatronOnCpu():
+        return model(tokens, torch.arange(length).expand_as(tokens), future)
 
 
 def spawn(function: Callable[..., None], world: int, folder: Path, *arguments: object) -> None:

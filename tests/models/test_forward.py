@@ -2,49 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_rl.config.schema import CreateModelConfig
-from megatron_rl.models import ParallelGroups, create_model, family_for, load_hf_weights, read_hf_config
-from tests.models.megatron import build, start, stop
+from megatron_rl.models import (
+    ParallelGroups,
+    create_model,
+    export_hf,
+    family_for,
+    load_hf_weights,
+    read_hf_config,
+)
+
+from . import tiny
+from .megatron import build, logits
 
 
-@pytest.fixture(scope="module")
-def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelGroups]:
-    yield start(0, 1, str(tmp_path_factory.mktemp("rendezvous") / "file"))
-    stop()
-
-
-def megatron_logits(folder: Path, tokens: torch.Tensor, parallel: ParallelGroups) -> torch.Tensor:
-    """[batch, tokens, vocabulary]"""
-    from megatron_rl.runtime.cpu_megatron import MegatronOnCpu
-
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_logits_are_those_of_transformers(tmp_path: Path, parallel: ParallelGroups, variant: str) -> None:
+    folder = tiny.write(tmp_path / "model", variant)
     config = read_hf_config(folder)
     family = family_for(config)
-    description = family.describe(config)
-    (model,) = build(description, parallel)
-    load_hf_weights([model], family, config, folder, parallel)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    future = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)[None, None]
-    with torch.no_grad(), MegatronOnCpu():
-        return model(tokens, positions, future)
+    chunks = build(family.describe(config), parallel)
+    load_hf_weights(chunks, family, config, folder, parallel)
+    expected = tiny.hf_logits(folder)
+    torch.testing.assert_close(logits(chunks[0], tiny.tokens()), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
 
 
-def hf_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
+def test_export_of_a_created_model_generates_the_same(tmp_path: Path, parallel: ParallelGroups) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        return model(tokens).logits
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_created_model(tmp_path: Path, parallel: ParallelGroups, tied: bool) -> None:
-    create_model(tmp_path / "m", CreateModelConfig(tie_embeddings=tied, vocab_size=61, init_std=0.08), seed=1)
-    tokens = torch.randint(61, (2, 50), generator=torch.Generator().manual_seed(0))
-    expected = hf_logits(tmp_path / "m", tokens)
-    torch.testing.assert_close(megatron_logits(tmp_path / "m", tokens, parallel), expected, rtol=1e-5, atol=1e-5)
+    source, export = tmp_path / "model", tmp_path / "export"
+    create_model(source, CreateModelConfig(init_std=0.08), seed=1)
+    config = read_hf_config(source)
+    family = family_for(config)
+    chunks = build(family.describe(config), parallel)
+    load_hf_weights(chunks, family, config, source, parallel)
+    export_hf(export, chunks, family, config, parallel, source)
+    prompt = "1+3-5="
+    texts = []
+    for folder in (source, export):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        inputs = tokenizer(prompt, return_tensors="pt")
+        texts.append(tokenizer.decode(model.generate(**inputs, max_new_tokens=12, do_sample=False)[0]))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(prompt)
+    assert not list(tmp_path.glob(".*"))

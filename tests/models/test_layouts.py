@@ -1,50 +1,78 @@
-"""Loading into Megatron in several processes, and reading the same bits back on every one of them."""
+"""Loading into Megatron in several processes: every rank reads back the file's bits, and computes what one would.
+
+Each test starts its processes once and goes through several layouts, because starting them is what takes the time.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from megatron_rl.config.schema import CreateModelConfig
-from megatron_rl.models import create_model, export_hf, family_for, iter_hf_weights, load_hf_weights, read_hf_config
-from tests.models.megatron import build, spawn, start, stop
+from megatron_rl.models import export_hf, family_for, iter_hf_weights, load_hf_weights, read_hf_config
+from megatron_rl.models.files import SafetensorsFolder
+
+from . import tiny
+from .megatron import build, logits, spawn, start, stop
 
 
-def _round_trip(
-    rank: int, world: int, rendezvous: str, folder: str, tensor: int, pipeline: int, expert: int, virtual: int
-) -> None:
-    parallel = start(rank, world, rendezvous, tensor, pipeline, expert, virtual)
-    config = read_hf_config(folder)
-    family = family_for(config)
-    chunks = build(family.describe(config), parallel, virtual)
-    load_hf_weights(chunks, family, config, folder, parallel)
-    source = load_file(Path(folder) / "model.safetensors")
-    for bucket_bytes in (1, 20_000, 2**28):
-        found = {name: value.clone() for name, value in iter_hf_weights(chunks, family, config, parallel, bucket_bytes)}
-        assert found.keys() == source.keys()
-        for name, value in source.items():
-            assert torch.equal(found[name], value), f"rank {rank}: {name} differs"
-    export_hf(f"{folder}-export", chunks, family, config, parallel, folder, shard_bytes=100_000)
-    stop()
+@dataclass(frozen=True)
+class Layout:
+    variant: str
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    virtual: int = 1
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = SafetensorsFolder(folder)
+    return {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names()}
+
+
+def _check(rank: int, world: int, rendezvous: str, root: str, layouts: list[Layout]) -> None:
+    for number, layout in enumerate(layouts):
+        folder, export = Path(root) / layout.variant, Path(root) / f"export-{number}"
+        axes = (layout.tensor, layout.pipeline, layout.expert, layout.virtual)
+        parallel = start(rank, world, f"{rendezvous}-{number}", *axes)
+        config = read_hf_config(folder)
+        family = family_for(config)
+        chunks = build(family.describe(config), parallel, layout.virtual)
+        load_hf_weights(chunks, family, config, folder, parallel)
+        source = _tensors(folder)
+        order = None
+        for bucket_bytes in (1, 20_000, 2**28):
+            weights = iter_hf_weights(chunks, family, config, parallel, bucket_bytes)
+            found = {name: value.clone() for name, value in weights}
+            assert found.keys() == source.keys(), f"{layout}, rank {rank}"
+            assert order in (None, list(found))
+            order = list(found)
+            for name, value in source.items():
+                assert torch.equal(found[name], value), f"{layout}, rank {rank}: {name} differs"
+        export_hf(export, chunks, family, config, parallel, folder, shard_bytes=50_000)
+        exported = _tensors(export)
+        assert exported.keys() == source.keys()
+        assert all(torch.equal(exported[name], value) for name, value in source.items())
+        if layout.pipeline == 1:
+            expected = torch.load(folder / "logits.pt")
+            close = {"rtol": 1e-5, "atol": 1e-5 * float(expected.abs().max())}
+            torch.testing.assert_close(logits(chunks[0], tiny.tokens())[..., : tiny.VOCAB], expected, **close)
+        stop()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "virtual", "tied"),
-    [(2, 1, 1, False), (1, 2, 2, True), (2, 2, 1, True), (4, 1, 1, False)],
-    ids=["tp2", "pp2-virtual2-tied", "tp2-pp2-tied", "tp4-of-2-kv-heads"],
+    "layouts",
+    [
+        [Layout("qwen3", tensor=2), Layout("qwen2-tied", pipeline=2, virtual=2), Layout("qwen3_moe", expert=2)],
+        [Layout("qwen2-tied", 2, 2), Layout("llama", tensor=4), Layout("qwen3_moe", tensor=2, expert=2)],
+    ],
+    ids=["2 processes", "4 processes"],
 )
-def test_every_rank_reads_back_the_file(tmp_path: Path, tensor: int, pipeline: int, virtual: int, tied: bool) -> None:
-    config = CreateModelConfig(layers=4, hidden_size=32, head_dim=8, ffn_size=48, vocab_size=37, tie_embeddings=tied)
-    create_model(tmp_path / "model", config, seed=3)
-    arguments = (str(tmp_path / "model"), tensor, pipeline, 1, virtual)
-    spawn(_round_trip, tensor * pipeline, tmp_path, *arguments)
-    exported = {}
-    for path in (tmp_path / "model-export").glob("*.safetensors"):
-        exported |= load_file(path)
-    source = load_file(tmp_path / "model" / "model.safetensors")
-    assert exported.keys() == source.keys()
-    assert all(torch.equal(exported[name], value) for name, value in source.items())
+def test_every_rank_reads_back_the_file(tmp_path: Path, layouts: list[Layout]) -> None:
+    for variant in {layout.variant for layout in layouts}:
+        torch.save(tiny.hf_logits(tiny.write(tmp_path / variant, variant)), tmp_path / variant / "logits.pt")
+    last = layouts[-1]
+    spawn(_check, last.tensor * last.pipeline * last.expert, tmp_path, str(tmp_path), layouts)

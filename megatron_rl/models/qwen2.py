@@ -1,0 +1,27 @@
+"""Qwen2 and Qwen2.5, and the DeepSeek-R1 distils on them: biases on query, key and value."""
+
+from __future__ import annotations
+
+from megatron_rl.models.family import (
+    ATTENTION,
+    DENSE_MLP,
+    NORMS,
+    QKV_BIAS,
+    Family,
+    ModelDescription,
+    decoder_rules,
+    describe_decoder,
+    refuse_sliding_window,
+)
+from megatron_rl.models.hf_config import Fields, HFConfig
+
+
+def _describe(config: HFConfig) -> ModelDescription:
+    fields = Fields(config, "qwen2")
+    description = describe_decoder(fields, qkv_bias=True)
+    refuse_sliding_window(fields, description.dims["layers"])
+    fields.finish()
+    return description
+
+
+QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), decoder_rules(NORMS, ATTENTION, QKV_BIAS, DENSE_MLP), _describe)

@@ -1,0 +1,65 @@
+"""Qwen3 mixture of experts (30B-A3B, 235B-A22B): Qwen3's attention, every MLP a router and its experts."""
+
+from __future__ import annotations
+
+from megatron_rl.models.family import (
+    ATTENTION,
+    NORMS,
+    QK_NORMS,
+    Family,
+    ModelDescription,
+    decoder_rules,
+    describe_decoder,
+    layer_rule,
+)
+from megatron_rl.models.hf_config import Fields, HFConfig
+from megatron_rl.models.rules import Kind
+
+# Experts are modules of their own (SequentialMLP), or numbered weights of one module (TEGroupedMLP).
+MOE = (
+    layer_rule("mlp.router.weight", Kind.REPLICATED, ("mlp.gate.weight", ("experts", "hidden"))),
+    layer_rule(
+        ("mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"),
+        Kind.GATED,
+        ("mlp.experts.{expert}.gate_proj.weight", ("expert_ffn", "hidden")),
+        ("mlp.experts.{expert}.up_proj.weight", ("expert_ffn", "hidden")),
+    ),
+    layer_rule(
+        ("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"),
+        Kind.ROW,
+        ("mlp.experts.{expert}.down_proj.weight", ("hidden", "expert_ffn")),
+    ),
+)
+
+
+def _describe(config: HFConfig) -> ModelDescription:
+    fields = Fields(config, "qwen3_moe")
+    dense = describe_decoder(fields, qk_norm=True)
+    fields.only("decoder_sparse_step", 1)
+    fields.only("mlp_only_layers", [])
+    fields.get("max_window_layers")  # not used by this architecture: a window would be on every layer's
+    window = 4096 if fields.absent("sliding_window") else fields.get("sliding_window")
+    if fields.flag("use_sliding_window", False) and window is not None:
+        fields.refuse("use_sliding_window", True, "every layer must use full attention")
+    experts = fields.integer("num_experts", fields.get("num_local_experts"))
+    expert_ffn = fields.integer("moe_intermediate_size")
+    moe = {
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": expert_ffn,
+        "moe_router_topk": fields.integer("num_experts_per_tok"),
+        # Softmax over the chosen experts alone is softmax over all, renormalised over the chosen.
+        "moe_router_pre_softmax": not fields.flag("norm_topk_prob", False),
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+    }
+    fields.finish()
+    return ModelDescription(
+        {**dense.dims, "experts": experts, "expert_ffn": expert_ffn},
+        {**dense.transformer, **moe},
+        dense.model,
+        {**dense.spec, "num_experts": experts},
+    )
+
+
+QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), decoder_rules(NORMS, ATTENTION, QK_NORMS, MOE), _describe)

@@ -1,0 +1,76 @@
+"""Tiny random models of every family, written by `transformers` itself: what the weight maps are checked against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+# name -> (transformers' config class, what is special)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3-tied": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "llama": ("LlamaConfig", {"rms_norm_eps": 1e-2}),
+    "llama3": (
+        "LlamaConfig",
+        {
+            "head_dim": 16,
+            "max_position_embeddings": 65536,
+            "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "ministral": ("MinistralConfig", {"sliding_window": 256, "max_position_embeddings": 256, "head_dim": 16}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe-unnormalised": ("Qwen3MoeConfig", {"head_dim": 16, "norm_topk_prob": False}),
+}
+VOCAB = 61  # odd: needs padding in every layout with tensor parallelism
+
+
+def write(folder: Path, variant: str, seed: int = 0, **changes: Any) -> Path:
+    """A model folder with random values in every tensor, norms and biases included."""
+    import transformers
+
+    name, special = VARIANTS[variant]
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    if name == "Qwen3MoeConfig":
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    config = getattr(transformers, name)(**{**sizes, **special, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if "norm" in key else 0.2 * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def tokens(batch: int = 2, length: int = 48) -> torch.Tensor:
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def hf_logits(folder: Path) -> torch.Tensor:
+    """What `transformers` makes of `tokens()`: float32 [batch, length, vocabulary]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return model(tokens()).logits
