@@ -83,7 +83,7 @@ class MethodConfig:
 
 @dataclass
 class KLConfig:
-    """KL divergence from the reference policy: a term of the loss (`coef`), a reward column (`reward_coef`), or both."""
+    """KL divergence from the reference policy: a loss term (`coef`), a reward column (`reward_coef`), or both."""
 
     coef: float = 0.0  # weight of the loss term; with `reward_coef` also 0 no reference policy is kept
     estimator: str = "k3"  # k1 | k2 | mse (another name of k2) | k3 | abs

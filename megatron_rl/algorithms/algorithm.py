@@ -1,0 +1,389 @@
+"""One algorithm from four choices: estimator, gradient weight, aggregation, corrections. What the trainer talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.aggregation import Denominators, count_live, token_coefficients, weighted_sum
+from megatron_rl.algorithms.correction import (
+    Correction,
+    check_correction,
+    correct,
+    correction_metrics,
+    sequence_log_ratio,
+)
+from megatron_rl.algorithms.diagnostics import advantage_metrics, reward_metrics
+from megatron_rl.algorithms.kl import kl_divergence
+from megatron_rl.algorithms.metrics import Metrics
+from megatron_rl.algorithms.ratios import REGIONS, bounded_exp, regions
+from megatron_rl.algorithms.registry import make_advantage_estimator, make_gradient_weight
+from megatron_rl.algorithms.shaping import add_column, complete_groups, overlong_penalty, signal_groups, with_valid
+from megatron_rl.config.methods import (
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    RATIOS,
+    TRUNCATED,
+    check_choice,
+    load_plugins,
+)
+from megatron_rl.config.presets import algorithm_config
+from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.data import RewardTable
+
+_REPORTED_BOUNDS = (0.2, 0.2)  # regions are reported at these where the weight in use has no bounds of its own
+
+
+@dataclass
+class StepEstimate:
+    """What the estimator and everything around it make of one step's rewards.
+
+    Attributes:
+        advantages: float [n, m]; 0 where a rollout does not take part.
+        train: bool [n, m]: rollouts that enter the update. The others must not reach the loss or its denominators.
+        signal: bool [n]: prompts whose raw rewards differ between rollouts.
+        clip_range: give it to every `policy_loss` of the step.
+        metrics: numbers for the step's log.
+        group: the estimator's quantities per prompt, [n] each.
+    """
+
+    advantages: Tensor
+    train: Tensor
+    signal: Tensor
+    clip_range: tuple[float, float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    group: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Algorithm:
+    """Made by `make_algorithm`.
+
+    Attributes:
+        config: the choices, complete.
+        estimator: rewards -> advantages.
+        weight: F(w, A).
+        max_length: tokens, the constant of `seq-mean-token-sum-norm`; None where not needed.
+    """
+
+    def __init__(self, config: AlgorithmConfig, max_tokens: int | None = None) -> None:
+        load_plugins(config.plugins)
+        check_choice("algorithm.aggregation", config.aggregation, AGGREGATIONS)
+        check_choice("algorithm.ratio", config.ratio, RATIOS)
+        check_choice("algorithm.kl.estimator", config.kl.estimator, KL_ESTIMATORS)
+        check_choice("algorithm.kl.reward_estimator", config.kl.reward_estimator, KL_ESTIMATORS)
+        check_choice("algorithm.truncated", config.truncated, TRUNCATED)
+        check_correction(config.correction)
+        self.config = config
+        self.estimator = make_advantage_estimator(config.estimator.name, **config.estimator.params)
+        self.weight = make_gradient_weight(config.weight.name, **config.weight.params)
+        self.max_length = None
+        if config.aggregation == "seq-mean-token-sum-norm":
+            self.max_length = _budget("algorithm.max_length", config.max_length, max_tokens)
+        self._overlong_length = 0
+        if config.overlong.share:
+            self._overlong_length = _budget("algorithm.overlong.max_length", config.overlong.max_length, max_tokens)
+
+    # ------------------------------------------------------------------------------------------ what must be provided
+    @property
+    def needs_reference(self) -> bool:
+        """Log-probs of the reference policy are needed."""
+        return bool(self.config.kl.coef or self.config.kl.reward_coef)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """The entropy of each token's distribution is needed, with gradient."""
+        return bool(self.config.entropy_coef)
+
+    @property
+    def corrects(self) -> bool:
+        """Log-probs of the rollout engine enter the loss."""
+        return self.config.correction.weight != "none" or bool(self.config.correction.filters)
+
+    @property
+    def filters(self) -> bool:
+        """Tokens may leave the loss, so old log-probs are needed before the denominators can be counted."""
+        return bool(self.config.correction.filters)
+
+    # ----------------------------------------------------------------------------------------- rewards to advantages
+    def estimate(
+        self, table: RewardTable, *, truncated: Tensor | None = None, reference_kl: Tensor | None = None
+    ) -> StepEstimate:
+        """Advantages of a step, and which rollouts are trained on.
+
+        Args:
+            table: raw task rewards of the whole batch, over all data-parallel ranks.
+            truncated: bool [n, m]: rollouts cut at the token limit. Needed unless `algorithm.truncated` is `keep`.
+            reference_kl: [n, m], from `sequence_kl`. Needed with `algorithm.kl.reward_coef`.
+
+        Raises:
+            ValueError: naming the missing input.
+        """
+        config = self.config
+        signal = signal_groups(table, config.signal_rewards)
+        metrics = reward_metrics(table)
+        metrics["groups/signal_share"] = _share(signal, table.mask.any(1))
+        shaped = self._shape(table, reference_kl)
+        valid = table.mask
+        lossless = torch.zeros_like(valid)
+        if config.truncated != "keep":
+            if truncated is None:
+                raise ValueError(f"algorithm.truncated is {config.truncated!r}: say which rollouts were cut")
+            lossless = valid & truncated
+            metrics["rollouts/truncated_share"] = _share(lossless, valid)
+            if config.truncated == "drop":
+                valid = valid & ~lossless
+        if config.drop_no_signal_groups:
+            valid = valid & signal[:, None]
+        complete = complete_groups(valid, self.estimator.needs.group_size)
+        metrics["groups/incomplete"] = float((valid.any(1) & ~complete.any(1)).sum())
+        if int(complete.any(1).sum()) < self.estimator.needs.prompts:
+            complete = torch.zeros_like(complete)
+        metrics["groups/trained"] = float(complete.any(1).sum())
+        result = self.estimator(with_valid(shaped, complete)) if complete.any() else None
+        if result is None:
+            dtype = torch.float64 if table.values.dtype == torch.float64 else torch.float32
+            return StepEstimate(torch.zeros_like(valid, dtype=dtype), complete, signal, None, metrics)
+        metrics.update(advantage_metrics(result.advantages, complete))
+        metrics.update(result.metrics)
+        return StepEstimate(result.advantages, complete & ~lossless, signal, result.clip_range, metrics, result.group)
+
+    def _shape(self, table: RewardTable, reference_kl: Tensor | None) -> RewardTable:
+        overlong, kl = self.config.overlong, self.config.kl
+        if overlong.share:
+            if table.lengths is None:
+                raise ValueError("algorithm.overlong needs response lengths: RewardTable(lengths=[n, m])")
+            penalty = overlong_penalty(table.lengths, self._overlong_length, overlong.share)
+            table = add_column(table, "overlong", penalty, overlong.weight)
+        if kl.reward_coef:
+            if reference_kl is None:
+                raise ValueError("algorithm.kl.reward_coef needs the KL of each rollout: reference_kl=[n, m]")
+            table = add_column(table, "kl", -reference_kl, kl.reward_coef)
+        return table
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold for an exact resume."""
+        return {"estimator": self.estimator.name, "state": self.estimator.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict()`. ValueError if it belongs to another estimator."""
+        if state["estimator"] != self.estimator.name:
+            raise ValueError(
+                f"the checkpoint's estimator is {state['estimator']!r}, the recipe's {self.estimator.name!r}"
+            )
+        self.estimator.load_state_dict(state["state"])
+
+    # ---------------------------------------------------------------------------------------------- packed micro-batch
+    def correct(
+        self, old_log_probs: Tensor | None, rollout_log_probs: Tensor | None, mask: Tensor, sequence_ids: Tensor
+    ) -> Correction:
+        """Importance weights and remaining mask; the given mask, and no weights, without correction.
+
+        Call it before the update where `filters` is true: the denominators count what is left of the mask.
+        """
+        if not self.corrects:
+            return Correction(None, mask.bool())
+        if rollout_log_probs is None or old_log_probs is None:
+            raise ValueError("algorithm.correction needs the engine's and the trainer's old log-probs")
+        config = self.config.correction
+        return correct(
+            old_log_probs,
+            rollout_log_probs,
+            mask,
+            sequence_ids,
+            weight=config.weight,
+            cap=config.cap,
+            filters=config.filters,
+        )
+
+    def count(
+        self,
+        mask: Tensor,
+        sequence_ids: Tensor,
+        *,
+        old_log_probs: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+    ) -> Denominators:
+        """This part's share of the denominators, after correction filters: sum it over all parts of the minibatch."""
+        return count_live(self.correct(old_log_probs, rollout_log_probs, mask, sequence_ids).mask, sequence_ids)
+
+    def policy_loss(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        rollout_log_probs: Tensor | None,
+        ref_log_probs: Tensor | None,
+        entropy: Tensor | None,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        sequence_ids: Tensor,
+        denominators: Denominators,
+        clip_range: tuple[float, float] | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Loss of one packed micro-batch; its gradient is F(w, A) A grad log pi, aggregated, plus KL and entropy.
+
+        All tensors are [tokens] over whole rollouts. Losses and metrics of the parts of a minibatch add up, whatever
+        the cut.
+
+        Args:
+            log_probs: of the policy being trained, with gradient.
+            old_log_probs: of the policy before the step's first update.
+            rollout_log_probs: the engine's; needed where `corrects`, otherwise only for gauges.
+            ref_log_probs: needed where `algorithm.kl.coef` is not 0.
+            entropy: needed where `needs_entropy`, with gradient; otherwise only logged.
+            advantages: each rollout's, repeated on its tokens.
+            mask: bool; tokens that take part.
+            sequence_ids: int64, 0 .. rollouts - 1, which rollout of this micro-batch each token belongs to.
+            denominators: of the whole minibatch: the sum of `count` over its parts and ranks.
+            clip_range: from the step's estimate.
+
+        Returns:
+            The scalar loss (at least float32), and metrics.
+
+        Raises:
+            ValueError: on shapes that differ or a missing input.
+        """
+        _check_shapes(
+            log_probs=log_probs,
+            old_log_probs=old_log_probs,
+            rollout_log_probs=rollout_log_probs,
+            ref_log_probs=ref_log_probs,
+            entropy=entropy,
+            advantages=advantages,
+            mask=mask,
+            sequence_ids=sequence_ids,
+        )
+        config = self.config
+        given = mask.bool()
+        corrected = self.correct(old_log_probs, rollout_log_probs, given, sequence_ids)
+        live = corrected.mask
+        precise = torch.promote_types(log_probs.dtype, torch.float32)
+        log_probs = torch.where(live, log_probs.to(precise), 0.0)
+        advantages = torch.where(live, advantages.detach().to(precise), 0.0)
+        log_ratio = torch.where(live, log_probs.detach() - old_log_probs.detach().to(precise), 0.0)
+        if config.ratio != "token":
+            log_ratio = sequence_log_ratio(log_ratio, live, sequence_ids, mean=config.ratio == "sequence")
+        weight = self.weight(log_ratio, advantages, clip_range)
+        factor = weight if corrected.weights is None else weight * corrected.weights.to(precise)
+        coefficients = token_coefficients(live, sequence_ids, config.aggregation, denominators, self.max_length)
+        loss = weighted_sum(-(factor * advantages) * log_probs, coefficients)
+
+        metrics = Metrics()
+        self._loss_metrics(metrics, log_ratio, advantages, weight, live, clip_range)
+        objective = self._objective(log_ratio, advantages, weight, clip_range)
+        if corrected.weights is not None:
+            objective = objective * corrected.weights.to(precise)
+        share = coefficients * _scale(config.aggregation, denominators)
+        parts = _parts(config.aggregation, live, sequence_ids)
+        metrics.total("loss/objective", weighted_sum(objective.double(), share), parts)
+        if rollout_log_probs is not None:
+            metrics += correction_metrics(
+                old_log_probs, rollout_log_probs, given, sequence_ids, corrected, config.correction.cap
+            )
+        if ref_log_probs is not None:
+            reference = torch.where(live, ref_log_probs.detach().to(precise), 0.0)
+            kl = kl_divergence(log_probs, reference, config.kl.estimator)
+            metrics.mean(f"reference/kl_{config.kl.estimator}", kl, live)
+            if config.kl.coef:
+                loss = loss + config.kl.coef * weighted_sum(kl, coefficients)
+        elif config.kl.coef:
+            raise ValueError("algorithm.kl.coef is not 0: the loss needs ref_log_probs")
+        if entropy is not None:
+            metrics.mean("policy/entropy", entropy, live)
+            if config.entropy_coef:
+                loss = loss - config.entropy_coef * weighted_sum(entropy, coefficients)
+        elif config.entropy_coef:
+            raise ValueError("algorithm.entropy_coef is not 0: the loss needs entropy")
+        return loss, metrics
+
+    def _objective(
+        self, log_ratio: Tensor, advantages: Tensor, weight: Tensor, clip_range: tuple[float, float] | None
+    ) -> Tensor:
+        """The objective's value per token: PPO's for `clip` (Eq. 25 of AWPO, 3 of GDPO), F A for the others."""
+        if self.weight.name != "clip":
+            return weight * advantages
+        low, high = clip_range or (self.weight.params["eps_low"], self.weight.params["eps_high"])
+        return ppo_objective(log_ratio, advantages, low, high, self.weight.params["dual_clip"])
+
+    def _loss_metrics(
+        self,
+        metrics: Metrics,
+        log_ratio: Tensor,
+        advantages: Tensor,
+        weight: Tensor,
+        live: Tensor,
+        clip_range: tuple[float, float] | None,
+    ) -> None:
+        ratio = bounded_exp(log_ratio)
+        metrics.mean("ratio/mean", ratio, live)
+        metrics.maximum("ratio/max", ratio, live)
+        metrics.mean("old_policy/kl_k1", -log_ratio, live)
+        metrics.mean("old_policy/kl_k3", ratio - 1 - log_ratio, live)
+        low, high = clip_range or self.weight.clip_range or _REPORTED_BOUNDS
+        region = regions(log_ratio, advantages, low, high)
+        for index, name in enumerate(REGIONS):
+            inside = live & (region == index)
+            metrics.mean(f"region_share/{name}", inside.double(), live)
+            metrics.mean(f"region_weight/{name}", weight, inside)
+        metrics.mean("loss/silent_token_share", ((weight * advantages) == 0).double(), live)
+
+
+def ppo_objective(
+    log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """min(w A, clip(w, 1 - eps_low, 1 + eps_high) A) per token; with dual_clip c at least c A where A < 0."""
+    ratio = bounded_exp(log_ratio)
+    value = torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    if dual_clip is not None:
+        value = torch.where(advantages < 0, torch.maximum(value, dual_clip * advantages), value)
+    return value
+
+
+def _scale(mode: str, denominators: Denominators) -> float | Tensor:
+    count = denominators.num_tokens if mode == "token-mean" else denominators.num_sequences
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(float(count), 1.0)
+
+
+def _parts(mode: str, live: Tensor, sequence_ids: Tensor) -> Tensor:
+    own = count_live(live, sequence_ids)
+    return torch.tensor(own.num_tokens if mode == "token-mean" else own.num_sequences)
+
+
+def _share(part: Tensor, whole: Tensor) -> float:
+    return float((part & whole).sum() / whole.sum().clamp(min=1))
+
+
+def _budget(key: str, own: int | None, max_tokens: int | None) -> int:
+    length = own if own is not None else max_tokens
+    if length is None:
+        raise ValueError(f"{key} is null, and no response budget was given: make_algorithm(..., max_tokens=)")
+    if length < 1:
+        raise ValueError(f"{key} must be at least 1 token, not {length}")
+    return length
+
+
+def _check_shapes(log_probs: Tensor, **others: Tensor | None) -> None:
+    if log_probs.dim() != 1:
+        raise ValueError(f"log_probs must be packed, [tokens], not {tuple(log_probs.shape)}")
+    for name, tensor in others.items():
+        if tensor is not None and tensor.shape != log_probs.shape:
+            raise ValueError(f"{name} must be {tuple(log_probs.shape)} like log_probs, not {tuple(tensor.shape)}")
+
+
+def make_algorithm(config: str | AlgorithmConfig | Mapping[str, Any], *, max_tokens: int | None = None) -> Algorithm:
+    """An algorithm from a preset's name, a complete `AlgorithmConfig`, or the keys of one (with a preset under them).
+
+    Args:
+        config: an `AlgorithmConfig` is taken as it is: whoever loaded the recipe has put the preset under it.
+        max_tokens: `rollout.max_tokens`, where the config leaves a length to it.
+
+    Raises:
+        ValueError: naming the key, its value and what it may be.
+    """
+    if isinstance(config, str):
+        config = {"preset": config}
+    return Algorithm(config if isinstance(config, AlgorithmConfig) else algorithm_config(config), max_tokens)

@@ -1,0 +1,113 @@
+"""What a step's rewards, advantages and gradients say about the signal in them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.groups import Groups
+from megatron_rl.algorithms.registry import AdvantageEstimator
+from megatron_rl.data import RewardTable
+
+
+def count_advantage_groups(advantages: Tensor, valid: Tensor | None = None, decimals: int = 6) -> int:
+    """How many different groups of advantages there are: advantage resolution (GDPO Fig. 3).
+
+    Groups are equal when their sorted advantages agree to `decimals` decimals.
+
+    Args:
+        advantages: [n, m].
+        valid: bool [n, m]; invalid entries do not count.
+    """
+    rounded = (advantages.double() * 10**decimals).round() + 0.0  # no negative zero
+    if valid is not None:
+        rounded = torch.where(valid, rounded, torch.inf)
+        rounded = rounded[valid.any(1)]
+    return len(torch.unique(rounded.sort(1).values, dim=0)) if len(rounded) else 0
+
+
+def distinct_advantage_groups(rollouts: int, rewards: int, estimator: AdvantageEstimator) -> int:
+    """Resolution of an estimator over all groups of `rollouts` rollouts with `rewards` binary rewards (GDPO Fig. 3).
+
+    Order within a group does not matter, so only multisets are enumerated. Batch statistics see all of them at once;
+    the paper leaves them out (`gdpo(batch_norm=False)`).
+    """
+    kinds = torch.tensor(list(itertools.product((0.0, 1.0), repeat=rewards)), dtype=torch.float64)
+    picks = torch.tensor(list(itertools.combinations_with_replacement(range(len(kinds)), rollouts)))
+    table = RewardTable(kinds[picks], tuple(f"r{index}" for index in range(rewards)))
+    return count_advantage_groups(estimator(table).advantages)
+
+
+def advantage_metrics(advantages: Tensor, valid: Tensor) -> dict[str, float]:
+    """Size and resolution of a step's advantages: [n, m] each."""
+    present = valid.any(1)
+    seen = advantages[valid].double()
+    if not seen.numel():
+        return {}
+    silent = ((advantages == 0) | ~valid).all(1)[present]
+    return {
+        "advantage/mean": float(seen.mean()),
+        "advantage/abs_mean": float(seen.abs().mean()),
+        "advantage/max": float(seen.abs().max()),
+        "advantage/silent_group_share": float(silent.double().mean()),
+        "advantage/distinct_groups": float(count_advantage_groups(advantages, valid)),
+    }
+
+
+def reward_metrics(table: RewardTable) -> dict[str, float]:
+    """Per reward: mean, share of groups in which it differs between rollouts, and its mean spread within groups.
+
+    A reward whose signal share is 0 has no say in a group-wise method, whatever its weight.
+    """
+    groups = Groups(table)
+    if not groups.present.any():
+        return {}
+    centred = groups.centre(groups.values)
+    spread, varies = groups.std(centred, ddof=0)[:, 0], (centred.span[:, 0] > 0).double()
+    metrics = {}
+    for index, name in enumerate(table.names):
+        metrics[f"reward/{name}"] = float(groups.values[:, :, index][groups.valid].mean())
+        metrics[f"reward_signal_share/{name}"] = float(varies[groups.present, index].mean())
+        metrics[f"reward_group_std/{name}"] = float(spread[groups.present, index].mean())
+    return metrics
+
+
+class GradientVariance:
+    """Variance of the batch gradient from micro-batch gradients, streaming (shrinkage paper, Eq. 17-18).
+
+    tr Cov(g) of g = mean of b i.i.d. micro-batch gradients g_i, unbiased:
+    (sum |g_i|^2 - |sum g_i|^2 / b) / (b (b - 1)). The caller keeps the running sum, which is the gradient buffer itself
+    where micro-batch gradients accumulate in place; only squared norms come here, summed over all shards.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.squares = 0.0
+
+    def add(self, squared_norm: float) -> None:
+        """Records |g_i|^2, over all shards of the parameters."""
+        self.count += 1
+        self.squares += squared_norm
+
+    def value(self, squared_norm_of_sum: float) -> float:
+        """The estimate, given |sum g_i|^2. ValueError with fewer than two micro-batches."""
+        if self.count < 2:
+            raise ValueError(f"gradient variance needs at least 2 micro-batches, not {self.count}")
+        spread = self.squares - squared_norm_of_sum / self.count
+        return max(spread, 0.0) / (self.count * (self.count - 1))
+
+
+def gradient_variance(gradients: Iterable[Tensor]) -> float:
+    """Eq. 17 of micro-batch gradients that are all at hand: tensors of one shape; two passes, no cancellation.
+
+    Raises:
+        ValueError: with fewer than two.
+    """
+    stacked = torch.stack([gradient.detach().double().reshape(-1) for gradient in gradients])
+    count = len(stacked)
+    if count < 2:
+        raise ValueError(f"gradient variance needs at least 2 micro-batches, not {count}")
+    return float((stacked - stacked.mean(0)).square().sum() / (count * (count - 1)))

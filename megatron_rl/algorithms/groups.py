@@ -1,0 +1,207 @@
+"""What an advantage estimator reads: a reward table in float64, and statistics that stay exact on degenerate groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rl.data import RewardTable
+
+_LARGEST_REWARD = 1e100  # squares of differences stay finite in float64
+
+
+class Centred(NamedTuple):
+    """Values around their group's mean.
+
+    Attributes:
+        values: shape of the input; exactly 0 where the group is constant or the entry is not valid.
+        mean: the group's mean, [n, 1, ...]; exactly the common value of a constant group, 0 of an empty one.
+        span: largest minus smallest value of the group, [n, 1, ...]; exactly 0 where the group is constant.
+    """
+
+    values: Tensor
+    mean: Tensor
+    span: Tensor
+
+
+class Groups:
+    """A reward table as estimators see it: float64, invalid entries 0, groups along dimension 0.
+
+    Attributes:
+        values: float64 [n, m, k].
+        valid: bool [n, m].
+        weights: float64 [k].
+        names: the k reward names.
+        count: float64 [n], valid rollouts per prompt.
+        present: bool [n], prompts with at least one valid rollout.
+        unit: relative rounding unit of the rewards as given; differences of a few units count as none.
+    """
+
+    def __init__(self, table: RewardTable) -> None:
+        self.table = table
+        self.valid = table.mask
+        self.values = torch.where(self.valid[:, :, None], table.values.double(), 0.0)
+        self.names = table.names
+        self.weights = torch.tensor([table.weight(name) for name in table.names], dtype=torch.float64)
+        self.weights = self.weights.to(self.values.device)
+        self.count = self.valid.sum(1).double()
+        self.present = self.count > 0
+        # A float32 reward carries float32 noise into float64; coarser types are taken at their word.
+        self.unit = min(torch.finfo(table.values.dtype).eps, torch.finfo(torch.float32).eps)
+        if self.values.numel() and self.values.abs().max() > _LARGEST_REWARD:
+            raise ValueError(f"a reward exceeds {_LARGEST_REWARD:g} in size; rescale it")
+
+    def weighted(self, names: Iterable[str] | None = None) -> tuple[Tensor, Tensor]:
+        """Weighted sum of the named rewards (None: all), and the sum of its terms' sizes; float64 [n, m] each."""
+        total = torch.zeros_like(self.values[:, :, 0]) if self.names else self.valid.double() * 0
+        size = torch.zeros_like(total)
+        for index, name in enumerate(self.names):
+            if names is None or name in names:
+                term = self.values[:, :, index] * self.weights[index]
+                total, size = total + term, size + term.abs()
+        return total, size
+
+    @cached_property
+    def rewards(self) -> Tensor:
+        """The scalar reward: weighted sum of all columns, float64 [n, m]; 0 where invalid."""
+        return self.weighted()[0]
+
+    @cached_property
+    def centred(self) -> Centred:
+        """`rewards` around their group means."""
+        return self.centre(*self.weighted())
+
+    def centre(self, values: Tensor, size: Tensor | None = None) -> Centred:
+        """Values [n, m] or [n, m, k] around their group means.
+
+        Args:
+            values: float64.
+            size: what rounding noise is relative to, same shape; None: the values' own sizes. For a sum of terms that
+                cancel, the sum of the terms' sizes.
+        """
+        return centre(values, self.valid, self.count, self.unit, size)
+
+    def std(self, centred: Centred, ddof: int) -> Tensor:
+        """Standard deviation per group, [n, 1, ...]; 0 for constant groups and groups of at most `ddof` rollouts."""
+        count = self.count.reshape(-1, *([1] * (centred.values.dim() - 1)))
+        scaled = centred.values / torch.where(centred.span > 0, centred.span, 1.0)  # squares cannot underflow
+        variance = scaled.square().sum(1, keepdim=True) / (count - ddof).clamp(min=1)
+        return variance.sqrt() * centred.span
+
+
+def centre(values: Tensor, valid: Tensor, count: Tensor, unit: float, size: Tensor | None = None) -> Centred:
+    """See `Groups.centre`. Values are shifted by the group's minimum first: a large common offset costs no digits."""
+    shape = (-1, 1, *([1] * (values.dim() - 2)))
+    valid = valid.reshape(*valid.shape, *([1] * (values.dim() - 2)))
+    present = (count > 0).reshape(shape)
+    low = torch.where(present, torch.where(valid, values, torch.inf).amin(1, keepdim=True), 0.0)
+    high = torch.where(present, torch.where(valid, values, -torch.inf).amax(1, keepdim=True), 0.0)
+    size = torch.where(valid, (values if size is None else size).abs(), 0.0).amax(1, keepdim=True)
+    constant = high - low <= 4 * unit * size
+    shifted = torch.where(valid, values - low, 0.0)
+    offset = torch.where(constant, 0.0, shifted.sum(1, keepdim=True) / count.clamp(min=1).reshape(shape))
+    centred = torch.where(valid & ~constant, shifted - offset, 0.0)
+    return Centred(centred, low + offset, torch.where(constant, 0.0, high - low))
+
+
+def safe_divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """numerator / denominator, 0 where the denominator is 0."""
+    return torch.where(denominator == 0, 0.0, numerator / torch.where(denominator == 0, 1.0, denominator))
+
+
+def whiten(
+    values: Tensor,
+    valid: Tensor,
+    *,
+    counts: Tensor | None = None,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    eps_mode: str = "var_add",
+    normalize: bool = True,
+    unit: float = torch.finfo(torch.float64).eps,
+    size: Tensor | None = None,
+) -> Tensor:
+    """Values over the whole batch to mean 0 and, with `normalize`, standard deviation 1.
+
+    Args:
+        values: float64, any shape.
+        valid: bool, same shape; the result is 0 elsewhere.
+        counts: how often each value counts, same shape: response lengths for statistics over tokens. None: once.
+        ddof: 1 sample, 0 population variance.
+        eps, eps_mode: `std_add` (x - mean) / (std + eps), `var_add` (x - mean) / sqrt(var + eps), `var_clamp`
+            (x - mean) / sqrt(max(var, eps)).
+        unit, size: differences of a few `unit` relative to the largest `size` (None: of `values`) are rounding noise.
+
+    Returns:
+        Same shape. Exactly 0 everywhere where all values are equal, however small eps is.
+    """
+    weight = valid.double() if counts is None else torch.where(valid, counts.double(), 0.0)
+    live = weight > 0
+    total = weight.sum()
+    if not live.any():
+        return torch.zeros_like(values)
+    seen = values[live]
+    low, high = seen.min(), seen.max()
+    largest = (values if size is None else size)[live].abs().max()
+    if high - low <= 4 * unit * largest or total <= ddof:
+        return torch.zeros_like(values)
+    shifted = torch.where(valid, values - low, 0.0)
+    centred = torch.where(valid, shifted - (weight * shifted).sum() / total, 0.0)
+    if not normalize:
+        return centred
+    scaled = centred / (high - low)  # squares cannot underflow
+    std = ((weight * scaled.square()).sum() / (total - ddof)).sqrt() * (high - low)
+    if eps_mode == "std_add":
+        return centred / (std + eps)
+    if eps_mode == "var_add":
+        return centred / torch.sqrt(std.square() + eps) if eps else centred / std
+    if eps_mode == "var_clamp":
+        return centred / torch.sqrt(std.square().clamp(min=eps)) if eps else centred / std
+    raise ValueError(f"eps_mode must be std_add, var_add or var_clamp, not {eps_mode!r}")
+
+
+class Moments(NamedTuple):
+    """Of a set of numbers: how many, their mean, their sum of squared deviations; and the sum of a second quantity."""
+
+    size: Tensor
+    mean: Tensor
+    deviation: Tensor
+    total: Tensor
+
+
+def _merge(a: Moments, b: Moments) -> Moments:
+    size = a.size + b.size
+    share = b.size / size.clamp(min=1)
+    delta = b.mean - a.mean
+    deviation = a.deviation + b.deviation + delta.square() * a.size * share
+    return Moments(size, a.mean + delta * share, deviation, a.total + b.total)
+
+
+def leave_one_out(values: Tensor, extra: Tensor, present: Tensor) -> Moments:
+    """Moments of all other entries, for every entry: float64 [n] each.
+
+    A binary tree of merges instead of subtracting each entry from the total: O(n), and exact where the others are
+    equal or their `extra` is zero, which subtraction is not.
+
+    Args:
+        values, extra: float64 [n].
+        present: bool [n]; absent entries count for nobody.
+    """
+    one = present.double()
+    levels = [Moments(one, values * one, torch.zeros_like(values), extra * one)]
+    while levels[-1].size.numel() > 1:
+        below = levels[-1]
+        if below.size.numel() % 2:
+            below = levels[-1] = Moments(*(torch.nn.functional.pad(part, (0, 1)) for part in below))
+        levels.append(_merge(Moments(*(part[0::2] for part in below)), Moments(*(part[1::2] for part in below))))
+    others = Moments(*(torch.zeros_like(part) for part in levels[-1]))
+    for level in reversed(levels[:-1]):
+        left, right = Moments(*(part[0::2] for part in level)), Moments(*(part[1::2] for part in level))
+        others = Moments(*(part[: left.size.numel()] for part in others))
+        of_left, of_right = _merge(others, right), _merge(others, left)
+        others = Moments(*(torch.stack(pair, 1).reshape(-1) for pair in zip(of_left, of_right, strict=True)))
+    return Moments(*(part[: values.numel()] for part in others))

@@ -1,0 +1,80 @@
+"""What happens to a reward table before the estimator: shaping columns, and which groups and rollouts take part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.groups import Groups
+from megatron_rl.data import RewardTable
+
+
+def add_column(table: RewardTable, name: str, values: Tensor, weight: float) -> RewardTable:
+    """The table with one more reward column; values [n, m]. A greedy rollout gets 0 in it.
+
+    Raises:
+        ValueError: if the name is taken or the shape does not fit.
+    """
+    if name in table.names:
+        raise ValueError(f"the reward column {name!r} is made by the algorithm; rename yours under `rewards`")
+    if values.shape != table.mask.shape:
+        raise ValueError(f"column {name!r} must be {tuple(table.mask.shape)}, not {tuple(values.shape)}")
+    column = values.to(table.values)[:, :, None]
+    greedy = None if table.greedy is None else torch.nn.functional.pad(table.greedy, (0, 1))
+    return RewardTable(
+        torch.cat([table.values, column], dim=2),
+        (*table.names, name),
+        table.valid,
+        {**(table.weights or {}), name: weight},
+        table.lengths,
+        greedy,
+    )
+
+
+def with_valid(table: RewardTable, valid: Tensor) -> RewardTable:
+    """The table with other rollouts taking part; valid is bool [n, m]."""
+    return RewardTable(table.values, table.names, valid, table.weights, table.lengths, table.greedy)
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, share: float) -> Tensor:
+    """Soft overlong punishment (DAPO Eq. 13): 0 up to (1 - share) max_length, falling linearly to -1 at max_length.
+
+    Args:
+        lengths: response lengths in tokens, any shape.
+        max_length: the response budget in tokens.
+        share: of the budget, in (0, 1].
+
+    Returns:
+        float64, same shape, in [-1, 0].
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"algorithm.overlong.share must be in (0, 1], not {share!r}")
+    if max_length < 1:
+        raise ValueError(f"algorithm.overlong.max_length must be at least 1 token, not {max_length!r}")
+    buffer = share * max_length
+    return -((lengths.double() - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
+
+
+def signal_groups(table: RewardTable, columns: Sequence[str] | None = None) -> Tensor:
+    """Which prompts carry signal: some reward of non-zero weight differs between two of their rollouts. bool [n].
+
+    Args:
+        table: raw task rewards, before any shaping.
+        columns: only these decide. None: all.
+
+    Raises:
+        ValueError: on a name the table does not have.
+    """
+    names = table.names if columns is None else tuple(columns)
+    for name in names:
+        table.column(name)
+    groups = Groups(table)
+    decide = torch.tensor([name in names and table.weight(name) != 0 for name in table.names])
+    return ((groups.centre(groups.values).span[:, 0] > 0) & decide.to(groups.valid.device)).any(1)
+
+
+def complete_groups(valid: Tensor, group_size: int) -> Tensor:
+    """`valid` without the groups that have fewer than `group_size` rollouts; bool [n, m]."""
+    return valid & (valid.sum(1, keepdim=True) >= group_size)
