@@ -1,0 +1,261 @@
+"""The policy being trained: Megatron-Core model chunks on this rank, their log-probs, and their update."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.actor import build
+from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
+from megatron_rl.actor.packing import MicroBatch, pack, plan
+from megatron_rl.actor.schedule import learning_rate
+from megatron_rl.algorithms.metrics import Metrics
+from megatron_rl.config.schema import Config, OptimizerConfig
+from megatron_rl.models import ParallelGroups, family_for, iter_hf_weights, load_hf_weights, read_hf_config
+from megatron_rl.models.rules import padded_vocab_size
+from megatron_rl.runtime import device
+from megatron_rl.runtime.distributed import Grid
+
+# (micro-batch, log-probs, entropy or None) -> (loss, metrics). The loss is this micro-batch's share of the minibatch's loss:
+# already divided by the whole minibatch's denominators. All tensors are float32 [response tokens].
+LossFunction = Callable[[MicroBatch, Tensor, Tensor | None], tuple[Tensor, Metrics]]
+
+
+@dataclass
+class UpdateResult:
+    """One optimizer step: the loss's metrics over the whole minibatch, on every rank."""
+
+    metrics: Metrics
+    grad_norm: float
+    learning_rate: float
+
+
+class Actor:
+    """Holds this rank's shard of the policy.
+
+    Args:
+        config: the recipe.
+        grid: where this process stands.
+        folder: Hugging Face folder with the initial weights.
+    """
+
+    def __init__(self, config: Config, grid: Grid, folder: str | Path) -> None:
+        self.config, self.grid, self.folder = config.actor, grid, Path(folder)
+        self.dtype = build.DTYPES[config.model.dtype]
+        self.hf_config = read_hf_config(folder)
+        self.family = family_for(self.hf_config)
+        self.description = self.family.describe(self.hf_config)
+        vocab_size = self.description.model["vocab_size"]
+        model_args = self.description.model | {"vocab_size": padded_vocab_size(vocab_size, grid.tp)}
+        with device.megatron():
+            self.chunks = build.build_model(self.description.transformer, model_args, self.config, self.dtype)
+            self.parallel = ParallelGroups.from_megatron()
+            for chunk in self.chunks:
+                if chunk.post_process:
+                    _return_hidden_states(chunk)
+            load_hf_weights(self.chunks, self.family, self.hf_config, folder, self.parallel)
+            fp8_params = self.config.fp8 is not None and self.config.fp8.param_gather
+            self.ddp_chunks = build.wrap_for_training(self.chunks, self.config.optimizer.distributed, fp8_params)
+        self.vocab_shard = VocabShard(
+            start=grid.tp_rank * model_args["vocab_size"] // grid.tp,
+            vocab_size=vocab_size,
+            group=self.parallel.tp.group,
+        )
+        self.reference: list[dict[str, Tensor]] | None = None
+        self.optimizer: Any = None
+        self.optimizer_config = self.config.optimizer
+        self.optimizer_steps = 0  # optimizer steps taken; the learning rate is a function of it
+        self.total_optimizer_steps = 0
+
+    # ------------------------------------------------------------------------------------------------ optimizer
+    def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
+        """A fresh optimizer; `total_steps` optimizer steps are what the learning-rate schedule spans."""
+        recipe = self.config.fp8.recipe if self.config.fp8 else None
+        with device.megatron():
+            self.optimizer = build.build_optimizer(self.ddp_chunks, config, self.dtype, recipe)
+        self.optimizer_config, self.total_optimizer_steps, self.optimizer_steps = config, total_steps, 0
+
+    # ---------------------------------------------------------------------------------------------- micro-batches
+    def micro_batches(
+        self, rows: Sequence[int], prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
+    ) -> list[MicroBatch]:
+        """This data-parallel rank's share of the minibatch `rows`, packed. Every rank calls it with the same arguments."""
+        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+        multiple = self.grid.pp if self.config.parallel.virtual_pipeline > 1 else 1
+        shares = plan(lengths, rows, self.grid.dp, self.config.tokens_per_microbatch, multiple)
+        # Sequence parallelism cuts tokens over TP ranks; FP8 matrix products want multiples of 16.
+        tokens_multiple = (self.grid.tp if self.config.parallel.sequence else 1) * (16 if self.config.fp8 else 1)
+        return [
+            pack(part, prompts, responses, device.device(), tokens_multiple) for part in shares[self.grid.dp_rank]
+        ]
+
+    # ----------------------------------------------------------------------------------------------------- compute
+    def log_probs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, with_entropy: bool = False
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Log-probs (and entropy) of every response token, per micro-batch; [] except on the last pipeline stage."""
+
+        def collect(micro: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor | None]:
+            return self._score(micro, output, temperature, with_entropy)
+
+        with torch.no_grad():
+            return self._run(micro_batches, collect, forward_only=True)
+
+    def update(
+        self, micro_batches: Sequence[MicroBatch], loss: LossFunction, temperature: float, with_entropy: bool = False
+    ) -> UpdateResult:
+        """One optimizer step on a minibatch, gradients summed over micro-batches and data-parallel ranks.
+
+        Raises:
+            FloatingPointError: if the gradient norm is not finite; nothing has been changed then.
+        """
+
+        def backward_from(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+            log_probs, entropy = self._score(micro, output, temperature, with_entropy)
+            value, metrics = loss(micro, log_probs, entropy)
+            return value, torch.zeros((), dtype=torch.int), metrics
+
+        with device.megatron():
+            for chunk in self.ddp_chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        collected = self._run(micro_batches, backward_from, forward_only=False)
+        rate = learning_rate(self.optimizer_config, self.optimizer_steps, self.total_optimizer_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        with device.megatron():
+            grad_norm = self._step()
+        self.optimizer_steps += 1
+        return UpdateResult(self.reduce(collected), grad_norm, rate)
+
+    def _step(self) -> float:
+        found_inf = self.optimizer.prepare_grads()
+        grad_norm = self.optimizer.get_grad_norm()
+        if found_inf or not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"the gradient norm is {grad_norm} at optimizer step {self.optimizer_steps + 1}: a log-prob, a reward or "
+                "a weight is not finite. The weights were not changed; the last checkpoint is good"
+            )
+        _, norm, _ = self.optimizer.step()
+        return float(norm if norm is not None else grad_norm)
+
+    def reduce(self, parts: Sequence[Metrics]) -> Metrics:
+        """The metrics of all micro-batches of all data-parallel ranks, added in rank order, on every rank."""
+        own = sum(parts, Metrics()) if self.grid.reports_loss else Metrics()
+        return sum(self.grid.all_gather(own.on_host()), Metrics())
+
+    def _run(self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Any]:
+        """Megatron's pipeline schedule over the micro-batches; what `finish` reports, on the last stage."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            micro = next(iterator)
+            output = model(
+                input_ids=micro.tokens[None],
+                position_ids=micro.positions[None],
+                attention_mask=None,
+                packed_seq_params=micro.packed_seq_params(),
+            )
+            return output, partial(finish, micro)
+
+        iterators = [iter(micro_batches) for _ in self.ddp_chunks]
+        several = len(self.ddp_chunks) > 1
+        with device.megatron():
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if several else iterators[0],
+                model=self.ddp_chunks if several else self.ddp_chunks[0],
+                num_microbatches=len(micro_batches),
+                seq_length=self.config.tokens_per_microbatch,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
+    def _score(
+        self, micro: MicroBatch, hidden: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [1, tokens (/ TP with sequence parallelism), hidden] -> log-probs and entropy of the targets."""
+        from megatron.core.tensor_parallel import (
+            copy_to_tensor_model_parallel_region,
+            gather_from_sequence_parallel_region,
+        )
+
+        hidden = hidden[0]
+        if self.config.parallel.sequence:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        last = self.chunks[-1]
+        tied = last.share_embeddings_and_output_weights
+        weight = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
+        return log_probs_from_hidden(
+            hidden.index_select(0, micro.predictors),
+            weight,
+            micro.targets,
+            self.vocab_shard,
+            temperature,
+            self.config.logprob_chunk_tokens,
+            with_entropy,
+        )
+
+    # ----------------------------------------------------------------------------------------------------- weights
+    def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every weight, on every rank, in the same order."""
+        return iter_hf_weights(self.chunks, self.family, self.hf_config, self.parallel)
+
+    def keep_reference(self) -> None:
+        """Makes the current weights the reference policy (a copy in host memory)."""
+        self.reference = [
+            {name: parameter.detach().to("cpu", copy=True) for name, parameter in chunk.named_parameters()}
+            for chunk in self.chunks
+        ]
+
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """While entered, the actor computes with the reference policy's weights."""
+        if self.reference is None:
+            raise RuntimeError("no reference policy was kept; call keep_reference() first")
+        current = []
+        for chunk, reference in zip(self.chunks, self.reference, strict=True):
+            for name, parameter in chunk.named_parameters():
+                current.append((parameter, parameter.detach().clone()))
+                parameter.data.copy_(reference[name])
+        try:
+            yield
+        finally:
+            for parameter, value in current:
+                parameter.data.copy_(value)
+
+    # ------------------------------------------------------------------------------------------------ GPU memory
+    def offload(self) -> None:
+        """GPU: gradients are freed and the optimizer's state moves to the host, so that the engine has the room."""
+        if device.has_gpu() and self.config.offload:
+            for chunk in self.ddp_chunks:
+                chunk.offload_grad_buffers()
+            self.optimizer.offload_to_cpu()
+
+    def onload(self) -> None:
+        """Undoes `offload`."""
+        if device.has_gpu() and self.config.offload:
+            self.optimizer.restore_from_cpu()
+            for chunk in self.ddp_chunks:
+                chunk.restore_grad_buffers()
+
+
+def _return_hidden_states(chunk: Any) -> None:
+    """Makes a GPTModel return hidden states instead of logits; `actor.head` applies the output layer in chunks."""
+
+    def pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        return hidden, None
+
+    chunk.output_layer.forward = pass_through

@@ -1,0 +1,159 @@
+"""From a Hugging Face configuration and a recipe to Megatron-Core's model chunks and optimizer on this rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rl.actor import fp8
+from megatron_rl.actor.spec import SequenceParallelRMSNorm, layer_spec
+from megatron_rl.config.schema import ActorConfig, OptimizerConfig
+from megatron_rl.runtime import device
+from megatron_rl.runtime.cpu_megatron import install_rng_tracker
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_config(shape: dict[str, Any], actor: ActorConfig, dtype: torch.dtype) -> Any:
+    """Megatron's `TransformerConfig`: `shape` from the model family, everything else from the recipe.
+
+    Losses are sums over tokens divided by the whole minibatch's denominators (`calculate_per_token_loss`), so Megatron
+    neither averages over micro-batches nor over data-parallel ranks.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    parallel, on_gpu = actor.parallel, device.has_gpu()
+    transformer_engine = device.has_transformer_engine()
+    recompute: dict[str, Any] = {}
+    if actor.recompute == "selective":
+        recompute = {"recompute_granularity": "selective"}
+    elif actor.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        **shape,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        sequence_parallel=parallel.sequence,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the only one that takes sequences of varying length
+        calculate_per_token_loss=True,
+        use_cpu_initialization=not on_gpu,
+        # Every weight is loaded later, but only initialisation marks weights as sharded over tensor-parallel ranks; without
+        # the mark the gradient norm silently leaves out every rank but the first.
+        perform_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=transformer_engine,
+        bias_dropout_fusion=transformer_engine,
+        apply_rope_fusion=transformer_engine,
+        persist_layer_norm=False,
+        **recompute,
+        **fp8.megatron_options(actor.fp8),
+    )
+
+
+def build_model(shape: dict[str, Any], model_args: dict[str, Any], actor: ActorConfig, dtype: torch.dtype) -> list[Any]:
+    """This rank's `GPTModel` chunks (one per virtual pipeline stage), uninitialised, on its device.
+
+    Args:
+        shape: `TransformerConfig` fields that describe the model.
+        model_args: `GPTModel` arguments that describe the model; `vocab_size` is already padded.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    if device.has_gpu():
+        model_parallel_cuda_manual_seed(0)  # read by initialisation and dropout, neither of which matters here
+    else:
+        install_rng_tracker()
+    config = transformer_config(shape, actor, dtype)
+    chunks = []
+    for stage in range(actor.parallel.virtual_pipeline):
+        vp_stage = stage if actor.parallel.virtual_pipeline > 1 else None
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, vp_stage),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+            parallel_output=True,
+            vp_stage=vp_stage,
+            **model_args,
+        )
+        chunks.append(chunk.to(device=device.device(), dtype=dtype) if actor.fp8 is None else chunk.to(device.device()))
+    return chunks
+
+
+def block_spec(config: Any, vp_stage: int | None) -> Any:
+    """The decoder block of one chunk: its layers, and the final norm."""
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    spec = layer_spec(config)
+    if device.has_transformer_engine():
+        return spec
+    layers = [spec] * get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=SequenceParallelRMSNorm)
+
+
+def wrap_for_training(chunks: list[Any], distributed_optimizer: bool, param_gather_fp8: bool) -> list[Any]:
+    """Megatron's `DistributedDataParallel` around each chunk: flat gradient buffers, gradients summed in fp32."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer,
+        check_for_nan_in_grad=False,  # reported by name in Actor.update, with the step's context
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        fp8_param_gather=param_gather_fp8,
+    )
+    ddp_chunks = [
+        DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(chunks)
+    ]
+
+    def sum_gradients(model: list[Any], num_tokens: Any, *args: Any, **kwargs: Any) -> None:
+        # Megatron would divide by the number of tokens; the losses have already been divided by their denominators.
+        finalize_model_grads(model, None, *args, **kwargs)
+
+    config = chunks[0].config
+    config.finalize_model_grads_func = sum_gradients
+    no_sync = [chunk.no_sync for chunk in ddp_chunks]
+    config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return ddp_chunks
+
+
+def build_optimizer(ddp_chunks: list[Any], config: OptimizerConfig, dtype: torch.dtype, fp8_recipe: str | None) -> Any:
+    """Megatron's AdamW with fp32 master weights where parameters are bf16, its state sharded over data-parallel ranks."""
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=config.distributed,
+            fp8_recipe=fp8_recipe,
+        ),
+        ddp_chunks,
+    )

@@ -1,0 +1,184 @@
+"""The vLLM engine that lives in the trainer's processes: sampling, scoring, sleep and wake.
+
+Ranks are cut into engines of `rollout.tensor_parallel` consecutive ranks (vLLM's external launcher). All ranks of an engine
+make the same calls with the same arguments, and vLLM's schedulers, being deterministic, stay in step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data import Rollout, Sample
+from megatron_rl.rollout import environment
+from megatron_rl.runtime import device
+from megatron_rl.runtime.distributed import Grid
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn. Temperature 0 is greedy decoding."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+
+
+def rollout_seed(seed: int, step: int, sample_id: str, index: int) -> int:
+    """The seed of one rollout: a function of what it is, not of where or with what it is sampled."""
+    key = f"{seed}/{step}/{sample_id}/{index}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2  # vLLM takes signed 64-bit seeds
+
+
+class Engine:
+    """This rank's part of one vLLM engine.
+
+    Args:
+        config: the recipe.
+        grid: where this process stands.
+        folder: Hugging Face folder with config and tokenizer; weights come by `load_weights` only.
+    """
+
+    def __init__(self, config: Config, grid: Grid, folder: str | Path) -> None:
+        self.config, self.grid = config.rollout, grid
+        self.seed = config.seed
+        tp = self.config.tensor_parallel
+        self.index, self.engines = grid.rank // tp, grid.world // tp
+        self.is_leader = grid.rank % tp == 0
+        environment.prepare(grid.rank)
+        from vllm import LLM
+
+        max_length = self.config.max_prompt_tokens + self.config.max_tokens
+        options: dict[str, Any] = {}
+        if device.has_gpu():
+            options |= {
+                "gpu_memory_utilization": self.config.memory_fraction,
+                "enable_sleep_mode": True,
+            }
+        else:
+            options |= {
+                "enforce_eager": True,
+                "worker_cls": "megatron_rl.rollout.cpu_worker.ColocatedCpuWorker",
+                "kv_cache_memory_bytes": int(self.config.cpu_cache_gib * 2**30),
+            }
+        self.llm: Any = LLM(
+            model=str(folder),
+            tokenizer=str(folder),
+            load_format="dummy",
+            dtype=config.model.dtype,
+            tensor_parallel_size=tp,
+            distributed_executor_backend="external_launcher",
+            max_model_len=max_length,
+            max_num_seqs=self.config.max_concurrent,
+            max_num_batched_tokens=max(8192, max_length),
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # the recipe decides how to sample, not the model folder
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            seed=config.seed,
+            **options,
+        )
+        environment.quiet_reload_messages()
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+        self.max_length = max_length
+
+    # ----------------------------------------------------------------------------------------------------- sampling
+    def generate(self, samples: Sequence[Sample], count: int, sampling: Sampling, step: int) -> list[Rollout]:
+        """`count` rollouts of every sample, over all engines; every rank gets all of them, by sample, then index.
+
+        Each rollout has a seed of its own (`rollout_seed`), so what is drawn depends neither on the number of engines nor on
+        what else is in the batch.
+        """
+        from vllm import SamplingParams
+
+        own = samples[self.index :: self.engines]
+        requests, params = [], []
+        for sample in own:
+            for index in range(count):
+                requests.append({"prompt_token_ids": sample.prompt_ids})
+                params.append(
+                    SamplingParams(
+                        temperature=sampling.temperature,
+                        top_p=sampling.top_p,
+                        max_tokens=sampling.max_tokens,
+                        seed=rollout_seed(self.seed, step, sample.id, index) if sampling.temperature > 0 else None,
+                        logprobs=0,
+                        flat_logprobs=True,
+                        detokenize=False,
+                    )
+                )
+        outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
+        rollouts = []
+        if self.is_leader:
+            for number, output in enumerate(outputs):
+                sample, index = own[number // count], number % count
+                rollouts.append(_rollout(sample, index, output.outputs[0]))
+        everything = [rollout for part in self.grid.all_gather(rollouts) for rollout in part]
+        place = {sample.id: i for i, sample in enumerate(samples)}
+        return sorted(everything, key=lambda rollout: (place[rollout.sample_id], rollout.index))
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-probs at temperature 1 of every token but the first, under the engine's current weights.
+
+        Every engine scores all sequences; returns this rank's own engine's answer, float32 [len - 1] each.
+        """
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(tokens)} for tokens in sequences], params, use_tqdm=False
+        )
+        scores = []
+        for tokens, output in zip(sequences, outputs, strict=True):
+            flat = output.prompt_logprobs
+            values = [flat.logprobs[flat.start_indices[i]] for i in range(1, len(tokens))]
+            scores.append(np.asarray(values, dtype=np.float32))
+        return scores
+
+    # ------------------------------------------------------------------------------------------------------ weights
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces every weight by the (Hugging Face name, full tensor) pairs and drops cached prefixes."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self.llm.reset_prefix_cache()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The engine's own parameters on this rank, for diagnosis."""
+        [named] = self.llm.apply_model(lambda model: dict(model.named_parameters()))
+        return named
+
+    # -------------------------------------------------------------------------------------------------- GPU memory
+    def sleep(self) -> None:
+        """GPU: gives back the memory of weights and KV cache. The next use must wake and reload. CPU: nothing to give."""
+        if device.has_gpu():
+            self.llm.sleep(level=2)
+
+    def wake_weights(self) -> None:
+        if device.has_gpu():
+            self.llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        if device.has_gpu():
+            self.llm.wake_up(tags=["kv_cache"])
+
+    def shutdown(self) -> None:
+        """Must come before the process group is destroyed."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def _rollout(sample: Sample, index: int, completion: Any) -> Rollout:
+    return Rollout(
+        sample_id=sample.id,
+        index=index,
+        prompt_ids=np.asarray(sample.prompt_ids, dtype=np.int64),
+        response_ids=np.asarray(completion.token_ids, dtype=np.int64),
+        logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
+        finish_reason=str(completion.finish_reason),
+    )

@@ -1,0 +1,57 @@
+"""What vLLM needs from the process around it: environment variables before import, shared memory, quiet logs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from megatron_rl.runtime import device
+
+_SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "megatron_rl-"  # cpu_worker.SEGMENT_PREFIX, which cannot be imported before vLLM may be
+
+
+def prepare(rank: int) -> None:
+    """Call before vLLM is imported. Settings that the user has made in the environment win."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")
+    if not device.has_gpu() and rank == 0:
+        remove_stale_shared_memory()
+
+
+def remove_stale_shared_memory() -> list[str]:
+    """Deletes the segments of killed runs of ours, which nobody else would: those no living process has mapped.
+
+    Returns their names.
+    """
+    stale = {segment.name for segment in _SHARED_MEMORY.glob(f"{_PREFIX}*")} - _mapped_segments()
+    for name in stale:
+        (_SHARED_MEMORY / name).unlink(missing_ok=True)
+    return sorted(stale)
+
+
+def _mapped_segments() -> set[str]:
+    """Names under /dev/shm that some living process has mapped."""
+    names = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines()
+        except OSError:  # the process ended, or is not ours
+            continue
+        names |= {Path(line.split()[-1]).name for line in lines if str(_SHARED_MEMORY) in line}
+    return names
+
+
+class _ReloadNoise(logging.Filter):
+    """vLLM warns at every weight sync about rotary embeddings, which have no weights."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
+
+
+def quiet_reload_messages() -> None:
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_ReloadNoise())
