@@ -59,8 +59,11 @@ def export_hf(
                 _write(temporary, weights, hf_config, Path(source_folder), shard_bytes)
         except OSError as error:
             problem = f"export to {folder} failed: {error}"
-    for _ in weights:  # the other processes', and what a failed writer left: all must take part to the end
-        pass
+    if parallel.dp.rank == 0 or parallel.ep.size > 1:  # other replicas' groups would gather for nobody
+        for (
+            _
+        ) in weights:  # the processes that don't write, and what a failed writer left: all must take part to the end
+            pass
     if dist.is_initialized():
         shared = [problem]
         dist.broadcast_object_list(shared, src=0)

@@ -38,6 +38,10 @@ class SafetensorsFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """The dtype's name in the file format: F32, BF16, F8_E4M3, ..."""
+        return str(self._slice(name).get_dtype())
+
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Entries [start, stop) along `dim` (0 or 1) of a tensor, in the file's dtype."""
         part = self._slice(name)
@@ -83,8 +87,15 @@ class SafetensorsFolder:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file with the permissions of its folder (the library's own are the owner's alone)."""
-    save_file(dict(tensors), path, metadata={"format": "pt"})
+    """Write a safetensors file with the permissions of its folder (the library's own are the owner's alone).
+
+    Raises:
+        OSError: the file cannot be written, for example because the disk is full.
+    """
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from error
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 

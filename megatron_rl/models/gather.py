@@ -1,8 +1,8 @@
 """This process's Megatron parameters -> full Hugging Face tensors on every process, bucket by bucket.
 
 However many tensors it holds, a bucket takes one all-gather over the tensor-parallel group, two for experts, and at
-most three broadcasts per pipeline stage in it. Memory beyond the model's is about twice the bucket's (or the largest
-tensor's) size.
+most three broadcasts per pipeline stage in it. Memory beyond the model's is about three times the size of the bucket
+(or of the largest tensor, where that is larger).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from megatron_rl.models.inventory import LocalWeight, local_weights, split_axis
 from megatron_rl.models.parallel import ParallelGroups
 from megatron_rl.models.rules import DIM_FIELDS, Dims, Kind, Rule, shard_pieces, shard_shape
 
+_DTYPES = ("F32", "BF16", "F16", "F64")
 # Buffers that old checkpoints carry; they follow from the config.
 _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -96,9 +97,15 @@ def _fields_behind(names: set[str], description: ModelDescription) -> str:
     return "config.json says " + " and ".join(hints or ["architectures and biases otherwise"])
 
 
-def check_shapes(rule: Rule, files: SafetensorsFolder, dims: Dims) -> None:
-    """Compare the file's shapes with the config's."""
+def check_tensors(rule: Rule, files: SafetensorsFolder, dims: Dims) -> None:
+    """Compare the file's shapes with the config's, and refuse dtypes that mean nothing without scales."""
     for tensor in rule.hf:
+        dtype = files.dtype(tensor.name)
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"{tensor.name} in {files.file_of(tensor.name)} has dtype {dtype}, "
+                f"expected one of {', '.join(_DTYPES)}: quantised weights are not read"
+            )
         found, expected = files.shape(tensor.name), tensor.sizes(dims)
         if found != expected:
             wrong = [s for s, a, b in zip(tensor.shape, found, expected, strict=False) if a != b] or list(tensor.shape)
@@ -111,7 +118,7 @@ def check_shapes(rule: Rule, files: SafetensorsFolder, dims: Dims) -> None:
 
 def _fill(weight: LocalWeight, files: SafetensorsFolder, dims: Dims, rank: int, tp: int) -> None:
     rule, target = weight.rule, _writable(weight.parameter)
-    check_shapes(rule, files, dims)
+    check_tensors(rule, files, dims)
     at = 0
     for piece in shard_pieces(rule, dims, rank, tp):
         source = files.read(rule.hf[piece.tensor].name, rule.dim, piece.start, piece.stop)

@@ -5,6 +5,7 @@ Each test starts its processes once and goes through several layouts, because st
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,14 @@ def _check(rank: int, world: int, rendezvous: str, root: str, layouts: list[Layo
         exported = _tensors(export)
         assert exported.keys() == source.keys()
         assert all(torch.equal(exported[name], value) for name, value in source.items())
+        if number == 0:
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (20_000, limits[1])
+            )  # a disk that is full, for the one that writes
+            with pytest.raises(RuntimeError, match=r"export to .* failed"):
+                export_hf(Path(root) / "failed", chunks, family, config, parallel, folder)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         if layout.pipeline == 1:
             expected = torch.load(folder / "logits.pt")
             close = {"rtol": 1e-5, "atol": 1e-5 * float(expected.abs().max())}
@@ -67,7 +76,12 @@ def _check(rank: int, world: int, rendezvous: str, root: str, layouts: list[Layo
     "layouts",
     [
         [Layout("qwen3", tensor=2), Layout("qwen2-tied", pipeline=2, virtual=2), Layout("qwen3_moe", expert=2)],
-        [Layout("qwen2-tied", 2, 2), Layout("llama", tensor=4), Layout("qwen3_moe", tensor=2, expert=2)],
+        [
+            Layout("qwen2-tied", 2, 2),
+            Layout("llama", tensor=4),
+            Layout("qwen3_moe", pipeline=2, expert=2),
+            Layout("qwen3_moe", tensor=2, expert=2),
+        ],
     ],
     ids=["2 processes", "4 processes"],
 )

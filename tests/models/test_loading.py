@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,62 @@ def test_weights_are_cast_to_the_parameters_dtype(folder: Path, parallel: Parall
     source = load_file(folder / WEIGHTS)
     for name, value in iter_hf_weights(chunks, family, config, parallel):
         assert torch.equal(value, source[name].bfloat16())
+
+
+def test_quantised_weights(tmp_path: Path, folder: Path, parallel: ParallelGroups) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors[Q_NORM] = tensors[Q_NORM].to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=f"{Q_NORM} .* has dtype F8_E4M3"):
+        load(copy(folder, tmp_path / "m", tensors), parallel)
+
+
+def test_a_disk_too_small_for_the_export(tmp_path: Path, folder: Path, parallel: ParallelGroups) -> None:
+    config = read_hf_config(folder)
+    chunks = load(folder, parallel)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(RuntimeError, match=r"export to .* failed: cannot write .*model|File too large"):
+            export_hf(tmp_path / "m", chunks, family_for(config), config, parallel, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+def test_transformer_engines_names(folder: Path, parallel: ParallelGroups) -> None:
+    """Its layer spec fuses norms into the linear layers behind them, which moves their parameters."""
+    fused = {
+        "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+        "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    }
+    (chunk,) = load(folder, parallel)
+    renamed = module_tree(
+        {re.sub("|".join(fused), lambda m: fused[m[0]], name): value for name, value in chunk.named_parameters()}
+    )
+    renamed.pre_process = renamed.post_process = True
+    for number, layer in renamed.decoder.layers.named_children():
+        layer.layer_number = int(number) + 1
+    renamed.decoder.layers = torch.nn.ModuleList(renamed.decoder.layers.children())
+    config = read_hf_config(folder)
+    found = dict(iter_hf_weights([renamed], family_for(config), config, parallel))
+    source = load_file(folder / WEIGHTS)
+    assert any("layer_norm_weight" in name for name, _ in renamed.named_parameters())
+    assert found.keys() == source.keys()
+    assert all(torch.equal(found[name], value) for name, value in source.items())
+
+
+def module_tree(parameters: dict[str, torch.nn.Parameter]) -> Any:
+    """A module that holds these parameters under these names."""
+    root = torch.nn.Module()
+    for name, value in parameters.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, value)
+    return root
 
 
 def test_a_failed_export_leaves_nothing_and_keeps_the_old_folder(
