@@ -20,6 +20,12 @@ class Denominators(NamedTuple):
     num_tokens: float | Tensor  # live tokens
     num_sequences: float | Tensor  # rollouts with at least one live token
 
+    def __add__(self, other: object) -> Denominators:
+        """Counts of two parts together."""
+        if not isinstance(other, Denominators):
+            return NotImplemented
+        return Denominators(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)
+
 
 def sequence_sizes(mask: Tensor, sequence_ids: Tensor) -> Tensor:
     """Live tokens of every rollout of a packed micro-batch, float64 [rollouts]."""
@@ -34,9 +40,12 @@ def count_live(mask: Tensor, sequence_ids: Tensor) -> Denominators:
     Args:
         mask: bool or 0/1 [tokens]; True where the token takes part in the loss (after all filters).
         sequence_ids: int64 [tokens], which rollout of this part each token belongs to.
+
+    Returns:
+        Scalar float64 tensors.
     """
     sizes = sequence_sizes(mask, sequence_ids)
-    return Denominators(float(sizes.sum()), float((sizes > 0).sum()))
+    return Denominators(sizes.sum(), (sizes > 0).sum().double())
 
 
 def token_coefficients(
@@ -84,16 +93,17 @@ def aggregate_packed(
     denominators: Denominators,
     max_length: int | None = None,
 ) -> Tensor:
-    """The packed twin of `aggregate_loss`: [tokens] -> scalar, of this part of the minibatch; parts add up."""
+    """The packed twin of `aggregate_loss`: [tokens] -> scalar, of this part of the minibatch; parts add up.
+
+    See `token_coefficients` for the arguments. Summed in float64; the result has at least float32.
+    """
     coefficients = token_coefficients(mask, sequence_ids, mode, denominators, max_length)
-    return weighted_sum(token_loss, coefficients)
+    return weighted_sum(token_loss, coefficients).to(torch.promote_types(token_loss.dtype, torch.float32))
 
 
 def weighted_sum(token_loss: Tensor, coefficients: Tensor) -> Tensor:
-    """Sum of token_loss * coefficients, in at least float32. Where the coefficient is 0 the loss may be anything."""
-    precise = torch.promote_types(token_loss.dtype, torch.float32)
-    live = torch.where(coefficients != 0, token_loss.to(precise), 0.0)
-    return (live * coefficients.to(precise)).sum()
+    """Sum of token_loss * coefficients, in float64. Where the coefficient is 0 the loss may be anything."""
+    return (torch.where(coefficients != 0, token_loss.double(), 0.0) * coefficients).sum()
 
 
 def aggregate_loss(

@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_rl.algorithms.aggregation import Denominators, count_live, token_coefficients, weighted_sum
 from megatron_rl.algorithms.correction import (
     Correction,
-    check_correction,
     correct,
     correction_metrics,
     sequence_log_ratio,
@@ -23,15 +22,8 @@ from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.ratios import REGIONS, bounded_exp, regions
 from megatron_rl.algorithms.registry import make_advantage_estimator, make_gradient_weight
 from megatron_rl.algorithms.shaping import add_column, complete_groups, overlong_penalty, signal_groups, with_valid
-from megatron_rl.config.methods import (
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    RATIOS,
-    TRUNCATED,
-    check_choice,
-    load_plugins,
-)
-from megatron_rl.config.presets import algorithm_config
+from megatron_rl.config.methods import load_plugins
+from megatron_rl.config.presets import algorithm_config, check_algorithm
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.data import RewardTable
 
@@ -71,12 +63,7 @@ class Algorithm:
 
     def __init__(self, config: AlgorithmConfig, max_tokens: int | None = None) -> None:
         load_plugins(config.plugins)
-        check_choice("algorithm.aggregation", config.aggregation, AGGREGATIONS)
-        check_choice("algorithm.ratio", config.ratio, RATIOS)
-        check_choice("algorithm.kl.estimator", config.kl.estimator, KL_ESTIMATORS)
-        check_choice("algorithm.kl.reward_estimator", config.kl.reward_estimator, KL_ESTIMATORS)
-        check_choice("algorithm.truncated", config.truncated, TRUNCATED)
-        check_correction(config.correction)
+        check_algorithm(config)
         self.config = config
         self.estimator = make_advantage_estimator(config.estimator.name, **config.estimator.params)
         self.weight = make_gradient_weight(config.weight.name, **config.weight.params)
@@ -264,15 +251,18 @@ class Algorithm:
         precise = torch.promote_types(log_probs.dtype, torch.float32)
         log_probs = torch.where(live, log_probs.to(precise), 0.0)
         advantages = torch.where(live, advantages.detach().to(precise), 0.0)
-        log_ratio = torch.where(live, log_probs.detach() - old_log_probs.detach().to(precise), 0.0)
+        token_log_ratio = torch.where(live, log_probs.detach() - old_log_probs.detach().to(precise), 0.0)
+        log_ratio = token_log_ratio
         if config.ratio != "token":
             log_ratio = sequence_log_ratio(log_ratio, live, sequence_ids, mean=config.ratio == "sequence")
         weight = self.weight(log_ratio, advantages, clip_range)
         factor = weight if corrected.weights is None else weight * corrected.weights.to(precise)
         coefficients = token_coefficients(live, sequence_ids, config.aggregation, denominators, self.max_length)
-        loss = weighted_sum(-(factor * advantages) * log_probs, coefficients)
+        loss = weighted_sum(-(factor.double() * advantages) * log_probs, coefficients)
 
         metrics = Metrics()
+        metrics.mean("old_policy/kl_k1", -token_log_ratio, live)
+        metrics.mean("old_policy/kl_k3", bounded_exp(token_log_ratio) - 1 - token_log_ratio, live)
         self._loss_metrics(metrics, log_ratio, advantages, weight, live, clip_range)
         objective = self._objective(log_ratio, advantages, weight, clip_range)
         if corrected.weights is not None:
@@ -298,7 +288,7 @@ class Algorithm:
                 loss = loss - config.entropy_coef * weighted_sum(entropy, coefficients)
         elif config.entropy_coef:
             raise ValueError("algorithm.entropy_coef is not 0: the loss needs entropy")
-        return loss, metrics
+        return loss.to(precise), metrics
 
     def _objective(
         self, log_ratio: Tensor, advantages: Tensor, weight: Tensor, clip_range: tuple[float, float] | None
@@ -321,8 +311,6 @@ class Algorithm:
         ratio = bounded_exp(log_ratio)
         metrics.mean("ratio/mean", ratio, live)
         metrics.maximum("ratio/max", ratio, live)
-        metrics.mean("old_policy/kl_k1", -log_ratio, live)
-        metrics.mean("old_policy/kl_k3", ratio - 1 - log_ratio, live)
         low, high = clip_range or self.weight.clip_range or _REPORTED_BOUNDS
         region = regions(log_ratio, advantages, low, high)
         for index, name in enumerate(REGIONS):
@@ -350,7 +338,7 @@ def _scale(mode: str, denominators: Denominators) -> float | Tensor:
 
 def _parts(mode: str, live: Tensor, sequence_ids: Tensor) -> Tensor:
     own = count_live(live, sequence_ids)
-    return torch.tensor(own.num_tokens if mode == "token-mean" else own.num_sequences)
+    return torch.as_tensor(own.num_tokens if mode == "token-mean" else own.num_sequences)
 
 
 def _share(part: Tensor, whole: Tensor) -> float:

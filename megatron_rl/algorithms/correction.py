@@ -16,8 +16,7 @@ from torch import Tensor
 from megatron_rl.algorithms.aggregation import sequence_sizes
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.ratios import bounded_exp
-from megatron_rl.config.methods import CORRECTION_WEIGHTS, FILTER_LEVELS, FILTER_STATISTICS, check_choice
-from megatron_rl.config.schema import CorrectionConfig, CorrectionFilterConfig
+from megatron_rl.config.schema import CorrectionFilterConfig
 
 
 class Correction(NamedTuple):
@@ -28,21 +27,6 @@ class Correction(NamedTuple):
 
     weights: Tensor | None
     mask: Tensor
-
-
-def check_correction(config: CorrectionConfig) -> None:
-    """ValueError, naming the key, on an unknown level or statistic, a filter without bounds, or a cap <= 0."""
-    check_choice("algorithm.correction.weight", config.weight, CORRECTION_WEIGHTS)
-    if config.weight != "none" and not config.cap > 0:
-        raise ValueError(f"algorithm.correction.cap must be greater than 0, not {config.cap!r}")
-    for index, each in enumerate(config.filters):
-        where = f"algorithm.correction.filters[{index}]"
-        check_choice(f"{where}.level", each.level, FILTER_LEVELS)
-        check_choice(f"{where}.by", each.by, FILTER_STATISTICS)
-        if each.low is None and each.high is None:
-            raise ValueError(f"{where} has neither low nor high, so it would drop nothing")
-        if each.low is not None and each.high is not None and not each.low < each.high:
-            raise ValueError(f"{where}: low ({each.low}) must be less than high ({each.high})")
 
 
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, sequence_ids: Tensor, mean: bool) -> Tensor:

@@ -79,8 +79,9 @@ class GradientVariance:
     """Variance of the batch gradient from micro-batch gradients, streaming (shrinkage paper, Eq. 17-18).
 
     tr Cov(g) of g = mean of b i.i.d. micro-batch gradients g_i, unbiased:
-    (sum |g_i|^2 - |sum g_i|^2 / b) / (b (b - 1)). The caller keeps the running sum, which is the gradient buffer itself
-    where micro-batch gradients accumulate in place; only squared norms come here, summed over all shards.
+    (sum |g_i|^2 - |sum g_i|^2 / b) / (b (b - 1)). Only squared norms come here, each summed over all shards of the
+    parameters. With one g_i per data-parallel rank they are at hand without a second copy of the gradients: the norms
+    before the all-reduce, and the norm of the sum after it.
     """
 
     def __init__(self) -> None:

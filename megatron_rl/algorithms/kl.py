@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.ratios import bounded_exp
 from megatron_rl.config.methods import KL_ESTIMATORS, check_choice
 
 
@@ -30,10 +31,13 @@ def kl_divergence(log_probs: Tensor, reference: Tensor, estimator: str) -> Tenso
         return difference.square() / 2
     if estimator == "abs":
         return difference.abs()
-    # expm1 keeps the digits of exp(-d) - 1 near 0; far out, where it would overflow, exp is bounded.
-    return torch.where(difference.abs() < 1, torch.expm1(-difference.clamp(-1, 1)), bounded_exp(-difference) - 1) + (
-        difference
-    )
+    return _expm1(-difference) + difference
+
+
+def _expm1(value: Tensor) -> Tensor:
+    """exp(value) - 1, continued linearly where it would overflow: the gradient stays large and keeps its sign."""
+    bound = 600.0 if value.dtype == torch.float64 else 60.0
+    return torch.expm1(value.clamp(max=bound)) + math.exp(bound) * (value - bound).clamp(min=0)
 
 
 def sequence_kl(old_log_probs: Tensor, reference: Tensor, sequence_ids: Tensor, estimator: str = "k1") -> Tensor:

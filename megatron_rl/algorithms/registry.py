@@ -161,6 +161,8 @@ class GradientWeight:
         with torch.no_grad():
             precise = torch.promote_types(log_ratio.dtype, torch.float32)
             weight = self._function(log_ratio.detach().to(precise), advantages.detach().to(precise), **params)
+            if log_ratio.dtype != precise:
+                weight = weight.clamp(max=torch.finfo(log_ratio.dtype).max)
             return weight.to(log_ratio.dtype)
 
     def __repr__(self) -> str:

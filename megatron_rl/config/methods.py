@@ -290,6 +290,7 @@ def unmet_needs(
     group_size: int,
     prompts: int,
     rewards: Iterable[str],
+    greedy: bool = True,
 ) -> list[str]:
     """What an advantage estimator lacks in a recipe, one sentence each; empty where it can run.
 
@@ -298,6 +299,7 @@ def unmet_needs(
         group_size: `rollout.group_size`.
         prompts: `trainer.prompts_per_step`.
         rewards: the reward columns' names, the keys of the section `rewards`.
+        greedy: greedy rollouts can be had.
     """
     needs, columns, missing = method_needs(ESTIMATOR, name, params), tuple(rewards), []
     if group_size < needs.group_size:
@@ -314,6 +316,8 @@ def unmet_needs(
     if len(set(columns) - set(needs.columns)) < needs.other_columns:
         named = ", ".join(needs.columns)
         missing.append(f"{name} needs {needs.other_columns} reward column(s) besides {named}; add them to `rewards`")
+    if needs.greedy and not greedy:
+        missing.append(f"{name} needs a greedy rollout of every prompt")
     return missing
 
 
@@ -330,7 +334,8 @@ def register_function(kind: str, function: Callable[..., Any], name: str, needs:
 
     Args:
         kind: `ESTIMATOR` or `WEIGHT`.
-        function: every keyword-only parameter needs a default, and an annotation `float`, `int`, `bool`, `str` (or one
+        function: a function, or a class (one with state) whose instances are called; every keyword-only parameter
+            needs a default, and an annotation `float`, `int`, `bool`, `str` (or one
             of them with `| None`).
         name: its name in recipes. A name of this package's own methods is refused; one's own may be replaced.
         needs: what it needs from the batch.
@@ -341,7 +346,7 @@ def register_function(kind: str, function: Callable[..., Any], name: str, needs:
     known = _CATALOGUE[kind]
     if name in known and name in {method.name for method in (_ESTIMATORS if kind == ESTIMATOR else _WEIGHTS)}:
         raise ValueError(f"the {kind} {name!r} is one of megatron_rl's own; choose another name")
-    hints = typing.get_type_hints(function)
+    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
     params = {}
     for key, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:

@@ -13,8 +13,20 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.methods import check_choice
-from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.config.methods import (
+    AGGREGATIONS,
+    CORRECTION_WEIGHTS,
+    ESTIMATOR,
+    FILTER_LEVELS,
+    FILTER_STATISTICS,
+    KL_ESTIMATORS,
+    RATIOS,
+    TRUNCATED,
+    WEIGHT,
+    check_choice,
+    check_method,
+)
+from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig
 
 _CLIP: dict[str, Any] = {"name": "clip", "params": {"eps_low": 0.2, "eps_high": 0.2}}
 
@@ -134,3 +146,54 @@ def algorithm_config(section: Mapping[str, Any]) -> AlgorithmConfig:
     config = OmegaConf.to_object(merged)
     assert isinstance(config, AlgorithmConfig)
     return config
+
+
+def check_algorithm(config: AlgorithmConfig) -> None:
+    """Checks a complete section on its own: names, parameters, and options that would do nothing.
+
+    The user's methods must be registered first (`load_plugins(config.plugins)`).
+
+    Raises:
+        ValueError: naming the key, its value and the remedy.
+    """
+    check_method(ESTIMATOR, config.estimator.name, config.estimator.params)
+    check_method(WEIGHT, config.weight.name, config.weight.params)
+    check_choice("algorithm.ratio", config.ratio, RATIOS)
+    check_choice("algorithm.aggregation", config.aggregation, AGGREGATIONS)
+    check_choice("algorithm.kl.estimator", config.kl.estimator, KL_ESTIMATORS)
+    check_choice("algorithm.kl.reward_estimator", config.kl.reward_estimator, KL_ESTIMATORS)
+    check_choice("algorithm.truncated", config.truncated, TRUNCATED)
+    _check_correction(config.correction)
+    for key, value in (("kl.coef", config.kl.coef), ("kl.reward_coef", config.kl.reward_coef)):
+        if value < 0:
+            raise ValueError(f"algorithm.{key} must be at least 0, not {value!r}")
+    if config.max_length is not None and config.aggregation != "seq-mean-token-sum-norm":
+        raise ValueError(
+            f"algorithm.max_length ({config.max_length}) has no effect with aggregation {config.aggregation!r}; "
+            "remove it, or use seq-mean-token-sum-norm"
+        )
+    if not 0 <= config.overlong.share <= 1:
+        raise ValueError(f"algorithm.overlong.share must be from 0 to 1, not {config.overlong.share!r}")
+    if config.overlong.max_length is not None and not config.overlong.share:
+        raise ValueError("algorithm.overlong.max_length has no effect while algorithm.overlong.share is 0; set both")
+    if config.resample_rounds < 0:
+        raise ValueError(f"algorithm.resample_rounds must be at least 0, not {config.resample_rounds}")
+    if config.resample_rounds and not config.drop_no_signal_groups:
+        raise ValueError(
+            f"algorithm.resample_rounds ({config.resample_rounds}) replaces dropped groups; "
+            "it needs algorithm.drop_no_signal_groups=true"
+        )
+
+
+def _check_correction(config: CorrectionConfig) -> None:
+    check_choice("algorithm.correction.weight", config.weight, CORRECTION_WEIGHTS)
+    if not config.cap > 0:
+        raise ValueError(f"algorithm.correction.cap must be greater than 0, not {config.cap!r}")
+    for index, each in enumerate(config.filters):
+        where = f"algorithm.correction.filters[{index}]"
+        check_choice(f"{where}.level", each.level, FILTER_LEVELS)
+        check_choice(f"{where}.by", each.by, FILTER_STATISTICS)
+        if each.low is None and each.high is None:
+            raise ValueError(f"{where} has neither low nor high, so it would drop nothing; set at least one")
+        if each.low is not None and each.high is not None and not each.low < each.high:
+            raise ValueError(f"{where}: low ({each.low}) must be less than high ({each.high})")
