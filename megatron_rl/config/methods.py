@@ -235,8 +235,17 @@ _CATALOGUE: dict[str, dict[str, Method]] = {
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-    return f", not {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+    return f", not {name!r}{_did_you_mean(name, known)}"
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest known name, swapped letters being nearest of all."""
+
+    def nearness(candidate: str) -> tuple[bool, float]:
+        return sorted(candidate) == sorted(name), difflib.SequenceMatcher(None, name, candidate).ratio()
+
+    candidates = sorted(known)
+    return f"; did you mean {max(candidates, key=nearness)!r}?" if candidates else ""
 
 
 def list_methods(kind: str) -> tuple[str, ...]:
@@ -263,8 +272,7 @@ def check_method(kind: str, name: str, params: Mapping[str, Any] | None = None) 
     for key in given:
         if key not in method.params:
             known = ", ".join(method.params) or "none"
-            nearest = difflib.get_close_matches(str(key), list(method.params), n=1, cutoff=0.0)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            hint = _did_you_mean(str(key), method.params)
             raise ValueError(f"{kind} {name!r} has no parameter {key!r} (its parameters: {known}){hint}")
     complete = method.defaults() | given
     for key, value in complete.items():
