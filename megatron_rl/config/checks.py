@@ -1,0 +1,309 @@
+"""What must hold between the keys of a recipe before any process starts.
+
+Each check is a generator over one subject: it yields a sentence per problem, naming key, value and remedy. `check` runs
+them all, so that a recipe with three mistakes is refused once, not three times.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config import methods
+from megatron_rl.config.model_checks import check_model
+from megatron_rl.config.presets import check_algorithm
+from megatron_rl.config.schema import Config
+from megatron_rl.config.shape import ConfigError, closest
+from megatron_rl.config.value_checks import check_values
+
+COMMANDS = ("train", "sft", "evaluate")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the processes run: GPUs that this machine offers, and the world another launcher has already made."""
+
+    gpus: int = 0
+    world_size: int | None = None  # processes in all, where torchrun or srun started them
+    local_world_size: int | None = None  # those of them on this machine
+
+    @staticmethod
+    def here() -> Machine:
+        return Machine(gpus=count_gpus())
+
+
+def count_gpus(devices: Path = Path("/dev")) -> int:
+    """GPUs that this process may use, found without torch: device files, narrowed by CUDA_VISIBLE_DEVICES."""
+    present = sum(re.fullmatch(r"nvidia[0-9]+", path.name) is not None for path in devices.glob("nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    chosen = [part.strip() for part in visible.split(",")]
+    cut = next(
+        (i for i, part in enumerate(chosen) if part in ("", "-1")), len(chosen)
+    )  # CUDA stops at the first bad one
+    return min(present, cut)
+
+
+def check(config: Config, *, command: str = "train", machine: Machine | None = None) -> Config:
+    """Checks everything that needs more than one key, and fills in what follows from other keys.
+
+    Args:
+        config: as `load_recipe` gives it; not changed.
+        command: train | sft | evaluate; some needs differ.
+        machine: null: this one.
+
+    Returns:
+        A copy with `launch.processes` set (unless another launcher made the world) and `model.create` null where
+        `model.path` wins.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    machine = machine or Machine.here()
+    config = copy.deepcopy(config)
+    if config.model.path is not None:
+        config.model.create = None
+    problems = list(check_values(config))
+    if not problems:  # the checks below may divide by these values
+        if config.launch.processes is None and machine.world_size is None:
+            config.launch.processes = machine.gpus or smallest_world(config)
+        world = machine.world_size or config.launch.processes or 1
+        problems = [
+            *_check_layout(config, world, machine),
+            *_check_batch(config, world),
+            *_check_trainer(config, command),
+            *_check_algorithm(config),
+            *_check_names(config),
+            *_check_rewards(config, command),
+            *_check_tasks(config, command),
+            *check_model(config),
+            *_check_outputs(config),
+        ]
+    _refuse(problems)
+    return config
+
+
+def check_machine(config: Config, machine: Machine | None = None) -> None:
+    """Whether this machine can run a (checked) recipe; not asked of a login node that only checks it.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    machine = machine or Machine.here()
+    _refuse(list(_check_machine(config, machine)))
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def smallest_world(config: Config) -> int:
+    """The smallest number of processes that both the actor's layout and the rollout engine divide."""
+    parallel = config.actor.parallel
+    actor = parallel.tensor * parallel.pipeline * parallel.context * parallel.expert
+    return math.lcm(actor, config.rollout.tensor_parallel)
+
+
+# ------------------------------------------------------------------------------------------------------------- layout
+def _check_layout(config: Config, world: int, machine: Machine) -> Iterator[str]:
+    parallel, engine = config.actor.parallel, config.rollout.tensor_parallel
+    world_key = "the number of processes" if machine.world_size else "`launch.processes`"
+    local = machine.local_world_size
+    if machine.world_size and config.launch.processes not in (None, local or machine.world_size):
+        yield (
+            f"`launch.processes` is {config.launch.processes}, but the launcher started {local or machine.world_size} "
+            "processes on this machine; set it to null or to that number"
+        )
+    if parallel.context > 1:
+        yield (
+            f"`actor.parallel.context` is {parallel.context}: context parallelism needs CUDA and Transformer Engine, "
+            "and this version packs sequences in a way that cannot be split over ranks; set it to 1"
+        )
+        return
+    model = parallel.tensor * parallel.pipeline
+    if world % model:
+        yield (
+            f"{world_key} ({world}) must be a multiple of actor.parallel.tensor x pipeline "
+            f"({parallel.tensor} x {parallel.pipeline} = {model}); a number that fits is "
+            f"{_next_multiple(world, smallest_world(config))}"
+        )
+    elif (world // model) % parallel.expert:
+        yield (
+            f"`actor.parallel.expert` ({parallel.expert}) must divide the {world // model} data-parallel ranks "
+            f"({world} processes / (tensor {parallel.tensor} x pipeline {parallel.pipeline}))"
+        )
+    if world % engine:
+        yield (
+            f"{world_key} ({world}) must be a multiple of `rollout.tensor_parallel` ({engine}); a number that fits is "
+            f"{_next_multiple(world, smallest_world(config))}"
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield (
+            f"`actor.parallel.virtual_pipeline` ({parallel.virtual_pipeline}) needs `actor.parallel.pipeline` > 1, "
+            "which is 1; set virtual_pipeline to 1"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        yield "`actor.parallel.sequence` needs `actor.parallel.tensor` > 1, which is 1; set sequence to false"
+
+
+def _next_multiple(number: int, of: int) -> int:
+    return max(of, math.ceil(number / of) * of)
+
+
+def _check_machine(config: Config, machine: Machine) -> Iterator[str]:
+    local = machine.local_world_size or config.launch.processes or 1
+    if machine.gpus and local > machine.gpus:
+        yield (
+            f"{local} processes need a GPU each and this machine offers {machine.gpus}; make the layout smaller "
+            "(actor.parallel, rollout.tensor_parallel), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        )
+    if config.actor.fp8 is not None and not machine.gpus:
+        yield "`actor.fp8` needs a GPU with Transformer Engine and this machine has no GPU; set actor.fp8=null"
+    if config.actor.offload and not machine.gpus:
+        yield "`actor.offload` moves state off a GPU and this machine has none; set actor.offload=false"
+
+
+# -------------------------------------------------------------------------------------------------- batch and trainer
+def _check_batch(config: Config, world: int) -> Iterator[str]:
+    trainer, rollout, parallel = config.trainer, config.rollout, config.actor.parallel
+    if trainer.prompts_per_step % trainer.minibatches:
+        yield (
+            f"`trainer.prompts_per_step` ({trainer.prompts_per_step}) must be a multiple of `trainer.minibatches` "
+            f"({trainer.minibatches}), so that all updates of a step see as many prompts"
+        )
+    ranks = max(1, world // (parallel.tensor * parallel.pipeline))
+    rollouts = trainer.prompts_per_step // trainer.minibatches * rollout.group_size
+    if rollouts < ranks:
+        yield (
+            f"a minibatch has {rollouts} rollouts (trainer.prompts_per_step {trainer.prompts_per_step} / minibatches "
+            f"{trainer.minibatches} x rollout.group_size {rollout.group_size}) for {ranks} data-parallel ranks; give "
+            "each at least one: raise prompts_per_step or group_size, or use fewer processes"
+        )
+    if config.sft.steps and config.sft.batch_size < ranks:
+        yield f"`sft.batch_size` ({config.sft.batch_size}) must be at least the {ranks} data-parallel ranks"
+    longest = rollout.max_prompt_tokens + rollout.max_tokens
+    if config.actor.tokens_per_microbatch < longest:
+        yield (
+            f"`actor.tokens_per_microbatch` ({config.actor.tokens_per_microbatch}) must hold the longest "
+            f"sequence, rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_tokens "
+            f"{rollout.max_tokens} = {longest}"
+        )
+
+
+def _check_trainer(config: Config, command: str) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.eval_rollouts > 1 and trainer.eval_temperature == 0:
+        yield (
+            f"`trainer.eval_rollouts` is {trainer.eval_rollouts}, and with `trainer.eval_temperature` 0 all of them "
+            "would be the same; set a temperature, or eval_rollouts=1"
+        )
+    if trainer.eval_rollouts == 1 and trainer.eval_temperature > 0:
+        yield (
+            f"`trainer.eval_temperature` is {trainer.eval_temperature}, but one rollout per prompt is decoded "
+            "greedily; set trainer.eval_rollouts > 1, or eval_temperature=0"
+        )
+    if command == "sft" and config.sft.steps == 0:
+        yield "`sft.steps` is 0: there is nothing to do for the command sft; set it to 1 or more"
+
+
+# ---------------------------------------------------------------------------------------------------------- algorithm
+def reward_columns(config: Config) -> list[str]:
+    """Names of the reward columns this recipe computes; `when_needed` ones only where the estimator asks for them."""
+    estimator = config.algorithm.estimator
+    needs = methods.method_needs(methods.ESTIMATOR, estimator.name, estimator.params)
+    return [name for name, reward in config.rewards.items() if not reward.when_needed or name in needs.columns]
+
+
+def _check_algorithm(config: Config) -> Iterator[str]:
+    algorithm, estimator = config.algorithm, config.algorithm.estimator
+    try:
+        methods.load_plugins(algorithm.plugins)
+        check_algorithm(algorithm)
+    except ValueError as error:
+        yield str(error)
+        return
+    columns = reward_columns(config)
+    yield from methods.unmet_needs(
+        estimator.name,
+        estimator.params,
+        group_size=config.rollout.group_size,
+        prompts=config.trainer.prompts_per_step,
+        rewards=columns,
+    )
+    for column, is_on in (("kl", algorithm.kl.reward_coef > 0), ("overlong", algorithm.overlong.share > 0)):
+        if is_on and column in config.rewards:
+            yield f"`rewards.{column}`: `algorithm.{column}` adds a column of this name; rename the reward"
+    for name in algorithm.signal_rewards or []:
+        if name not in columns:
+            yield f"`algorithm.signal_rewards` names {name!r}; the rewards computed here are {', '.join(columns)}"
+    if algorithm.signal_rewards is not None and not algorithm.drop_no_signal_groups:
+        yield "`algorithm.signal_rewards` has no effect while `algorithm.drop_no_signal_groups` is false"
+
+
+# -------------------------------------------------------------------------------------------------- tasks and rewards
+def _check_names(config: Config) -> Iterator[str]:
+    for key, section in (
+        ("tasks.train", config.tasks.train),
+        ("tasks.eval", config.tasks.eval),
+        ("rewards", config.rewards),
+    ):
+        for name in section:
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                yield f"`{key}.{name}`: names are made of letters, digits, `_` and `-`"
+
+
+def _check_rewards(config: Config, command: str) -> Iterator[str]:
+    if not config.rewards and command != "sft":
+        yield "`rewards` is empty: name at least one, for example rewards.correct.reward=math"
+    tasks = {*config.tasks.train, *config.tasks.eval}
+    for name, reward in config.rewards.items():
+        if not math.isfinite(reward.weight):
+            yield f"`rewards.{name}.weight` must be a finite number; it is {reward.weight!r}"
+        for task in reward.tasks if reward.tasks is not None else ():
+            if task not in tasks:
+                yield (
+                    f"`rewards.{name}.tasks` names the unknown task {task!r}; did you mean {closest(task, tasks)!r}?"
+                    if tasks
+                    else f"`rewards.{name}.tasks` names the unknown task {task!r}; `tasks` has none"
+                )
+        if reward.tasks == []:
+            yield f"`rewards.{name}.tasks` is an empty list: the reward would never be computed; null means all tasks"
+
+
+def _check_tasks(config: Config, command: str) -> Iterator[str]:
+    if command != "evaluate" and not config.tasks.train:
+        yield "`tasks.train` is empty: name at least one task to train on"
+    if command == "evaluate" and not config.tasks.eval:
+        yield "`tasks.eval` is empty: name at least one task to evaluate on"
+    for split, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):
+        for name, task in tasks.items():
+            if task.chat and config.model.path is None:
+                yield f"`tasks.{split}.{name}.chat`: `model.create` makes no chat template; set chat to false"
+    if config.sft.steps and command != "evaluate" and config.tasks.train:
+        without = [name for name, task in config.tasks.train.items() if task.demonstrations is None]
+        if len(without) == len(config.tasks.train):
+            yield (
+                f"`sft.steps` is {config.sft.steps}, but no task has demonstrations to learn from; set "
+                f"`tasks.train.{without[0]}.demonstrations`, or sft.steps=0"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------ outputs
+def _check_outputs(config: Config) -> Iterator[str]:
+    folder = Path(config.run_dir).expanduser()
+    existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    if not existing.is_dir():
+        yield f"`run_dir`: {existing} is a file; choose another folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"`run_dir`: no permission to write in {existing}; choose another folder"
+    for key in ("wandb", "mlflow"):
+        if getattr(config.logging, key) is not None and importlib.util.find_spec(key) is None:
+            yield f"`logging.{key}` needs the package {key}, which is missing; install it, or set logging.{key}=null"

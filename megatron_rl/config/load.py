@@ -1,0 +1,229 @@
+"""Recipes: YAML files that build on one another, dotted overrides, presets; resolved into one typed `Config`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from megatron_rl.config.presets import get_preset
+from megatron_rl.config.schema import Config, MethodConfig, RewardConfig, TaskConfig
+from megatron_rl.config.shape import ConfigError, conform, entry_type, fields, show, type_at, unwrap
+
+# Keys that name something, and the key with that thing's parameters: parameters go with the name they were written for.
+_NAMED: dict[Any, tuple[tuple[str, str], ...]] = {
+    MethodConfig: (("name", "params"),),
+    RewardConfig: (("reward", "params"),),
+    TaskConfig: (("name", "params"), ("demonstrations", "demonstration_params")),
+}
+
+
+@dataclasses.dataclass
+class _Layer:
+    source: str  # for messages: the file, or "override"
+    tree: dict[str, Any]
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """Reads a recipe with its bases, applies overrides and the preset, and checks every key and type.
+
+    Later sources win: schema defaults, the preset, the files under `base:` (depth first, each file once), the recipe,
+    the overrides. Three rules go beyond merging key by key:
+
+    - `null` for an entry of `rewards`, `tasks.train` or `tasks.eval` removes the entry;
+    - a source that names another method, reward, dataset or demonstration writer than those before it drops the
+      parameters they gave for the old one;
+    - a source that names `algorithm.preset` starts the section `algorithm` afresh (`plugins` stay): a preset is a
+      paper's choice as a whole, and what an earlier source chose for another one has no place in it.
+
+    Args:
+        path: the YAML file. `base:` in it names one or more other files, relative to it.
+        overrides: `a.b=value`; the value is YAML (numbers, lists, mappings), except that text keys take it verbatim.
+
+    Raises:
+        ConfigError: naming the file or override, the key, its value, and the nearest valid key or the remedy.
+    """
+    layers = _read(Path(path), ())
+    if overrides:
+        layers.append(_parse_overrides(overrides))
+    tree: dict[str, Any] = {}
+    for layer in _with_preset(layers):
+        _overlay(tree, layer.tree, Config, "", layer.source)
+    return _resolve(tree, str(path))
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved recipe as YAML; `load_recipe` of it gives an equal `Config`."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(dataclasses.asdict(config))))
+
+
+# ----------------------------------------------------------------------------------------------------------- sources
+def _read(path: Path, chain: tuple[Path, ...], seen: set[Path] | None = None) -> list[_Layer]:
+    """The layers of a file and its bases, lowest first; a file that several others build on counts once."""
+    seen = set() if seen is None else seen
+    name, real = os.path.normpath(path), path.resolve()
+    if real in chain:
+        circle = " -> ".join(os.path.relpath(step) for step in (*chain[chain.index(real) :], real))
+        raise ConfigError(f"{name}: `base` goes round in a circle: {circle}")
+    if real in seen:
+        return []
+    seen.add(real)
+    tree = _read_yaml(path, name, f", the `base` of {os.path.relpath(chain[-1])}," if chain else "")
+    bases = tree.pop("base", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{name}: `base` must be the path of a recipe, or a list of them, not {show(bases)}")
+    layers = [layer for base in bases for layer in _read(path.parent / base, (*chain, real), seen)]
+    return [*layers, _Layer(name, conform(tree, name))]
+
+
+def _read_yaml(path: Path, name: str, role: str) -> dict[Any, Any]:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except FileNotFoundError:
+        raise ConfigError(f"{name}{role} does not exist") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}{role} is not a text file in UTF-8") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}{role} is not valid YAML: {_yaml_problem(error)}") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{name}{role} cannot be read: {_first_line(error)}") from None
+    except OSError as error:
+        raise ConfigError(f"{name}{role} cannot be read: {error.strerror or error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name}{role} must hold a mapping of sections, not a list")
+    return tree
+
+
+def _parse_overrides(overrides: Sequence[str]) -> _Layer:
+    """All overrides as one source, so that their order does not matter (but the last word on one key wins)."""
+    merged: dict[str, Any] = {}
+    for override in overrides:
+        source = f"override `{override}`"
+        key, equals, text = override.partition("=")
+        parts = key.split(".")
+        if not equals or not all(parts) or key != key.strip():
+            raise ConfigError(f"{source}: overrides have the form section.key=value")
+        tree = _parse_value(text, type_at(parts), source)
+        for part in reversed(parts):
+            tree = {part: tree}
+        _deep_update(merged, conform(tree, source))
+    return _Layer("override", merged)
+
+
+def _parse_value(text: str, hint: Any, source: str) -> Any:
+    if hint is str and text[:1] not in ("'", '"'):
+        return None if text in ("null", "~") else text
+    if not text.strip():
+        raise ConfigError(f"{source} has no value; for none write null, for empty text ''")
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload, index]
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: the value is not valid YAML: {_yaml_problem(error)}") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{source}: {_first_line(error)}") from None
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return _first_line(error)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+# ----------------------------------------------------------------------------------------------------------- merging
+def _with_preset(layers: list[_Layer]) -> list[_Layer]:
+    """The preset's layer first, and without what sources before the one that names it said about the algorithm."""
+    name, start, source = "grpo", 0, ""
+    for index, layer in enumerate(layers):
+        section = layer.tree.get("algorithm")
+        if isinstance(section, dict) and "preset" in section:
+            name, start, source = section["preset"], index, layer.source
+    try:
+        preset = get_preset(name)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    result = [_Layer(f"preset {name}", {"algorithm": {"preset": name, **preset}})]
+    for index, layer in enumerate(layers):
+        tree = dict(layer.tree)
+        if index < start and isinstance(tree.get("algorithm"), dict):
+            tree["algorithm"] = {key: value for key, value in tree["algorithm"].items() if key == "plugins"}
+        result.append(_Layer(layer.source, tree))
+    return result
+
+
+def _overlay(under: dict[str, Any], over: Mapping[str, Any], cls: type, key: str, source: str) -> None:
+    """Puts the section `over` on top of `under`, in place."""
+    for named, params in _NAMED.get(cls, ()):
+        if named in over and under.get(named) not in (None, over[named]):
+            under.pop(params, None)
+    for name, value in over.items():
+        hint, inner = unwrap(fields(cls)[name])[0], f"{key}.{name}" if key else name
+        if not isinstance(value, dict) or not isinstance(under.get(name), dict):
+            under[name] = {} if isinstance(value, dict) else copy.deepcopy(value)
+        if not isinstance(value, dict):
+            continue
+        if dataclasses.is_dataclass(hint):
+            _overlay(under[name], value, typing.cast(type, hint), inner, source)
+        elif dataclasses.is_dataclass(entry_type(hint)):
+            _overlay_entries(under[name], value, typing.cast(type, entry_type(hint)), inner, source)
+        else:
+            _deep_update(under[name], value)
+
+
+def _overlay_entries(under: dict[str, Any], over: Mapping[str, Any], cls: type, key: str, source: str) -> None:
+    for name, value in over.items():
+        if value is None and name not in under:
+            known = ", ".join(under) or "no entries"
+            raise ConfigError(f"{source}: `{key}.{name}=null` removes nothing; `{key}` has {known}")
+        if value is None:
+            del under[name]
+        elif isinstance(value, dict):
+            if not isinstance(under.get(name), dict):
+                under[name] = {}
+            _overlay(under[name], value, cls, f"{key}.{name}", source)
+        else:
+            under[name] = value
+
+
+def _deep_update(under: dict[str, Any], over: Mapping[str, Any]) -> None:
+    for name, value in over.items():
+        if isinstance(value, dict) and isinstance(under.get(name), dict):
+            _deep_update(under[name], value)
+        else:
+            under[name] = copy.deepcopy(value)
+
+
+# --------------------------------------------------------------------------------------------------------- resolving
+def _resolve(tree: dict[str, Any], path: str) -> Config:
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{path}: `{error.full_key}` must be set") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: `{error.full_key}`: {_first_line(error)}") from None
+    return typing.cast(Config, config)
+
+
+def _escape(value: Any) -> Any:
+    """Protects literal `${` in text, which OmegaConf would otherwise resolve when the recipe is read again."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    return value

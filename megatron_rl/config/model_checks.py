@@ -1,0 +1,138 @@
+"""Whether the model of a recipe exists and can be cut the way the recipe cuts it, read from its config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import Config, CreateModelConfig
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def check_model(config: Config) -> Iterator[str]:
+    """Yields a sentence per problem with `model`, its sizes, and the layouts of actor and engine on it."""
+    if config.model.path is not None:
+        folder = Path(config.model.path).expanduser()
+        problems = list(_check_folder(folder))
+        yield from problems
+        if not problems:
+            yield from _check_sizes(config, json.loads((folder / "config.json").read_text("utf-8")))
+    elif config.model.create is not None:
+        problems = list(_check_create(config.model.create))
+        yield from problems
+        if not problems:
+            yield from _check_sizes(config, _created_sizes(config.model.create))
+    else:
+        yield "`model` names no model: set `model.path` to a Hugging Face folder, or `model.create` to make a small one"
+
+
+def _check_folder(folder: Path) -> Iterator[str]:
+    if not folder.is_dir():
+        yield f"`model.path`: {folder} {'is not a folder' if folder.exists() else 'does not exist'}"
+        return
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        if not isinstance(config, dict):
+            yield f"`model.path`: {folder / 'config.json'} does not hold a JSON object"
+    except FileNotFoundError:
+        yield f"`model.path`: {folder} has no config.json; it must be a Hugging Face model folder"
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        yield f"`model.path`: {folder / 'config.json'} cannot be read: {error}"
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        yield f"`model.path`: {folder} has no tokenizer ({', '.join(_TOKENIZERS)})"
+    yield from _check_weights(folder)
+
+
+def _check_weights(folder: Path) -> Iterator[str]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        if not any(folder.glob("*.safetensors")):
+            yield f"`model.path`: {folder} has no *.safetensors files"
+        return
+    try:
+        shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, OSError) as error:
+        yield f"`model.path`: {index} cannot be read: {error!r}"
+        return
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        yield f"`model.path`: {folder} lacks {len(missing)} of {len(shards)} weight files, first {missing[0]}"
+
+
+def _check_create(create: CreateModelConfig) -> Iterator[str]:
+    for name in ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size", "max_positions"):
+        if getattr(create, name) < 1:
+            yield f"`model.create.{name}` must be at least 1; it is {getattr(create, name)}"
+    if create.kv_heads >= 1 and create.heads % create.kv_heads:
+        yield f"`model.create.heads` ({create.heads}) must be a multiple of `model.create.kv_heads` ({create.kv_heads})"
+    if create.head_dim % 2:
+        yield f"`model.create.head_dim` ({create.head_dim}) must be even: rotary embeddings turn pairs"
+    if not 0 < create.init_std < float("inf"):
+        yield f"`model.create.init_std` must be greater than 0; it is {create.init_std}"
+    repeated = sorted({character for character in create.characters if create.characters.count(character) > 1})
+    if repeated:
+        yield f"`model.create.characters` repeats {', '.join(map(repr, repeated))}"
+    tokens = len(create.characters) + 2
+    if tokens > create.vocab_size >= 1:
+        yield (
+            f"`model.create.vocab_size` ({create.vocab_size}) must hold {len(create.characters)} characters and 2 special "
+            f"tokens: make it at least {tokens}"
+        )
+
+
+def _created_sizes(create: CreateModelConfig) -> dict[str, Any]:
+    """The made model's sizes under the names of a config.json."""
+    return {
+        "num_hidden_layers": create.layers,
+        "hidden_size": create.hidden_size,
+        "num_attention_heads": create.heads,
+        "num_key_value_heads": create.kv_heads,
+        "intermediate_size": create.ffn_size,
+        "max_position_embeddings": create.max_positions,
+    }
+
+
+def _check_sizes(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
+    parallel, rollout = config.actor.parallel, config.rollout
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    layers = model.get("num_hidden_layers")
+    if layers is not None and layers % chunks:
+        yield (
+            f"the model's {layers} layers must be a multiple of actor.parallel.pipeline x virtual_pipeline "
+            f"({parallel.pipeline} x {parallel.virtual_pipeline} = {chunks})"
+        )
+    heads = model.get("num_attention_heads")
+    kv_heads = model.get("num_key_value_heads") or heads
+    sizes = {"attention heads": heads, "key/value heads": kv_heads, "feed-forward size": model.get("intermediate_size")}
+    experts = next((model[key] for key in _EXPERT_KEYS if model.get(key)), None)
+    if experts is not None:
+        sizes["experts' feed-forward size"] = model.get("moe_intermediate_size")
+    for what, size in sizes.items():
+        if size is not None and size % parallel.tensor:
+            yield f"the model's {what} ({size}) must be a multiple of `actor.parallel.tensor` ({parallel.tensor})"
+    if heads is not None and heads % rollout.tensor_parallel:
+        yield (
+            f"the model's attention heads ({heads}) must be a multiple of `rollout.tensor_parallel` "
+            f"({rollout.tensor_parallel})"
+        )
+    elif kv_heads is not None and kv_heads % rollout.tensor_parallel and rollout.tensor_parallel % kv_heads:
+        yield (
+            f"`rollout.tensor_parallel` ({rollout.tensor_parallel}) must divide the model's {kv_heads} key/value "
+            "heads, or be a multiple of them"
+        )
+    if experts is None and parallel.expert > 1:
+        yield f"`actor.parallel.expert` is {parallel.expert}, but the model has no experts; set it to 1"
+    elif experts is not None and experts % parallel.expert:
+        yield f"the model's {experts} experts must be a multiple of `actor.parallel.expert` ({parallel.expert})"
+    positions = model.get("max_position_embeddings")
+    longest = rollout.max_prompt_tokens + rollout.max_tokens
+    if positions is not None and longest > positions:
+        remedy = "; or raise model.create.max_positions" if config.model.create is not None else ""
+        yield (
+            f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_tokens {rollout.max_tokens} = "
+            f"{longest} exceeds the model's {positions} positions; lower one of them{remedy}"
+        )

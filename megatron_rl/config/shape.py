@@ -1,0 +1,180 @@
+"""Holds nested data against the schema: unknown keys, wrong types, and what they were probably meant to be."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from megatron_rl.config.schema import Config
+
+
+class ConfigError(ValueError):
+    """A recipe that cannot run. The message is for the person who wrote it: source, key, value, remedy."""
+
+
+@cache
+def fields(cls: type) -> dict[str, Any]:
+    """Names and types of a section's keys."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def unwrap(hint: Any) -> tuple[Any, bool]:
+    """`X | None` as (X, True), any other type as (X, False)."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
+        return arms[0], True
+    return hint, False
+
+
+def entry_type(hint: Any) -> Any:
+    """The X of `dict[str, X]`; None for any other type."""
+    return typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
+
+
+def type_at(parts: list[str]) -> Any:
+    """Type of the key with this path (`X | None` given as X); None where the schema has no such key."""
+    hint: Any = Config
+    for part in parts:
+        hint = fields(hint).get(part) if isinstance(hint, type) and dataclasses.is_dataclass(hint) else entry_type(hint)
+        if hint is None:
+            return None
+        hint = unwrap(hint)[0]
+    return hint
+
+
+def conform(tree: Mapping[Any, Any], source: str) -> dict[str, Any]:
+    """A copy of `tree`, the nested data of one source, with numbers converted to the schema's types.
+
+    An entry of `rewards` or of `tasks.*` may be None: it asks for the entry's removal. Text with an interpolation
+    (`${...}`) passes here; OmegaConf checks its value once it is resolved.
+
+    Raises:
+        ConfigError: naming `source`, the full key, its value, and the nearest valid key or the expected type.
+    """
+    return _section(tree, Config, "", source)
+
+
+def _section(value: Any, cls: type, key: str, source: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{source}: {_subject(key)} is a section with keys of its own, not {show(value)}")
+    known, result = fields(cls), {}
+    for name, item in value.items():
+        if name not in known:
+            raise ConfigError(
+                f"{source}: unknown key `{_join(key, name)}`{_set_to(item)}; {_nearest(str(name), cls, key)}"
+            )
+        result[name] = _value(item, known[name], _join(key, name), source)
+    return result
+
+
+def _value(value: Any, hint: Any, key: str, source: str) -> Any:
+    hint, optional = unwrap(hint)
+    if (value is None and optional) or (isinstance(value, str) and "${" in value):
+        return value
+    if dataclasses.is_dataclass(hint):
+        return _section(value, typing.cast(type, hint), key, source)
+    if typing.get_origin(hint) is dict:
+        return _mapping(value, entry_type(hint), key, source)
+    if typing.get_origin(hint) is list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{source}: `{key}` must be a list, not {show(value)}")
+        item = typing.get_args(hint)[0]
+        return [_value(entry, item, f"{key}[{index}]", source) for index, entry in enumerate(value)]
+    return _scalar(value, hint, optional, key, source)
+
+
+def _mapping(value: Any, entry: Any, key: str, source: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{source}: `{key}` is a mapping from names to values, not {show(value)}")
+    for name in value:
+        if not isinstance(name, str):
+            raise ConfigError(f"{source}: the name {name!r} in `{key}` is not text; put it in quotes")
+    if entry is Any:
+        return {name: _anything(item, _join(key, name), source) for name, item in value.items()}
+    return {
+        name: None if item is None else _value(item, entry, _join(key, name), source) for name, item in value.items()
+    }
+
+
+def _anything(value: Any, key: str, source: str) -> Any:
+    if isinstance(value, Mapping):
+        return _mapping(value, Any, key, source)
+    if isinstance(value, list):
+        return [_anything(item, f"{key}[{index}]", source) for index, item in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ConfigError(f"{source}: `{key}` must be text, a number, a list or a mapping, not {show(value)}")
+
+
+def _scalar(value: Any, hint: type, optional: bool, key: str, source: str) -> Any:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is float and number:
+        return float(value)
+    if (hint is int and number and isinstance(value, int)) or (hint in (bool, str) and isinstance(value, hint)):
+        return value
+    expected = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[hint]
+    remedy = "; put it in quotes" if hint is str and isinstance(value, (bool, int, float)) else ""
+    raise ConfigError(
+        f"{source}: `{key}` must be {expected}{' or null' if optional else ''}, not {show(value)}{remedy}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- wording
+def show(value: Any) -> str:
+    """A value as a recipe would write it, cut to a readable length."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "a mapping"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def closest(name: str, known: typing.Iterable[str], cutoff: float = 0.0) -> str | None:
+    """The name among `known` that is most like `name`."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
+
+
+def _join(key: str, name: Any) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def _subject(key: str) -> str:
+    return f"`{key}`" if key else "a recipe"
+
+
+def _set_to(value: Any) -> str:
+    return "" if isinstance(value, (Mapping, list)) else f" (set to {show(value)})"
+
+
+def _nearest(name: str, cls: type, key: str) -> str:
+    """A near name in the same section, else the same name in another one, else a less near one, else all of them."""
+    known = fields(cls)
+    sibling = closest(name, known, 0.75)
+    if sibling is None:
+        elsewhere = [path for path in _all_keys(Config, "") if path.rpartition(".")[2] == name]
+        inside = [path for path in elsewhere if key and path.startswith(key + ".")]
+        if elsewhere:
+            return "did you mean " + " or ".join(f"`{path}`" for path in (inside or elsewhere)) + "?"
+        sibling = closest(name, known, 0.5)
+    if sibling is not None:
+        return f"did you mean `{_join(key, sibling)}`?"
+    return f"{_subject(key)} has the keys {', '.join(known)}"
+
+
+def _all_keys(hint: Any, key: str) -> Iterator[str]:
+    hint = unwrap(hint)[0]
+    if key:
+        yield key
+    if dataclasses.is_dataclass(hint):
+        for name, inner in fields(typing.cast(type, hint)).items():
+            yield from _all_keys(inner, _join(key, name))
+    elif dataclasses.is_dataclass(entry_type(hint)):
+        yield from _all_keys(entry_type(hint), f"{key}.<name>")
