@@ -19,7 +19,7 @@ class Centred(NamedTuple):
 
     Attributes:
         values: shape of the input; exactly 0 where the group is constant or the entry is not valid.
-        mean: the group's mean, [n, 1, ...]; exactly the common value of a constant group, 0 of an empty one.
+        mean: the group's mean, [n, 1, ...]; exactly the common value where all are equal, 0 of an empty group.
         span: largest minus smallest value of the group, [n, 1, ...]; exactly 0 where the group is constant.
     """
 
@@ -103,7 +103,7 @@ def centre(values: Tensor, valid: Tensor, count: Tensor, unit: float, size: Tens
     size = torch.where(valid, (values if size is None else size).abs(), 0.0).amax(1, keepdim=True)
     constant = high - low <= 4 * unit * size
     shifted = torch.where(valid, values - low, 0.0)
-    offset = torch.where(constant, 0.0, shifted.sum(1, keepdim=True) / count.clamp(min=1).reshape(shape))
+    offset = shifted.sum(1, keepdim=True) / count.clamp(min=1).reshape(shape)
     centred = torch.where(valid & ~constant, shifted - offset, 0.0)
     return Centred(centred, low + offset, torch.where(constant, 0.0, high - low))
 

@@ -53,9 +53,13 @@ def test_float32_noise_is_no_signal_but_float64_differences_are() -> None:
 def test_silent_batch_is_not_amplified() -> None:
     """Normalised rewards that cancel leave rounding noise, which GDPO's batch norm must not blow up."""
     values = torch.tensor([[[1, 0], [1, 0], [0, 1]]] * 4, dtype=torch.float64)
-    for params in ({}, {"batch_eps": 0.0}):
-        result = make_advantage_estimator("gdpo", **params)(RewardTable(values, ("a", "b")))
-        assert (result.advantages == 0).all()
+    row = torch.tensor([0.1, 0.7, 0.35], dtype=torch.float64)
+    opposed = torch.stack([row, -3 * row, row / 7, -row], 1)[None]
+    for params in ({}, {"batch_eps": 0.0}, {"batch_norm": False}):
+        for given in (values, opposed):
+            names = tuple(f"r{index}" for index in range(given.shape[2]))
+            result = make_advantage_estimator("gdpo", **params)(RewardTable(given, names))
+            assert (result.advantages == 0).all()
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gdpo"])
@@ -156,6 +160,18 @@ def test_awpo_gate_at_one_half_is_shut() -> None:
 def test_awpo_means_that_only_rounding_tells_apart_are_equal() -> None:
     given = with_judge([[0.1, 0.2, 0.7], [0.7, 0.2, 0.1]], [[0.5, 0.9, 0.0], [0.5, 0.0, 0.9]])
     assert make_advantage_estimator("awpo")(given).group["w_mix"].tolist() == [0.0, 0.0]  # both are the peak
+
+
+def test_awpo_peak_is_the_same_for_the_same_rewards_in_another_order() -> None:
+    """Sums in another order may differ in the last digit; whoever shares the peak is saturated all the same."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(64, generator=generator, dtype=torch.float64) ** 3
+    out = torch.stack([row[torch.randperm(64, generator=generator)] for _ in range(50)])
+    assert len({math.fsum(each) - float(each.sum()) for each in out}) > 1
+    values = torch.stack([out, torch.rand(50, 64, generator=generator, dtype=torch.float64) * 0.1], 2)
+    result = make_advantage_estimator("awpo")(RewardTable(values, ("outcome", "judge")))
+    assert (result.group["rho"] < 0.7).all()
+    assert (result.group["w_mix"] == 0).all()
 
 
 def test_awpo_running_peak_is_state() -> None:

@@ -136,6 +136,30 @@ def test_gradient_is_weight_times_advantage_times_score(name: str) -> None:
     torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.parametrize("correction", ["tis", "mis", "icepop", "k3"])
+def test_correction_weighs_and_drops_tokens(correction: str) -> None:
+    batch = packed()
+    algorithm = make_algorithm(
+        {"weight": {"name": "dgpo"}, "aggregation": "token-mean", "correction": CORRECTIONS[correction]}
+    )
+    corrected = algorithm.correct(
+        batch["old_log_probs"], batch["rollout_log_probs"], batch["mask"], batch["sequence_ids"]
+    )
+    assert corrected.mask.any()
+    if correction != "tis":
+        assert corrected.mask.sum() < batch["mask"].sum()
+    _, gradient, metrics = loss_and_gradient(algorithm, batch, denominators(algorithm, batch))
+    weight = make_gradient_weight("dgpo")(batch["log_probs"] - batch["old_log_probs"], batch["advantages"])
+    if corrected.weights is not None:
+        weight = weight * corrected.weights
+    expected = -weight * batch["advantages"] * corrected.mask / corrected.mask.sum()
+    torch.testing.assert_close(gradient, expected)
+    values = metrics.values()
+    assert values["loss/objective"] == pytest.approx(float(-expected.sum()))
+    dropped = 1 - float(corrected.mask.sum() / batch["mask"].sum())
+    assert values["correction/dropped_share"] == pytest.approx(dropped)
+
+
 def test_ppo_objective_is_logged_beside_the_surrogate() -> None:
     batch = packed()
     algorithm = make_algorithm({"weight": {"name": "clip"}, "aggregation": "seq-mean-token-mean"})

@@ -16,6 +16,7 @@ from megatron_rl.algorithms import (
     list_gradient_weights,
     make_advantage_estimator,
     make_gradient_weight,
+    regions,
 )
 
 NAMES = ("outcome", "judge")
@@ -249,6 +250,26 @@ def test_clip_has_ppos_gradient() -> None:
             (expected,) = torch.autograd.grad(value.sum(), log_ratio)
             weight = make_gradient_weight("clip", eps_high=0.28, dual_clip=dual)(grid, torch.full_like(grid, adv))
             torch.testing.assert_close(weight * adv, expected)
+
+
+def test_dual_clip_leaves_positive_advantages_alone() -> None:
+    at = torch.tensor([math.log(4.0)])
+    weight = make_gradient_weight("clip", eps_high=5.0, dual_clip=3.0)
+    assert float(weight(at, torch.ones(1))) == pytest.approx(4.0)
+    assert float(weight(at, -torch.ones(1))) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bounds_themselves_are_inside(dtype: torch.dtype) -> None:
+    """DGPO's Table 1 is strict, also where log(1 - eps) is rounded differently here and there."""
+    for step in range(1, 200):
+        eps = step / 250
+        at = torch.tensor([1 - eps, 1 + eps], dtype=torch.float64).log()
+        for nearby in (at, at * (1 + 2.0**-53), at * (1 - 2.0**-53)) if dtype == torch.float32 else (at,):
+            codes = regions(nearby.to(dtype), torch.tensor([-1.0, 1.0], dtype=dtype), eps, eps)
+            assert codes.tolist() == [0, 0]
+        beyond = at * (1 + 1e-5)
+        assert regions(beyond.to(dtype), torch.tensor([-1.0, 1.0], dtype=dtype), eps, eps).tolist() == [1, 2]
 
 
 def test_dgpo_is_continuous_and_decays() -> None:

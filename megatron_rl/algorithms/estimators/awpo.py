@@ -54,7 +54,8 @@ class AWPO:
         self.peak = -math.inf
 
     def __call__(self, groups: Groups) -> Estimate:
-        out = groups.centre(*groups.weighted([name for name in groups.names if name != self.reasoning]))
+        outcome, size = groups.weighted([name for name in groups.names if name != self.reasoning])
+        out = groups.centre(outcome, size)
         mix = groups.centre(*groups.weighted())
         sigma_out, sigma_mix = groups.std(out, ddof=0), groups.std(mix, ddof=0)
         a_out = safe_divide(out.values, sigma_out + self.eps)
@@ -65,9 +66,10 @@ class AWPO:
             self.peak = max(self.peak, float(mean[groups.present].max()))
         peak = self.peak if self.r_out_max is None else self.r_out_max
         # Strict comparisons up to rounding: a mean that equals a threshold in exact arithmetic is not beyond it.
-        gate = _below(mean, peak, groups.unit) & _below(rho, self.eps_mix, torch.finfo(torch.float64).eps)
+        noise = 8 * groups.unit * float(size.max())
+        gate = (peak - mean > noise) & (self.eps_mix - rho > 8 * torch.finfo(torch.float64).eps)
         w_mix = torch.where(gate & groups.present, rho, 0.0)
-        medium = _below(mean, self.tau_high, groups.unit) & _below(-mean, -self.tau_low, groups.unit)
+        medium = (mean - self.tau_low > noise) & (self.tau_high - mean > noise)
         difficulty = self.alpha_base + (self.alpha_prio - self.alpha_base) * medium.double()  # Eq. 22
         advantages = difficulty[:, None] * ((1 - w_mix)[:, None] * a_out + w_mix[:, None] * a_mix)
         seen = groups.present
@@ -103,9 +105,3 @@ class AWPO:
             raise ValueError(f"awpo's state must hold {sorted(expected)}, not {sorted(state)}")
         if expected:
             self.peak = float(state["r_out_max"])
-
-
-def _below(values: torch.Tensor, bound: float, unit: float) -> torch.Tensor:
-    """values < bound by more than a few rounding units."""
-    size = values.abs().clamp(min=abs(bound)) if math.isfinite(bound) else values.abs()
-    return bound - values > 8 * unit * size
