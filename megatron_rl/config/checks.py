@@ -60,15 +60,17 @@ def check(config: Config, *, command: str = "train", machine: Machine | None = N
         machine: null: this one.
 
     Returns:
-        A copy with `launch.processes` set (unless another launcher made the world) and `model.create` null where
-        `model.path` wins.
+        A copy with `launch.processes` set (unless another launcher made the world), `model.create` null where
+        `model.path` wins, and `~` in both paths resolved.
 
     Raises:
         ConfigError: one line per problem.
     """
     machine = machine or Machine.here()
     config = copy.deepcopy(config)
+    config.run_dir = os.path.expanduser(config.run_dir)
     if config.model.path is not None:
+        config.model.path = os.path.expanduser(config.model.path)
         config.model.create = None
     problems = list(check_values(config))
     if not problems:  # the checks below may divide by these values
@@ -298,7 +300,7 @@ def _check_tasks(config: Config, command: str) -> Iterator[str]:
 
 # ------------------------------------------------------------------------------------------------------------ outputs
 def _check_outputs(config: Config) -> Iterator[str]:
-    folder = Path(config.run_dir).expanduser()
+    folder = Path(config.run_dir)
     existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
     if not existing.is_dir():
         yield f"`run_dir`: {existing} is a file; choose another folder"

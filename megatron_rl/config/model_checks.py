@@ -16,7 +16,7 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 def check_model(config: Config) -> Iterator[str]:
     """Yields a sentence per problem with `model`, its sizes, and the layouts of actor and engine on it."""
     if config.model.path is not None:
-        folder = Path(config.model.path).expanduser()
+        folder = Path(config.model.path)
         problems = list(_check_folder(folder))
         yield from problems
         if not problems:
@@ -79,8 +79,8 @@ def _check_create(create: CreateModelConfig) -> Iterator[str]:
     tokens = len(create.characters) + 2
     if tokens > create.vocab_size >= 1:
         yield (
-            f"`model.create.vocab_size` ({create.vocab_size}) must hold {len(create.characters)} characters and 2 special "
-            f"tokens: make it at least {tokens}"
+            f"`model.create.vocab_size` ({create.vocab_size}) must hold {len(create.characters)} characters and 2 "
+            f"special tokens: make it at least {tokens}"
         )
 
 

@@ -1,0 +1,311 @@
+"""One process per rank on this machine, and none left behind: not by a failure, Ctrl-C, or the launcher's own death."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import math
+import os
+import queue
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from megatron_rl.runtime.terminal import Tee
+
+_PORTS = range(20000, 32000)  # below the range from which the system hands out ports on its own
+_TRIES = 3  # starts, where the chosen port turned out to be taken
+_STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a process that ended because it was told to
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_TAIL = 40  # lines of a failed rank's log that are shown
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended: the exit code to pass on (a signal as 128 + its number), and a message where it is not 0."""
+
+    code: int
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Graces:
+    """Seconds that ranks get to end before they are killed."""
+
+    failure: float = 10.0  # after another rank has failed
+    stop: float = 30.0  # after SIGTERM
+    linger: float = 60.0  # after rank 0 has ended well
+
+
+def rank_environment(gpus: int) -> dict[str, str]:
+    """Variables that have to be there before a rank imports torch. What the user has set is left out, and so kept."""
+    defaults = {
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # keeps the engine's messages out of the live view
+    }
+    if gpus:
+        defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron's overlap of tensor-parallel communication needs it
+    else:
+        defaults |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    return {name: value for name, value in defaults.items() if name not in os.environ}
+
+
+def free_port() -> int:
+    """A port that nobody listens on now, and that the system gives to nobody who does not ask for it by number."""
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise OSError("found no free port for the processes to meet at")
+
+
+def new_attempt(run_dir: Path) -> Path:
+    """Makes and returns the next `logs/attempt_<k>`."""
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    taken = [int(match[1]) for path in logs.iterdir() if (match := re.fullmatch(r"attempt_(\d+)", path.name))]
+    attempt = logs / f"attempt_{max(taken, default=0) + 1}"
+    attempt.mkdir()
+    return attempt
+
+
+def run_ranks(
+    command: Sequence[str],
+    processes: int,
+    log_dir: Path,
+    environment: Mapping[str, str] | None = None,
+    graces: Graces = Graces(),
+) -> Outcome:
+    """Runs `command` once per rank and waits for all of them. To be called from the main thread.
+
+    Every rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, a session of its own, and
+    `log_dir/rank_<r>.log` for its output; rank 0's standard output is shown as well.
+
+    The first Ctrl-C is passed on, for a graceful stop; the second kills. SIGTERM and SIGHUP are passed on as SIGTERM.
+    When a rank fails, the others are asked to end. Whoever does not within its grace is killed, with all it started.
+
+    Args:
+        command: program and arguments.
+        processes: number of ranks.
+        log_dir: an existing folder.
+        environment: variables on top of this process's own.
+        graces: how long to wait before killing.
+    """
+    shared = {**os.environ, **(environment or {}), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    for _ in range(_TRIES):
+        group = _Group(command, {**shared, "MASTER_PORT": str(free_port())}, log_dir, graces)
+        outcome = group.run(processes)
+        if outcome.code == 0 or group.was_stopped or not _port_was_taken(log_dir):
+            break
+    return outcome
+
+
+def _port_was_taken(log_dir: Path) -> bool:
+    return any("EADDRINUSE" in line for line in _last_lines(log_dir / "rank_0.log", _TAIL))
+
+
+class _Group:
+    """The processes of one start. Threads wait for them; the main thread decides, and takes the signals."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_dir: Path, graces: Graces) -> None:
+        self._command, self._environment = list(command), environment
+        self._log_dir, self._graces = log_dir, graces
+        self._events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()  # safe to use in a signal handler
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._running: set[int] = set()
+        self._reaping = threading.Lock()  # no signal goes to a number that was just given back
+        self._deadline = math.inf  # when to kill what still runs
+        self._killed = False
+        self._signal: int | None = None  # the first signal that asked us to stop
+        self._failed: tuple[int, int] | None = None  # rank and code of the first that failed
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether a signal ended the run."""
+        return self._signal is not None
+
+    def run(self, processes: int) -> Outcome:
+        with self._log_file(0) as log:
+            tee = Tee(log)
+            with self._taking_signals(tee):
+                try:
+                    for rank in range(processes):
+                        self._start(rank, tee.child_end)
+                    tee.start()
+                    for rank in range(processes):
+                        threading.Thread(target=self._wait, args=(rank,), daemon=True).start()
+                    while self._running:
+                        self._step()
+                finally:
+                    self._kill_all()
+                    for process in self._ranks:
+                        process.wait()
+                    tee.join(5.0)
+        return self._outcome()
+
+    # ------------------------------------------------------------------------------------------------ starting, waiting
+    def _log_file(self, rank: int) -> io.FileIO:
+        return io.FileIO(self._log_dir / f"rank_{rank}.log", "a")
+
+    def _start(self, rank: int, shown: int) -> None:
+        with self._log_file(rank) as log:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=shown if rank == 0 else log,
+                stderr=log,
+                env={**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                start_new_session=True,  # Ctrl-C reaches the ranks through us only, and each is a group of its own
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+        self._ranks.append(process)
+        self._running.add(rank)
+
+    def _wait(self, rank: int) -> None:
+        process = self._ranks[rank]
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with self._reaping:
+            _kill_group(process.pid)  # what the rank has started; its number is still ours until `wait`
+            code = process.wait()
+        self._events.put(("exit", rank, code))
+
+    @contextlib.contextmanager
+    def _taking_signals(self, tee: Tee) -> Iterator[None]:
+        def take(number: int, frame: FrameType | None) -> None:
+            self._events.put(("signal", number, 0))
+
+        handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGINT: take, signal.SIGTERM: take}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            handlers[signal.SIGHUP] = take
+        handlers[signal.SIGWINCH] = lambda number, frame: tee.resize()
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # --------------------------------------------------------------------------------------------------------- deciding
+    def _step(self) -> None:
+        wait = None if self._deadline == math.inf else max(0.0, self._deadline - time.monotonic())
+        try:
+            kind, number, code = self._events.get(timeout=wait)
+        except queue.Empty:
+            self._kill()
+            return
+        if kind == "signal":
+            self._on_signal(number)
+        else:
+            self._on_exit(number, code)
+
+    def _on_signal(self, number: int) -> None:
+        if number != signal.SIGINT:
+            self._limit(self._graces.stop)
+            if self._signal is None:
+                self._ask(signal.SIGTERM)
+        elif self._signal is None:
+            self._ask(signal.SIGINT)
+            print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+        else:
+            self._kill()
+        self._signal = self._signal or number
+
+    def _on_exit(self, rank: int, code: int) -> None:
+        self._running.discard(rank)
+        if code == 0:
+            if rank == 0:
+                self._limit(self._graces.linger)
+            return
+        told_to = self._signal is not None and code in (-signal.SIGINT, -signal.SIGTERM, *_STOP_CODES)
+        if self._failed is None and not told_to and not (self._killed and code == -signal.SIGKILL):
+            self._failed = (rank, code)
+        if not self._killed:
+            self._ask(signal.SIGTERM)
+            self._limit(self._graces.failure)
+
+    def _limit(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    def _ask(self, number: int) -> None:
+        with self._reaping:
+            for rank in self._running:
+                if self._ranks[rank].returncode is None:
+                    os.kill(self._ranks[rank].pid, number)
+
+    def _kill(self) -> None:
+        self._killed, self._deadline = True, math.inf
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        with self._reaping:
+            for process in self._ranks:
+                if process.returncode is None:
+                    _kill_group(process.pid)
+
+    # -------------------------------------------------------------------------------------------------------- reporting
+    def _outcome(self) -> Outcome:
+        if self._failed is not None:
+            rank, code = self._failed
+            return Outcome(code if code > 0 else 128 - code, self._describe(rank, code))
+        if self._signal is not None:
+            how = "killed" if self._killed else "stopped"
+            return Outcome(128 + self._signal, f"{how} by {signal.Signals(self._signal).name}")
+        if self._killed and any(process.returncode for process in self._ranks):
+            late = [str(rank) for rank, process in enumerate(self._ranks) if process.returncode]
+            return Outcome(
+                1, f"rank {', '.join(late)} did not end after rank 0 had, and was killed; see {self._log_dir}"
+            )
+        return Outcome(0)
+
+    def _describe(self, rank: int, code: int) -> str:
+        first = " first," if len(self._ranks) > 1 else ""
+        how = f"with exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+        how += ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
+        path = self._log_dir / f"rank_{rank}.log"
+        return "\n    ".join([f"rank {rank} failed{first} {how}; the end of {path}:", *_end_of_log(path)])
+
+
+def _end_of_log(path: Path) -> list[str]:
+    """The last traceback where there is one near the end, otherwise the last lines."""
+    lines = _last_lines(path, 5 * _TAIL)
+    tracebacks = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    if tracebacks:
+        return lines[tracebacks[-1] :][:_TAIL]
+    return lines[-_TAIL // 2 :]
+
+
+def _last_lines(path: Path, count: int) -> list[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return [line.rstrip("\n") for line in deque(file, maxlen=count)]
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _die_with_parent(parent: int) -> Callable[[], None] | None:
+    """What a child does before it becomes a rank: ask the kernel to kill it when the launcher dies. Linux only."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # looked up here: after fork, as little as possible should happen
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+    return ask
