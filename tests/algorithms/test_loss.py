@@ -287,6 +287,22 @@ def test_micro_batch_without_live_tokens() -> None:
     assert metrics.values()["ratio/max"] == 0.0
 
 
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_micro_batch_without_tokens_keeps_the_graph(aggregation: str, ratio: str) -> None:
+    """A rank without rollouts still takes part in every collective of the backward pass."""
+    section = {"aggregation": aggregation, "ratio": ratio, "correction": CORRECTIONS["mis"], "kl": {"coef": 0.1}}
+    algorithm = make_algorithm(section, max_tokens=MAX_TOKENS)
+    batch = {name: tensor[:0] for name, tensor in packed().items()}
+    assert denominators(algorithm, batch) == Denominators(0.0, 0.0)
+    loss, gradient, metrics = loss_and_gradient(algorithm, batch, Denominators(10.0, 3.0))
+    assert loss == 0.0
+    assert gradient.shape == (0,)
+    assert metrics.on_host().values()["ratio/max"] == 0.0
+    full = loss_and_gradient(algorithm, packed(), denominators(algorithm, packed()))[2]
+    assert (metrics + full).values() == full.values()
+
+
 def test_missing_inputs_are_named() -> None:
     batch = packed()
     for section, absent, words in (
