@@ -38,6 +38,9 @@ def transformer_config(shape: dict[str, Any], actor: ActorConfig, dtype: torch.d
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         sequence_parallel=parallel.sequence,
+        # With two stages the interleaved schedule's batched messages between the same two ranks would be mixed up.
+        overlap_p2p_comm=parallel.virtual_pipeline > 1,
+        batch_p2p_comm=parallel.virtual_pipeline == 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

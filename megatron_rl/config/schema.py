@@ -218,6 +218,8 @@ class TrainerConfig:
     eval_rollouts: int = 1  # k: rollouts per held-out prompt. 1: greedy
     eval_temperature: float = 0.0  # must be > 0 where eval_rollouts > 1
     eval_max_prompts: int | None = None
+    eval_reward: str | None = None  # the reward column that says whether a rollout is right; null: the recipe's first
+    eval_threshold: float = 1.0  # right where that reward is at least this
 
 
 @dataclass

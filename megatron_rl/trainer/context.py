@@ -1,0 +1,151 @@
+"""Everything a run holds on one rank, built once; the functions of this package take it as their first argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.actor.actor import Actor
+from megatron_rl.algorithms import Algorithm, make_algorithm
+from megatron_rl.config.schema import Config
+from megatron_rl.data import Sample
+from megatron_rl.models import create_model
+from megatron_rl.rewards import Scorer
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.sync import WeightSync
+from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.phases import Phases
+from megatron_rl.runtime.stop import StopFlag
+from megatron_rl.tasks import PromptOrder, filter_by_length, load_tasks
+from megatron_rl.trainer.report import Reporter
+
+
+@dataclass
+class State:
+    """What a checkpoint holds besides weights, optimizer and estimator."""
+
+    step: int = 0  # RL steps done (or SFT steps, under `megatron-rl sft`)
+    position: int = 0  # training prompts taken
+
+
+@dataclass
+class Run:
+    config: Config
+    run_dir: Path
+    grid: Grid
+    folder: Path  # Hugging Face folder the model started from
+    tokenizer: Any
+    train_samples: list[Sample]
+    eval_samples: dict[str, list[Sample]]
+    order: PromptOrder
+    actor: Actor
+    algorithm: Algorithm
+    scorer: Scorer
+    report: Reporter
+    phases: Phases
+    stop: StopFlag
+    state: State = field(default_factory=State)
+    counters: dict[str, float] = field(default_factory=dict)  # extra metrics of the current step
+    _engine: Engine | None = None
+    _sync: WeightSync | None = None
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "start_engine has not been called"
+        return self._engine
+
+    @property
+    def sync(self) -> WeightSync:
+        assert self._sync is not None, "start_engine has not been called"
+        return self._sync
+
+    def start_engine(self) -> None:
+        """Starts the colocated engine, gives it the actor's weights, and proves that it computes what the actor does."""
+        self.report.phase("starting the engine")
+        self._engine = Engine(self.config, self.grid, self.folder)
+        self._sync = WeightSync(self.config, self.grid, self.actor, self._engine)
+        self.engine.sleep()
+        self.hand_device_to_engine()
+        samples = self.train_samples or [s for samples in self.eval_samples.values() for s in samples]
+        self.sync.check([sample.prompt_ids for sample in samples[: self.config.rollout.sync_check_rollouts]])
+
+    def hand_device_to_engine(self) -> None:
+        """The device is the engine's from here on, and the engine has the actor's weights.
+
+        On a GPU the engine's weights are mapped first, filled from the actor, and only then does its KV cache come back:
+        the two copies of the weights overlap, the cache and the actor's gradients never do. On a CPU nothing moves.
+        """
+        self.actor.offload()
+        self.engine.wake_weights()
+        self.sync.push()
+        self.engine.wake_cache()
+
+    def hand_device_to_actor(self) -> None:
+        """The device is the actor's from here on; the engine keeps neither weights nor cache on a GPU."""
+        self.engine.sleep()
+        self.actor.onload()
+
+    def take_counters(self) -> dict[str, float]:
+        """The step's counts; starts over."""
+        counters, self.counters = self.counters, {}
+        return counters
+
+    def close(self) -> None:
+        self.report.close()
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
+def build_run(config: Config, grid: Grid, run_dir: Path) -> Run:
+    """Loads data, model and rewards on every rank.
+
+    Raises:
+        ValueError: for what only data can show: an empty task, prompts that are too long, a demonstration missing.
+    """
+    from transformers import AutoTokenizer
+
+    report = Reporter(config, run_dir, grid)
+    report.phase("loading the model and the tasks")
+    folder = model_folder(config, grid, run_dir)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tasks = load_tasks(config.tasks, tokenizer)
+    limit, too_long = config.rollout.max_prompt_tokens, config.rollout.too_long
+    train_samples, dropped = filter_by_length(tasks.train, limit, too_long)
+    if dropped:
+        report.note(f"left out {dropped} training prompts of more than {limit} tokens")
+    eval_samples = {}
+    for name, samples in tasks.eval.items():
+        kept, dropped = filter_by_length(samples, limit, too_long)
+        if dropped:
+            report.note(f"left out {dropped} prompts of {name} of more than {limit} tokens")
+        eval_samples[name] = kept[: config.trainer.eval_max_prompts]
+    algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
+    return Run(
+        config=config,
+        run_dir=run_dir,
+        grid=grid,
+        folder=folder,
+        tokenizer=tokenizer,
+        train_samples=train_samples,
+        eval_samples=eval_samples,
+        order=PromptOrder(len(train_samples), config.seed),
+        actor=Actor(config, grid, folder),
+        algorithm=algorithm,
+        scorer=Scorer(config.rewards, algorithm.estimator.needs.columns),
+        report=report,
+        phases=Phases(report.phase),
+        stop=StopFlag(),
+    )
+
+
+def model_folder(config: Config, grid: Grid, run_dir: Path) -> Path:
+    """`model.path`, or the small model that `model.create` describes, made in the run folder by rank 0."""
+    if config.model.path is not None:
+        return Path(config.model.path)
+    assert config.model.create is not None  # the recipe check has seen to it
+    folder = run_dir / "model"
+    if grid.is_main and not (folder / "config.json").exists():
+        create_model(folder, config.model.create, config.seed)
+    grid.barrier()
+    return folder

@@ -1,0 +1,91 @@
+"""The training loop: sample, score, estimate, update, sync."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.data import Rollout
+from megatron_rl.runtime.device import peak_memory_gib
+from megatron_rl.trainer.checkpointing import export, load_checkpoint, save_checkpoint
+from megatron_rl.trainer.context import Run
+from megatron_rl.trainer.evaluate import evaluate
+from megatron_rl.trainer.sample import (
+    greedy_baseline,
+    response_metrics,
+    reward_table,
+    sample_step,
+    truncated,
+)
+from megatron_rl.trainer.sft import supervise
+from megatron_rl.trainer.update import reference_kl, train_batch, update
+
+
+def train(run: Run, resume: str) -> None:
+    """RL from the recipe's start (after its SFT warm-up, if it has one) or from a checkpoint, to `trainer.steps`."""
+    config, state = run.config, run.state
+    total_updates = config.trainer.steps * config.trainer.minibatches * config.trainer.epochs
+    if not load_checkpoint(run, resume, config.actor.optimizer, total_updates):
+        if config.sft.steps:
+            supervise(run)
+        if run.algorithm.needs_reference:
+            run.actor.keep_reference()
+        run.actor.start_optimizer(config.actor.optimizer, total_updates)
+    run.start_engine()
+    run.report.begin("RL", state.step, config.trainer.steps)
+    if state.step == 0:
+        run.report.log(0, evaluate(run, step=0))
+        if config.checkpoint.every:
+            save_checkpoint(run)
+    while state.step < config.trainer.steps:
+        run.stop.check(run.grid)
+        step(run)
+    export(run)
+
+
+def step(run: Run) -> None:
+    """One step: from the next prompts to an engine that holds the new weights."""
+    config, number = run.config, run.state.step + 1
+    run.phases.start()
+
+    samples, rollouts = sample_step(run, number)
+    greedy = greedy_baseline(run, samples, number)
+
+    with run.phases("switch"):
+        run.hand_device_to_actor()
+    table = reward_table(run, samples, rollouts, greedy)
+    with run.phases("estimate"):
+        kl = reference_kl(run, rollouts, (len(samples), config.rollout.group_size))
+        estimate = run.algorithm.estimate(table, truncated=truncated(rollouts, table), reference_kl=kl)
+        batch = train_batch(rollouts, estimate)
+    learned = update(run, batch, estimate.clip_range) if len(batch) else {"actor/updates": 0.0}
+
+    with run.phases("sync"):
+        run.hand_device_to_engine()
+    with run.phases("sync_check"):
+        spaced = rollouts[:: max(1, len(rollouts) // config.rollout.sync_check_rollouts)]
+        tokens = [[*r.prompt_ids.tolist(), *r.response_ids.tolist()] for r in spaced[: config.rollout.sync_check_rollouts]]
+        mismatch = run.sync.check(tokens)
+    run.state.step = number
+
+    seconds = run.phases.take()
+    metrics = estimate.metrics | response_metrics(rollouts) | learned | run.take_counters()
+    metrics |= {"sync/logprob_max_diff": mismatch} | throughput(rollouts, seconds) | seconds | peak_memory_gib()
+    if config.trainer.eval_every and number % config.trainer.eval_every == 0 or number == config.trainer.steps:
+        metrics |= evaluate(run, number)
+    run.report.log(number, metrics)
+    run.report.samples(number, samples, rollouts, estimate.advantages)
+    if config.checkpoint.every and (number % config.checkpoint.every == 0 or number == config.trainer.steps):
+        run.hand_device_to_actor()
+        save_checkpoint(run)
+        run.hand_device_to_engine()
+
+
+def throughput(rollouts: Sequence[Rollout], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Tokens per second of the whole world: generated while generating, and trained on per whole step."""
+    generated = sum(len(rollout.response_ids) for rollout in rollouts)
+    total = sum(rollout.num_tokens for rollout in rollouts)
+    return {
+        "perf/generated_tokens_per_s": generated / seconds["timing_s/generate"],
+        "perf/tokens_per_s": total / seconds["timing_s/step"],
+        "perf/total_tokens": float(total),
+    }

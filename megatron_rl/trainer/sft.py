@@ -1,0 +1,90 @@
+"""Supervised fine-tuning: token cross-entropy on demonstrations, on the same actor that RL trains."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.algorithms.metrics import Metrics
+from megatron_rl.data import Sample
+from megatron_rl.tasks import PromptOrder
+from megatron_rl.trainer.checkpointing import export, load_checkpoint, save_checkpoint
+from megatron_rl.trainer.context import Run
+from megatron_rl.trainer.evaluate import evaluate
+
+
+def sft(run: Run, resume: str) -> None:
+    """The whole of `megatron-rl sft`: train, evaluate where the recipe has eval tasks, export."""
+    config = run.config
+    if not load_checkpoint(run, resume, config.sft.optimizer, config.sft.steps):
+        run.actor.start_optimizer(config.sft.optimizer, config.sft.steps)
+    _train(run, run.state.step, checkpoints=True)
+    if run.eval_samples:
+        run.start_engine()
+        run.report.log(run.state.step, evaluate(run, run.state.step))
+    export(run)
+
+
+def supervise(run: Run) -> None:
+    """The warm-up before RL: `sft.steps` optimizer steps, logged to `sft/metrics.jsonl`."""
+    run.actor.start_optimizer(run.config.sft.optimizer, run.config.sft.steps)
+    _train(run, 0, checkpoints=False)
+
+
+def _train(run: Run, start: int, checkpoints: bool) -> None:
+    config = run.config.sft
+    samples = [sample for sample in run.train_samples if sample.demonstration is not None]
+    order = PromptOrder(len(samples), run.config.seed)
+    run.report.begin("SFT", start, config.steps)
+    for step in range(start + 1, config.steps + 1):
+        run.stop.check(run.grid)
+        run.phases.start()
+        batch = [samples[i] for i in order.take((step - 1) * config.batch_size, config.batch_size)]
+        with run.phases("update"):
+            metrics = _step(run, batch)
+        metrics |= run.phases.take()
+        if step % config.log_every == 0 or step == config.steps:
+            run.report.log_sft(step, metrics)
+        if checkpoints:
+            run.state.step = step
+            every = run.config.checkpoint.every
+            if every and (step % every == 0 or step == config.steps):
+                save_checkpoint(run)
+
+
+def _step(run: Run, batch: list[Sample]) -> dict[str, float]:
+    prompts = [np.asarray(sample.prompt_ids, dtype=np.int64) for sample in batch]
+    targets = [demonstration_ids(run, sample) for sample in batch]
+    num_tokens = sum(len(target) for target in targets)
+
+    def loss(micro: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
+        metrics = Metrics()
+        metrics.mean("sft/loss", -log_probs, torch.ones_like(micro.targets, dtype=torch.bool))
+        return -log_probs.sum() / num_tokens, metrics
+
+    micro_batches = run.actor.micro_batches(range(len(batch)), prompts, targets)
+    result = run.actor.update(micro_batches, loss, temperature=1.0)
+    return result.metrics.values() | {
+        "actor/grad_norm": result.grad_norm,
+        "actor/lr": result.learning_rate,
+        "sft/tokens": float(num_tokens),
+    }
+
+
+def demonstration_ids(run: Run, sample: Sample) -> np.ndarray:
+    """The demonstration's tokens and the end-of-sequence token, int64.
+
+    Raises:
+        ValueError: where prompt and demonstration together do not fit one micro-batch or the engine's context.
+    """
+    assert sample.demonstration is not None
+    ids = run.tokenizer(sample.demonstration, add_special_tokens=False)["input_ids"] + [run.tokenizer.eos_token_id]
+    longest = run.config.rollout.max_tokens
+    if len(ids) > longest:
+        raise ValueError(
+            f"the demonstration of {sample.id} has {len(ids)} tokens, more than rollout.max_tokens = {longest}: the model "
+            "would learn to write what it may not finish; raise rollout.max_tokens or shorten the demonstration"
+        )
+    return np.asarray(ids, dtype=np.int64)

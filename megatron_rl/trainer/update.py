@@ -1,0 +1,150 @@
+"""Rollouts and advantages to new weights: the learning half of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.algorithms import StepEstimate
+from megatron_rl.algorithms.aggregation import Denominators
+from megatron_rl.algorithms.kl import sequence_kl
+from megatron_rl.algorithms.metrics import Metrics
+from megatron_rl.data import Rollout, TrainBatch
+from megatron_rl.trainer.context import Run
+
+
+def train_batch(rollouts: Sequence[Rollout], estimate: StepEstimate) -> TrainBatch:
+    """The rollouts that are trained on, with their advantages."""
+    group_size = estimate.train.shape[1]
+    trained = estimate.train.flatten().tolist()
+    advantages = estimate.advantages.flatten().tolist()
+    kept = [i for i, keep in enumerate(trained) if keep]
+    return TrainBatch(
+        prompt_ids=[rollouts[i].prompt_ids for i in kept],
+        response_ids=[rollouts[i].response_ids for i in kept],
+        rollout_logprobs=[rollouts[i].logprobs for i in kept],
+        advantages=np.array([advantages[i] for i in kept], dtype=np.float32),
+        group=np.array([i // group_size for i in kept], dtype=np.int64),
+    )
+
+
+def minibatches(group: np.ndarray, count: int) -> list[list[int]]:
+    """Rows of the batch in at most `count` parts of nearly equal numbers of whole groups."""
+    groups = list(dict.fromkeys(group.tolist()))
+    parts = np.array_split(np.array(groups), min(count, len(groups)))
+    return [[row for row, g in enumerate(group.tolist()) if g in members] for members in map(set, parts)]
+
+
+def update(run: Run, batch: TrainBatch, clip_range: tuple[float, float] | None) -> dict[str, float]:
+    """Every optimizer step of one batch of rollouts: `epochs` passes over `minibatches` parts of it.
+
+    The old policy's log-probs are recomputed by the actor, in the packing that the update uses, before the first step: the
+    ratio is then exactly 1 on the first minibatch, and the engine's rounding does not enter the loss.
+    """
+    config, actor, algorithm = run.config, run.actor, run.algorithm
+    temperature = config.rollout.temperature
+    parts = [
+        actor.micro_batches(rows, batch.prompt_ids, batch.response_ids)
+        for rows in minibatches(batch.group, config.trainer.minibatches)
+    ]
+    entropy = Metrics()
+    with run.phases("old_log_prob"):
+        for micro_batches in parts:
+            scored = actor.log_probs(micro_batches, temperature, with_entropy=True)
+            for micro, (log_probs, token_entropy) in zip(micro_batches, scored, strict=False):
+                micro.extra["old_log_probs"] = log_probs
+                micro.extra["rollout_log_probs"] = micro.concatenate(batch.rollout_logprobs)
+                micro.extra["advantages"] = micro.spread(batch.advantages)
+                assert token_entropy is not None
+                own = Metrics()
+                own.mean("actor/entropy", token_entropy, _everything(micro))
+                entropy = entropy + own
+    if algorithm.needs_reference:
+        with run.phases("ref_log_prob"), actor.as_reference():
+            for micro_batches in parts:
+                for micro, (log_probs, _) in zip(
+                    micro_batches, actor.log_probs(micro_batches, temperature), strict=False
+                ):
+                    micro.extra["ref_log_probs"] = log_probs
+    denominators = _denominators(run, parts)
+    metrics = actor.reduce([entropy])
+    norms = []
+    with run.phases("update"):
+        for _ in range(config.trainer.epochs):
+            for micro_batches, whole in zip(parts, denominators, strict=True):
+
+                def loss(
+                    micro: MicroBatch, log_probs: Tensor, token_entropy: Tensor | None, whole: Denominators = whole
+                ) -> tuple[Tensor, Metrics]:
+                    return algorithm.policy_loss(
+                        log_probs,
+                        micro.extra["old_log_probs"],
+                        micro.extra["rollout_log_probs"],
+                        micro.extra.get("ref_log_probs"),
+                        token_entropy,
+                        micro.extra["advantages"],
+                        _everything(micro),
+                        sequence_ids=micro.sequence_ids,
+                        denominators=whole,
+                        clip_range=clip_range,
+                    )
+
+                result = actor.update(micro_batches, loss, temperature, algorithm.needs_entropy)
+                metrics = metrics + result.metrics
+                norms.append(result.grad_norm)
+    return metrics.values() | {
+        "actor/grad_norm": float(np.mean(norms)),
+        "actor/grad_norm_max": max(norms),
+        "actor/lr": result.learning_rate,
+        "actor/updates": float(len(norms)),
+    }
+
+
+def _everything(micro: MicroBatch) -> Tensor:
+    return torch.ones_like(micro.targets, dtype=torch.bool)
+
+
+def _denominators(run: Run, parts: Sequence[Sequence[MicroBatch]]) -> list[Denominators]:
+    """Of every minibatch, over all micro-batches and data-parallel ranks, after correction filters."""
+    own = []
+    for micro_batches in parts:
+        whole = Denominators(0.0, 0.0)
+        if run.grid.reports_loss:
+            for micro in micro_batches:
+                whole = whole + run.algorithm.count(
+                    _everything(micro),
+                    micro.sequence_ids,
+                    old_log_probs=micro.extra["old_log_probs"],
+                    rollout_log_probs=micro.extra["rollout_log_probs"],
+                )
+        own.append((float(whole.num_tokens), float(whole.num_sequences)))
+    ranks = run.grid.all_gather(own)
+    return [
+        Denominators(sum(rank[i][0] for rank in ranks), sum(rank[i][1] for rank in ranks)) for i in range(len(parts))
+    ]
+
+
+def reference_kl(run: Run, rollouts: Sequence[Rollout], shape: tuple[int, int]) -> Tensor | None:
+    """KL of every rollout from the reference policy, float64 [prompts, group size]; None where no reward uses it."""
+    kl = run.config.algorithm.kl
+    if not kl.reward_coef:
+        return None
+    temperature, own = run.config.rollout.temperature, {}
+    with run.phases("ref_log_prob"):
+        micro_batches = run.actor.micro_batches(
+            range(len(rollouts)), [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts]
+        )
+        old = run.actor.log_probs(micro_batches, temperature)
+        with run.actor.as_reference():
+            reference = run.actor.log_probs(micro_batches, temperature)
+        for micro, (log_probs, _), (ref_log_probs, _) in zip(micro_batches, old, reference, strict=False):
+            values = sequence_kl(log_probs, ref_log_probs, micro.sequence_ids, kl.reward_estimator)
+            own.update(zip(micro.rows, values.tolist(), strict=True))
+    merged: dict[int, float] = {}
+    for part in run.grid.all_gather(own if run.grid.reports_loss else {}):
+        merged.update(part)
+    return torch.tensor([merged[row] for row in range(len(rollouts))], dtype=torch.float64).view(shape)
