@@ -60,7 +60,7 @@ class Transcript:
 
     def close(self) -> None:
         """Writes what is still pending."""
-        if self._lines[-1] == "":
+        while self._lines and not self._lines[-1]:
             self._lines.pop()
         self._flush(-1)
 

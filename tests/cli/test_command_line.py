@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.cli import main
+from megatron_rl.config import load_recipe
+
+RECIPE = {
+    "run_dir": "run",
+    "model": {"create": {}, "dtype": "float32"},
+    "tasks": {
+        "train": {"sums": {"source": "reasoning_gym", "name": "chain_sum", "size": 10}},
+        "eval": {"held_out": {"source": "reasoning_gym", "name": "chain_sum", "size": 5, "seed": 2}},
+    },
+    "rewards": {"correct": {"reward": "puzzle"}},
+    "rollout": {"max_prompt_tokens": 32, "max_tokens": 48},
+}
+# Runs the command line, then says whether torch came in.
+WITHOUT_TORCH = (
+    "import sys\nfrom megatron_rl.cli import main\ntry:\n    code = main(sys.argv[1:])\nexcept SystemExit as end:\n"
+    "    code = end.code\nassert not {'torch', 'vllm', 'transformers', 'megatron'} & set(sys.modules)\nsys.exit(code)"
+)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    return "recipe.yaml"
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, env={**os.environ, **environment})
+
+
+def test_check_prints_a_recipe_that_reads_back_and_starts_nothing(recipe: str) -> None:
+    started = time.monotonic()
+    result = run("train", recipe, "--check", "trainer.steps=5", "actor.parallel.tensor=2", CUDA_VISIBLE_DEVICES="")
+    assert time.monotonic() - started < 3  # under one on an idle machine
+    assert (result.returncode, result.stderr) == (0, "")
+    assert not Path("run").exists()
+    Path("resolved.yaml").write_text(result.stdout)
+    config = load_recipe("resolved.yaml")
+    assert (config.trainer.steps, config.launch.processes) == (5, 2)
+
+
+def test_help_needs_no_torch(recipe: str) -> None:
+    result = run("--help")
+    assert result.returncode == 0
+    assert "train" in result.stdout
+    config = [sys.executable, "-c", "import sys, megatron_rl.config; sys.exit('torch' in sys.modules)"]
+    assert subprocess.run(config, timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nowhere.yaml"], "megatron-rl: nowhere.yaml does not exist"),
+        (["train", "recipe.yaml", "trainer.step=5"], "did you mean `trainer.steps`?"),
+        (["train", "recipe.yaml", "trainer.steps=0"], "`trainer.steps` must be at least 1"),
+        (["train", "recipe.yaml", "algorithm.preset=shrinkage", "rollout.group_size=1"], "at least 2 rollouts"),
+        (["train", "recipe.yaml", "tasks.train.sums.name=chain_sun"], "did you mean 'chain_sum'?"),
+        (["train", "recipe.yaml", "tasks.train.file={source: jsonl, path: nowhere.jsonl}"], "nowhere.jsonl"),
+        (["train", "recipe.yaml", "rewards.correct.reward=puzle"], "did you mean 'puzzle'?"),
+        (["train", "recipe.yaml", "--resume", "nowhere"], "--resume nowhere: no such folder"),
+        (["sft", "recipe.yaml"], "`sft.steps` is 0"),
+        (["train", "recipe.yaml", "--chekc"], "unrecognized arguments: --chekc"),
+        (["train", "recipe.yaml", "--check", "stray"], "unrecognized arguments: stray"),
+        (["sft", "recipe.yaml", "--resume", "auto"], "unrecognized arguments"),
+        (["tarin", "recipe.yaml"], "invalid choice: 'tarin'"),
+        ([], "COMMAND"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_message_and_exit_code_2(
+    recipe: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as end:  # argparse
+        code = end.code
+    assert code == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+    assert not Path("run").exists()
+
+
+def test_a_recipe_for_another_machine_can_be_checked_but_not_started(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["train", recipe, "--check", "actor.fp8={}"]) == 0
+    assert "the recipe is fine, but not for this machine" in capsys.readouterr().err
+    assert main(["train", recipe, "actor.fp8={}"]) == 2
+
+
+def test_of_torchruns_processes_only_the_first_complains(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert main(["train", recipe, "trainer.step=1"]) == 2
+        assert ("did you mean" in capsys.readouterr().err) == (rank == "0")
+
+
+def test_a_run_folder_that_cannot_be_made(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", recipe, "run_dir=/proc/run"]) in (1, 2)
+    assert "run_dir" in capsys.readouterr().err

@@ -1,0 +1,263 @@
+"""Real processes, small ones: what they print, how they end, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.runtime.spawn import free_port, new_attempt, rank_environment
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from megatron_rl.runtime.spawn import Graces, run_ranks
+outcome = run_ranks([sys.executable, *sys.argv[3:]], int(sys.argv[2]), Path(sys.argv[1]), graces=Graces(0.5, 0.5, 0.5))
+print(outcome.message, file=sys.stderr)
+sys.exit(outcome.code)
+"""
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+rank = int(os.environ["RANK"])
+folder = Path(sys.argv[1])
+def here(name="pid"):
+    (folder / f"{name}_{rank}.tmp").write_text(str(os.getpid()))
+    (folder / f"{name}_{rank}.tmp").rename(folder / f"{name}_{rank}")
+"""
+
+
+class Launched:
+    """A launcher with ranks that run `script`; they leave their process ids in files `pid_<rank>`."""
+
+    def __init__(self, folder: Path, script: str, processes: int) -> None:
+        self.folder, self.processes = folder, processes
+        (folder / "rank.py").write_text(RANK + textwrap.dedent(script))
+        command = [sys.executable, "-c", LAUNCHER, str(folder), str(processes), str(folder / "rank.py"), str(folder)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def pids(self, name: str = "pid") -> list[int]:
+        """Waits until every rank has said `here(name)`."""
+        files = [self.folder / f"{name}_{rank}" for rank in range(self.processes)]
+        wait_until(lambda: all(file.exists() for file in files))
+        return [int(file.read_text()) for file in files]
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=20)
+        return self.process.returncode, out, err
+
+
+def wait_until(condition, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator:
+    launched: list[Launched] = []
+
+    def launch(script: str, processes: int = 2) -> Launched:
+        launched.append(Launched(tmp_path, script, processes))
+        return launched[-1]
+
+    yield launch
+    for each in launched:
+        each.process.kill()
+        each.process.communicate()
+
+
+def test_output_and_environment(launch, tmp_path: Path) -> None:
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR"
+    launched = launch(f"""
+        print(*[os.environ[name] for name in "{names}".split()], end=" ")
+        print(int(os.environ["MASTER_PORT"]) > 1024, os.getsid(0) == os.getpid())
+        print("to the log", file=sys.stderr)
+    """)
+    code, out, _ = launched.end()
+    assert (code, out) == (0, "0 0 2 2 127.0.0.1 True True\n")
+    assert sorted((tmp_path / "rank_0.log").read_text().splitlines()) == [out.strip(), "to the log"]
+    assert (tmp_path / "rank_1.log").read_text().splitlines()[-1].startswith(("1 1 2 2", "to the log"))
+
+
+def test_a_failure_ends_the_others_and_is_told(launch) -> None:
+    launched = launch("""
+        here()
+        if rank == 1:
+            raise ValueError("what went wrong")
+        time.sleep(60)
+    """)
+    pids = launched.pids()
+    code, _, err = launched.end()
+    assert code == 1
+    assert "rank 1 failed first, with exit code 1; the end of" in err
+    assert "rank_1.log:\n    Traceback (most recent call last)" in err
+    assert "ValueError: what went wrong" in err
+    assert not any(map(is_running, pids))
+
+
+def test_the_exit_code_is_that_of_the_first_that_failed(launch) -> None:
+    code, _, err = launch("""
+        if rank == 1:
+            sys.exit(7)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+        time.sleep(60)
+    """).end()
+    assert code == 7
+    assert "rank 1 failed first, with exit code 7" in err
+
+
+def test_a_rank_that_is_killed(launch) -> None:
+    launched = launch("""
+        here()
+        time.sleep(60)
+    """)
+    os.kill(launched.pids()[0], signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 128 + signal.SIGKILL
+    assert "rank 0 failed first, killed by SIGKILL, often a sign that memory ran out" in err
+
+
+def test_whoever_does_not_end_when_asked_is_killed_with_its_children(launch) -> None:
+    launched = launch("""
+        import subprocess
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+        child = subprocess.Popen([sys.executable, "-c", code])
+        (folder / f"child_{rank}").write_text(str(child.pid))
+        here()
+        if rank == 1:
+            sys.exit(3)
+        time.sleep(60)
+    """)
+    pids = launched.pids() + launched.pids("child")
+    code, _, _ = launched.end()
+    assert code == 3
+    wait_until(lambda: not any(map(is_running, pids)), 5)
+
+
+def test_ctrl_c_stops_gracefully(launch, tmp_path: Path) -> None:
+    launched = launch("""
+        stop = []
+        signal.signal(signal.SIGINT, lambda *_: stop.append(True))
+        here()
+        while not stop:
+            time.sleep(0.01)
+        time.sleep(1)  # longer than any grace: a graceful stop has no deadline
+        here("ended")
+    """)
+    pids = launched.pids()
+    launched.process.send_signal(signal.SIGINT)
+    code, _, err = launched.end()
+    assert code == 130
+    assert "press Ctrl-C again" in err
+    assert launched.pids("ended") == pids
+
+
+def test_a_second_ctrl_c_kills(launch) -> None:
+    launched = launch("""
+        signal.signal(signal.SIGINT, lambda *_: here("asked"))
+        here()
+        while True:
+            time.sleep(0.01)
+    """)
+    pids = launched.pids()
+    launched.process.send_signal(signal.SIGINT)
+    launched.pids("asked")
+    launched.process.send_signal(signal.SIGINT)
+    code, _, err = launched.end()
+    assert code == 130
+    assert "killed by SIGINT" in err
+    assert not any(map(is_running, pids))
+
+
+def test_ctrl_c_before_a_rank_is_ready_is_no_failure(launch) -> None:
+    launched = launch("""
+        here()
+        time.sleep(60)
+    """)
+    launched.pids()
+    launched.process.send_signal(signal.SIGINT)
+    code, _, err = launched.end()
+    assert code == 130
+    assert "failed" not in err
+    assert "Traceback" not in err
+
+
+def test_sigterm_is_passed_on_and_then_enforced(launch) -> None:
+    launched = launch("""
+        signal.signal(signal.SIGTERM, lambda *_: here("asked"))
+        here()
+        while True:
+            time.sleep(0.01)
+    """)
+    pids = launched.pids()
+    launched.process.terminate()
+    code, _, _ = launched.end()
+    assert code == 128 + signal.SIGTERM
+    assert launched.pids("asked") == pids
+    assert not any(map(is_running, pids))
+
+
+def test_nobody_outlives_a_killed_launcher(launch) -> None:
+    launched = launch("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        here()
+        time.sleep(60)
+    """)
+    pids = launched.pids()
+    launched.process.kill()
+    wait_until(lambda: not any(map(is_running, pids)), 5)
+
+
+def test_a_rank_that_hangs_after_rank_0_has_ended(launch) -> None:
+    code, _, err = launch("""
+        if rank == 1:
+            time.sleep(60)
+    """).end()
+    assert code == 1
+    assert "rank 1 did not end after rank 0 had" in err
+
+
+def test_a_taken_port_is_tried_again(launch, tmp_path: Path) -> None:
+    code, _, _ = launch("""
+        with open(folder / f"tries_{rank}", "a") as file:
+            file.write(os.environ["MASTER_PORT"] + "\\n")
+        if rank == 0 and len((folder / "tries_0").read_text().split()) < 3:
+            sys.exit("RuntimeError: The server socket has failed to listen, code: -98, name: EADDRINUSE")
+    """).end()
+    assert code == 0
+    assert len((tmp_path / "tries_0").read_text().split()) == 3
+
+
+def test_free_ports_are_free_and_out_of_the_systems_own_range() -> None:
+    assert 20000 <= free_port() < 32000
+
+
+def test_attempts_are_counted(tmp_path: Path) -> None:
+    assert [new_attempt(tmp_path).name for _ in range(2)] == ["attempt_1", "attempt_2"]
+    (tmp_path / "logs" / "attempt_10").mkdir()
+    assert new_attempt(tmp_path).name == "attempt_11"
+
+
+def test_what_the_user_has_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert rank_environment(gpus=0)["TORCH_COMPILE_DISABLE"] == "1"
+    assert "OMP_NUM_THREADS" not in rank_environment(gpus=0)
+    assert "TORCH_COMPILE_DISABLE" not in rank_environment(gpus=1)

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe
+from megatron_rl.config.checks import count_gpus
+
+CPU = Machine()
+
+
+def problems(config: Config, **kwargs) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check(config, **{"machine": CPU, **kwargs})
+    return str(caught.value).splitlines()
+
+
+def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
+    config = recipe("actor.parallel.tensor=2")
+    checked = check(config, machine=CPU)
+    assert checked.launch.processes == 2
+    assert config.launch.processes is None
+    assert check(checked, machine=CPU) == checked
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.steps=0"], "`trainer.steps` must be at least 1; it is 0"),
+        (["rollout.temperature=0"], "`rollout.temperature` must be greater than 0; it is 0.0"),
+        (["rollout.memory_fraction=1.5"], "`rollout.memory_fraction` must be at most 1; it is 1.5"),
+        (["launch.timeout_minutes=.inf"], "`launch.timeout_minutes` must be greater than 0; it is inf"),
+        (["rollout.temperature=.nan"], "`rollout.temperature` must be greater than 0; it is nan"),
+        (["model.dtype=fp32"], "must be one of float32, bfloat16; it is 'fp32'; did you mean 'float32'?"),
+        (["rollout.too_long=dorp"], "did you mean 'drop'?"),
+        (["actor.optimizer.schedule=cos"], "`actor.optimizer.schedule` must be one of constant, linear, cosine"),
+        (["sft.optimizer.schedule=cos"], "`sft.optimizer.schedule`"),
+        (["actor.fp8.recipe=int8"], "`actor.fp8.recipe` must be one of delayed, tensorwise, blockwise, mxfp8"),
+        (["actor.optimizer.betas=[0.9]"], "`actor.optimizer.betas` must be two numbers in [0, 1)"),
+        (["actor.optimizer.min_lr=1"], "`actor.optimizer.min_lr` (1.0) must not exceed"),
+        (["launch.processes=3", "actor.parallel.tensor=2"], "a number that fits is 4"),
+        (["launch.processes=3", "rollout.tensor_parallel=2"], "(3) must be a multiple of `rollout.tensor_parallel`"),
+        (["launch.processes=2", "actor.parallel.expert=4"], "`actor.parallel.expert` (4) must divide the 2 data-p"),
+        (["actor.parallel.expert=2"], "the model has no experts; set it to 1"),
+        (["actor.parallel.virtual_pipeline=2"], "needs `actor.parallel.pipeline` > 1, which is 1"),
+        (["actor.parallel.sequence=true"], "needs `actor.parallel.tensor` > 1, which is 1"),
+        (["actor.parallel.context=2"], "context parallelism needs CUDA and Transformer Engine"),
+        (["actor.parallel.pipeline=3"], "the model's 2 layers must be a multiple of"),
+        (["actor.parallel.tensor=4"], "key/value heads (2) must be a multiple of `actor.parallel.tensor` (4)"),
+        (["rollout.tensor_parallel=3"], "attention heads (4) must be a multiple of `rollout.tensor_parallel`"),
+        (["trainer.minibatches=7"], "must be a multiple of `trainer.minibatches` (7)"),
+        (["launch.processes=4", "trainer.prompts_per_step=1", "rollout.group_size=2"], "for 4 data-parallel ranks"),
+        (["sft.batch_size=1", "sft.steps=1", "launch.processes=2"], "`sft.batch_size` (1) must be at least the 2"),
+        (["actor.tokens_per_microbatch=79"], "32 + rollout.max_tokens 48 = 80"),
+        (["rollout.max_tokens=1000"], "exceeds the model's 512 positions"),
+        (["trainer.eval_rollouts=4"], "set a temperature, or eval_rollouts=1"),
+        (["trainer.eval_temperature=1"], "one rollout per prompt is decoded greedily"),
+        (["algorithm.preset=shrinkage", "rollout.group_size=1"],
+         "shrinkage needs at least 2 rollouts per prompt; `rollout.group_size` is 1"),
+        (["algorithm.estimator.name=bloo", "trainer.prompts_per_step=1"], "bloo needs at least 2 prompts per step"),
+        (["algorithm.preset=awpo"], "awpo needs the reward column 'judge'; `rewards` has correct"),
+        (["algorithm.preset=awpo", "rewards={correct: null, judge: {reward: judge}}"], "besides judge"),
+        (["algorithm.estimator.name=gpro"], "did you mean 'grpo'?"),
+        (["algorithm.weight.params.eps_hi=1"], "did you mean 'eps_high'?"),
+        (["algorithm.aggregation=token"], "did you mean 'token-mean'?"),
+        (["algorithm.resample_rounds=2"], "algorithm.drop_no_signal_groups=true"),
+        (["algorithm.signal_rewards=[a]", "algorithm.drop_no_signal_groups=true"], "rewards computed here are correct"),
+        (["algorithm.signal_rewards=[correct]"], "no effect while `algorithm.drop_no_signal_groups` is false"),
+        (["algorithm.kl.reward_coef=0.1", "rewards.kl.reward=math"], "`algorithm.kl` adds a column of this name"),
+        (["algorithm.plugins=[nowhere.py]"], "algorithm.plugins: no file"),
+        (["rewards.correct=null"], "`rewards` is empty"),
+        (["rewards.correct.tasks=[smus]"], "names the unknown task 'smus'; did you mean 'sums'?"),
+        (["rewards.correct.tasks=[]"], "would never be computed"),
+        (["rewards.correct.weight=.inf"], "`rewards.correct.weight` must be a finite number"),
+        (["tasks.train.sums=null"], "`tasks.train` is empty"),
+        (["tasks.train.a/b.source=jsonl"], "names are made of letters"),
+        (["tasks.train.sums.chat=true"], "makes no chat template"),
+        (["sft.steps=5"], "no task has demonstrations to learn from; set `tasks.train.sums.demonstrations`"),
+        (["model.create=null"], "set `model.path` to a Hugging Face folder, or `model.create`"),
+        (["model.create.kv_heads=3"], "`model.create.heads` (4) must be a multiple of `model.create.kv_heads` (3)"),
+        (["model.create.vocab_size=8"], "must hold 21 characters and 2 special tokens: make it at least 23"),
+        (["model.create.characters=aab"], "repeats 'a'"),
+        (["model.path=nowhere"], "`model.path`: nowhere does not exist"),
+        (["run_dir=recipe.yaml/run"], "recipe.yaml is a file; choose another folder"),
+        (["logging.wandb=project"], "needs the package wandb"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_with_the_remedy(recipe, overrides: list[str], message: str) -> None:
+    config = recipe(*overrides)
+    assert any(message in problem for problem in problems(config))
+
+
+def test_all_problems_are_named_at_once(recipe) -> None:
+    assert len(problems(recipe("trainer.minibatches=7", "actor.parallel.sequence=true", "rewards.correct=null"))) == 3
+
+
+def test_judge_that_only_runs_where_it_is_needed(recipe) -> None:
+    judge = ["rewards.judge={reward: judge, when_needed: true}"]
+    check(recipe("algorithm.preset=awpo", *judge), machine=CPU)
+    lone = recipe("algorithm.preset=awpo", *judge, "rewards.correct.when_needed=true")
+    assert any("besides judge" in problem for problem in problems(lone))
+
+
+def test_commands_need_different_things(recipe) -> None:
+    assert any("`sft.steps` is 0" in problem for problem in problems(recipe(), command="sft"))
+    check(recipe("tasks.train={sums: null}", "rewards.correct.tasks=[held_out]"), command="evaluate", machine=CPU)
+    assert any(
+        "`tasks.eval` is empty" in p for p in problems(recipe("tasks.eval={held_out: null}"), command="evaluate")
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- layout
+@pytest.mark.parametrize(
+    ("overrides", "processes"),
+    [
+        ([], 1),
+        (["actor.parallel.tensor=2", "rollout.tensor_parallel=2"], 2),
+        (["actor.parallel.tensor=2", "actor.parallel.pipeline=2"], 4),
+        (["rollout.tensor_parallel=4", "actor.parallel.pipeline=2"], 4),
+        (["launch.processes=4"], 4),
+    ],
+)
+def test_processes_on_a_cpu_are_the_fewest_that_fit(recipe, overrides: list[str], processes: int) -> None:
+    assert check(recipe(*overrides), machine=CPU).launch.processes == processes
+
+
+def test_on_gpus_one_process_each(recipe) -> None:
+    assert check(recipe("actor.parallel.tensor=2"), machine=Machine(gpus=8)).launch.processes == 8
+    assert any(
+        "(3) must be a multiple" in p for p in problems(recipe("actor.parallel.tensor=2"), machine=Machine(gpus=3))
+    )
+
+
+def test_another_launchers_world_is_taken_as_it_is(recipe) -> None:
+    outer = Machine(world_size=4, local_world_size=2)
+    assert check(recipe("actor.parallel.tensor=2"), machine=outer).launch.processes is None
+    check(recipe("launch.processes=2"), machine=outer)
+    assert any("started 2 processes" in problem for problem in problems(recipe("launch.processes=4"), machine=outer))
+    assert any("the number of processes (4)" in p for p in problems(recipe("rollout.tensor_parallel=3"), machine=outer))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "message"),
+    [
+        (["launch.processes=4"], Machine(gpus=2), "4 processes need a GPU each and this machine offers 2"),
+        (["actor.fp8={}"], CPU, "set actor.fp8=null"),
+        (["actor.offload=true"], CPU, "set actor.offload=false"),
+    ],
+)
+def test_what_this_machine_lacks(recipe, overrides: list[str], machine: Machine, message: str) -> None:
+    checked = check(recipe(*overrides), machine=machine)  # fine in itself: it may be meant for another machine
+    with pytest.raises(ConfigError, match=message):
+        check_machine(checked, machine)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, 2), ("", 0), ("0", 1), ("0,1,2", 2), ("1,-1,0", 1), ("-1", 0), ("GPU-ab,GPU-cd", 2)],
+)
+def test_gpus_are_counted_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: int
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus(tmp_path) == expected
+
+
+# -------------------------------------------------------------------------------------------------------------- model
+@pytest.fixture
+def model(write) -> Path:
+    """A Hugging Face folder as far as the checks look."""
+    sizes = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "max_position_embeddings": 128,
+    }
+    write("", "model/model.safetensors")
+    write("{}", "model/tokenizer.json")
+    return write(json.dumps(sizes), "model/config.json").parent
+
+
+def test_a_model_folder_wins_over_create(recipe, model: Path) -> None:
+    checked = check(recipe("model.path=model"), machine=CPU)
+    assert (checked.model.path, checked.model.create) == ("model", None)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", None, "has no config.json"),
+        ("config.json", "{", "config.json cannot be read"),
+        ("config.json", "[]", "does not hold a JSON object"),
+        ("tokenizer.json", None, "has no tokenizer"),
+        ("model.safetensors", None, "has no *.safetensors files"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "x-1.safetensors", "b": "model.safetensors"}}',
+         "lacks 1 of 2 weight files, first x-1.safetensors"),
+        ("model.safetensors.index.json", "{}", "cannot be read"),
+    ],
+)  # fmt: skip
+def test_an_incomplete_model_folder(recipe, model: Path, file: str, text: str | None, message: str) -> None:
+    if text is None:
+        (model / file).unlink()
+    else:
+        (model / file).write_text(text)
+    assert any(message in problem for problem in problems(recipe("model.path=model")))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["actor.parallel.pipeline=2", "actor.parallel.virtual_pipeline=4"],
+            "the model's 4 layers must be a multiple of",
+        ),
+        (["actor.parallel.tensor=4"], "key/value heads (2)"),
+        (["rollout.max_tokens=100"], "exceeds the model's 128 positions; lower one of them"),
+    ],
+)
+def test_a_layout_that_the_model_cannot_take(recipe, model: Path, overrides: list[str], message: str) -> None:
+    assert any(message in problem for problem in problems(recipe("model.path=model", *overrides)))
+
+
+def test_the_engine_may_have_more_ranks_than_the_model_has_key_value_heads(recipe, model: Path) -> None:
+    check(recipe("model.path=model", "rollout.tensor_parallel=4"), machine=CPU)
+
+
+def test_experts(recipe, model: Path) -> None:
+    sizes = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**sizes, "num_experts": 6, "moe_intermediate_size": 32}))
+    assert check(recipe("model.path=model", "actor.parallel.expert=3"), machine=CPU).launch.processes == 3
+    assert any("6 experts" in p for p in problems(recipe("model.path=model", "actor.parallel.expert=4")))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_run_folder_that_cannot_be_written(recipe, tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    assert any("no permission to write" in problem for problem in problems(recipe("run_dir=closed/run")))
+
+
+def test_home_in_paths(recipe, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    checked = check(recipe("run_dir=~/run", "model.path=~/model"), machine=CPU)
+    assert checked.run_dir == f"{tmp_path}/run"
+    assert checked.model.path == f"{tmp_path}/model"
+
+
+def test_recipes_shipped_with_the_project_pass() -> None:
+    recipes = sorted(Path(__file__).parents[2].glob("recipes/cpu/*.yaml"))
+    for path in recipes:
+        check(load_recipe(path), machine=CPU)
