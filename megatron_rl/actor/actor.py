@@ -62,7 +62,7 @@ class Actor:
             for chunk in self.chunks:
                 if chunk.post_process:
                     _return_hidden_states(chunk)
-            load_hf_weights(self.chunks, self.family, self.hf_config, folder, self.parallel)
+            self.load_hf(folder)
             fp8_params = self.config.fp8 is not None and self.config.fp8.param_gather
             self.ddp_chunks = build.wrap_for_training(self.chunks, self.config.optimizer.distributed, fp8_params)
         self.vocab_shard = VocabShard(
@@ -212,6 +212,11 @@ class Actor:
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, in the same order."""
         return iter_hf_weights(self.chunks, self.family, self.hf_config, self.parallel)
+
+    def load_hf(self, folder: str | Path) -> None:
+        """Replaces every weight by those of a Hugging Face folder; before an optimizer takes its master copy of them."""
+        with device.megatron():
+            load_hf_weights(self.chunks, self.family, self.hf_config, folder, self.parallel)
 
     def keep_reference(self) -> None:
         """Makes the current weights the reference policy (a copy in host memory)."""

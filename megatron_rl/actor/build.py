@@ -143,7 +143,7 @@ def build_optimizer(ddp_chunks: list[Any], config: OptimizerConfig, dtype: torch
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -160,3 +160,20 @@ def build_optimizer(ddp_chunks: list[Any], config: OptimizerConfig, dtype: torch
         ),
         ddp_chunks,
     )
+    _initialize_state(optimizer)
+    return optimizer
+
+
+def _initialize_state(optimizer: Any) -> None:
+    """Gives torch's Adam its zero state now instead of at the first step.
+
+    Megatron's checkpoint code reads and restores it before any step was taken, and expects the `step` entry that its own
+    initialisation, written for the fused Adam of Transformer Engine and Apex, leaves out.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                    inner.state[parameter] = {"step": torch.zeros(()), **zeros}

@@ -97,7 +97,7 @@ class Run:
             self._engine.shutdown()
 
 
-def build_run(config: Config, grid: Grid, run_dir: Path) -> Run:
+def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train") -> Run:
     """Loads data, model and rewards on every rank.
 
     Raises:
@@ -105,7 +105,7 @@ def build_run(config: Config, grid: Grid, run_dir: Path) -> Run:
     """
     from transformers import AutoTokenizer
 
-    report = Reporter(config, run_dir, grid)
+    report = Reporter(config, run_dir, grid, command)
     report.phase("loading the model and the tasks")
     folder = model_folder(config, grid, run_dir)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))

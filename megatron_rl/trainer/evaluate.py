@@ -48,3 +48,11 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
         if step in (0, trainer.steps):
             run.report.eval_samples(step, task, samples, rollouts)
     return metrics
+
+
+def evaluate_only(run: Run, resume: str) -> None:
+    """The whole of `megatron-rl evaluate`: the recipe's eval tasks on its model, into `metrics.jsonl`."""
+    run.report.start_over()
+    run.start_engine()
+    run.report.begin("evaluation", 0, 1)
+    run.report.log(0, evaluate(run, step=0))

@@ -12,6 +12,7 @@ from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.sample import (
     greedy_baseline,
     response_metrics,
+    reward_metrics,
     reward_table,
     sample_step,
     truncated,
@@ -68,7 +69,7 @@ def step(run: Run) -> None:
     run.state.step = number
 
     seconds = run.phases.take()
-    metrics = estimate.metrics | response_metrics(rollouts) | learned | run.take_counters()
+    metrics = estimate.metrics | reward_metrics(table) | response_metrics(rollouts) | learned | run.take_counters()
     metrics |= {"sync/logprob_max_diff": mismatch} | throughput(rollouts, seconds) | seconds | peak_memory_gib()
     if config.trainer.eval_every and number % config.trainer.eval_every == 0 or number == config.trainer.steps:
         metrics |= evaluate(run, number)

@@ -117,6 +117,13 @@ def greedy_baseline(run: Run, samples: Sequence[Sample], step: int) -> list[Roll
     return rollouts
 
 
+def reward_metrics(table: RewardTable) -> dict[str, float]:
+    """`reward/mean` and `reward/std` of the weighted sum of all columns, over all rollouts."""
+    total = sum(table.weight(name) * table.column(name) for name in table.names)
+    assert isinstance(total, torch.Tensor)
+    return {"reward/mean": float(total.mean()), "reward/std": float(total.std(correction=0))}
+
+
 def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     lengths = np.array([len(rollout.response_ids) for rollout in rollouts], dtype=np.float64)
     reasons = [rollout.finish_reason for rollout in rollouts]

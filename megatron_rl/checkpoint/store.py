@@ -1,0 +1,173 @@
+"""Checkpoints on disk: written under another name, made current by one rename, listed in a manifest with sizes.
+
+A folder `step_<n>` exists only if everything in it was written; `manifest.json` says what that is, and a checkpoint that does
+not match its manifest is passed over by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.runtime import device
+from megatron_rl.runtime.distributed import Grid
+
+_STEP = re.compile(r"step_(\d+)")
+# Optimizer state is stored whole per parameter, so that it loads at any data-parallel size.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says which, why, and what still stands."""
+
+
+def save(root: Path, step: int, chunks: list[Any], optimizer: Any, state: dict[str, Any], grid: Grid) -> Path:
+    """Writes `root/step_<step>`; every rank calls it.
+
+    Args:
+        chunks: Megatron model chunks of this rank.
+        state: JSON-serialisable; the same on every rank.
+
+    Raises:
+        CheckpointError: on every rank, if any rank could not write. What was written is removed.
+    """
+    final, temporary = root / f"step_{step}", root / f".step_{step}.writing"
+    error = None
+    try:
+        if grid.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        grid.barrier()
+        with device.megatron():
+            tensors = _sharded_state(chunks, optimizer, loading=False)
+            _check_space(root, tensors, grid)
+            _save_tensors(tensors, temporary)
+    except (OSError, RuntimeError, CheckpointError) as failure:
+        error = f"{type(failure).__name__}: {failure}" if not isinstance(failure, CheckpointError) else str(failure)
+    error = next((e for e in grid.all_gather(error) if e), None)
+    if error is None and grid.is_main:
+        error = _finish(temporary, final, state)
+    error = grid.broadcast(error)
+    if error is not None:
+        if grid.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        last = newest(root)
+        raise CheckpointError(
+            f"could not save {final}: {error}. "
+            + (f"The last whole checkpoint is {last.name}; " if last else "There is no earlier checkpoint; ")
+            + "make room or change checkpoint.every, then run the same command to continue"
+        )
+    return final
+
+
+def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> str | None:
+    """Rank 0: state, manifest, rename. Returns what went wrong, if anything."""
+    try:
+        _write_json(temporary / "state.json", state)
+        files = {
+            str(path.relative_to(temporary)): path.stat().st_size for path in sorted(temporary.rglob("*")) if path.is_file()
+        }
+        _write_json(temporary / "manifest.json", {"files": files})
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+    except OSError as failure:
+        return str(failure)
+    return None
+
+
+def load(folder: Path, chunks: list[Any], optimizer: Any) -> None:
+    """Fills the model chunks and the optimizer from `folder`, whatever layout it was saved at; every rank calls it."""
+    from megatron.core import dist_checkpointing
+
+    with device.megatron():
+        tensors = _sharded_state(chunks, optimizer, loading=True)
+        loaded = dist_checkpointing.load(tensors, str(folder))
+        for i, chunk in enumerate(chunks):
+            chunk.load_state_dict(loaded[f"model{i}"], strict=True)
+        optimizer.load_state_dict(loaded["optimizer"])
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "state.json").read_text())
+
+
+def whole(folder: Path) -> str | None:
+    """None for a checkpoint that is all there, otherwise what is wrong with it."""
+    try:
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"its manifest cannot be read ({error})"
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, {size} were written"
+    return None
+
+
+def all_checkpoints(root: Path) -> list[Path]:
+    """Checkpoint folders, newest first."""
+    found = [path for path in root.glob("step_*") if _STEP.fullmatch(path.name)] if root.is_dir() else []
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    match = _STEP.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
+
+
+def newest(root: Path) -> Path | None:
+    """The newest whole checkpoint."""
+    return next((folder for folder in all_checkpoints(root) if whole(folder) is None), None)
+
+
+def keep_newest(root: Path, count: int) -> None:
+    """Removes all but the `count` newest checkpoints, and what an interrupted save left behind."""
+    for folder in [*all_checkpoints(root)[count:], *root.glob(".step_*.writing")]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sharded_state(chunks: list[Any], optimizer: Any, loading: bool) -> dict[str, Any]:
+    metadata = dict(_METADATA)
+    model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+    # The optimizer wants one flat dictionary of the model's tensors to find its own by.
+    flat = model["model0"] if len(chunks) == 1 else model
+    return model | {"optimizer": optimizer.sharded_state_dict(flat, is_loading=loading, metadata=metadata)}
+
+
+def _save_tensors(tensors: dict[str, Any], folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    dist_checkpointing.save(tensors, str(folder), strategy)
+
+
+def _check_space(root: Path, tensors: dict[str, Any], grid: Grid) -> None:
+    """Refuses a save that cannot fit, before anything is written."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    own = sum(
+        value.data.numel() * value.data.element_size()
+        for value in nested_values(tensors)
+        if isinstance(getattr(value, "data", None), torch.Tensor)
+    )
+    needed, free = sum(grid.all_gather(own)), shutil.disk_usage(root).free
+    if needed > free:
+        raise CheckpointError(f"it needs up to {needed / 2**30:.2f} GiB and {root} has {free / 2**30:.2f} GiB free")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with path.open("w") as file:
+        json.dump(content, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())

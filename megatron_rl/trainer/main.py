@@ -1,0 +1,61 @@
+"""What one rank runs. Started by `megatron-rl` (or torchrun, or srun) with the world in its environment."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+
+
+def main(command: str, run_dir: str, resume: str = "auto") -> int:
+    """Runs `train`, `sft` or `evaluate` on this rank, by the resolved recipe in the run folder; returns the exit code."""
+    # Imported here: the launcher sets the environment that torch and vLLM read on import.
+    import torch
+
+    from megatron_rl.checkpoint.store import CheckpointError
+    from megatron_rl.config import load_recipe
+    from megatron_rl.rewards import RewardError
+    from megatron_rl.rollout.sync import SyncError
+    from megatron_rl.runtime import distributed
+    from megatron_rl.runtime.stop import StopRequested
+    from megatron_rl.trainer.context import build_run
+    from megatron_rl.trainer.evaluate import evaluate_only
+    from megatron_rl.trainer.loop import train
+    from megatron_rl.trainer.sft import sft
+
+    config = load_recipe(Path(run_dir) / "recipe.yaml")
+    torch.manual_seed(config.seed)
+    grid = distributed.initialize(config.actor.parallel, config.launch.timeout_minutes)
+    run = None
+    try:
+        run = build_run(config, grid, Path(run_dir), command)
+        {"train": train, "sft": sft, "evaluate": evaluate_only}[command](run, resume)
+        run.report.summary()
+    except StopRequested as stop:
+        print(f"megatron-rl: {stop}, after step {run.state.step if run else 0}", file=sys.stderr)
+        return 128 + stop.signum
+    except (ValueError, CheckpointError, RewardError, SyncError, FloatingPointError) as error:
+        # Expected failures explain themselves; a traceback would bury the explanation.
+        print(f"megatron-rl: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT if isinstance(error, ValueError) else EXIT_FAILED
+    finally:
+        if run is not None:
+            run.close()
+    distributed.shutdown()
+    return EXIT_OK
+
+
+def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.trainer.main")
+    parser.add_argument("command", choices=("train", "sft", "evaluate"))
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--resume", default="auto")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    args = _arguments()
+    sys.exit(main(args.command, args.run_dir, args.resume))

@@ -1,0 +1,256 @@
+"""What a person sees: the terminal, and the files in the run folder. Rank 0 writes; on other ranks everything is silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data import Rollout, Sample
+from megatron_rl.runtime.distributed import Grid
+from megatron_rl.trainer.trackers import Tracker, make_trackers
+
+# What a step's line on the terminal shows: label, metric, format.
+_LINE = (
+    ("reward", "reward/mean", ".3f"),
+    ("length", "response_length/mean", ".1f"),
+    ("signal", "groups/signal_share", ".2f"),
+    ("entropy", "actor/entropy", ".3f"),
+    ("kl", "old_policy/kl_k3", ".1e"),
+    ("grad", "actor/grad_norm", ".3f"),
+    ("lr", "actor/lr", ".1e"),
+    ("tok/s", "perf/tokens_per_s", ",.0f"),
+    ("s", "timing_s/step", ".2f"),
+)
+_OUTPUTS = ("metrics.jsonl", "sft", "checkpoints", "samples", "tensorboard", "reference", "export")
+
+
+class Reporter:
+    """Metrics to `metrics.jsonl`, TensorBoard and trackers; rollouts to `samples/`; progress to the terminal."""
+
+    def __init__(self, config: Config, run_dir: Path, grid: Grid, command: str = "train") -> None:
+        self.config, self.run_dir, self.command = config, run_dir, command
+        self.active = grid.is_main
+        self.console = Console(quiet=not self.active, highlight=False, soft_wrap=True)
+        self._started = time.time()
+        self._first_eval: dict[str, float] = {}
+        self._last_eval: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._stage_seconds: dict[str, float] = {}
+        self._stage: tuple[str, float] | None = None
+        self._trackers: list[Tracker] = []
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.fields[stage]}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            disable=not (self.active and self.console.is_terminal),
+        )
+        self._task = self._progress.add_task("", total=None, stage="start")
+        self._progress.start()
+
+    # ------------------------------------------------------------------------------------------------ where a run begins
+    def start_over(self) -> None:
+        """A run without a checkpoint to continue from. What an earlier one left in the folder is moved, not overwritten."""
+        left = [name for name in _OUTPUTS if (self.run_dir / name).exists()]
+        if left:
+            number = 1 + sum(1 for _ in self.run_dir.glob("previous_*"))
+            archive = self.run_dir / f"previous_{number}"
+            archive.mkdir()
+            for name in left:
+                os.rename(self.run_dir / name, archive / name)
+            self.note(f"moved an earlier run's {', '.join(left)} to {archive}")
+        self._start_trackers(0)
+
+    def continue_from(self, step: int) -> None:
+        """A run that continues after `step`: rows of later steps, which will be done again, leave metrics.jsonl."""
+        if self.active:
+            rows = read_metrics(self.run_dir / "metrics.jsonl")
+            kept = [row for row in rows if row["step"] <= step]
+            _replace(self.run_dir / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+            for row in kept:
+                self._remember(row)
+        self.note(f"continuing after step {step}")
+        self._start_trackers(step)
+
+    def _start_trackers(self, step: int) -> None:
+        if self.active:
+            self._trackers = make_trackers(self.config, self.run_dir, step)
+
+    # ---------------------------------------------------------------------------------------------------------- progress
+    def phase(self, name: str) -> None:
+        """What is going on right now."""
+        self._progress.update(self._task, description=name.replace("_", " "))
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(f"[dim]{text}[/dim]")
+
+    def begin(self, stage: str, done: int, total: int) -> None:
+        """A stage of `total` steps, `done` of which are behind."""
+        self._end_stage()
+        self._stage = (stage, time.time())
+        self._progress.update(self._task, stage=stage, completed=done, total=total)
+        self.console.print(f"[bold]{stage}[/bold]: {total - done} of {total} steps to go")
+
+    def _end_stage(self) -> None:
+        if self._stage is not None:
+            name, begin = self._stage
+            self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + time.time() - begin
+            self._stage = None
+
+    # ----------------------------------------------------------------------------------------------------------- metrics
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row of `metrics.jsonl`, and the step's line."""
+        if not self.active:
+            return
+        row = {"step": step, "time": round(time.time(), 3), **{k: metrics[k] for k in sorted(metrics)}}
+        _append(self.run_dir / "metrics.jsonl", row)
+        self._remember(row)
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+        self._progress.update(self._task, completed=step)
+        if "timing_s/step" in metrics:
+            shown = [f"{label} {metrics[name]:{spec}}" for label, name, spec in _LINE if name in metrics]
+            self.console.print(f"step {step:>4}  " + "  ".join(shown))
+        for name, value in metrics.items():
+            if name.startswith("eval/") and "/avg@" in name:
+                task = name.split("/")[1]
+                length = metrics[f"eval/{task}/response_length"]
+                self.console.print(
+                    f"[bold]eval[/bold] {task} at step {step}: {name.split('/')[-1]} {value:.3f}, length {length:.1f}"
+                )
+
+    def log_sft(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row of `sft/metrics.jsonl` (of `metrics.jsonl` under `megatron-rl sft`), and a line."""
+        if not self.active:
+            return
+        row = {"step": step, "time": round(time.time(), 3), **{k: metrics[k] for k in sorted(metrics)}}
+        if self.command == "train":
+            (self.run_dir / "sft").mkdir(exist_ok=True)
+            _append(self.run_dir / "sft" / "metrics.jsonl", row)
+        else:
+            _append(self.run_dir / "metrics.jsonl", row)
+            for tracker in self._trackers:
+                tracker.log(step, metrics)
+        self._progress.update(self._task, completed=step)
+        if step % max(self.config.sft.log_every, self.config.sft.steps // 10) == 0 or step == self.config.sft.steps:
+            self.console.print(
+                f"sft step {step:>4}  loss {metrics['sft/loss']:.4f}  grad {metrics['actor/grad_norm']:.3f}  "
+                f"lr {metrics['actor/lr']:.1e}  s {metrics['timing_s/step']:.2f}"
+            )
+
+    def _remember(self, row: Mapping[str, Any]) -> None:
+        for name, value in row.items():
+            if name.startswith("eval/"):
+                self._first_eval.setdefault(name, value)
+                self._last_eval[name] = value
+            elif name.startswith("timing_s/") and name != "timing_s/step":
+                self._seconds[name] = self._seconds.get(name, 0.0) + value
+
+    # ----------------------------------------------------------------------------------------------------------- samples
+    def samples(self, step: int, samples: Sequence[Sample], rollouts: Sequence[Rollout], advantages: Any) -> None:
+        """`samples/step_<n>.jsonl`: some of the step's rollouts, whole groups first, with rewards and advantages."""
+        every, count = self.config.logging.samples_every, self.config.logging.samples_per_step
+        if self.active and every and step % every == 0:
+            flat = advantages.flatten().tolist()
+            extra = [{"advantage": value} for value in flat[:count]]
+            _write_rollouts(self.run_dir / "samples" / f"step_{step}.jsonl", samples, rollouts[:count], extra)
+
+    def eval_samples(self, step: int, task: str, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> None:
+        """`samples/eval_<task>_step_<n>.jsonl`."""
+        count = self.config.logging.samples_per_step
+        if self.active and self.config.logging.samples_every:
+            path = self.run_dir / "samples" / f"eval_{task}_step_{step}.jsonl"
+            _write_rollouts(path, samples, rollouts[:count], [{} for _ in rollouts[:count]])
+
+    # --------------------------------------------------------------------------------------------------------------- end
+    def summary(self) -> None:
+        """Start and end of every evaluation, where the time went, and where things are."""
+        self._end_stage()
+        self._progress.stop()
+        if not self.active:
+            return
+        evaluations = Table(title="Held-out prompts", title_justify="left")
+        for column in ("metric", "start", "end", "change"):
+            evaluations.add_column(column, justify="left" if column == "metric" else "right")
+        for name, first in self._first_eval.items():
+            last = self._last_eval[name]
+            evaluations.add_row(name.removeprefix("eval/"), f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
+        if self._first_eval:
+            self.console.print(evaluations)
+        total = time.time() - self._started
+        parts = [f"{name} {seconds:.0f} s" for name, seconds in self._stage_seconds.items()]
+        self.console.print(f"This process ran {total:.0f} s: {', '.join(parts)}")
+        spent = sum(self._seconds.values())
+        if spent:
+            shares = sorted(self._seconds.items(), key=lambda item: -item[1])
+            shown = ", ".join(f"{name.removeprefix('timing_s/')} {value / spent:.0%}" for name, value in shares)
+            self.console.print(f"Time within RL steps: {shown}")
+        self.console.print(f"Everything is in {self.run_dir}: " + ", ".join(self._files()))
+
+    def _files(self) -> list[str]:
+        return [name for name in ("recipe.yaml", *_OUTPUTS, "logs") if (self.run_dir / name).exists()]
+
+    def close(self) -> None:
+        self._progress.stop()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics file; a last line that a killed process left unfinished is dropped."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _write_rollouts(
+    path: Path, samples: Sequence[Sample], rollouts: Sequence[Rollout], extra: Sequence[Mapping[str, float]]
+) -> None:
+    by_id = {sample.id: sample for sample in samples}
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        for rollout, more in zip(rollouts, extra, strict=True):
+            sample = by_id[rollout.sample_id]
+            record = {
+                "sample": sample.id,
+                "rollout": rollout.index,
+                "prompt": sample.prompt,
+                "response": rollout.text,
+                "answer": sample.answer,
+                "rewards": rollout.rewards,
+                **more,
+                "finish_reason": rollout.finish_reason,
+                "tokens": len(rollout.response_ids),
+            }
+            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
