@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import Config, ConfigError, load_recipe, to_yaml
@@ -240,6 +240,7 @@ def test_a_saved_recipe_reads_back_the_same(recipe, write) -> None:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text() | st.text(alphabet="\\${}a:#'\" \n"), number=st.floats(allow_nan=False))
+@example(text=r"\${a} \\${b} \ ${", number=1e-06)
 def test_any_text_and_number_reads_back_the_same(recipe, write, text: str, number: float) -> None:
     config = recipe()
     config.tasks.train["sums"].prompt = text
