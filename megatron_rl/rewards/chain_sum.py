@@ -1,0 +1,59 @@
+"""A process reward for chain_sum: how much of the written working is right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any
+
+from megatron_rl.rewards.registry import Reward, register_reward
+
+_STEP = re.compile(r"(-?\d{1,18})([+-])(-?\d{1,18})=(-?\d{1,18})")
+
+
+@register_reward("chain_sum_steps")
+def chain_sum_steps(marker: str = "#") -> Reward:
+    """Share of correct steps in the working of a chain_sum answer, in [0, 1]; 0 where no working is shown.
+
+    The working is what stands before the last `marker`: steps separated by blanks, such as `1+3=4 4-5=-1`. Step i is
+    correct where it starts from the previous step's written result (the first from the sum's first term), takes the
+    sum's i-th operator and term, and its own arithmetic is right; so an early slip is not counted again in later steps.
+    Missing and surplus steps count as wrong. A deterministic rubric: no model judges anything.
+
+    Args:
+        marker: what separates the working from the final answer.
+    """
+    if not marker:
+        raise ValueError("marker must not be empty")
+
+    def score(completion: str, sample: Mapping[str, Any]) -> float:
+        metadata = sample.get("metadata") or {}
+        if metadata.get("source_dataset") != "chain_sum":
+            raise ValueError("chain_sum_steps scores reasoning-gym's chain_sum only; restrict it with `tasks`")
+        working, _, _ = completion.rpartition(marker)
+        return score_working(working, metadata["expression"])
+
+    return score
+
+
+def score_working(working: str, expression: str) -> float:
+    """The share of correct steps. `expression` has blanks around its operators, as in `1 + 3 - 5`."""
+    first, *rest = expression.split()
+    expected = list(zip(rest[::2], rest[1::2], strict=True))
+    written = working.split()
+    if not expected or not written:
+        return 0.0
+    running: int | None = int(first)
+    correct = 0
+    for step, wanted in zip_longest(written, expected):
+        match = _STEP.fullmatch(step) if step else None
+        if match is None:
+            running = None
+            continue
+        left, operator, term, result = int(match[1]), match[2], int(match[3]), int(match[4])
+        total = left + term if operator == "+" else left - term
+        if wanted is not None and left == running and (operator, term) == (wanted[0], int(wanted[1])):
+            correct += total == result
+        running = result
+    return correct / max(len(expected), len(written))

@@ -1,0 +1,197 @@
+"""A function in a process of its own, with a deadline that holds.
+
+Verifiers of mathematics and puzzles evaluate what a model wrote. They can hang inside C code, where neither a thread nor
+a signal handler stops them, and some of them evaluate it as Python. So they run in a helper process that is killed when
+its time is up, and started again; that has a bare environment and a memory limit; and that refuses to start programs,
+write files, open connections or send signals. Requests go to the helper pickled, answers come back as JSON: nothing the
+helper sends is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import resource
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+_START_SECONDS = 120.0  # imports of the helper, on a busy machine
+_MEMORY_BYTES = 4 << 30
+_HEADER = struct.Struct("<Id")  # bytes of the request, its deadline in seconds
+
+
+class RewardProcessError(RuntimeError):
+    """The helper process failed: an exception of the function itself, or a helper that cannot start."""
+
+
+class Isolated:
+    """Calls `module:function` in a helper process; one helper per instance, started at the first call.
+
+    Safe to use from several threads; calls take turns. The function must return a number or bool.
+
+    Args:
+        function: `package.module:function`.
+        timeout_seconds: longest time of one call; then the helper is killed and the call returns `on_timeout`.
+        on_timeout: what a call returns whose time was up, or which exhausted the helper's memory.
+
+    Attributes:
+        timeouts: calls so far that ended without an answer.
+    """
+
+    def __init__(self, function: str, timeout_seconds: float, on_timeout: float) -> None:
+        self.function = function
+        self.timeout_seconds = timeout_seconds
+        self.on_timeout = on_timeout
+        self.timeouts = 0
+        self._lock = threading.Lock()
+        self._helper: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, *args: Any) -> float:
+        """The function's result on picklable arguments.
+
+        Raises:
+            RewardProcessError: the function raised, or the helper cannot start.
+        """
+        request = pickle.dumps(args)
+        with self._lock:
+            helper = self._started()
+            answer = None
+            with contextlib.suppress(BrokenPipeError):
+                assert helper.stdin is not None
+                helper.stdin.write(_HEADER.pack(len(request), self.timeout_seconds) + request)
+                helper.stdin.flush()
+                answer = self._read_line(helper, self.timeout_seconds)
+            if answer is None:
+                self._stop()
+                self.timeouts += 1
+                return self.on_timeout
+        if "error" in answer:
+            raise RewardProcessError(f"{self.function}: {answer['error']}")
+        return float(answer["value"])
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._helper is not None and self._helper.poll() is None:
+            return self._helper
+        self._stop()
+        environment: dict[str, str] = {
+            key: os.environ[key] for key in ("PATH", "HOME", "LANG", "PYTHONPATH") if key in os.environ
+        }
+        helper = subprocess.Popen(
+            [sys.executable, "-m", "megatron_rl.rewards.isolation", self.function],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,  # a Ctrl-C in the terminal is the trainer's to handle
+        )
+        self._helper = helper
+        weakref.finalize(self, _end, helper)
+        greeting = self._read_line(helper, _START_SECONDS)
+        if greeting is None or "error" in greeting:
+            self._stop()
+            reason = greeting["error"] if greeting else "it ended, or did not answer in time"
+            raise RewardProcessError(f"the helper process for {self.function} does not start: {reason}")
+        return helper
+
+    def _read_line(self, helper: subprocess.Popen[bytes], seconds: float) -> dict[str, Any] | None:
+        """One JSON line of the helper's; None where it ends, or does not finish the line in time."""
+        assert helper.stdout is not None
+        deadline = time.monotonic() + seconds
+        line = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(helper.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return None
+                chunk = os.read(helper.stdout.fileno(), 65536)
+                if not chunk:
+                    return None
+                line += chunk
+        answer = json.loads(line)
+        assert isinstance(answer, dict)
+        return answer
+
+    def _stop(self) -> None:
+        if self._helper is not None:
+            _end(self._helper)
+            self._helper = None
+
+    def close(self) -> None:
+        """End the helper process, if there is one; the next call starts another."""
+        with self._lock:
+            self._stop()
+
+
+def _end(helper: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        helper.kill()
+    helper.wait()
+    for pipe in (helper.stdin, helper.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def _serve(function: str) -> None:
+    """The helper's side: read requests from stdin until it closes, answer each with a JSON line."""
+    requests: BinaryIO = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the function prints must not look like an answer
+    module, _, name = function.partition(":")
+    try:
+        call = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        _answer(answers, {"error": str(error)})
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    sys.dont_write_bytecode = True
+    sys.addaudithook(_refuse)
+    _answer(answers, {"ready": True})
+    while header := requests.read(_HEADER.size):
+        size, seconds = _HEADER.unpack(header)
+        args = pickle.loads(requests.read(size))
+        # Should the parent die meanwhile, nobody is left to kill a hanging call: the kernel ends it.
+        signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 1)
+        reply: dict[str, Any]
+        try:
+            reply = {"value": float(call(*args))}
+        except MemoryError:
+            os._exit(1)
+        except Exception as error:  # whatever it is, the parent raises it with the sample's id
+            reply = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _answer(answers, reply)
+
+
+_REFUSED = ("os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.startfile", "subprocess.", "pty.")
+_REFUSED += ("socket.", "ctypes.", "shutil.", "os.kill", "signal.", "os.remove", "os.rename", "os.rmdir", "os.mkdir")
+_REFUSED += ("os.link", "os.symlink", "os.truncate", "os.chmod", "os.chown", "os.chflags", "os.utime", "os.setxattr")
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def _refuse(event: str, args: tuple[Any, ...]) -> None:
+    """Audit hook: what arithmetic and puzzles never need, and text that is evaluated must not do."""
+    if event.startswith(_REFUSED) or (event == "open" and isinstance(args[2], int) and args[2] & _WRITING):
+        raise PermissionError(f"not allowed here: {event}")
+
+
+def _answer(answers: BinaryIO, reply: Mapping[str, Any]) -> None:
+    answers.write(json.dumps(reply).encode() + b"\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

@@ -1,0 +1,64 @@
+"""Mathematical answers, compared by math-verify."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.rewards.isolation import Isolated
+from megatron_rl.rewards.registry import Reward, flag, real, register_reward, stopped
+
+_LONGEST = 100_000  # characters of a completion that are looked at, from its end
+
+
+@register_reward("math")
+def math_reward(
+    correct: float = 1.0,
+    wrong: float = 0.0,
+    require_stop: bool = False,
+    timeout_seconds: float = 5.0,
+) -> Reward:
+    r"""`correct` where the completion's final answer equals the sample's `answer`, else `wrong`.
+
+    math-verify extracts the last `\boxed{}`, LaTeX or plain expression, and compares it as mathematics: `\frac{1}{2}`
+    equals `0.5`. It runs in a process of its own, so its deadline holds in any thread and against any expression.
+
+    Args:
+        correct: value of a right answer.
+        wrong: value of a wrong one; -1 gives the +-1 reward of DGPO, appendix.
+        require_stop: a response cut at the token limit is wrong.
+        timeout_seconds: a comparison that takes longer is stopped; the answer is wrong and counts as a timeout.
+    """
+    real("correct", correct)
+    real("wrong", wrong)
+    flag("require_stop", require_stop)
+    real("timeout_seconds", timeout_seconds, low=0.01)
+    isolated = Isolated("megatron_rl.rewards.maths:same_answer", timeout_seconds, on_timeout=0.0)
+
+    def score(completion: str, sample: Mapping[str, Any]) -> float:
+        if sample.get("answer") is None:
+            raise ValueError("the math reward needs the sample's answer")
+        if require_stop and not stopped(sample):
+            return wrong
+        return correct if isolated(completion[-_LONGEST:], str(sample["answer"])) else wrong
+
+    score.isolated = isolated  # type: ignore[attr-defined]
+    return score
+
+
+def same_answer(completion: str, gold: str) -> bool:
+    """Whether a completion's final answer equals the gold one. It has no deadline of its own: call it `Isolated`.
+
+    A gold answer without any LaTeX delimiter is read as LaTeX, as data sets store it.
+    """
+    import logging
+
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs that its timeouts are off: ours is outside
+    target = parse(
+        gold if any(mark in gold for mark in ("$", "\\boxed", "\\(", "\\[")) else f"${gold}$", parsing_timeout=None
+    )
+    if not target:
+        raise ValueError(f"math-verify finds no answer in the gold text {gold!r:.200}")
+    return bool(verify(target, parse(completion, parsing_timeout=None), timeout_seconds=None))

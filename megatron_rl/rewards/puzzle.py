@@ -1,0 +1,86 @@
+"""Puzzles, scored by the verifier of the reasoning-gym dataset they come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from megatron_rl.names import unknown_name
+from megatron_rl.rewards.isolation import Isolated
+from megatron_rl.rewards.registry import Reward, flag, real, register_reward, stopped
+
+# Verifiers that only compare text and decimals. Every other one may evaluate what the model wrote (countdown's hands it
+# to sympy, which evaluates Python), or take forever on it: those run in a process of their own, with a deadline.
+PLAIN_VERIFIERS = frozenset({"chain_sum", "knights_knaves"})
+
+
+@register_reward("puzzle")
+def puzzle(
+    after: str | None = None,
+    partial: bool = True,
+    require_stop: bool = True,
+    timeout_seconds: float = 5.0,
+) -> Reward:
+    """The score of the dataset's own verifier, in [0, 1].
+
+    The dataset is the sample's `metadata["source_dataset"]`, as the task source `reasoning_gym` leaves it.
+
+    Args:
+        after: the answer is the text after the last such marker, 0 where there is none; null: the whole completion.
+        partial: keep the verifier's partial credit; false: 1 for full marks, else 0.
+        require_stop: a response cut at the token limit scores 0.
+        timeout_seconds: a verifier that takes longer is stopped; the response scores 0 and counts as a timeout.
+    """
+    flag("partial", partial)
+    flag("require_stop", require_stop)
+    real("timeout_seconds", timeout_seconds, low=0.01)
+    if after == "":
+        raise ValueError("after must not be empty; null takes the whole completion")
+    isolated = Isolated("megatron_rl.rewards.puzzle:verify", timeout_seconds, on_timeout=0.0)
+
+    def score(completion: str, sample: Mapping[str, Any]) -> float:
+        metadata = sample.get("metadata") or {}
+        dataset = metadata.get("source_dataset")
+        if dataset is None:
+            raise ValueError("the puzzle reward needs the sample's metadata['source_dataset'], a reasoning-gym dataset")
+        if require_stop and not stopped(sample):
+            return 0.0
+        answer = completion
+        if after is not None:
+            _, found, answer = completion.rpartition(after)
+            if not found:
+                return 0.0
+        entry = {"question": metadata.get("question"), "answer": sample.get("answer"), "metadata": dict(metadata)}
+        grade = verify(answer, entry) if dataset in PLAIN_VERIFIERS else isolated(answer, entry)
+        return grade if partial else float(grade >= 1)
+
+    score.isolated = isolated  # type: ignore[attr-defined]
+    return score
+
+
+def verify(answer: str, entry: dict[str, Any]) -> float:
+    """Score of `answer` for one item (`question`, `answer`, `metadata`), by its dataset's verifier.
+
+    Some verifiers raise on text they did not expect. That is a wrong answer, 0, as long as the verifier takes the
+    item's own answer; where it does not, the item is at fault, and the exception is raised.
+    """
+    metadata = entry["metadata"]
+    score = _verifier(metadata["source_dataset"], json.dumps(metadata.get("source_params") or {}, sort_keys=True))
+    try:
+        return float(score(answer, entry))
+    except Exception:
+        score(entry["answer"], entry)
+        return 0.0
+
+
+@cache
+def _verifier(dataset: str, params: str) -> Callable[[str, dict[str, Any]], float]:
+    import reasoning_gym  # noqa: F401  (fills the registry)
+    from reasoning_gym.factory import DATASETS
+
+    if dataset not in DATASETS:
+        raise ValueError(unknown_name("reasoning-gym dataset", dataset, DATASETS))
+    dataset_class, config_class = DATASETS[dataset]
+    return dataset_class(config=config_class(**json.loads(params))).score_answer

@@ -1,0 +1,52 @@
+"""Rewards on the text and its length alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.rewards.registry import Reward, choice, flag, real, register_reward, stopped
+
+
+@register_reward("format")
+def format_reward(pattern: str, require_stop: bool = True) -> Reward:
+    """1 where the whole completion matches a regular expression, else 0.
+
+    Args:
+        pattern: Python regular expression; `.` matches newlines too. The whole completion has to match.
+        require_stop: a response cut at the token limit scores 0.
+    """
+    flag("require_stop", require_stop)
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"pattern = {pattern!r} is no regular expression: {error}") from None
+
+    def score(completion: str, sample: Mapping[str, Any]) -> float:
+        if require_stop and not stopped(sample):
+            return 0.0
+        return float(compiled.fullmatch(completion) is not None)
+
+    return score
+
+
+@register_reward("length")
+def length_reward(limit: float, unit: str = "tokens") -> Reward:
+    """1 where the response is at most `limit` long, else 0 (GDPO, section 4.2).
+
+    Args:
+        limit: the longest response that is rewarded, inclusive.
+        unit: `tokens` (the sample's `num_tokens`, end-of-sequence token included) or `characters` of the completion.
+    """
+    real("limit", limit, low=0)
+    choice("unit", unit, ("tokens", "characters"))
+
+    def score(completion: str, sample: Mapping[str, Any]) -> float:
+        if unit == "characters":
+            return float(len(completion) <= limit)
+        if "num_tokens" not in sample:
+            raise ValueError("the length reward needs the sample's num_tokens; outside a run use unit='characters'")
+        return float(sample["num_tokens"] <= limit)
+
+    return score

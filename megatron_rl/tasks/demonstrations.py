@@ -1,0 +1,93 @@
+"""Demonstrations for supervised fine-tuning: named writers of a target text per sample.
+
+A writer gets the sample's id and its fields (the metadata, `prompt`, `answer`, and the answer under its column's name),
+and returns the response text alone; the training adds the end-of-sequence token. Writers are deterministic: the same
+sample always gets the same text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_rl.names import unknown_name
+
+Writer = Callable[[str, Mapping[str, Any]], str]
+
+COLUMN = "column:"
+
+
+def chain_sum_working(expression: str) -> list[str]:
+    """The steps of a sum from left to right: `1 + 3 - 5` gives `["1+3=4", "4-5=-1"]`.
+
+    Args:
+        expression: terms and the operators + and -, separated by blanks, as reasoning-gym's chain_sum writes them.
+    """
+    first, *rest = expression.split()
+    total = int(first)
+    steps = []
+    for operator, term in zip(rest[::2], rest[1::2], strict=True):
+        result = total + int(term) if operator == "+" else total - int(term)
+        steps.append(f"{total}{operator}{term}={result}")
+        total = result
+    return steps
+
+
+def _uniform(seed: int, sample_id: str) -> float:
+    digest = hashlib.blake2b(f"{seed}/{sample_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def chain_sum_steps(share: float = 0.4, seed: int = 0) -> Writer:
+    """chain_sum's answers: a share of the samples shows the working, the rest answers straight away.
+
+    With working: `1+3=4 4-5=-1 -1-7=-8#-8`; without: `#-8`. Always correct.
+
+    Args:
+        share: expected share of samples with working, drawn per sample from its id and `seed`.
+        seed: another seed draws another selection.
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"share = {share}, must be between 0 and 1")
+
+    def write(sample_id: str, fields: Mapping[str, Any]) -> str:
+        if fields.get("source_dataset") != "chain_sum":
+            raise ValueError("chain_sum_steps writes demonstrations for reasoning-gym's chain_sum only")
+        steps = chain_sum_working(fields["expression"]) if _uniform(seed, sample_id) < share else []
+        return f"{' '.join(steps)}#{fields['answer']}"
+
+    return write
+
+
+WRITERS: dict[str, Callable[..., Writer]] = {"chain_sum_steps": chain_sum_steps}
+
+
+def _column(key: str) -> Writer:
+    def write(sample_id: str, fields: Mapping[str, Any]) -> str:
+        text = fields.get(key)
+        if not isinstance(text, str):
+            raise ValueError(f"the column {key!r} must hold the demonstration's text, not {text!r:.80}")
+        return text
+
+    return write
+
+
+def make_writer(name: str, params: Mapping[str, Any]) -> Writer:
+    """The writer a task's `demonstrations` names: a registered one, or `column:<key>` of a JSONL file.
+
+    Raises:
+        ValueError: unknown name or parameter (with the nearest), or a parameter out of range.
+    """
+    if name.startswith(COLUMN):
+        if params:
+            raise ValueError(f"{name!r} takes no demonstration_params, not {', '.join(params)}")
+        return _column(name.removeprefix(COLUMN))
+    if name not in WRITERS:
+        raise ValueError(unknown_name("demonstrations", name, [*WRITERS, f"{COLUMN}<key>"]))
+    known = inspect.signature(WRITERS[name]).parameters
+    for key in params:
+        if key not in known:
+            raise ValueError(f"{name}: {unknown_name('parameter', key, known)}")
+    return WRITERS[name](**params)
