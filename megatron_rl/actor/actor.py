@@ -94,9 +94,7 @@ class Actor:
         shares = plan(lengths, rows, self.grid.dp, self.config.tokens_per_microbatch, multiple)
         # Sequence parallelism cuts tokens over TP ranks; FP8 matrix products want multiples of 16.
         tokens_multiple = (self.grid.tp if self.config.parallel.sequence else 1) * (16 if self.config.fp8 else 1)
-        return [
-            pack(part, prompts, responses, device.device(), tokens_multiple) for part in shares[self.grid.dp_rank]
-        ]
+        return [pack(part, prompts, responses, device.device(), tokens_multiple) for part in shares[self.grid.dp_rank]]
 
     # ----------------------------------------------------------------------------------------------------- compute
     def log_probs(

@@ -43,7 +43,7 @@ def _local_targets(targets: Tensor, weight: Tensor, shard: VocabShard) -> tuple[
 
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -84,7 +84,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None) -> Any:
         hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)

@@ -38,7 +38,7 @@ def save(root: Path, step: int, chunks: list[Any], optimizer: Any, state: dict[s
         CheckpointError: on every rank, if any rank could not write. What was written is removed.
     """
     final, temporary = root / f"step_{step}", root / f".step_{step}.writing"
-    error = None
+    error: str | None = None
     try:
         if grid.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -71,7 +71,9 @@ def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> str | None:
     try:
         _write_json(temporary / "state.json", state)
         files = {
-            str(path.relative_to(temporary)): path.stat().st_size for path in sorted(temporary.rglob("*")) if path.is_file()
+            str(path.relative_to(temporary)): path.stat().st_size
+            for path in sorted(temporary.rglob("*"))
+            if path.is_file()
         }
         _write_json(temporary / "manifest.json", {"files": files})
         if final.exists():

@@ -73,7 +73,9 @@ class WeightSync:
 
     def _diagnose(self, by_rank: Sequence[float]) -> str:
         """Names the first tensor that is not what the actor holds: in what was sent, then in what the engine keeps."""
-        bad_engines = sorted({rank // self.engine.config.tensor_parallel for rank, d in enumerate(by_rank) if not d <= self.tolerance})
+        bad_engines = sorted(
+            {rank // self.engine.config.tensor_parallel for rank, d in enumerate(by_rank) if not d <= self.tolerance}
+        )
         where = f"Engines affected: {bad_engines} of {self.engine.engines}."
         sent_bad, kept_bad = None, None
         kept = self.engine.parameters()
@@ -89,7 +91,10 @@ class WeightSync:
         if sent_bad:
             return f"{where} The first tensor that was changed on its way to the engine is {sent_bad}."
         if kept_bad:
-            return f"{where} Every tensor was sent as the actor holds it; the first that the engine holds otherwise is {kept_bad}."
+            return (
+                f"{where} Every tensor was sent as the actor holds it; the first that the engine holds otherwise is "
+                f"{kept_bad}."
+            )
         return (
             f"{where} Every tensor was sent as the actor holds it, and what can be read back from the engine agrees: the two "
             "compute differently. Compare their kernels and dtypes (model.dtype, actor.fp8), or raise rollout.sync_tolerance "

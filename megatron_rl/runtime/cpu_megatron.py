@@ -103,7 +103,9 @@ class MegatronOnCpu(TorchFunctionMode):
 
     def __enter__(self) -> MegatronOnCpu:
         if MegatronOnCpu._depth == 0:
-            replacements = _TORCH_CUDA | {name: _typed_constructor(dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()}
+            replacements = _TORCH_CUDA | {
+                name: _typed_constructor(dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()
+            }
             MegatronOnCpu._saved = {name: getattr(torch.cuda, name) for name in replacements}
             for name, value in replacements.items():
                 setattr(torch.cuda, name, value)

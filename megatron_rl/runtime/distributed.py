@@ -50,7 +50,7 @@ class Grid:
         dist.all_gather_object(out, item, group=self.host_group)
         return out
 
-    def broadcast(self, item: T | None, source: int = 0) -> T:
+    def broadcast(self, item: T, source: int = 0) -> T:
         box: list[Any] = [item]
         dist.broadcast_object_list(box, src=source, group=self.host_group)
         return box[0]

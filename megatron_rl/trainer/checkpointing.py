@@ -109,4 +109,3 @@ def _load_reference(run: Run) -> None:
         )
     run.actor.load_hf(folder)
     run.actor.keep_reference()
-

@@ -64,14 +64,16 @@ def step(run: Run) -> None:
         run.hand_device_to_engine()
     with run.phases("sync_check"):
         spaced = rollouts[:: max(1, len(rollouts) // config.rollout.sync_check_rollouts)]
-        tokens = [[*r.prompt_ids.tolist(), *r.response_ids.tolist()] for r in spaced[: config.rollout.sync_check_rollouts]]
+        tokens = [
+            [*r.prompt_ids.tolist(), *r.response_ids.tolist()] for r in spaced[: config.rollout.sync_check_rollouts]
+        ]
         mismatch = run.sync.check(tokens)
     run.state.step = number
 
     seconds = run.phases.take()
     metrics = estimate.metrics | reward_metrics(table) | response_metrics(rollouts) | learned | run.take_counters()
     metrics |= {"sync/logprob_max_diff": mismatch} | throughput(rollouts, seconds) | seconds | peak_memory_gib()
-    if config.trainer.eval_every and number % config.trainer.eval_every == 0 or number == config.trainer.steps:
+    if (config.trainer.eval_every and number % config.trainer.eval_every == 0) or number == config.trainer.steps:
         metrics |= evaluate(run, number)
     run.report.log(number, metrics)
     run.report.samples(number, samples, rollouts, estimate.advantages)

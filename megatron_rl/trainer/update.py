@@ -133,7 +133,8 @@ def reference_kl(run: Run, rollouts: Sequence[Rollout], shape: tuple[int, int]) 
     kl = run.config.algorithm.kl
     if not kl.reward_coef:
         return None
-    temperature, own = run.config.rollout.temperature, {}
+    temperature = run.config.rollout.temperature
+    own: dict[int, float] = {}
     with run.phases("ref_log_prob"):
         micro_batches = run.actor.micro_batches(
             range(len(rollouts)), [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts]
