@@ -24,6 +24,7 @@ _COMMANDS = {
     "sft": "supervised fine-tuning on demonstrations",
     "evaluate": "score the model on the recipe's held-out tasks",
 }
+_RESUMABLE = ("train", "sft")
 _EPILOG = """\
 examples:
   megatron-rl train recipes/cpu/quickstart.yaml
@@ -77,7 +78,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         command.add_argument("recipe", metavar="RECIPE", help="YAML file")
         command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.steps=5")
         command.add_argument("--check", action="store_true", help="check the recipe, print it resolved, start nothing")
-        if name == "train":
+        if name in _RESUMABLE:
             command.add_argument(
                 "--resume",
                 metavar="auto|PATH|never",

@@ -263,7 +263,10 @@ def _check_names(config: Config) -> Iterator[str]:
 
 
 def _check_rewards(config: Config, command: str) -> Iterator[str]:
-    if not config.rewards and command != "sft":
+    chosen = config.trainer.eval_reward
+    if chosen is not None and chosen not in config.rewards:
+        yield f"`trainer.eval_reward` names {chosen!r}, which is not one of `rewards` ({', '.join(config.rewards)})"
+    if not config.rewards and (command != "sft" or config.tasks.eval):
         yield "`rewards` is empty: name at least one, for example rewards.correct.reward=math"
     tasks = {*config.tasks.train, *config.tasks.eval}
     for name, reward in config.rewards.items():

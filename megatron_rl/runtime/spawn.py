@@ -27,6 +27,7 @@ from megatron_rl.runtime.terminal import Tee
 _PORTS = range(20000, 32000)  # below the range from which the system hands out ports on its own
 _TRIES = 3  # starts, where the chosen port turned out to be taken
 _STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a process that ended because it was told to
+OWN_MESSAGE = "megatron-rl: "  # how a rank's last words begin, where it knows why it ends
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _TAIL = 40  # lines of a failed rank's log that are shown
 
@@ -279,11 +280,12 @@ class _Group:
 
 
 def _end_of_log(path: Path) -> list[str]:
-    """The last traceback where there is one near the end, otherwise the last lines."""
+    """What the rank says about its end, if it does so near the end of its log: its own message, or a traceback."""
     lines = _last_lines(path, 5 * _TAIL)
-    tracebacks = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
-    if tracebacks:
-        return lines[tracebacks[-1] :][:_TAIL]
+    for sign in (OWN_MESSAGE, "Traceback (most recent call last)"):
+        found = [number for number, line in enumerate(lines) if line.startswith(sign)]
+        if found:
+            return lines[found[-1] :][:_TAIL]
     return lines[-_TAIL // 2 :]
 
 

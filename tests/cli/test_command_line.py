@@ -76,7 +76,7 @@ def test_help_needs_no_torch(recipe: str) -> None:
         (["sft", "recipe.yaml"], "`sft.steps` is 0"),
         (["train", "recipe.yaml", "--chekc"], "unrecognized arguments: --chekc"),
         (["train", "recipe.yaml", "--check", "stray"], "unrecognized arguments: stray"),
-        (["sft", "recipe.yaml", "--resume", "auto"], "unrecognized arguments"),
+        (["evaluate", "recipe.yaml", "--resume", "auto"], "unrecognized arguments"),
         (["tarin", "recipe.yaml"], "invalid choice: 'tarin'"),
         ([], "COMMAND"),
     ],

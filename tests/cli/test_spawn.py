@@ -111,6 +111,17 @@ def test_a_failure_ends_the_others_and_is_told(launch) -> None:
     assert not any(map(is_running, pids))
 
 
+def test_a_ranks_own_message_is_what_is_shown(launch) -> None:
+    _, _, err = launch("""
+        print("Traceback (most recent call last):\\n  handled long ago", file=sys.stderr)
+        print("megatron-rl: the disk is full\\nand more", file=sys.stderr)
+        sys.exit(1)
+    """, processes=1).end()  # fmt: skip
+    message = err.strip().splitlines()
+    assert message[0].startswith("rank 0 failed with exit code 1; the end of")
+    assert message[1:] == ["    megatron-rl: the disk is full", "    and more"]
+
+
 def test_the_exit_code_is_that_of_the_first_that_failed(launch) -> None:
     code, _, err = launch("""
         if rank == 1:

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe
 from megatron_rl.config.checks import count_gpus
+from megatron_rl.config.presets import PRESETS
 
 CPU = Machine()
 
@@ -72,6 +73,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["algorithm.kl.reward_coef=0.1", "rewards.kl.reward=math"], "`algorithm.kl` adds a column of this name"),
         (["algorithm.plugins=[nowhere.py]"], "algorithm.plugins: no file"),
         (["rewards.correct=null"], "`rewards` is empty"),
+        (["trainer.eval_reward=judge"], "`trainer.eval_reward` names 'judge'"),
         (["rewards.correct.tasks=[smus]"], "names the unknown task 'smus'; did you mean 'sums'?"),
         (["rewards.correct.tasks=[]"], "would never be computed"),
         (["rewards.correct.weight=.inf"], "`rewards.correct.weight` must be a finite number"),
@@ -252,7 +254,14 @@ def test_home_in_paths(recipe, model: Path, monkeypatch: pytest.MonkeyPatch, tmp
     assert checked.model.path == f"{tmp_path}/model"
 
 
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_the_quick_start_takes_every_preset_by_one_override(preset: str) -> None:
+    path = Path(__file__).parents[2] / "recipes/cpu/quickstart.yaml"
+    assert check(load_recipe(path, [f"algorithm.preset={preset}"]), machine=CPU).algorithm.preset == preset
+
+
 def test_recipes_shipped_with_the_project_pass() -> None:
     recipes = sorted(Path(__file__).parents[2].glob("recipes/cpu/*.yaml"))
+    assert recipes
     for path in recipes:
         check(load_recipe(path), machine=CPU)
