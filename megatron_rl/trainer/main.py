@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
 def main(command: str, run_dir: str, resume: str = "auto") -> int:
     """Runs `train`, `sft` or `evaluate` on this rank, by the resolved recipe in the run folder; returns the exit code."""
+    quiet_known_warnings()
     # Imported here: the launcher sets the environment that torch and vLLM read on import.
     import torch
 
@@ -46,6 +48,15 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
             run.close()
     distributed.shutdown()
     return EXIT_OK
+
+
+def quiet_known_warnings() -> None:
+    """Warnings that say nothing to a user of this package: Megatron-Core's about optional parts and torch's deprecations."""
+    warnings.filterwarnings("ignore", message="Apex is not installed")
+    warnings.filterwarnings("ignore", message="When using async grad allreduce it is recommended")
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\..*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch\.distributed|megatron\.core)\..*")
 
 
 def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
