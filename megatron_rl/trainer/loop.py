@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.data import Rollout
 from megatron_rl.runtime.device import peak_memory_gib
+from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.trainer.checkpointing import export, load_checkpoint, save_checkpoint
 from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.evaluate import evaluate
@@ -36,10 +37,15 @@ def train(run: Run, resume: str) -> None:
     if state.step == 0:
         run.report.log(0, evaluate(run, step=0))
         if config.checkpoint.every:
-            save_checkpoint(run)
-    while state.step < config.trainer.steps:
-        run.stop.check(run.grid)
-        step(run)
+            checkpoint(run)
+    try:
+        while state.step < config.trainer.steps:
+            run.stop.check(run.grid)
+            step(run)
+    except StopRequested:
+        if config.checkpoint.every:
+            checkpoint(run)
+        raise
     export(run)
 
 
@@ -78,9 +84,14 @@ def step(run: Run) -> None:
     run.report.log(number, metrics)
     run.report.samples(number, samples, rollouts, estimate.advantages)
     if config.checkpoint.every and (number % config.checkpoint.every == 0 or number == config.trainer.steps):
-        run.hand_device_to_actor()
-        save_checkpoint(run)
-        run.hand_device_to_engine()
+        checkpoint(run)
+
+
+def checkpoint(run: Run) -> None:
+    """Saves between two steps, when the device is the engine's."""
+    run.hand_device_to_actor()
+    save_checkpoint(run)
+    run.hand_device_to_engine()
 
 
 def throughput(rollouts: Sequence[Rollout], seconds: Mapping[str, float]) -> dict[str, float]:

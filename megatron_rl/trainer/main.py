@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,17 +38,29 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
         {"train": train, "sft": sft, "evaluate": evaluate_only}[command](run, resume)
         run.report.summary()
     except StopRequested as stop:
-        print(f"megatron-rl: {stop}, after step {run.state.step if run else 0}", file=sys.stderr)
+        if grid.is_main:
+            print(f"megatron-rl: {stop}; {_how_to_continue(Path(run_dir))}", file=sys.stderr)
         return 128 + stop.signum
     except (ValueError, CheckpointError, RewardError, SyncError, FloatingPointError) as error:
-        # Expected failures explain themselves; a traceback would bury the explanation.
-        print(f"megatron-rl: {type(error).__name__}: {error}", file=sys.stderr)
+        # Expected failures explain themselves; a traceback would bury the explanation, so it goes to a file.
+        place = Path(run_dir) / "logs" / f"traceback_rank_{grid.rank}.txt"
+        place.write_text(traceback.format_exc())
+        print(f"megatron-rl: {type(error).__name__}: {error}\n(where it happened: {place})", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ValueError) else EXIT_FAILED
     finally:
         if run is not None:
             run.close()
     distributed.shutdown()
     return EXIT_OK
+
+
+def _how_to_continue(run_dir: Path) -> str:
+    from megatron_rl.checkpoint.store import newest as newest_checkpoint
+
+    newest = newest_checkpoint(run_dir / "checkpoints")
+    if newest is None:
+        return "there is no checkpoint to continue from (see checkpoint.every)"
+    return f"the same command continues from {newest.name}"
 
 
 def quiet_known_warnings() -> None:

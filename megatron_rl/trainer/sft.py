@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,14 +38,15 @@ def supervise(run: Run) -> None:
 def _train(run: Run, start: int, checkpoints: bool) -> None:
     config = run.config.sft
     samples = [sample for sample in run.train_samples if sample.demonstration is not None]
+    targets = demonstration_ids(run, samples)
     order = PromptOrder(len(samples), run.config.seed)
     run.report.begin("SFT", start, config.steps)
     for step in range(start + 1, config.steps + 1):
         run.stop.check(run.grid)
         run.phases.start()
-        batch = [samples[i] for i in order.take((step - 1) * config.batch_size, config.batch_size)]
+        indices = order.take((step - 1) * config.batch_size, config.batch_size)
         with run.phases("update"):
-            metrics = _step(run, batch)
+            metrics = _step(run, [samples[i].prompt_ids for i in indices], [targets[i] for i in indices])
         metrics |= run.phases.take()
         if step % config.log_every == 0 or step == config.steps:
             run.report.log_sft(step, metrics)
@@ -54,9 +57,8 @@ def _train(run: Run, start: int, checkpoints: bool) -> None:
                 save_checkpoint(run)
 
 
-def _step(run: Run, batch: list[Sample]) -> dict[str, float]:
-    prompts = [np.asarray(sample.prompt_ids, dtype=np.int64) for sample in batch]
-    targets = [demonstration_ids(run, sample) for sample in batch]
+def _step(run: Run, prompt_ids: Sequence[list[int]], targets: Sequence[np.ndarray]) -> dict[str, float]:
+    prompts = [np.asarray(ids, dtype=np.int64) for ids in prompt_ids]
     num_tokens = sum(len(target) for target in targets)
 
     def loss(micro: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
@@ -64,7 +66,7 @@ def _step(run: Run, batch: list[Sample]) -> dict[str, float]:
         metrics.mean("sft/loss", -log_probs, torch.ones_like(micro.targets, dtype=torch.bool))
         return -log_probs.sum() / num_tokens, metrics
 
-    micro_batches = run.actor.micro_batches(range(len(batch)), prompts, targets)
+    micro_batches = run.actor.micro_batches(range(len(targets)), prompts, targets)
     result = run.actor.update(micro_batches, loss, temperature=1.0)
     return result.metrics.values() | {
         "actor/grad_norm": result.grad_norm,
@@ -73,18 +75,19 @@ def _step(run: Run, batch: list[Sample]) -> dict[str, float]:
     }
 
 
-def demonstration_ids(run: Run, sample: Sample) -> np.ndarray:
-    """The demonstration's tokens and the end-of-sequence token, int64.
+def demonstration_ids(run: Run, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Every demonstration's tokens with the end-of-sequence token behind them, int64.
 
     Raises:
-        ValueError: where prompt and demonstration together do not fit one micro-batch or the engine's context.
+        ValueError: where a demonstration is longer than what the model may write in a rollout.
     """
-    assert sample.demonstration is not None
-    ids = run.tokenizer(sample.demonstration, add_special_tokens=False)["input_ids"] + [run.tokenizer.eos_token_id]
-    longest = run.config.rollout.max_tokens
-    if len(ids) > longest:
+    limit, end = run.config.rollout.max_tokens, run.tokenizer.eos_token_id
+    encoded = run.tokenizer([sample.demonstration for sample in samples], add_special_tokens=False)["input_ids"]
+    longest = max(range(len(encoded)), key=lambda i: len(encoded[i]))
+    if len(encoded[longest]) + 1 > limit:
         raise ValueError(
-            f"the demonstration of {sample.id} has {len(ids)} tokens, more than rollout.max_tokens = {longest}: the model "
-            "would learn to write what it may not finish; raise rollout.max_tokens or shorten the demonstration"
+            f"the demonstration of {samples[longest].id} has {len(encoded[longest]) + 1} tokens, more than "
+            f"rollout.max_tokens = {limit}: the model would learn to write what it may not finish; raise "
+            "rollout.max_tokens or shorten the demonstrations"
         )
-    return np.asarray(ids, dtype=np.int64)
+    return [np.asarray([*ids, end], dtype=np.int64) for ids in encoded]
