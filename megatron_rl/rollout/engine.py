@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Rollout, Sample
+from megatron_rl.models import read_hf_config
 from megatron_rl.rollout import environment
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
@@ -56,7 +57,10 @@ class Engine:
         environment.prepare(grid.rank)
         from vllm import LLM
 
-        max_length = self.config.max_prompt_tokens + self.config.max_tokens
+        # One more than a rollout has, where the model allows it: scoring a whole rollout draws a token that nobody reads.
+        max_length = self.config.max_prompt_tokens + self.config.max_tokens + 1
+        max_length = min(max_length, read_hf_config(folder).get("max_position_embeddings", max_length))
+        self.max_scored = max_length - 1  # longest sequence that `score` takes, in tokens
         options: dict[str, Any] = {}
         if device.has_gpu():
             options |= {
@@ -88,7 +92,6 @@ class Engine:
         )
         environment.quiet_reload_messages()
         logging.getLogger("vllm").setLevel(logging.WARNING)
-        self.max_length = max_length
 
     # ----------------------------------------------------------------------------------------------------- sampling
     def generate(self, samples: Sequence[Sample], count: int, sampling: Sampling, step: int) -> list[Rollout]:

@@ -48,6 +48,9 @@ class WeightSync:
         Raises:
             SyncError: where the difference is above the tolerance or not finite, with a diagnosis.
         """
+        sequences = [tokens[: self.engine.max_scored] for tokens in sequences if len(tokens) > 1]
+        if not sequences:
+            return 0.0
         scored = self.engine.score(sequences)
         prompts = [np.asarray(tokens[:1], dtype=np.int64) for tokens in sequences]
         rest = [np.asarray(tokens[1:], dtype=np.int64) for tokens in sequences]
