@@ -49,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         check_machine(config, machine)
         resume = _resume(getattr(args, "resume", "never"))
+        if args.command == "evaluate" and (Path(config.run_dir) / "checkpoints").exists():
+            raise ConfigError(
+                f"`run_dir` {config.run_dir} holds a training run, which an evaluation would overwrite; give it a folder of "
+                "its own, for example run_dir=runs/evaluation (and model.path=<training run>/export)"
+            )
     except ConfigError as error:
         if world is None or world.rank == 0:  # one message, not one per process
             print(f"megatron-rl: {error}", file=sys.stderr)

@@ -90,6 +90,9 @@ class Engine:
             seed=config.seed,
             **options,
         )
+        grid.barrier()
+        if grid.is_main and not device.has_gpu():
+            environment.unlink_own_shared_memory()
         environment.quiet_reload_messages()
         logging.getLogger("vllm").setLevel(logging.WARNING)
 

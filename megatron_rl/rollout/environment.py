@@ -34,6 +34,12 @@ def remove_stale_shared_memory() -> list[str]:
     return sorted(stale)
 
 
+def unlink_own_shared_memory() -> None:
+    """Removes the names of this run's segments once every rank has mapped them, so that no kind of death leaves them."""
+    for segment in _SHARED_MEMORY.glob(f"{_PREFIX}{os.environ['MASTER_PORT']}-*"):
+        segment.unlink(missing_ok=True)
+
+
 def _mapped_segments() -> set[str]:
     """Names under /dev/shm that some living process has mapped."""
     names = set()
