@@ -176,7 +176,16 @@ def _serve(function: str) -> None:
         _answer(answers, reply)
 
 
-_REFUSED: tuple[str, ...] = ("os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.startfile", "subprocess.", "pty.")
+_REFUSED: tuple[str, ...] = (
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.startfile",
+    "subprocess.",
+    "pty.",
+)
 _REFUSED += ("socket.", "ctypes.", "shutil.", "os.kill", "signal.", "os.remove", "os.rename", "os.rmdir", "os.mkdir")
 _REFUSED += ("os.link", "os.symlink", "os.truncate", "os.chmod", "os.chown", "os.chflags", "os.utime", "os.setxattr")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
