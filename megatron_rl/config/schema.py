@@ -236,6 +236,7 @@ class LoggingConfig:
     mlflow: str | None = None  # experiment name; needs the `mlflow` package
     samples_every: int = 1  # steps between sample files; 0: none
     samples_per_step: int = 16  # rollouts written per sample file
+    record_every: int = 10  # steps between `rollouts/step_<n>.npz` (all rewards and log-probs, as arrays); 0: none
 
 
 @dataclass

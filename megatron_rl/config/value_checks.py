@@ -50,6 +50,7 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.keep": 1,
     "logging.samples_every": 0,
     "logging.samples_per_step": 1,
+    "logging.record_every": 0,
     "launch.processes": 1,
 }
 _ABOVE: dict[str, float] = {

@@ -50,6 +50,12 @@ class Grid:
         dist.all_gather_object(out, item, group=self.host_group)
         return out
 
+    def gather(self, item: T) -> list[T]:
+        """`item` of every rank, in rank order, on rank 0; [] on the others."""
+        out: list[Any] | None = [None] * self.world if self.is_main else None
+        dist.gather_object(item, out, group=self.host_group)
+        return out or []
+
     def broadcast(self, item: T, source: int = 0) -> T:
         box: list[Any] = [item]
         dist.broadcast_object_list(box, src=source, group=self.host_group)

@@ -10,6 +10,7 @@ from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.trainer.checkpointing import export, load_checkpoint, save_checkpoint
 from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.evaluate import evaluate
+from megatron_rl.trainer.record import TokenLog
 from megatron_rl.trainer.sample import (
     greedy_baseline,
     response_metrics,
@@ -62,9 +63,11 @@ def step(run: Run) -> None:
     table = reward_table(run, samples, rollouts, greedy)
     with run.phases("estimate"):
         kl = reference_kl(run, rollouts, (len(samples), config.rollout.group_size))
-        estimate = run.algorithm.estimate(table, truncated=truncated(rollouts, table), reference_kl=kl)
+        cut = truncated(rollouts, table)
+        estimate = run.algorithm.estimate(table, truncated=cut, reference_kl=kl)
         batch = train_batch(rollouts, estimate)
-    learned = update(run, batch, estimate.clip_range) if len(batch) else {"actor/updates": 0.0}
+    log = TokenLog() if run.report.records(number) else None
+    learned = update(run, batch, estimate.clip_range, log) if len(batch) else {"actor/updates": 0.0}
 
     with run.phases("sync"):
         run.hand_device_to_engine()
@@ -83,6 +86,9 @@ def step(run: Run) -> None:
         metrics |= evaluate(run, number)
     run.report.log(number, metrics)
     run.report.samples(number, samples, rollouts, estimate.advantages)
+    if log is not None:
+        log_probs = run.grid.gather(log.rows)
+        run.report.rollouts(number, [sample.id for sample in samples], table, cut, estimate, log_probs)
     if config.checkpoint.every and (number % config.checkpoint.every == 0 or number == config.trainer.steps):
         checkpoint(run)
 

@@ -9,13 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megatron_rl.algorithms import StepEstimate
 from megatron_rl.config.schema import Config
-from megatron_rl.data import Rollout, Sample
+from megatron_rl.data import RewardTable, Rollout, Sample
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.trainer.record import write_step
 from megatron_rl.trainer.trackers import Tracker, make_trackers
 
 # What a step's line on the terminal shows: label, metric, format.
@@ -30,7 +34,7 @@ _LINE = (
     ("tok/s", "perf/tokens_per_s", ",.0f"),
     ("s", "timing_s/step", ".2f"),
 )
-_OUTPUTS = ("metrics.jsonl", "sft", "checkpoints", "samples", "tensorboard", "reference", "export")
+_OUTPUTS = ("metrics.jsonl", "sft", "checkpoints", "samples", "rollouts", "tensorboard", "reference", "export")
 
 
 class Reporter:
@@ -168,6 +172,25 @@ class Reporter:
             flat = advantages.flatten().tolist()
             extra = [{"advantage": value} for value in flat[:count]]
             _write_rollouts(self.run_dir / "samples" / f"step_{step}.jsonl", samples, rollouts[:count], extra)
+
+    def records(self, step: int) -> bool:
+        """Whether this step's rollouts are to be recorded; the same on every rank."""
+        every = self.config.logging.record_every
+        return bool(every) and step % every == 0
+
+    def rollouts(
+        self,
+        step: int,
+        sample_ids: Sequence[str],
+        table: RewardTable,
+        truncated: torch.Tensor,
+        estimate: StepEstimate,
+        tokens: Sequence[Mapping[int, Mapping[str, np.ndarray]]],
+    ) -> None:
+        """`rollouts/step_<n>.npz`: all of the step's rewards and log-probs; see `trainer.record`."""
+        if self.active:
+            path = self.run_dir / "rollouts" / f"step_{step}.npz"
+            write_step(path, sample_ids, table, truncated, estimate, tokens)
 
     def eval_samples(self, step: int, task: str, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> None:
         """`samples/eval_<task>_step_<n>.jsonl`."""

@@ -15,6 +15,7 @@ from megatron_rl.algorithms.kl import sequence_kl
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.data import Rollout, TrainBatch
 from megatron_rl.trainer.context import Run
+from megatron_rl.trainer.record import TokenLog
 
 
 def train_batch(rollouts: Sequence[Rollout], estimate: StepEstimate) -> TrainBatch:
@@ -39,8 +40,12 @@ def minibatches(group: np.ndarray, count: int) -> list[list[int]]:
     return [[row for row, g in enumerate(group.tolist()) if g in members] for members in map(set, parts)]
 
 
-def update(run: Run, batch: TrainBatch, clip_range: tuple[float, float] | None) -> dict[str, float]:
+def update(
+    run: Run, batch: TrainBatch, clip_range: tuple[float, float] | None, log: TokenLog | None = None
+) -> dict[str, float]:
     """Every optimizer step of one batch of rollouts: `epochs` passes over `minibatches` parts of it.
+
+    `log`, where given, receives the log-probs of this rank's share.
 
     The old policy's log-probs are recomputed by the actor, in the packing that the update uses, before the first step: the
     ratio is then exactly 1 on the first minibatch, and the engine's rounding does not enter the loss.
@@ -80,6 +85,8 @@ def update(run: Run, batch: TrainBatch, clip_range: tuple[float, float] | None) 
                 def loss(
                     micro: MicroBatch, log_probs: Tensor, token_entropy: Tensor | None, whole: Denominators = whole
                 ) -> tuple[Tensor, Metrics]:
+                    if log is not None:
+                        micro.extra["log_probs"] = log_probs.detach()
                     return algorithm.policy_loss(
                         log_probs,
                         micro.extra["old_log_probs"],
@@ -96,6 +103,9 @@ def update(run: Run, batch: TrainBatch, clip_range: tuple[float, float] | None) 
                 result = actor.update(micro_batches, loss, temperature, algorithm.needs_entropy)
                 metrics = metrics + result.metrics
                 norms.append(result.grad_norm)
+    if log is not None and run.grid.reports_loss:
+        for micro_batches in parts:
+            log.add(micro_batches)
     return metrics.values() | {
         "actor/grad_norm": float(np.mean(norms)),
         "actor/grad_norm_max": max(norms),

@@ -1,0 +1,59 @@
+"""What a run records of its rollouts comes back as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.actor.packing import pack
+from megatron_rl.algorithms import make_algorithm
+from megatron_rl.data import RewardTable
+from megatron_rl.trainer.record import TOKEN_ARRAYS, TokenLog, read_step, recorded_steps, write_step
+
+
+def test_two_ranks_write_one_step(tmp_path: Path) -> None:
+    """Rollouts in any order over micro-batches and ranks; a group without signal is not trained on."""
+    values = torch.tensor([[[0.0, 1.0], [1.0, 0.5]], [[1.0, 1.0], [1.0, 1.0]], [[2.0, 0.0], [0.0, 0.0]]])
+    lengths = torch.tensor([[3, 1], [2, 2], [4, 2]])
+    table = RewardTable(values.double(), ("a", "b"), weights={"b": 0.1}, lengths=lengths)
+    estimate = make_algorithm(
+        {"preset": "awpo", "drop_no_signal_groups": True, "estimator": {"params": {"reasoning": "b"}}}
+    )
+    result = estimate.estimate(table)
+    assert result.train.tolist() == [[True, True], [False, False], [True, True]]
+    trained = [3, 1, 4, 2]  # tokens of the trained rollouts
+    responses = [np.full(size, row + 1) for row, size in enumerate(trained)]
+    prompts = [np.array([9])] * len(trained)
+    logs = [TokenLog(), TokenLog()]
+    for log, shares in zip(logs, ([[2], [0]], [[1, 3], []]), strict=True):
+        micro_batches = [pack(rows, prompts, responses, torch.device("cpu")) for rows in shares if rows]
+        for micro in micro_batches:
+            for scale, name in enumerate(TOKEN_ARRAYS):
+                micro.extra[name] = micro.targets + 10.0 * scale
+        log.add(micro_batches)
+    truncated = torch.zeros(3, 2, dtype=torch.bool)
+    write_step(tmp_path / "rollouts/step_20.npz", list("xyz"), table, truncated, result, [log.rows for log in logs])
+    write_step(tmp_path / "rollouts/step_3.npz", list("xyz"), table, truncated, result, [])
+    steps = recorded_steps(tmp_path)
+    assert list(steps) == [3, 20]
+    step = read_step(steps[20])
+    assert torch.equal(step.table.values, table.values)
+    assert step.table.names == ("a", "b")
+    assert step.table.weight("b") == 0.1
+    assert torch.equal(step.advantages, result.advantages)
+    assert step.clip_range == result.clip_range
+    assert step.rows.tolist() == [0, 1, 4, 5]
+    assert step.offsets.tolist() == [0, 3, 4, 8, 10]
+    assert step.log_probs.tolist() == [1, 1, 1, 2, 3, 3, 3, 3, 4, 4]
+    assert step.rollout_log_probs.tolist() == [value + 20 for value in step.log_probs.tolist()]
+    assert step.sequence_ids.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3]
+    assert len(read_step(steps[3]).log_probs) == 0
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "step_1.npz", rewards=np.zeros(3))
+    with pytest.raises(ValueError, match="is not a recorded step: it lacks"):
+        read_step(tmp_path / "step_1.npz")
