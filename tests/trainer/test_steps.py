@@ -1,0 +1,52 @@
+"""The parts of a step that need neither engine nor model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms import make_algorithm
+from megatron_rl.data import RewardTable, Rollout
+from megatron_rl.trainer.evaluate import pass_at_k
+from megatron_rl.trainer.update import minibatches, train_batch
+
+PASS_AT_K = json.loads((Path(__file__).parent / "pass_at_k.json").read_text())
+
+
+@pytest.mark.parametrize("case", PASS_AT_K, ids=lambda case: case["id"])
+def test_pass_at_k_agrees_with_the_references(case):
+    if "raises" in case:
+        with pytest.raises(ValueError, match="sample"):
+            pass_at_k(**case["kwargs"])
+    else:
+        assert pass_at_k(**case["kwargs"]) == pytest.approx(case["expected"], rel=1e-9, abs=1e-10)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=20), st.integers(1, 8))
+def test_minibatches_hold_every_row_once_and_no_group_is_cut(sizes, count):
+    group = np.repeat(np.arange(len(sizes)) * 3, sizes)
+    parts = minibatches(group, count)
+    assert sorted(row for part in parts for row in part) == list(range(len(group)))
+    assert len(parts) == min(count, len(sizes))
+    owners = [set(group[part].tolist()) for part in parts]
+    assert sum(len(owner) for owner in owners) == len(sizes)
+    assert max(map(len, owners)) - min(map(len, owners)) <= 1
+
+
+def test_only_rollouts_that_train_reach_the_batch():
+    values = torch.tensor([[[1.0], [0.0]], [[1.0], [1.0]], [[0.0], [1.0]]])
+    algorithm = make_algorithm({"preset": "grpo", "drop_no_signal_groups": True})
+    estimate = algorithm.estimate(RewardTable(values, ("r",)))
+    rollouts = [
+        Rollout(f"t/{i}", j, np.array([1]), np.array([i, j]), np.zeros(2, np.float32), "stop")
+        for i in range(3)
+        for j in range(2)
+    ]
+    batch = train_batch(rollouts, estimate)
+    assert batch.group.tolist() == [0, 0, 2, 2]
+    assert [ids.tolist() for ids in batch.response_ids] == [[0, 0], [0, 1], [2, 0], [2, 1]]
+    assert batch.advantages.tolist() == pytest.approx([2**-0.5, -(2**-0.5), -(2**-0.5), 2**-0.5], rel=1e-5)
