@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
@@ -48,7 +49,7 @@ def save(root: Path, step: int, chunks: list[Any], optimizer: Any, state: dict[s
             tensors = _sharded_state(chunks, optimizer, loading=False)
             _check_space(root, tensors, grid)
             _save_tensors(tensors, temporary)
-    except (OSError, RuntimeError, CheckpointError) as failure:
+    except (OSError, RuntimeError, CheckpointException) as failure:
         error = f"{type(failure).__name__}: {failure}" if not isinstance(failure, CheckpointError) else str(failure)
     error = next((e for e in grid.all_gather(error) if e), None)
     if error is None and grid.is_main:
