@@ -141,10 +141,13 @@ def _write(run_dir: Path, recipe: str) -> None:
 
 def _start(command: Sequence[str], config: Config, gpus: int) -> int:
     assert config.launch.processes is not None  # `check` has filled it in
+    logs = new_attempt(Path(config.run_dir))
+    on = "GPU" if gpus else "CPU"
+    print(f"{config.launch.processes} {on} processes; run folder {config.run_dir}, logs in {logs}", flush=True)
     outcome = run_ranks(
         [sys.executable, "-m", "megatron_rl.trainer.main", *command],
         config.launch.processes,
-        new_attempt(Path(config.run_dir)),
+        logs,
         rank_environment(gpus),
     )
     if outcome.message:

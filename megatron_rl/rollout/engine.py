@@ -7,7 +7,6 @@ make the same calls with the same arguments, and vLLM's schedulers, being determ
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +93,6 @@ class Engine:
         if grid.is_main and not device.has_gpu():
             environment.unlink_own_shared_memory()
         environment.quiet_reload_messages()
-        logging.getLogger("vllm").setLevel(logging.WARNING)
 
     # ----------------------------------------------------------------------------------------------------- sampling
     def generate(self, samples: Sequence[Sample], count: int, sampling: Sampling, step: int) -> list[Rollout]:

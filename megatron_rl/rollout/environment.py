@@ -16,7 +16,8 @@ def prepare(rank: int) -> None:
     """Call before vLLM is imported. Settings that the user has made in the environment win."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # On a CPU vLLM warns at length about what we chose (eager, no Triton) and what a laptop lacks (tcmalloc, libiomp).
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if device.has_gpu() else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")
     if not device.has_gpu() and rank == 0:

@@ -59,7 +59,7 @@ def rank_environment(gpus: int) -> dict[str, str]:
     if gpus:
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron's overlap of tensor-parallel communication needs it
     else:
-        defaults |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+        defaults |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return {name: value for name, value in defaults.items() if name not in os.environ}
 
 

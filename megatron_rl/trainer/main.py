@@ -68,6 +68,7 @@ def quiet_known_warnings() -> None:
     warnings.filterwarnings("ignore", message="Apex is not installed")
     warnings.filterwarnings("ignore", message="When using async grad allreduce it is recommended")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+    warnings.filterwarnings("ignore", message="`torch.distributed.reduce_op` is deprecated")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch\.distributed|megatron\.core)\..*")
 

@@ -50,11 +50,11 @@ class Launched:
         return [int(file.read_text()) for file in files]
 
     def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=20)
+        out, err = self.process.communicate(timeout=60)
         return self.process.returncode, out, err
 
 
-def wait_until(condition, seconds: float = 20) -> None:
+def wait_until(condition, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
