@@ -1,0 +1,121 @@
+"""What one layout makes of one batch: run by every rank, saved by the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.actor import Actor
+from megatron_rl.config.schema import Config, CreateModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.data import TrainBatch
+from megatron_rl.models import create_model
+
+SHAPE = CreateModelConfig(layers=4, hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96, vocab_size=61)
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+# With eps far above every gradient, Adam's step is proportional to the gradient (times its momentum): it neither blows up
+# the rounding of gradients near 0 to whole learning rates, as it does at 1e-8, nor hides a gradient's size as that would.
+LINEAR_ADAM = OptimizerConfig(lr=100.0, eps=100.0, betas=[0.9, 0.95], weight_decay=1e-4, clip_grad=0.5)
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    sequence: bool = False
+    distributed: bool = True
+    tokens_per_microbatch: int = 96
+    modes: tuple[str, ...] = ("seq-mean-token-mean",)
+    tied: bool = False  # input and output embeddings are one tensor, on two pipeline stages
+    section: dict[str, Any] = field(default_factory=dict)  # of the recipe's `algorithm`
+
+
+def make_models(root: Path) -> None:
+    for tied in (False, True):
+        shape = CreateModelConfig(**{**vars(SHAPE), "tie_embeddings": tied, "init_std": 0.15})
+        create_model(root / f"model-{tied}", shape, seed=5)
+
+
+def make_batch(seed: int = 0, groups: int = 6, group_size: int = 4) -> TrainBatch:
+    """Random rollouts of very different lengths, with advantages of both signs and engine log-probs that are off."""
+    rng = np.random.default_rng(seed)
+    count = groups * group_size
+    prompts = [rng.integers(2, 61, size=rng.integers(2, 12)) for _ in range(groups)]
+    responses = [rng.integers(2, 61, size=rng.integers(1, 40)) for _ in range(count)]
+    return TrainBatch(
+        prompt_ids=[prompts[i // group_size] for i in range(count)],
+        response_ids=responses,
+        rollout_logprobs=[rng.normal(-5.3, 0.3, size=len(response)).astype(np.float32) for response in responses],
+        advantages=rng.normal(size=count).astype(np.float32),
+        group=np.arange(count) // group_size,
+    )
+
+
+def run_layouts(root: str, layouts: list[Layout]) -> None:
+    """One rank of every layout in turn."""
+    for layout in layouts:
+        result = _run(Path(root), layout)
+        if result is not None:
+            torch.save(result, Path(root) / f"{layout.name}.pt")
+
+
+def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
+    from megatron.core import parallel_state
+
+    from megatron_rl.runtime import distributed
+
+    config = Config(run_dir=str(root / "run"))
+    config.model.dtype = "float32"
+    config.actor.parallel = ParallelConfig(
+        tensor=layout.tensor, pipeline=layout.pipeline, virtual_pipeline=layout.virtual, sequence=layout.sequence
+    )
+    config.actor.optimizer = OptimizerConfig(**{**vars(LINEAR_ADAM), "distributed": layout.distributed})
+    config.actor.tokens_per_microbatch = layout.tokens_per_microbatch
+    config.actor.logprob_chunk_tokens = 32
+    config.trainer.minibatches = 2
+    config.rollout.temperature = 0.8
+    config.rollout.max_tokens = 40
+    grid = distributed.initialize(config.actor.parallel, timeout_minutes=2)
+    folder = root / f"model-{layout.tied}"
+    actor = Actor(config, grid, folder)
+    result = {mode: _updates(config, actor, folder, mode, layout.section) for mode in layout.modes}
+    parallel_state.destroy_model_parallel()
+    return result if grid.is_main else None
+
+
+def _updates(config: Config, actor: Actor, folder: Path, mode: str, section: dict[str, Any]) -> dict[str, Any]:
+    """Two optimizer steps from the folder's weights, by the trainer's own update."""
+    from megatron_rl.algorithms import make_algorithm
+    from megatron_rl.runtime.phases import Phases
+    from megatron_rl.trainer import update as trainer
+
+    algorithm = make_algorithm({"preset": "grpo", "aggregation": mode, **section}, max_tokens=config.rollout.max_tokens)
+    actor.load_hf(folder)
+    actor.keep_reference()
+    actor.start_optimizer(config.actor.optimizer, 2)
+    run: Any = _Run(config, actor, algorithm, actor.grid, Phases())
+    metrics = trainer.update(run, make_batch(), None)
+    weights = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
+    return {"metrics": metrics, "weights": weights}
+
+
+@dataclass
+class _Run:
+    """The fields of a run that an update reads; no engine, tasks or rewards stand behind this one."""
+
+    config: Config
+    actor: Actor
+    algorithm: Any
+    grid: Any
+    phases: Any
+
+
+def distance(own: Tensor, want: Tensor) -> float:
+    """Of two tensors, relative to the second's size."""
+    return float((own.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))

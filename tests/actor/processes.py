@@ -1,0 +1,25 @@
+"""Starting ranks for the tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import torch
+import torch.multiprocessing as mp
+
+
+def spawn(function: Callable[..., None], world: int, *arguments: object) -> None:
+    """Runs `function(*arguments)` on `world` ranks that find each other by the environment; raises what one raised."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_rank, (world, port, function, arguments), nprocs=world)
+
+
+def _rank(rank: int, world: int, port: int, function: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    torch.set_num_threads(1)
+    function(*arguments)

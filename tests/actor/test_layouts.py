@@ -1,0 +1,106 @@
+"""Promise 1: no layout, micro-batch size or packing changes loss, gradients or updated weights.
+
+Every layout makes two updates on the same batch, with the trainer's own `update` and the real policy loss, clipping of the
+gradient norm in force, and is compared with one process. See `layouts.LINEAR_ADAM` for the choice of optimizer: the change
+of a weight is there proportional to its gradient, so comparing changes compares gradients, in Hugging Face's names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.models.files import SafetensorsFolder
+
+from .layouts import LINEAR_ADAM, MODES, Layout, distance, make_models, run_layouts
+from .processes import spawn
+
+TOLERANCE = 1e-5  # relative, fp32
+CORRECTED = {
+    "kl": {"coef": 0.1},
+    "entropy_coef": 0.05,
+    "ratio": "sequence",
+    "correction": {"weight": "token", "filters": [{"level": "geometric", "low": 0.8, "high": 1.3}]},
+}
+ALONE = [Layout("alone", modes=MODES), Layout("alone corrected", section=CORRECTED), Layout("alone tied", tied=True)]
+ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", tokens_per_microbatch=52)]
+TWO = [
+    Layout("TP 2", tensor=2, modes=MODES),
+    Layout("TP 2 corrected", tensor=2, section=CORRECTED),
+    Layout("TP 2 sequence", tensor=2, sequence=True),
+    Layout("TP 2 sequence tied", tensor=2, sequence=True, tied=True),
+    Layout("DP 2", modes=MODES),
+    Layout("DP 2 corrected", section=CORRECTED),
+    Layout("DP 2 plain optimizer", distributed=False),
+    Layout("DP 2 large micro-batches", tokens_per_microbatch=4096),
+    Layout("PP 2", pipeline=2),
+    Layout("PP 2 tied", pipeline=2, tied=True),
+    Layout("PP 2 virtual 2", pipeline=2, virtual=2),
+    Layout("PP 2 virtual 2 corrected", pipeline=2, virtual=2, section=CORRECTED),
+]
+FOUR = [
+    Layout("TP 2 PP 2", tensor=2, pipeline=2),
+    Layout("TP 2 sequence PP 2 virtual 2 tied", tensor=2, sequence=True, pipeline=2, virtual=2, tied=True),
+    Layout("PP 2 DP 2 corrected", pipeline=2, section=CORRECTED),
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where every layout's results lie: `<name>.pt`."""
+    root = tmp_path_factory.mktemp("layouts")
+    make_models(root)
+    spawn(run_layouts, 1, str(root), ALONE + ONE)
+    spawn(run_layouts, 2, str(root), TWO)
+    spawn(run_layouts, 4, str(root), FOUR)
+    return root
+
+
+def _load(root: Path, name: str) -> dict[str, Any]:
+    return torch.load(root / f"{name}.pt", weights_only=True)
+
+
+def _start(root: Path, tied: bool) -> dict[str, torch.Tensor]:
+    files = SafetensorsFolder(root / f"model-{tied}")
+    return {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ONE + TWO + FOUR, ids=lambda layout: layout.name)
+def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> None:
+    results, start = _load(root, layout.name), _start(root, layout.tied)
+    wanted = _load(root, "alone corrected" if layout.section else "alone tied" if layout.tied else "alone")
+    assert set(results) == set(layout.modes)
+    for mode, result in results.items():
+        want = wanted[mode]
+        assert result["metrics"].keys() == want["metrics"].keys()
+        for name, value in want["metrics"].items():
+            # Absolute, for means of terms of either sign (the k1 KL) whose own size is around 1.
+            close = pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE / 10)
+            assert result["metrics"][name] == close, f"{mode}: {name}"
+        assert result["weights"].keys() == want["weights"].keys() == start.keys()
+        for name, weight in want["weights"].items():
+            own = result["weights"][name]
+            assert distance(own, weight) < TOLERANCE, f"{mode}: {name}"
+            assert distance(own - start[name], weight - start[name]) < TOLERANCE, f"{mode}: the change of {name}"
+
+
+@pytest.mark.slow
+def test_the_comparison_sees_what_it_is_for(root: Path) -> None:
+    """Every tensor moved far more than the tolerance, the modes differ, the norm was clipped, ratios left the bounds."""
+    start, norms = _start(root, tied=False), set()
+    wanted = _load(root, "alone")
+    for result in wanted.values():
+        for name, weight in result["weights"].items():
+            assert distance(weight, start[name]) > 100 * TOLERANCE, name
+        assert result["metrics"]["actor/grad_norm"] > LINEAR_ADAM.clip_grad
+        assert result["metrics"]["actor/updates"] == 2
+        assert 0 < result["metrics"]["loss/silent_token_share"] < 0.5
+        norms.add(round(result["metrics"]["actor/grad_norm"], 4))
+    assert len(norms) == len(MODES)
+    corrected = _load(root, "alone corrected")["seq-mean-token-mean"]["metrics"]
+    assert 0.1 < corrected["correction/dropped_share"] < 0.9
+    assert 0.01 < corrected["correction/truncated_share"] < 0.99

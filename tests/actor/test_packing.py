@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.actor.packing import MicroBatch, balance, first_fit, pack, plan
+
+CPU = torch.device("cpu")
+BUDGET = 40
+LENGTHS = st.lists(st.tuples(st.integers(1, 15), st.integers(1, 25)), min_size=1, max_size=30)
+
+
+def sequences(lengths: list[tuple[int, int]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Prompts and responses in which every token of the batch has a value of its own."""
+    counter = iter(range(1, 10**6))
+    prompts, responses = [], []
+    for prompt, response in lengths:
+        prompts.append(np.array([next(counter) for _ in range(prompt)]))
+        responses.append(np.array([next(counter) for _ in range(response)]))
+    return prompts, responses
+
+
+def check_pack(micro: MicroBatch, prompts: list[np.ndarray], responses: list[np.ndarray]) -> None:
+    """Everything about one packed micro-batch that the model and the loss rely on."""
+    offsets = micro.offsets.tolist()
+    assert offsets[0] == 0
+    assert offsets[-1] == len(micro.tokens) == len(micro.positions)
+    assert micro.longest == max(np.diff(offsets))
+    for local, row in enumerate(micro.rows):
+        part = slice(offsets[local], offsets[local + 1])
+        assert micro.tokens[part].tolist() == [*prompts[row], *responses[row]]
+        assert micro.positions[part].tolist() == list(range(part.stop - part.start))
+        mine = micro.sequence_ids == local
+        assert micro.targets[mine].tolist() == responses[row].tolist()
+        # Each response token is predicted from the token before it, of the same sequence.
+        assert micro.predictors[mine].tolist() == list(range(part.start + len(prompts[row]) - 1, part.stop - 1))
+    assert len(micro.targets) == len(micro.predictors) == len(micro.sequence_ids)
+
+
+@settings(deadline=None, max_examples=100)
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_a_plan_covers_every_response_token_once_within_the_budget(lengths, dp, multiple, padding, random) -> None:
+    prompts, responses = sequences(lengths)
+    totals = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+    rows = random.sample(range(len(lengths)), random.randint(1, len(lengths)))  # a minibatch of the batch
+    shares = plan(totals, rows, dp, BUDGET, multiple)
+    assert len(shares) == dp
+    assert len({len(share) for share in shares}) == 1
+    assert len(shares[0]) % multiple == 0
+    seen: list[int] = []
+    for share in shares:
+        for part in share:
+            micro = pack(part, prompts, responses, CPU, padding)
+            assert sum(totals[row] for row in part) <= BUDGET
+            assert len(micro.tokens) % padding == 0
+            assert len(micro.tokens) > 0
+            check_pack(micro, prompts, responses)
+            seen += micro.targets.tolist()
+    assert sorted(seen) == sorted(int(token) for row in rows for token in responses[row])
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 100), max_size=50), st.integers(1, 6))
+def test_balance_keeps_the_spread_below_the_largest_cost(costs: list[int], parts: int) -> None:
+    lists = balance(costs, parts)
+    assert sorted(i for indices in lists for i in indices) == list(range(len(costs)))
+    totals = [sum(costs[i] for i in indices) for indices in lists]
+    assert max(totals) - min(totals) <= max(costs, default=0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, BUDGET), max_size=50))
+def test_first_fit_never_leaves_two_bins_that_could_be_one(lengths: list[int]) -> None:
+    bins = first_fit(lengths, BUDGET)
+    assert sorted(i for indices in bins for i in indices) == list(range(len(lengths)))
+    totals = sorted(sum(lengths[i] for i in indices) for indices in bins)
+    assert all(total <= BUDGET for total in totals)
+    assert len(totals) < 2 or totals[0] + totals[1] > BUDGET
+
+
+def test_a_sequence_longer_than_the_budget_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"41 tokens does not fit `actor.tokens_per_microbatch` \(40\); raise it"):
+        first_fit([3, 41], BUDGET)
+
+
+def test_a_micro_batch_without_sequences_still_has_tokens_for_the_model() -> None:
+    micro = pack([], [], [], CPU, 4)
+    assert len(micro.tokens) == 4
+    assert micro.offsets.tolist() == [0, 4]
+    assert micro.targets.shape == micro.predictors.shape == micro.sequence_ids.shape == (0,)
+
+
+def test_numbers_per_sequence_and_per_token_land_on_their_tokens() -> None:
+    prompts, responses = sequences([(2, 3), (1, 1), (4, 2)])
+    micro = pack([2, 0], prompts, responses, CPU)
+    assert micro.spread(np.array([10.0, 20.0, 30.0])).tolist() == [30, 30, 10, 10, 10]
+    own = [np.array([0.1, 0.2, 0.3]), np.array([9.0]), np.array([0.4, 0.5])]
+    np.testing.assert_allclose(micro.concatenate(own).numpy(), [0.4, 0.5, 0.1, 0.2, 0.3], rtol=1e-6)

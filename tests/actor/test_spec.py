@@ -1,0 +1,85 @@
+"""Our own modules in Megatron's layer, and the adapter that lets Megatron run without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.actor.spec import PackedAttention
+from megatron_rl.runtime.cpu_megatron import _TORCH_CUDA, _TYPED_CONSTRUCTORS, MegatronOnCpu
+
+
+def offsets_of(lengths: list[int]) -> SimpleNamespace:
+    cumulative = torch.tensor([0, *lengths]).cumsum(0).int()
+    return SimpleNamespace(cu_seqlens_q=cumulative, max_seqlen_q=max(lengths))
+
+
+def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Attention of one sequence in float64, written out: [t, heads, d]."""
+    share = query.shape[1] // key.shape[1]
+    key, value = (x.double().repeat_interleave(share, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * (scale or query.shape[-1] ** -0.5)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), value)
+
+
+@pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [7, 1, 3], [2, 9]])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_packed_sequences_attend_as_if_each_were_alone(lengths, heads, kv_heads, scale) -> None:
+    generator = torch.Generator().manual_seed(0)
+    total, size = sum(lengths), 8
+
+    def tensor(count: int) -> torch.Tensor:
+        return torch.randn(total, count, size, generator=generator).requires_grad_()
+
+    query, key, value = tensor(heads), tensor(kv_heads), tensor(kv_heads)
+    upstream = torch.randn(total, heads, size, generator=generator)
+    attention = PackedAttention(SimpleNamespace(context_parallel_size=1), softmax_scale=scale)
+    out = attention(query, key, value, None, packed_seq_params=offsets_of(lengths))
+    own = torch.autograd.grad((out * upstream).sum(), (query, key, value))
+    parts = [torch.split(x, lengths) for x in (query, key, value)]
+    alone = torch.cat([causal(q, k, v, scale) for q, k, v in zip(*parts, strict=True)])
+    want = torch.autograd.grad((alone * upstream).sum(), (query, key, value))
+    close = {"rtol": 1e-5, "atol": 1e-5, "check_dtype": False}
+    torch.testing.assert_close(out, alone, **close)
+    torch.testing.assert_close(own, want, **close)
+
+
+def test_context_parallelism_is_refused_without_transformer_engine() -> None:
+    with pytest.raises(ValueError, match="Transformer Engine"):
+        PackedAttention(SimpleNamespace(context_parallel_size=2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter is for machines without a GPU")
+def test_the_adapter_answers_for_cuda_and_leaves_no_trace() -> None:
+    names = [*_TORCH_CUDA, *_TYPED_CONSTRUCTORS]
+    before = {name: getattr(torch.cuda, name) for name in names}
+
+    def unchanged() -> bool:
+        return all(getattr(torch.cuda, name) is before[name] for name in names)
+
+    with MegatronOnCpu():
+        assert not unchanged()
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(2, device=torch.device("cuda", 0)).device.type == "cpu"
+        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+        assert torch.ones(2).cuda().tolist() == [1, 1]
+        assert torch.cuda.IntTensor([3]).dtype == torch.int32
+        with MegatronOnCpu():  # Megatron's callbacks enter it again
+            assert not unchanged()
+        assert not unchanged(), "the inner exit has undone the outer one's work"
+    assert unchanged()
+    assert torch.zeros(2).type() == "torch.FloatTensor"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(2, device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter is for machines without a GPU")
+def test_the_adapter_is_undone_by_an_error_too() -> None:
+    before = torch.cuda.current_device
+    with pytest.raises(KeyError), MegatronOnCpu():
+        raise KeyError
+    assert torch.cuda.current_device is before
