@@ -33,7 +33,7 @@ def math_reward(
     real("wrong", wrong)
     flag("require_stop", require_stop)
     real("timeout_seconds", timeout_seconds, low=0.01)
-    isolated = Isolated("megatron_rl.rewards.maths:same_answer", timeout_seconds, on_timeout=0.0)
+    isolated = Isolated("megatron_rl.rewards.maths:same_answer", ("math_verify",), timeout_seconds, on_timeout=0.0)
 
     def score(completion: str, sample: Mapping[str, Any]) -> float:
         if sample.get("answer") is None:

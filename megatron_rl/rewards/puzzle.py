@@ -38,7 +38,7 @@ def puzzle(
     real("timeout_seconds", timeout_seconds, low=0.01)
     if after == "":
         raise ValueError("after must not be empty; null takes the whole completion")
-    isolated = Isolated("megatron_rl.rewards.puzzle:verify", timeout_seconds, on_timeout=0.0)
+    isolated = Isolated("megatron_rl.rewards.puzzle:verify", ("reasoning_gym",), timeout_seconds, on_timeout=0.0)
 
     def score(completion: str, sample: Mapping[str, Any]) -> float:
         metadata = sample.get("metadata") or {}
