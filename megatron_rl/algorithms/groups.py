@@ -151,6 +151,8 @@ def whiten(
         return torch.zeros_like(values)
     shifted = torch.where(valid, values - low, 0.0)
     centred = torch.where(valid, shifted - (weight * shifted).sum() / total, 0.0)
+    # What lies on the mean is 0, not the mean's rounding: a group without signal stays silent.
+    centred = torch.where(centred.abs() <= 64 * torch.finfo(torch.float64).eps * (high - low), 0.0, centred)
     if not normalize:
         return centred
     scaled = centred / (high - low)  # squares cannot underflow
