@@ -10,7 +10,7 @@ from megatron_rl.actor import fp8
 from megatron_rl.actor.spec import SequenceParallelRMSNorm, layer_spec
 from megatron_rl.config.schema import ActorConfig, OptimizerConfig
 from megatron_rl.runtime import device
-from megatron_rl.runtime.cpu_megatron import install_rng_tracker
+from megatron_rl.runtime.cpu_megatron import install_rng_tracker, make_moe_importable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -78,6 +78,7 @@ def build_model(shape: dict[str, Any], model_args: dict[str, Any], actor: ActorC
         model_parallel_cuda_manual_seed(0)  # read by initialisation and dropout, neither of which matters here
     else:
         install_rng_tracker()
+        make_moe_importable()
     config = transformer_config(shape, actor, dtype)
     chunks = []
     for stage in range(actor.parallel.virtual_pipeline):

@@ -43,7 +43,10 @@ class _NoStream:
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    wait_stream = wait_event = record = wait = synchronize = record_event = _nothing
+    wait_stream = wait_event = record = wait = synchronize = _nothing
+
+    def record_event(self, event: _NoStream | None = None) -> _NoStream:
+        return event or self
 
     def query(self) -> bool:
         return True
@@ -70,6 +73,32 @@ _TORCH_CUDA: dict[str, Any] = {
     "current_stream": _NoStream,
     "default_stream": _NoStream,
 }
+
+
+_all_to_all_single = torch.distributed.all_to_all_single
+
+
+def _all_to_all_with_lists(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Megatron's expert dispatcher passes split sizes as tensors or arrays, which only NCCL's binding takes."""
+
+    def sizes(splits: Any) -> list[int] | None:
+        return None if splits is None else [int(size) for size in splits]
+
+    return _all_to_all_single(output, input, sizes(output_split_sizes), sizes(input_split_sizes), group, async_op)
+
+
+def _replacements() -> dict[tuple[Any, str], Any]:
+    cuda = _TORCH_CUDA | {name: _typed_constructor(dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()}
+    return {(torch.cuda, name): value for name, value in cuda.items()} | {
+        (torch.distributed, "all_to_all_single"): _all_to_all_with_lists
+    }
 
 
 class NoDropoutRngTracker:
@@ -99,16 +128,14 @@ class MegatronOnCpu(TorchFunctionMode):
     """Enter around calls into Megatron-Core. Costs about a microsecond on every torch call made inside."""
 
     _depth = 0
-    _saved: dict[str, Any]
+    _saved: dict[tuple[Any, str], Any]
 
     def __enter__(self) -> MegatronOnCpu:
         if MegatronOnCpu._depth == 0:
-            replacements = _TORCH_CUDA | {
-                name: _typed_constructor(dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()
-            }
-            MegatronOnCpu._saved = {name: getattr(torch.cuda, name) for name in replacements}
-            for name, value in replacements.items():
-                setattr(torch.cuda, name, value)
+            replacements = _replacements()
+            MegatronOnCpu._saved = {(module, name): getattr(module, name) for module, name in replacements}
+            for (module, name), value in replacements.items():
+                setattr(module, name, value)
         MegatronOnCpu._depth += 1
         super().__enter__()
         return self
@@ -117,8 +144,8 @@ class MegatronOnCpu(TorchFunctionMode):
         super().__exit__(exc_type, exc_value, traceback)
         MegatronOnCpu._depth -= 1
         if MegatronOnCpu._depth == 0:
-            for name, value in MegatronOnCpu._saved.items():
-                setattr(torch.cuda, name, value)
+            for (module, name), value in MegatronOnCpu._saved.items():
+                setattr(module, name, value)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
