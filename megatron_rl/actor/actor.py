@@ -18,6 +18,7 @@ from megatron_rl.actor import build
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.actor.packing import MicroBatch, pack, plan
 from megatron_rl.actor.schedule import learning_rate
+from megatron_rl.actor.variance import GradientParts
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.schema import Config, OptimizerConfig
 from megatron_rl.models import ParallelGroups, family_for, iter_hf_weights, load_hf_weights, read_hf_config
@@ -37,6 +38,8 @@ class UpdateResult:
     metrics: Metrics
     grad_norm: float
     learning_rate: float
+    gradient_variance: float | None = None  # where it was measured, of two parts or more
+    gradient_parts: int = 0  # micro-batches that it was measured over
 
 
 class Actor:
@@ -109,9 +112,17 @@ class Actor:
             return self._run(micro_batches, collect, forward_only=True)
 
     def update(
-        self, micro_batches: Sequence[MicroBatch], loss: LossFunction, temperature: float, with_entropy: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        temperature: float,
+        with_entropy: bool = False,
+        part_size: Callable[[MicroBatch], float] | None = None,
     ) -> UpdateResult:
         """One optimizer step on a minibatch, gradients summed over micro-batches and data-parallel ranks.
+
+        Args:
+            part_size: where given, the gradient's variance is measured; see `GradientParts`.
 
         Raises:
             FloatingPointError: if the gradient norm is not finite; nothing has been changed then.
@@ -126,14 +137,17 @@ class Actor:
             for chunk in self.ddp_chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-        collected = self._run(micro_batches, backward_from, forward_only=False)
+        parts = GradientParts(self.ddp_chunks, micro_batches, part_size) if part_size is not None else None
+        with parts.measuring() if parts is not None else contextlib.nullcontext():
+            collected = self._run(micro_batches, backward_from, forward_only=False, parts=parts)
         rate = learning_rate(self.optimizer_config, self.optimizer_steps, self.total_optimizer_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with device.megatron():
             grad_norm = self._step()
         self.optimizer_steps += 1
-        return UpdateResult(self.reduce(collected), grad_norm, rate)
+        variance, count = parts.result(self.grid, grad_norm) if parts is not None else (None, 0)
+        return UpdateResult(self.reduce(collected), grad_norm, rate, variance, count)
 
     def _step(self) -> float:
         found_inf = self.optimizer.prepare_grads()
@@ -151,12 +165,20 @@ class Actor:
         own = sum(parts, Metrics()) if self.grid.reports_loss else Metrics()
         return sum(self.grid.all_gather(own.on_host()), Metrics())
 
-    def _run(self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Any]:
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        finish: Callable[..., Any],
+        forward_only: bool,
+        parts: GradientParts | None = None,
+    ) -> list[Any]:
         """Megatron's pipeline schedule over the micro-batches; what `finish` reports, on the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(iterator)
+            if parts is not None:
+                parts.start()
             output = model(
                 input_ids=micro.tokens[None],
                 position_ids=micro.positions[None],

@@ -82,23 +82,31 @@ class GradientVariance:
     (sum |g_i|^2 - |sum g_i|^2 / b) / (b (b - 1)). Only squared norms come here, each summed over all shards of the
     parameters. With one g_i per data-parallel rank they are at hand without a second copy of the gradients: the norms
     before the all-reduce, and the norm of the sum after it.
+
+    Micro-batches of different sizes n_i, whose g_i are sums over n_i i.i.d. terms, enter as N / (b n_i) |g_i|^2, N the
+    sum of the sizes; that is unbiased too, and Eq. 18 where all sizes are equal.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.squares = 0.0
+        self.squares = 0.0  # sum of |g_i|^2 / n_i
+        self.size = 0.0
 
-    def add(self, squared_norm: float) -> None:
-        """Records |g_i|^2, over all shards of the parameters."""
+    def add(self, squared_norm: float, size: float = 1.0) -> None:
+        """Records |g_i|^2, over all shards of the parameters, of a micro-batch of `size` > 0."""
         self.count += 1
-        self.squares += squared_norm
+        self.squares += squared_norm / size
+        self.size += size
 
-    def value(self, squared_norm_of_sum: float) -> float:
-        """The estimate, given |sum g_i|^2. ValueError with fewer than two micro-batches."""
+    def of_sum(self, squared_norm_of_sum: float) -> float:
+        """tr Cov of sum g_i, given |sum g_i|^2. ValueError with fewer than two micro-batches."""
         if self.count < 2:
             raise ValueError(f"gradient variance needs at least 2 micro-batches, not {self.count}")
-        spread = self.squares - squared_norm_of_sum / self.count
-        return max(spread, 0.0) / (self.count * (self.count - 1))
+        return max(self.size * self.squares - squared_norm_of_sum, 0.0) / (self.count - 1)
+
+    def value(self, squared_norm_of_sum: float) -> float:
+        """tr Cov of the mean of the g_i, given |sum g_i|^2. ValueError with fewer than two micro-batches."""
+        return self.of_sum(squared_norm_of_sum) / max(self.count, 1) ** 2
 
 
 def gradient_variance(gradients: Iterable[Tensor]) -> float:

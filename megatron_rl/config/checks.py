@@ -80,6 +80,7 @@ def check(config: Config, *, command: str = "train", machine: Machine | None = N
         problems = [
             *_check_layout(config, world, machine),
             *_check_batch(config, world),
+            *_check_gradient_variance(config, world),
             *_check_trainer(config, command),
             *_check_algorithm(config),
             *_check_names(config),
@@ -197,6 +198,23 @@ def _check_batch(config: Config, world: int) -> Iterator[str]:
             f"`actor.tokens_per_microbatch` ({config.actor.tokens_per_microbatch}) must hold the longest "
             f"sequence, rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_tokens "
             f"{rollout.max_tokens} = {longest}"
+        )
+
+
+def _check_gradient_variance(config: Config, world: int) -> Iterator[str]:
+    if not config.logging.gradient_variance_every:
+        return
+    parallel, trainer, rollout = config.actor.parallel, config.trainer, config.rollout
+    key = "`logging.gradient_variance_every`"
+    off = {"pipeline": parallel.pipeline > 1, "expert": parallel.expert > 1, "sequence": parallel.sequence}
+    for name in (name for name, is_on in off.items() if is_on):
+        yield f"{key} cannot measure with actor.parallel.{name}={getattr(parallel, name)}; set it to 0, or {name} off"
+    longest = rollout.max_prompt_tokens + rollout.max_tokens
+    tokens = trainer.prompts_per_step // trainer.minibatches * rollout.group_size * longest
+    if world // parallel.tensor == 1 and tokens <= config.actor.tokens_per_microbatch:
+        yield (
+            f"{key} compares micro-batches, and a whole minibatch of at most {tokens} tokens fits one; lower "
+            f"`actor.tokens_per_microbatch` ({config.actor.tokens_per_microbatch}) so that there are several"
         )
 
 

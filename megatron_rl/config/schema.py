@@ -237,6 +237,7 @@ class LoggingConfig:
     samples_every: int = 1  # steps between sample files; 0: none
     samples_per_step: int = 16  # rollouts written per sample file
     record_every: int = 10  # steps between `rollouts/step_<n>.npz` (all rewards and log-probs, as arrays); 0: none
+    gradient_variance_every: int = 0  # steps between measurements of the gradient's variance; 0: none
 
 
 @dataclass

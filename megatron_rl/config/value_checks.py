@@ -51,6 +51,7 @@ _AT_LEAST: dict[str, float] = {
     "logging.samples_every": 0,
     "logging.samples_per_step": 1,
     "logging.record_every": 0,
+    "logging.gradient_variance_every": 0,
     "launch.processes": 1,
 }
 _ABOVE: dict[str, float] = {

@@ -67,7 +67,9 @@ def step(run: Run) -> None:
         estimate = run.algorithm.estimate(table, truncated=cut, reference_kl=kl)
         batch = train_batch(rollouts, estimate)
     log = TokenLog() if run.report.records(number) else None
-    learned = update(run, batch, estimate.clip_range, log) if len(batch) else {"actor/updates": 0.0}
+    every = config.logging.gradient_variance_every
+    measure = bool(every) and number % every == 0
+    learned = update(run, batch, estimate.clip_range, log, measure) if len(batch) else {"actor/updates": 0.0}
 
     with run.phases("sync"):
         run.hand_device_to_engine()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.actor.actor import UpdateResult
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms import StepEstimate
 from megatron_rl.algorithms.aggregation import Denominators
@@ -41,11 +42,16 @@ def minibatches(group: np.ndarray, count: int) -> list[list[int]]:
 
 
 def update(
-    run: Run, batch: TrainBatch, clip_range: tuple[float, float] | None, log: TokenLog | None = None
+    run: Run,
+    batch: TrainBatch,
+    clip_range: tuple[float, float] | None,
+    log: TokenLog | None = None,
+    measure_variance: bool = False,
 ) -> dict[str, float]:
     """Every optimizer step of one batch of rollouts: `epochs` passes over `minibatches` parts of it.
 
-    `log`, where given, receives the log-probs of this rank's share.
+    `log`, where given, receives the log-probs of this rank's share. With `measure_variance` the metrics have the variance
+    of the first update's gradient.
 
     The old policy's log-probs are recomputed by the actor, in the packing that the update uses, before the first step: the
     ratio is then exactly 1 on the first minibatch, and the engine's rounding does not enter the loss.
@@ -77,7 +83,8 @@ def update(
                     micro.extra["ref_log_probs"] = log_probs
     denominators = _denominators(run, parts)
     metrics = actor.reduce([entropy])
-    norms = []
+    norms: list[float] = []
+    variance: dict[str, float] = {}
     with run.phases("update"):
         for _ in range(config.trainer.epochs):
             for micro_batches, whole in zip(parts, denominators, strict=True):
@@ -100,18 +107,41 @@ def update(
                         clip_range=clip_range,
                     )
 
-                result = actor.update(micro_batches, loss, temperature, algorithm.needs_entropy)
+                part_size = _part_size(algorithm.config.aggregation) if measure_variance and not norms else None
+                result = actor.update(micro_batches, loss, temperature, algorithm.needs_entropy, part_size)
+                if part_size is not None:
+                    variance = _variance_metrics(result)
                 metrics = metrics + result.metrics
                 norms.append(result.grad_norm)
     if log is not None and run.grid.reports_loss:
         for micro_batches in parts:
             log.add(micro_batches)
-    return metrics.values() | {
-        "actor/grad_norm": float(np.mean(norms)),
-        "actor/grad_norm_max": max(norms),
-        "actor/lr": result.learning_rate,
-        "actor/updates": float(len(norms)),
-    }
+    return (
+        metrics.values()
+        | variance
+        | {
+            "actor/grad_norm": float(np.mean(norms)),
+            "actor/grad_norm_max": max(norms),
+            "actor/lr": result.learning_rate,
+            "actor/updates": float(len(norms)),
+        }
+    )
+
+
+def _part_size(aggregation: str) -> Callable[[MicroBatch], float]:
+    """How much of the minibatch's loss a micro-batch is."""
+    if aggregation == "token-mean":
+        return lambda micro: float(micro.targets.numel())
+    return lambda micro: float(len(micro.rows))
+
+
+def _variance_metrics(result: UpdateResult) -> dict[str, float]:
+    """Trace of the gradient's covariance, and its share of the squared norm; more than 1 is nothing but noise."""
+    metrics = {"gradient/parts": float(result.gradient_parts)}
+    if result.gradient_variance is not None:
+        metrics["gradient/variance"] = result.gradient_variance
+        metrics["gradient/variance_share"] = result.gradient_variance / max(result.grad_norm**2, 1e-300)
+    return metrics
 
 
 def _everything(micro: MicroBatch) -> Tensor:

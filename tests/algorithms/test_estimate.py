@@ -147,3 +147,20 @@ def test_gradient_variance_needs_two() -> None:
     tracker.add(1.0)
     with pytest.raises(ValueError, match="at least 2"):
         tracker.value(1.0)
+
+
+def test_gradient_variance_of_parts_of_different_sizes_is_unbiased() -> None:
+    """Parts that are sums over different numbers of terms: on average the true variance of the whole sum."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, mean = [1, 2, 5], torch.tensor([0.5, -0.2])
+    terms = torch.randn(20_000, sum(sizes), 2, generator=generator, dtype=torch.float64) + mean
+    squares = torch.stack([part.sum(1).square().sum(1) for part in terms.split(sizes, dim=1)], 1)
+    whole = terms.sum(1).square().sum(1)
+    estimates = []
+    for each, total in zip(squares.tolist(), whole.tolist(), strict=True):
+        tracker = GradientVariance()
+        for square, size in zip(each, sizes, strict=True):
+            tracker.add(square, size)
+        estimates.append(tracker.of_sum(total))
+    true_variance = sum(sizes) * 2.0  # 8 terms, 2 components of variance 1
+    assert sum(estimates) / len(estimates) == pytest.approx(true_variance, rel=0.02)

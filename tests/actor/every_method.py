@@ -1,0 +1,161 @@
+"""One training step of the real actor for every combination of methods: run by every rank, saved by the first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.actor import Actor
+from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.algorithms import (
+    Algorithm,
+    Denominators,
+    Metrics,
+    RewardTable,
+    list_advantage_estimators,
+    list_gradient_weights,
+    make_algorithm,
+)
+from megatron_rl.config.methods import AGGREGATIONS, RATIOS
+from megatron_rl.config.schema import Config, CreateModelConfig, OptimizerConfig
+
+SHAPE = CreateModelConfig(
+    layers=1,
+    hidden_size=16,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    ffn_size=16,
+    vocab_size=32,
+    tie_embeddings=True,
+    init_std=0.3,
+)
+GROUPS, GROUP_SIZE, LONGEST = 3, 3, 6
+COMBINATIONS = list(itertools.product(list_advantage_estimators(), list_gradient_weights(), AGGREGATIONS, RATIOS))
+# Every weight, aggregation and ratio level at least once, with changing estimators.
+SOME = [combination for index, combination in enumerate(COMBINATIONS) if index % 53 == 0]
+
+
+def make_rollouts() -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """Prompts, responses, and how far each token's old log-prob lies below the current one: ratios from 0.3 to 3."""
+    rng = np.random.default_rng(3)
+    count = GROUPS * GROUP_SIZE
+    prompts = [rng.integers(2, 32, size=2 + i % 2) for i in range(count)]
+    responses = [rng.integers(2, 32, size=1 + (5 * i) % LONGEST) for i in range(count)]
+    return prompts, responses, [rng.normal(0, 0.5, size=len(each)) for each in responses]
+
+
+def make_table(responses: list[np.ndarray]) -> RewardTable:
+    rng = np.random.default_rng(4)
+    return RewardTable(
+        torch.from_numpy(rng.random((GROUPS, GROUP_SIZE, 3))),
+        ("right", "format", "judge"),
+        weights={"format": 0.5},
+        lengths=torch.tensor([len(each) for each in responses]).view(GROUPS, GROUP_SIZE),
+        greedy=torch.from_numpy(rng.random((GROUPS, 3))),
+    )
+
+
+def algorithm_of(estimator: str, weight: str, aggregation: str, ratio: str) -> Algorithm:
+    section = {
+        "estimator": {"name": estimator},
+        "weight": {"name": weight},
+        "aggregation": aggregation,
+        "ratio": ratio,
+    }
+    return make_algorithm(section, max_tokens=LONGEST)
+
+
+def run_steps(root: str, name: str, combinations: list[tuple[str, str, str, str]], with_jacobian: bool) -> None:
+    """Saves `<name>.pt`: per combination gradient norm, metrics and variance; and what checks need."""
+    from megatron.core import parallel_state
+
+    from megatron_rl.runtime import distributed
+
+    config = Config(run_dir=str(Path(root) / "run"))
+    config.model.dtype = "float32"
+    # A step too small to change any weight: all combinations see the same model, and the gradient is what is compared.
+    config.actor.optimizer = OptimizerConfig(lr=1e-30, clip_grad=0.0)
+    config.actor.tokens_per_microbatch = 24
+    grid = distributed.initialize(config.actor.parallel, timeout_minutes=2)
+    actor = Actor(config, grid, Path(root) / "model")
+    actor.start_optimizer(config.actor.optimizer, 1)
+    prompts, responses, shifts = make_rollouts()
+    table = make_table(responses)
+    micro_batches = actor.micro_batches(range(len(prompts)), prompts, responses)
+    for micro, (log_probs, _) in zip(micro_batches, actor.log_probs(micro_batches, 1.0), strict=True):
+        micro.extra["current"] = log_probs
+        micro.extra["old"] = log_probs - micro.concatenate(shifts)
+    saved: dict[str, Any] = {"steps": {}}
+    for combination in combinations:
+        algorithm = algorithm_of(*combination)
+        estimate = algorithm.estimate(table)
+        advantages = estimate.advantages.flatten().numpy().astype(np.float32)
+        loss = make_loss(
+            algorithm, advantages, estimate.clip_range, Denominators(sum(map(len, responses)), len(responses))
+        )
+        result = actor.update(micro_batches, loss, 1.0, part_size=part_size(combination[2]))
+        saved["steps"][combination] = {
+            "advantages": advantages,
+            "clip_range": estimate.clip_range,
+            "grad_norm": result.grad_norm,
+            "metrics": result.metrics.values(),
+            "variance": result.gradient_variance,
+            "parts": result.gradient_parts,
+        }
+    if with_jacobian:
+        saved["rows"] = [micro.rows for micro in micro_batches]
+        saved["jacobian"] = jacobian(actor, micro_batches)
+        saved["log_probs"] = torch.cat([micro.extra["current"] for micro in micro_batches])
+    if grid.is_main:
+        torch.save(saved, Path(root) / f"{name}.pt")
+    parallel_state.destroy_model_parallel()
+
+
+def part_size(aggregation: str) -> Callable[[MicroBatch], float]:
+    if aggregation == "token-mean":
+        return lambda micro: float(micro.targets.numel())
+    return lambda micro: float(len(micro.rows))
+
+
+def make_loss(
+    algorithm: Algorithm, advantages: np.ndarray, clip_range: tuple[float, float] | None, whole: Denominators
+) -> Callable[[MicroBatch, Tensor, Tensor | None], tuple[Tensor, Metrics]]:
+    def loss(micro: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
+        return algorithm.policy_loss(
+            log_probs,
+            micro.extra["old"],
+            None,
+            None,
+            None,
+            micro.spread(advantages),
+            torch.ones_like(micro.targets, dtype=torch.bool),
+            sequence_ids=micro.sequence_ids,
+            denominators=whole,
+            clip_range=clip_range,
+        )
+
+    return loss
+
+
+def jacobian(actor: Actor, micro_batches: list[MicroBatch]) -> Tensor:
+    """d log-prob of each token / d parameters, [tokens, parameters]; tokens in the micro-batches' order."""
+    rows = []
+    for micro in micro_batches:
+        for token in range(len(micro.targets)):
+
+            def one(
+                _: MicroBatch, log_probs: Tensor, entropy: Tensor | None, token: int = token
+            ) -> tuple[Tensor, Metrics]:
+                return log_probs[token], Metrics()
+
+            actor.update([micro], one, 1.0)
+            gradients = [p.main_grad.flatten() for chunk in actor.ddp_chunks for p in chunk.parameters()]
+            rows.append(torch.cat(gradients).clone())
+    return torch.stack(rows)
