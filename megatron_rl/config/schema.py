@@ -64,6 +64,14 @@ class TasksConfig:
 
 
 @dataclass
+class ConditionConfig:
+    """A reward counts only where another one is high enough, and is 0 elsewhere (GDPO Eq. 8); both before weighting."""
+
+    on: str = MISSING  # the other column
+    at_least: float = 1.0  # its threshold, inclusive
+
+
+@dataclass
 class RewardConfig:
     """One named column of the reward table. The section `rewards` maps column name to this."""
 
@@ -71,6 +79,7 @@ class RewardConfig:
     weight: float = 1.0
     params: dict[str, Any] = field(default_factory=dict)
     tasks: list[str] | None = None  # only for prompts of these train/eval tasks (elsewhere the column is 0); null: all
+    condition: ConditionConfig | None = None  # null: always counts
     when_needed: bool = False  # only computed where the chosen estimator asks for a column of this name (e.g. a judge)
 
 

@@ -2,7 +2,7 @@
 
 from megatron_rl.rewards import chain_sum, maths, puzzle, text, tools  # noqa: F401  (fill the registry)
 from megatron_rl.rewards.registry import Reward, Score, list_rewards, make_reward, register_reward
-from megatron_rl.rewards.scoring import RewardError, Scorer, check_rewards, score_rollouts
+from megatron_rl.rewards.scoring import RewardError, Scorer, check_rewards, condition_reward, score_rollouts
 
 __all__ = [
     "Reward",
@@ -10,6 +10,7 @@ __all__ = [
     "Score",
     "Scorer",
     "check_rewards",
+    "condition_reward",
     "list_rewards",
     "make_reward",
     "register_reward",

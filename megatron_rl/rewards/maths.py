@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.rewards.isolation import Isolated
-from megatron_rl.rewards.registry import Reward, flag, real, register_reward, stopped
+from megatron_rl.rewards.registry import Reward, choice, flag, real, register_reward, stopped
 
 _LONGEST = 100_000  # characters of a completion that are looked at, from its end
 
@@ -15,22 +15,26 @@ _LONGEST = 100_000  # characters of a completion that are looked at, from its en
 def math_reward(
     correct: float = 1.0,
     wrong: float = 0.0,
+    boxes: str = "last",
     require_stop: bool = False,
     timeout_seconds: float = 5.0,
 ) -> Reward:
     r"""`correct` where the completion's final answer equals the sample's `answer`, else `wrong`.
 
-    math-verify extracts the last `\boxed{}`, LaTeX or plain expression, and compares it as mathematics: `\frac{1}{2}`
-    equals `0.5`. It runs in a process of its own, so its deadline holds in any thread and against any expression.
+    The final answer is what stands in a `\boxed{}`; where there is none, the last LaTeX or plain expression. math-verify
+    compares it as mathematics: `\frac{1}{2}` equals `0.5`. It runs in a process of its own, so its deadline holds in any
+    thread and against any expression.
 
     Args:
         correct: value of a right answer.
         wrong: value of a wrong one; -1 gives the +-1 reward of DGPO, appendix.
+        boxes: of several `\boxed{}`, the `last` is the answer, or `all` of them are, as a set (math-verify's own way).
         require_stop: a response cut at the token limit is wrong.
         timeout_seconds: a comparison that takes longer is stopped; the answer is wrong and counts as a timeout.
     """
     real("correct", correct)
     real("wrong", wrong)
+    choice("boxes", boxes, ("last", "all"))
     flag("require_stop", require_stop)
     real("timeout_seconds", timeout_seconds, low=0.01)
     isolated = Isolated("megatron_rl.rewards.maths:same_answer", ("math_verify",), timeout_seconds, on_timeout=0.0)
@@ -40,7 +44,10 @@ def math_reward(
             raise ValueError("the math reward needs the sample's answer")
         if require_stop and not stopped(sample):
             return wrong
-        return correct if isolated(completion[-_LONGEST:], str(sample["answer"])) else wrong
+        text = completion[-_LONGEST:]
+        if boxes == "last":
+            text = text[max(0, text.rfind("\\boxed")) :]
+        return correct if isolated(text, str(sample["answer"])) else wrong
 
     score.isolated = isolated  # type: ignore[attr-defined]
     return score

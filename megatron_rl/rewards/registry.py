@@ -1,6 +1,7 @@
 """Rewards by name.
 
-A reward is a callable `(completion, sample) -> number`, or `-> {name: number}` for several. The sample is a mapping
+A reward is a callable `(completion, sample) -> number`, or `-> {part: number}` for several, whose names are then in its
+attribute `columns`. The sample is a mapping
 with the keys of `Sample.as_mapping` (`prompt`, `answer`, `tool_calls`, `needs_response`, `metadata`) and, in a run, also
 `finish_reason` (`stop` or `length`) and `num_tokens` (length of the response). A factory turns a recipe's parameters
 into such a callable; it imports nothing heavy and raises ValueError on a bad parameter, so that recipes are checked by

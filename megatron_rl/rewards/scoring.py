@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.names import unknown_name
-from megatron_rl.rewards.registry import Reward, Score, make_reward
+from megatron_rl.rewards.registry import Reward, make_reward
 
 if TYPE_CHECKING:
     from megatron_rl.data import Sample
@@ -29,16 +29,30 @@ def check_rewards(rewards: Mapping[str, RewardConfig], tasks: Collection[str] | 
     Raises:
         ValueError: naming the key and the nearest known name.
     """
-    for column, config in rewards.items():
+    columns: dict[str, str] = {}  # of every reward, and which reward has it
+    for name, config in rewards.items():
         try:
-            make_reward(config.reward, **config.params)
+            reward = make_reward(config.reward, **config.params)
         except ValueError as error:
-            raise ValueError(f"rewards.{column}: {error}") from error
+            raise ValueError(f"rewards.{name}: {error}") from error
+        columns |= dict.fromkeys(_columns(name, reward), name)
         if not math.isfinite(config.weight):
-            raise ValueError(f"rewards.{column}.weight = {config.weight}, must be a finite number")
+            raise ValueError(f"rewards.{name}.weight = {config.weight}, must be a finite number")
         for task in config.tasks or ():
             if tasks is not None and task not in tasks:
-                raise ValueError(f"rewards.{column}.tasks: {unknown_name('task', task, tasks)}")
+                raise ValueError(f"rewards.{name}.tasks: {unknown_name('task', task, tasks)}")
+    for name, config in rewards.items():
+        if config.condition is None:
+            continue
+        key, other = f"rewards.{name}.condition", config.condition.on
+        if other not in columns:
+            raise ValueError(f"{key}.on: {unknown_name('reward column', other, columns)}")
+        if columns[other] == name:
+            raise ValueError(f"{key}.on = {other!r}: a reward cannot depend on itself")
+        if rewards[columns[other]].when_needed and not config.when_needed:
+            raise ValueError(f"{key}.on = {other!r}: that column is not always computed; drop its when_needed")
+        if not math.isfinite(config.condition.at_least):
+            raise ValueError(f"{key}.at_least = {config.condition.at_least}, must be a finite number")
 
 
 class Scorer:
@@ -46,14 +60,24 @@ class Scorer:
 
     Args:
         rewards: the recipe's section, by column name.
-        needed: columns the estimator asks for; those marked `when_needed` are computed only if they are among them.
+        needed: columns the estimator asks for; rewards marked `when_needed` are computed only if they are among them.
+
+    Raises:
+        ValueError: a bad name or parameter, or a condition on a column that is not computed.
     """
 
     def __init__(self, rewards: Mapping[str, RewardConfig], needed: Collection[str] = ()) -> None:
-        self.configs = {
-            column: config for column, config in rewards.items() if not config.when_needed or column in needed
-        }
-        self._rewards = {column: make_reward(config.reward, **config.params) for column, config in self.configs.items()}
+        self.configs = {name: config for name, config in rewards.items() if not config.when_needed or name in needed}
+        self._rewards = {name: make_reward(config.reward, **config.params) for name, config in self.configs.items()}
+        for name, config in self.configs.items():
+            if config.condition is not None and config.condition.on not in self.columns:
+                problem = unknown_name("reward column", config.condition.on, self.columns)
+                raise ValueError(f"rewards.{name}.condition.on: {problem}")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the numbers every rollout gets, in order."""
+        return tuple(column for name, reward in self._rewards.items() for column in _columns(name, reward))
 
     def score(
         self,
@@ -62,10 +86,10 @@ class Scorer:
         finish_reasons: Sequence[str] | None = None,
         num_tokens: Sequence[int] | None = None,
     ) -> list[dict[str, float]]:
-        """One dict per rollout: column name to value.
+        """One dict per rollout: column name to value, in the order of `columns`.
 
-        A reward that returns several numbers gives the columns `<column>.<name>`. Where `tasks` keeps a reward from a
-        sample, its columns are 0.
+        A reward that returns several numbers gives the columns `<name>.<part>`. Where `tasks` keeps a reward from a
+        sample, its columns are 0; so they are where its `condition` is not met.
 
         Args:
             completions: text of each rollout's response.
@@ -77,31 +101,43 @@ class Scorer:
             RewardError: a reward raised or returned no finite number; names column and sample.
         """
         count = len(completions)
-        for name, other in (("samples", samples), ("finish_reasons", finish_reasons), ("num_tokens", num_tokens)):
+        for what, other in (("samples", samples), ("finish_reasons", finish_reasons), ("num_tokens", num_tokens)):
             if other is not None and len(other) != count:
-                raise ValueError(f"{len(other)} {name} for {count} completions")
-        rows: list[dict[str, float]] = [{} for _ in range(count)]
-        for column, reward in self._rewards.items():
-            tasks = self.configs[column].tasks
-            scores: list[dict[str, float] | None] = []
-            for index, (completion, sample) in enumerate(zip(completions, samples, strict=True)):
-                if tasks is not None and sample.task not in tasks:
-                    scores.append(None)
-                    continue
-                mapping = sample.as_mapping()
-                if finish_reasons is not None:
-                    mapping["finish_reason"] = finish_reasons[index]
-                if num_tokens is not None:
-                    mapping["num_tokens"] = num_tokens[index]
-                scores.append(_columns(column, reward, completion, sample.id, mapping))
-            _add(column, scores, rows, samples)
+                raise ValueError(f"{len(other)} {what} for {count} completions")
+        rows = []
+        for index, (completion, sample) in enumerate(zip(completions, samples, strict=True)):
+            mapping = sample.as_mapping()
+            if finish_reasons is not None:
+                mapping["finish_reason"] = finish_reasons[index]
+            if num_tokens is not None:
+                mapping["num_tokens"] = num_tokens[index]
+            rows.append(self._row(completion, sample, mapping))
         return rows
 
+    def _row(self, completion: str, sample: Sample, mapping: Mapping[str, Any]) -> dict[str, float]:
+        row: dict[str, float] = {}
+        for name, reward in self._rewards.items():
+            tasks = self.configs[name].tasks
+            if tasks is None or sample.task in tasks:
+                row |= _score(name, reward, completion, sample.id, mapping)
+            else:
+                row |= dict.fromkeys(_columns(name, reward), 0.0)
+        raw = dict(row)
+        for name, config in self.configs.items():
+            if config.condition is not None:
+                for column in _columns(name, self._rewards[name]):
+                    gate = raw[config.condition.on]
+                    row[column] = condition_reward(raw[column], gate, config.condition.at_least)
+        return row
+
     def timeouts(self) -> dict[str, int]:
-        """Per column whose reward has a deadline: how many calls ran into it so far."""
-        return {
-            column: reward.isolated.timeouts for column, reward in self._rewards.items() if hasattr(reward, "isolated")
-        }
+        """Per reward with a deadline: how many of its calls ran into it so far."""
+        return {name: reward.isolated.timeouts for name, reward in self._rewards.items() if hasattr(reward, "isolated")}
+
+
+def condition_reward(value: float, gate: float, threshold: float) -> float:
+    """`value` where the gate reaches the threshold, else 0 (GDPO, Eq. 8). Both are raw rewards, before any weight."""
+    return value if gate >= threshold else 0.0
 
 
 def score_rollouts(
@@ -116,34 +152,25 @@ def score_rollouts(
     return Scorer(rewards, needed).score(completions, samples, finish_reasons, num_tokens)
 
 
-def _columns(
-    column: str, reward: Reward, completion: str, sample_id: str, mapping: Mapping[str, Any]
-) -> dict[str, float]:
+def _columns(name: str, reward: Reward) -> tuple[str, ...]:
+    """Column names of a reward: its own, or one per part it declares in an attribute `columns`."""
+    parts = getattr(reward, "columns", None)
+    return (name,) if parts is None else tuple(f"{name}.{part}" for part in parts)
+
+
+def _score(name: str, reward: Reward, completion: str, sample_id: str, mapping: Mapping[str, Any]) -> dict[str, float]:
     try:
-        score: Score = reward(completion, mapping)
+        score: Any = reward(completion, mapping)
     except Exception as error:
-        raise RewardError(
-            f"the reward {column!r} failed on sample {sample_id}: {type(error).__name__}: {error}"
-        ) from error
-    named = (
-        {f"{column}.{name}": value for name, value in score.items()} if isinstance(score, Mapping) else {column: score}
-    )
-    value: Any
-    for name, value in named.items():
+        text = f"{type(error).__name__}: {error}"
+        raise RewardError(f"the reward {name!r} failed on sample {sample_id}: {text}") from error
+    parts = getattr(reward, "columns", None)
+    if isinstance(score, Mapping) != (parts is not None) or (parts is not None and set(score) != set(parts)):
+        declared = "one number" if parts is None else f"the parts {list(parts)} in its attribute `columns`"
+        returned = list(score) if isinstance(score, Mapping) else repr(score)
+        raise RewardError(f"the reward {name!r} returns {returned} on sample {sample_id}, but it declares {declared}")
+    named = {name: score} if parts is None else {f"{name}.{part}": score[part] for part in parts}
+    for column, value in named.items():
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise RewardError(f"the reward {name!r} is {value!r} on sample {sample_id}, not a finite number")
-    return {name: float(value) for name, value in named.items()}
-
-
-def _add(
-    column: str, scores: list[dict[str, float] | None], rows: list[dict[str, float]], samples: Sequence[Sample]
-) -> None:
-    names = next((list(score) for score in scores if score is not None), [column])
-    for row, score, sample in zip(rows, scores, samples, strict=True):
-        if score is None:
-            score = dict.fromkeys(names, 0.0)
-        if list(score) != names:
-            raise RewardError(
-                f"the reward {column!r} returns {list(score)} on sample {sample.id}, but {names} elsewhere"
-            )
-        row.update(score)
+            raise RewardError(f"the reward {column!r} is {value!r} on sample {sample_id}, not a finite number")
+    return {column: float(value) for column, value in named.items()}

@@ -1,0 +1,194 @@
+"""From a `rewards` section to a table: restriction to tasks, columns on demand, errors with names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.schema import ConditionConfig, RewardConfig
+from megatron_rl.data import Sample
+from megatron_rl.rewards import (
+    RewardError,
+    Scorer,
+    check_rewards,
+    condition_reward,
+    list_rewards,
+    make_reward,
+    score_rollouts,
+)
+
+CASES = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
+OWN = """
+def shouting(mark="!"):
+    return lambda completion, sample: completion.count(mark)
+
+def parts():
+    def score(completion, sample):
+        return {"first": len(completion), "second": sample["num_tokens"]}
+    score.columns = ("first", "second")
+    return score
+
+def undeclared():
+    return lambda completion, sample: {"a": 1.0}
+
+def broken():
+    return lambda completion, sample: 1 / len(completion)
+
+def endless():
+    return lambda completion, sample: float("inf")
+
+def text():
+    return lambda completion, sample: "1.0"
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    path = tmp_path / "own_rewards.py"
+    path.write_text(OWN)
+    return str(path)
+
+
+def sample(task: str, index: int = 0, **fields: Any) -> Sample:
+    return Sample(id=f"{task}/{index}", task=task, prompt="p", prompt_ids=[1], **fields)
+
+
+def sums() -> Sample:
+    return sample("sums", answer="-8", metadata={"source_dataset": "chain_sum", "expression": "1 + 3 - 5 - 7"})
+
+
+def test_the_quick_start_columns() -> None:
+    rewards = {
+        "correct": RewardConfig(reward="puzzle", params={"after": "#", "partial": False}),
+        "format": RewardConfig(reward="format", params={"pattern": "[^#]*#-?[0-9]+"}),
+        "judge": RewardConfig(reward="chain_sum_steps", when_needed=True),
+    }
+    texts = ["1+3=4 4-5=-1 -1-7=-8#-8", "#-8", "#-8", "nothing"]
+    reasons = ["stop", "stop", "length", "stop"]
+    rows = score_rollouts(texts, [sums()] * 4, rewards, finish_reasons=reasons)
+    assert rows == [
+        {"correct": 1.0, "format": 1.0},
+        {"correct": 1.0, "format": 1.0},
+        {"correct": 0.0, "format": 0.0},
+        {"correct": 0.0, "format": 0.0},
+    ]
+    rows = score_rollouts(texts, [sums()] * 4, rewards, needed=["judge"], finish_reasons=reasons)
+    assert [row["judge"] for row in rows] == [1.0, 0.0, 0.0, 0.0]
+    assert list(rows[0]) == ["correct", "format", "judge"]
+
+
+def test_a_reward_for_some_tasks_is_zero_elsewhere() -> None:
+    rewards = {"steps": RewardConfig(reward="chain_sum_steps", tasks=["sums"])}
+    texts = ["1+3=4 4-5=-1 -1-7=-8#-8"] * 2
+    assert score_rollouts(texts, [sums(), sample("other")], rewards) == [{"steps": 1.0}, {"steps": 0.0}]
+
+
+def test_rewards_of_ones_own(own: str) -> None:
+    rewards = {
+        "loud": RewardConfig(reward=f"{own}:shouting", params={"mark": "?"}),
+        "size": RewardConfig(reward=f"{own}:parts", tasks=["a"]),
+    }
+    rows = score_rollouts(["hm??", "?"], [sample("b"), sample("a")], rewards, num_tokens=[7, 9])
+    assert rows == [
+        {"loud": 2.0, "size.first": 0.0, "size.second": 0.0},
+        {"loud": 1.0, "size.first": 1.0, "size.second": 9.0},
+    ]
+    assert Scorer(rewards).columns == ("loud", "size.first", "size.second")
+    assert score_rollouts(["x"], [sample("b")], rewards, num_tokens=[1])[0].keys() == rows[0].keys()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "condition" in case["fn"]], ids=lambda case: case["id"])
+def test_conditions_agree_with_the_reference(case: dict[str, Any]) -> None:
+    given = case["kwargs"]
+    if case["fn"] == "condition_reward":
+        pairs = zip(given["r_k"], given["r_l"], strict=True)
+        assert [condition_reward(value, gate, given["threshold"]) for value, gate in pairs] == case["expected"]
+    else:
+        reward = make_reward("length", limit=given["limit"])
+        lengths = [reward("", {"num_tokens": length}) for length in given["length"]]
+        pairs = zip(lengths, given["gate_reward"], strict=True)
+        assert [condition_reward(value, gate, 1.0) for value, gate in pairs] == case["expected"]
+
+
+def test_a_reward_conditioned_on_another(own: str) -> None:
+    rewards = {
+        "short": RewardConfig(reward="length", params={"limit": 4}, condition=ConditionConfig(on="correct")),
+        "correct": RewardConfig(reward="format", params={"pattern": "yes.*"}, weight=0.0),
+        "size": RewardConfig(reward=f"{own}:parts", condition=ConditionConfig(on="short", at_least=0.5)),
+    }
+    rows = score_rollouts(["yes", "yes and so on", "no"], [sums()] * 3, rewards, num_tokens=[3, 9, 2])
+    assert [row["short"] for row in rows] == [1.0, 0.0, 0.0]
+    assert [row["correct"] for row in rows] == [1.0, 1.0, 0.0]
+    assert [row["size.first"] for row in rows] == [3.0, 0.0, 2.0]  # the gate is the raw value, not the conditioned one
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        ({"on": "corect"}, r"rewards\.short\.condition\.on: unknown reward column 'corect'; did you mean 'correct'"),
+        ({"on": "short"}, "cannot depend on itself"),
+        ({"on": "judge"}, "not always computed"),
+        ({"on": "correct", "at_least": float("inf")}, "must be a finite number"),
+    ],
+)
+def test_a_condition_that_cannot_be_met(condition: dict[str, Any], message: str) -> None:
+    rewards = {
+        "short": RewardConfig(reward="length", params={"limit": 4}, condition=ConditionConfig(**condition)),
+        "correct": RewardConfig(reward="math"),
+        "judge": RewardConfig(reward="chain_sum_steps", when_needed=True),
+    }
+    with pytest.raises(ValueError, match=message):
+        check_rewards(rewards)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken", r"the reward 'own' failed on sample a/3: ZeroDivisionError"),
+        ("endless", r"'own' is inf on sample a/3, not a finite number"),
+        ("text", r"'own' is '1\.0' on sample a/3, not a finite number"),
+        ("undeclared", r"'own' returns \['a'\] on sample a/3, but it declares one number"),
+    ],
+)
+def test_a_reward_that_fails_names_the_sample(name: str, message: str, own: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        score_rollouts([""], [sample("a", 3)], {"own": RewardConfig(reward=f"{own}:{name}")})
+
+
+def test_lists_that_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="1 samples for 2 completions"):
+        score_rollouts(["a", "b"], [sums()], {})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"reward": "puzle"}, r"rewards\.x: unknown reward 'puzle'; did you mean 'puzzle'\?"),
+        ({"reward": "puzzle", "params": {"partiall": 1}}, r"unknown parameter 'partiall'; did you mean 'partial'"),
+        ({"reward": "puzzle", "params": {"partial": 1}}, r"partial = 1, must be true or false"),
+        ({"reward": "puzzle", "params": {"timeout_seconds": 0}}, r"timeout_seconds = 0, must be a number from 0\.01"),
+        ({"reward": "format"}, r"the parameter 'pattern' is missing"),
+        ({"reward": "format", "params": {"pattern": "("}}, r"is no regular expression"),
+        ({"reward": "length", "params": {"limit": -1}}, r"limit = -1, must be a number from 0"),
+        ({"reward": "length", "params": {"limit": 9, "unit": "words"}}, r"must be one of tokens, characters"),
+        ({"reward": "tool_correctness", "params": {"matching": "best"}}, r"must be one of greedy, optimal"),
+        ({"reward": "math", "params": {"wrong": "-1"}}, r"wrong = '-1', must be a number"),
+        ({"reward": "no_such_package:reward"}, r"cannot load the reward .*No module named"),
+        ({"reward": "math:no_such_name"}, r"math has no function 'no_such_name'"),
+        ({"reward": "/nowhere/rewards.py:x"}, r"cannot load the reward .*No such file"),
+        ({"reward": "math", "weight": float("nan")}, r"weight = nan, must be a finite number"),
+        ({"reward": "math", "tasks": ["sum"]}, r"rewards\.x\.tasks: unknown task 'sum'; did you mean 'sums'"),
+    ],
+)
+def test_a_recipe_with_a_mistake(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_rewards({"x": RewardConfig(**config)}, tasks={"sums", "test"})
+
+
+def test_every_name_of_the_contract_is_there() -> None:
+    wanted = {"tool_format", "tool_correctness", "tool_exec", "math", "length", "puzzle", "format", "chain_sum_steps"}
+    assert wanted <= set(list_rewards())
+    assert callable(make_reward("tool_format", strict=False))

@@ -1,0 +1,162 @@
+"""Rewards on tool calls: reference cases, the papers' formulas, and text that is no tool call."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.rewards import make_reward
+from megatron_rl.rewards.tool_calls import match_share, parse_tool_calls
+
+CASES = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
+CALL = {"name": "a", "parameters": {"x": 1}}
+
+
+def cases(function: str) -> list[Any]:
+    found = [pytest.param(case["kwargs"], case["expected"], id=case["id"]) for case in CASES if case["fn"] == function]
+    assert found
+    return found
+
+
+def completion(calls: list[dict[str, Any]] | None) -> str:
+    lines = ["{broken"] if calls is None else [json.dumps(call) for call in calls]
+    return "\n".join(["<think>t</think>", "<tool_call>", *lines, "</tool_call>"])
+
+
+@pytest.mark.parametrize(("given", "expected"), cases("format_reward"))
+def test_format_agrees_with_the_reference(given: dict[str, Any], expected: float) -> None:
+    sample = {"tool_calls": [CALL] if given["need_tool"] else [], "needs_response": given["need_response"]}
+    assert make_reward("tool_format", strict=given["strict"])(given["response"], sample) == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), cases("correctness_reward"))
+def test_correctness_agrees_with_the_reference(given: dict[str, Any], expected: float) -> None:
+    params = {key: given[key] for key in ("matching", "names", "same_name")}
+    score = make_reward("tool_correctness", **params)(completion(given["pred"]), {"tool_calls": given["gold"]})
+    assert score == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize(("given", "expected"), cases("exec_score"))
+def test_execution_agrees_with_the_reference(given: dict[str, Any], expected: float) -> None:
+    score = make_reward("tool_exec")(completion(given["pred"]), {"tool_calls": given["gold"]})
+    assert score == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize(("given", "expected"), cases("parse_tool_calls"))
+def test_calls_are_read_as_in_the_reference(given: dict[str, Any], expected: Any) -> None:
+    assert parse_tool_calls(given["text"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("calls", "response", "text"),
+    [
+        ([CALL], None, "<think>t</think>\n<tool_call>\n{}\n</tool_call>"),
+        ([], None, "<think>t</think>\n<response>r</response>"),
+        (None, None, "<think>t</think>\n<response>r</response>"),
+        ([CALL], True, "<think>t</think>\n<tool_call>\n{}\n</tool_call>\n<response>r</response>"),
+        (None, False, "<think>t</think>"),
+    ],
+)
+def test_the_gold_answer_says_which_fields_are_wanted(calls: Any, response: bool | None, text: str) -> None:
+    sample = {"tool_calls": calls, "needs_response": response}
+    reward = make_reward("tool_format")
+    assert reward(text, sample) == 1.0
+    assert reward(f"\n {text}\n", sample) == 1.0  # white space around the whole is the chat template's business
+    assert reward(f"{text} and so on", sample) == 0.0
+    assert reward(text.replace("</think>\n", "</think>\n\n"), sample) == (1.0 if text == "<think>t</think>" else 0.0)
+    assert make_reward("tool_format", strict=False)(text.replace("\n", ""), sample) == 1.0
+
+
+def test_a_turn_that_calls_no_tool() -> None:
+    for sample in ({"tool_calls": []}, {}):
+        assert make_reward("tool_correctness")("<think>t</think>\n<response>r</response>", sample) == 3.0
+        assert make_reward("tool_exec")("<think>t</think>\n<response>r</response>", sample) == 1.0
+        assert make_reward("tool_correctness")(completion([CALL]), sample) == -3.0
+        assert make_reward("tool_exec")(completion([CALL]), sample) == 0.0
+        assert make_reward("tool_correctness")(completion(None), sample) == -3.0
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        '{"name": "a"}',
+        '{"parameters": {}}',
+        '{"name": 1, "parameters": {}}',
+        '{"name": "a", "parameters": [1]}',
+        '[{"name": "a", "parameters": {}}]',
+        '"a"',
+        "null",
+        '{"name": "a", "parameters": {}} {"name": "a", "parameters": {}}',
+        "[" * 100_000,
+        '{"name": "a", "parameters": {"x": ' + "9" * 5000 + "}}",
+    ],
+)
+def test_what_is_no_call_cannot_be_read(block: str) -> None:
+    text = f"<tool_call>\n{block}\n</tool_call>"
+    assert parse_tool_calls(text) is None
+    assert make_reward("tool_correctness")(text, {"tool_calls": [CALL]}) == -3.0
+    assert make_reward("tool_exec")(text, {"tool_calls": [CALL]}) == 0.0
+
+
+def test_odd_values_are_compared_and_never_raise() -> None:
+    deep: Any = 1
+    for _ in range(900):
+        deep = [deep]
+    gold = [{"name": "a", "parameters": {"x": deep, "y": float("nan")}}]
+    assert make_reward("tool_correctness")(completion(gold), {"tool_calls": gold}) <= 3.0
+
+
+def brute_force(table: list[list[float]]) -> float:
+    rows, columns = len(table), len(table[0])
+    if rows > columns:
+        return brute_force([list(column) for column in zip(*table, strict=True)])
+    return max(
+        sum(table[row][column] for row, column in enumerate(chosen))
+        for chosen in itertools.permutations(range(columns), rows)
+    )
+
+
+def random_calls(rng: random.Random, most: int) -> list[dict[str, Any]]:
+    return [
+        {"name": rng.choice("ab"), "parameters": {key: rng.randint(0, 1) for key in "xyz" if rng.random() < 0.6}}
+        for _ in range(rng.randint(1, most))
+    ]
+
+
+def test_the_optimal_matching_is_the_best_of_all() -> None:
+    rng = random.Random(0)
+    better = 0
+    for _ in range(400):
+        gold, calls = random_calls(rng, 4), random_calls(rng, 5)
+        largest = 1 + len(gold) + sum(len(call["parameters"]) for call in gold)
+        pairs = [
+            [
+                0.0
+                if want["name"] != call["name"]
+                else 6 * match_share([want], [call], "greedy", "set") / 6 * (2 + len(want["parameters"])) - 1
+                for call in calls
+            ]
+            for want in gold
+        ]
+        names = match_share(gold, [{**call, "name": call["name"] * 9} for call in calls], "optimal", "set")
+        assert names == 0.0
+        left, right = {call["name"] for call in gold}, {call["name"] for call in calls}
+        expected = (len(left & right) / len(left | right) + brute_force(pairs)) / largest
+        optimal = match_share(gold, calls, "optimal", "set")
+        greedy = match_share(gold, calls, "greedy", "set")
+        assert optimal == pytest.approx(expected, abs=1e-12)
+        assert greedy <= optimal + 1e-12
+        better += greedy < optimal - 1e-9
+    assert better > 5  # the two differ, so the test can tell them apart
+
+
+def test_a_thousand_calls_are_matched_in_time() -> None:
+    calls = [{"name": "a", "parameters": {"x": i}} for i in range(1000)]
+    score = make_reward("tool_correctness", matching="optimal")(completion(calls), {"tool_calls": calls[-3:]})
+    assert math.isclose(score, 6 * (3 / 1000 + 6) / 7 - 3)

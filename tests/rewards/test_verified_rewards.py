@@ -1,0 +1,179 @@
+"""Maths and puzzles: verifiers of other packages, in a process of their own where they evaluate what a model wrote."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.rewards import make_reward
+from megatron_rl.rewards.isolation import Isolated, RewardProcessError
+from megatron_rl.rewards.registry import Reward
+
+SUM: dict[str, Any] = {"answer": "-8", "metadata": {"source_dataset": "chain_sum", "expression": "1 + 3 - 5 - 7"}}
+COUNTDOWN: dict[str, Any] = {
+    "answer": "94*4 - 61 - 6",
+    "metadata": {"source_dataset": "countdown", "numbers": [6, 61, 94, 4], "target": 309},
+}
+
+
+@pytest.fixture(scope="module")
+def maths() -> Iterator[Reward]:
+    reward = make_reward("math", timeout_seconds=2)
+    yield reward
+    reward.isolated.close()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def puzzle() -> Iterator[Reward]:
+    reward = make_reward("puzzle", timeout_seconds=2)
+    yield reward
+    reward.isolated.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1),
+        (r"\boxed{3} no, \boxed{4}", "4", 1),
+        (r"\boxed{\frac{1}{3}}", r"\frac{2}{6}", 1),
+        (r"\boxed{(1, 2)}", "(1,2)", 1),
+        (r"\boxed{[0,1)}", "[0,1)", 1),
+        (r"\boxed{[0,1]}", "[0,1)", 0),
+        (r"\boxed{12\text{ cm}}", "12", 1),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
+        (r"The answer is $\sqrt{8}$.", r"$2\sqrt{2}$", 1),
+        ("The answer is 1,234.", 1234, 1),
+        (r"\boxed{13}", "12", 0),
+        ("I do not know", "12", 0),
+        ("", "12", 0),
+        (r"\boxed{", "12", 0),
+        (r"\boxed{\frac{1}{0}}", "12", 0),
+    ],
+)
+def test_answers_are_compared_as_mathematics(completion: str, answer: Any, expected: float, maths: Reward) -> None:
+    assert maths(completion, {"answer": answer}) == expected
+
+
+def test_the_values_of_right_and_wrong_are_parameters(maths: Reward) -> None:
+    reward = make_reward("math", wrong=-1.0, require_stop=True)
+    assert reward(r"\boxed{4}", {"answer": "4", "finish_reason": "length"}) == -1.0
+    assert maths(r"\boxed{4}", {"answer": "4", "finish_reason": "length"}) == 1.0
+
+
+def test_several_boxes_are_one_answer_or_a_set(maths: Reward) -> None:
+    every = make_reward("math", boxes="all")
+    text = r"\boxed{3} and \boxed{4}"
+    assert (maths(text, {"answer": "4"}), maths(text, {"answer": r"\{3, 4\}"})) == (1.0, 0.0)
+    assert (every(text, {"answer": "4"}), every(text, {"answer": r"\{3, 4\}"})) == (0.0, 1.0)
+    every.isolated.close()  # type: ignore[attr-defined]
+
+
+def test_the_deadline_holds_in_any_thread(maths: Reward) -> None:
+    before = maths.isolated.timeouts  # type: ignore[attr-defined]
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(maths(r"\boxed{9^{9^{9^{9}}}}", {"answer": "12"})))
+    start = time.monotonic()
+    thread.start()
+    thread.join(20)
+    assert found == [0.0]
+    assert time.monotonic() - start < 10
+    assert maths.isolated.timeouts == before + 1  # type: ignore[attr-defined]
+    assert maths(r"\boxed{12}", {"answer": "12"}) == 1.0  # and the next answer is scored by a fresh helper
+
+
+def test_a_gold_answer_that_is_none_is_an_error(maths: Reward) -> None:
+    with pytest.raises(RewardProcessError, match="finds no answer in the gold text"):
+        maths(r"\boxed{12}", {"answer": "$$"})
+    with pytest.raises(ValueError, match="needs the sample's answer"):
+        maths(r"\boxed{12}", {})
+
+
+@pytest.mark.parametrize(
+    ("params", "completion", "expected"),
+    [
+        ({}, "-8", 1),
+        ({}, "the answer is -8", 2 / 16),
+        ({"partial": False}, "the answer is -8", 0),
+        ({"after": "#", "partial": False}, "1+3=4#7#-8", 1),
+        ({"after": "#", "partial": False}, "#-8#", 0),
+        ({"after": "#", "partial": False}, "#-88", 0),
+        ({"after": "#"}, "#-88", 2 / 3),
+        ({"after": "#"}, "-8", 0),
+        ({"after": "#"}, "", 0),
+    ],
+)
+def test_a_sum(params: dict[str, Any], completion: str, expected: float) -> None:
+    assert make_reward("puzzle", **params)(completion, SUM) == pytest.approx(expected)
+
+
+def test_a_response_that_was_cut_scores_nothing() -> None:
+    cut = {**SUM, "finish_reason": "length"}
+    assert make_reward("puzzle")("-8", cut) == 0.0
+    assert make_reward("puzzle", require_stop=False)("-8", cut) == 1.0
+    assert make_reward("puzzle")("-8", {**SUM, "finish_reason": "stop"}) == 1.0
+
+
+def test_a_puzzle_nobody_can_score() -> None:
+    with pytest.raises(ValueError, match=r"metadata\['source_dataset'\]"):
+        make_reward("puzzle")("-8", {"answer": "-8"})
+    with pytest.raises(ValueError, match="after must not be empty"):
+        make_reward("puzzle", after="")
+
+
+def test_an_unknown_dataset_is_an_error(puzzle: Reward) -> None:
+    with pytest.raises(RewardProcessError, match="did you mean 'countdown'"):
+        puzzle("1", {"answer": "1", "metadata": {"source_dataset": "countdow"}})
+
+
+def test_countdown_in_its_own_process(puzzle: Reward) -> None:
+    assert puzzle("94*4 - 61 - 6", COUNTDOWN) == 1.0
+    assert puzzle("6 + 61", COUNTDOWN) == 0.05
+    assert puzzle("", COUNTDOWN) == 0.01
+    assert puzzle("9**9**9**9**9", COUNTDOWN) == 0.0
+    assert puzzle.isolated.timeouts == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        '__import__("os").system("touch {path}")',
+        '__import__("subprocess").run(["touch", "{path}"])',
+        'open("{path}", "w")',
+        '__import__("os").open("{path}", 66)',
+        '__import__("os").fork()',
+        '__import__("os").kill({pid}, 9)',
+        '__import__("socket").socket()',
+        '__import__("ctypes").CDLL(None).system(b"touch {path}")',
+        '__import__("os").mkdir("{path}")',
+        "[0] * 10**12",
+        '__import__("os")._exit(0)',
+    ],
+)
+def test_text_that_is_evaluated_can_do_nothing(attack: str, puzzle: Reward, tmp_path: Path) -> None:
+    path = tmp_path / "touched"
+    text = attack.replace("{path}", str(path)).replace("{pid}", str(os.getpid()))
+    assert puzzle(text, COUNTDOWN) <= 0.05
+    assert not path.exists()
+    assert puzzle("94*4 - 61 - 6", COUNTDOWN) == 1.0
+
+
+def test_a_helper_that_cannot_start_says_why() -> None:
+    with pytest.raises(RewardProcessError, match="No module named 'no_such_module'"):
+        Isolated("no_such_module:f", (), 1, 0)(1)
+
+
+def test_a_closed_helper_leaves_no_process() -> None:
+    isolated = Isolated("operator:add", (), 5, 0)
+    assert isolated(2, 3) == 5.0
+    helper = isolated._helper
+    assert helper is not None
+    isolated.close()
+    assert helper.poll() is not None
+    assert isolated(2, 4) == 6.0
+    isolated.close()
