@@ -53,7 +53,7 @@ class TaskConfig:
     prompt: str = "{prompt}"  # text around the prompt; {prompt} and any of the sample's metadata keys are filled in
     chat: bool = False  # apply the tokenizer's chat template to the prompt
     exclude: list[str] = field(default_factory=list)  # names of eval tasks whose prompts are removed from this one
-    demonstrations: str | None = None  # SFT targets: a named writer (tasks/demonstrations.py) or `column:<key>` for jsonl
+    demonstrations: str | None = None  # SFT targets: a writer (tasks/demonstrations.py), or `column:<key>` of a jsonl
     demonstration_params: dict[str, Any] = field(default_factory=dict)
 
 
@@ -67,7 +67,7 @@ class TasksConfig:
 class ConditionConfig:
     """A reward counts only where another one is high enough, and is 0 elsewhere (GDPO Eq. 8); both before weighting."""
 
-    on: str = MISSING  # the other column
+    column: str = MISSING  # the other reward
     at_least: float = 1.0  # its threshold, inclusive
 
 
@@ -155,13 +155,12 @@ class RolloutConfig:
     max_prompt_tokens: int = 512
     max_tokens: int = 512  # new tokens per rollout
     temperature: float = 1.0
-    top_p: float = 1.0
     too_long: str = "error"  # error | drop: prompts of more than max_prompt_tokens
     memory_fraction: float = 0.6  # GPU: share of the device's memory for the engine while it is awake
     cpu_cache_gib: float = 1.0  # CPU: KV cache per process
     max_concurrent: int = 512  # sequences decoded together by one engine
     sync_check_rollouts: int = 4  # rollouts whose log-probs are compared after every weight sync
-    sync_tolerance: float | None = None  # largest |difference| of a log-prob after a sync; null: 1e-3 in fp32, 0.25 in bf16
+    sync_tolerance: float | None = None  # largest |log-prob difference| after a sync; null: 1e-3 in fp32, 0.25 in bf16
 
 
 # ------------------------------------------------------------------------------------------------------------ actor
@@ -226,6 +225,7 @@ class TrainerConfig:
     eval_every: int = 10  # steps between evaluations; 0: only before the first and after the last step
     eval_rollouts: int = 1  # k: rollouts per held-out prompt. 1: greedy
     eval_temperature: float = 0.0  # must be > 0 where eval_rollouts > 1
+    eval_top_p: float = 1.0  # rollouts for training always draw from the whole distribution, which the actor scores
     eval_max_prompts: int | None = None
     eval_reward: str | None = None  # the reward column that says whether a rollout is right; null: the recipe's first
     eval_threshold: float = 1.0  # right where that reward is at least this
@@ -251,7 +251,7 @@ class LoggingConfig:
 
 @dataclass
 class LaunchConfig:
-    processes: int | None = None  # local processes; null: one per GPU, and on CPU the smallest number that fits the layout
+    processes: int | None = None  # local processes; null: one per GPU; on CPU the fewest that fit the layout
     timeout_minutes: float = 30.0  # deadline of any collective
 
 

@@ -44,13 +44,13 @@ def check_rewards(rewards: Mapping[str, RewardConfig], tasks: Collection[str] | 
     for name, config in rewards.items():
         if config.condition is None:
             continue
-        key, other = f"rewards.{name}.condition", config.condition.on
+        key, other = f"rewards.{name}.condition", config.condition.column
         if other not in columns:
-            raise ValueError(f"{key}.on: {unknown_name('reward column', other, columns)}")
+            raise ValueError(f"{key}.column: {unknown_name('reward column', other, columns)}")
         if columns[other] == name:
-            raise ValueError(f"{key}.on = {other!r}: a reward cannot depend on itself")
+            raise ValueError(f"{key}.column = {other!r}: a reward cannot depend on itself")
         if rewards[columns[other]].when_needed and not config.when_needed:
-            raise ValueError(f"{key}.on = {other!r}: that column is not always computed; drop its when_needed")
+            raise ValueError(f"{key}.column = {other!r}: that column is not always computed; drop its when_needed")
         if not math.isfinite(config.condition.at_least):
             raise ValueError(f"{key}.at_least = {config.condition.at_least}, must be a finite number")
 
@@ -70,9 +70,9 @@ class Scorer:
         self.configs = {name: config for name, config in rewards.items() if not config.when_needed or name in needed}
         self._rewards = {name: make_reward(config.reward, **config.params) for name, config in self.configs.items()}
         for name, config in self.configs.items():
-            if config.condition is not None and config.condition.on not in self.columns:
-                problem = unknown_name("reward column", config.condition.on, self.columns)
-                raise ValueError(f"rewards.{name}.condition.on: {problem}")
+            if config.condition is not None and config.condition.column not in self.columns:
+                problem = unknown_name("reward column", config.condition.column, self.columns)
+                raise ValueError(f"rewards.{name}.condition.column: {problem}")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ class Scorer:
         for name, config in self.configs.items():
             if config.condition is not None:
                 for column in _columns(name, self._rewards[name]):
-                    gate = raw[config.condition.on]
+                    gate = raw[config.condition.column]
                     row[column] = condition_reward(raw[column], gate, config.condition.at_least)
         return row
 

@@ -115,9 +115,9 @@ def test_conditions_agree_with_the_reference(case: dict[str, Any]) -> None:
 
 def test_a_reward_conditioned_on_another(own: str) -> None:
     rewards = {
-        "short": RewardConfig(reward="length", params={"limit": 4}, condition=ConditionConfig(on="correct")),
+        "short": RewardConfig(reward="length", params={"limit": 4}, condition=ConditionConfig(column="correct")),
         "correct": RewardConfig(reward="format", params={"pattern": "yes.*"}, weight=0.0),
-        "size": RewardConfig(reward=f"{own}:parts", condition=ConditionConfig(on="short", at_least=0.5)),
+        "size": RewardConfig(reward=f"{own}:parts", condition=ConditionConfig(column="short", at_least=0.5)),
     }
     rows = score_rollouts(["yes", "yes and so on", "no"], [sums()] * 3, rewards, num_tokens=[3, 9, 2])
     assert [row["short"] for row in rows] == [1.0, 0.0, 0.0]
@@ -128,10 +128,10 @@ def test_a_reward_conditioned_on_another(own: str) -> None:
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
-        ({"on": "corect"}, r"rewards\.short\.condition\.on: unknown reward column 'corect'; did you mean 'correct'"),
-        ({"on": "short"}, "cannot depend on itself"),
-        ({"on": "judge"}, "not always computed"),
-        ({"on": "correct", "at_least": float("inf")}, "must be a finite number"),
+        ({"column": "corect"}, r"rewards\.short\.condition\.column: unknown reward column 'corect'; did you mean 'correct'"),
+        ({"column": "short"}, "cannot depend on itself"),
+        ({"column": "judge"}, "not always computed"),
+        ({"column": "correct", "at_least": float("inf")}, "must be a finite number"),
     ],
 )
 def test_a_condition_that_cannot_be_met(condition: dict[str, Any], message: str) -> None:
