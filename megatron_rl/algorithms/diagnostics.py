@@ -50,6 +50,7 @@ def advantage_metrics(advantages: Tensor, valid: Tensor) -> dict[str, float]:
     silent = ((advantages == 0) | ~valid).all(1)[present]
     return {
         "advantage/mean": float(seen.mean()),
+        "advantage/std": float(seen.std(correction=0)),
         "advantage/abs_mean": float(seen.abs().mean()),
         "advantage/max": float(seen.abs().max()),
         "advantage/silent_group_share": float(silent.double().mean()),

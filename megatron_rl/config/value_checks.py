@@ -56,13 +56,13 @@ _AT_LEAST: dict[str, float] = {
 }
 _ABOVE: dict[str, float] = {
     "rollout.temperature": 0,
-    "rollout.top_p": 0,
+    "trainer.eval_top_p": 0,
     "rollout.memory_fraction": 0,
     "rollout.cpu_cache_gib": 0,
     "rollout.sync_tolerance": 0,
     "launch.timeout_minutes": 0,
 }
-_AT_MOST: dict[str, float] = {"rollout.top_p": 1, "rollout.memory_fraction": 1}
+_AT_MOST: dict[str, float] = {"trainer.eval_top_p": 1, "rollout.memory_fraction": 1}
 
 
 def _at(config: Config, key: str) -> Any:

@@ -29,7 +29,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     `trainer.eval_threshold`. k = `trainer.eval_rollouts`; one rollout at temperature 0 is greedy decoding.
     """
     trainer, k = run.config.trainer, run.config.trainer.eval_rollouts
-    sampling = Sampling(trainer.eval_temperature, run.config.rollout.top_p, run.config.rollout.max_tokens)
+    sampling = Sampling(trainer.eval_temperature, trainer.eval_top_p, run.config.rollout.max_tokens)
     metrics: dict[str, float] = {}
     for task, samples in run.eval_samples.items():
         run.phases.announce(f"evaluating {task}")

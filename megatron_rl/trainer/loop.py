@@ -33,6 +33,12 @@ def train(run: Run, resume: str) -> None:
         if run.algorithm.needs_reference:
             run.actor.keep_reference()
         run.actor.start_optimizer(config.actor.optimizer, total_updates)
+    if state.step >= config.trainer.steps:
+        run.report.note(
+            f"all {config.trainer.steps} steps were done before; to train on, raise trainer.steps; to start again, choose "
+            "another run_dir or --resume never"
+        )
+        return
     run.start_engine()
     run.report.begin("RL", state.step, config.trainer.steps)
     if state.step == 0:

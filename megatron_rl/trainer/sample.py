@@ -35,15 +35,20 @@ def score(run: Run, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> N
     """Fills in `rollout.rewards`. The work is divided over all ranks; every rank ends with all numbers."""
     by_id = {sample.id: sample for sample in samples}
     own = rollouts[run.grid.rank :: run.grid.world]
+    before = run.scorer.timeouts()
     rows = run.scorer.score(
         [rollout.text for rollout in own],
         [by_id[rollout.sample_id] for rollout in own],
         [rollout.finish_reason for rollout in own],
         [len(rollout.response_ids) for rollout in own],
     )
-    for rank, part in enumerate(run.grid.all_gather(rows)):
+    timed_out = {column: count - before[column] for column, count in run.scorer.timeouts().items()}
+    for rank, (part, timeouts) in enumerate(run.grid.all_gather((rows, timed_out))):
         for rollout, rewards in zip(rollouts[rank :: run.grid.world], part, strict=True):
             rollout.rewards = rewards
+        for column, count in timeouts.items():
+            seen = run.counters.get(f"reward_timeouts/{column}", 0)
+            run.counters[f"reward_timeouts/{column}"] = seen + count
 
 
 def sample_step(run: Run, step: int) -> tuple[list[Sample], list[Rollout]]:
@@ -54,7 +59,7 @@ def sample_step(run: Run, step: int) -> tuple[list[Sample], list[Rollout]]:
     """
     config = run.config
     wanted, group_size = config.trainer.prompts_per_step, config.rollout.group_size
-    sampling = Sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.max_tokens)
+    sampling = Sampling(config.rollout.temperature, 1.0, config.rollout.max_tokens)
     kept_samples: list[Sample] = []
     kept_rollouts: list[Rollout] = []
     rounds = config.algorithm.resample_rounds if config.algorithm.drop_no_signal_groups else 0
