@@ -14,6 +14,7 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.config.schema import Config, CreateModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.data import TrainBatch
 from megatron_rl.models import create_model
+from tests.models import tiny
 
 SHAPE = CreateModelConfig(layers=4, hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96, vocab_size=61)
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -34,12 +35,20 @@ class Layout:
     modes: tuple[str, ...] = ("seq-mean-token-mean",)
     tied: bool = False  # input and output embeddings are one tensor, on two pipeline stages
     section: dict[str, Any] = field(default_factory=dict)  # of the recipe's `algorithm`
+    experts: bool = False  # a mixture of experts
+    expert: int = 1  # expert parallel
+
+    @property
+    def model(self) -> str:
+        return "model-experts" if self.experts else f"model-{self.tied}"
 
 
 def make_models(root: Path) -> None:
     for tied in (False, True):
         shape = CreateModelConfig(**{**vars(SHAPE), "tie_embeddings": tied, "init_std": 0.15})
         create_model(root / f"model-{tied}", shape, seed=5)
+    (root / "model-experts").mkdir()
+    tiny.write(root / "model-experts", "qwen3_moe")
 
 
 def make_batch(seed: int = 0, groups: int = 6, group_size: int = 4) -> TrainBatch:
@@ -73,7 +82,11 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
     config = Config(run_dir=str(root / "run"))
     config.model.dtype = "float32"
     config.actor.parallel = ParallelConfig(
-        tensor=layout.tensor, pipeline=layout.pipeline, virtual_pipeline=layout.virtual, sequence=layout.sequence
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        virtual_pipeline=layout.virtual,
+        sequence=layout.sequence,
+        expert=layout.expert,
     )
     config.actor.optimizer = OptimizerConfig(**{**vars(LINEAR_ADAM), "distributed": layout.distributed})
     config.actor.tokens_per_microbatch = layout.tokens_per_microbatch
@@ -82,7 +95,7 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
     config.rollout.temperature = 0.8
     config.rollout.max_tokens = 40
     grid = distributed.initialize(config.actor.parallel, timeout_minutes=2)
-    folder = root / f"model-{layout.tied}"
+    folder = root / layout.model
     actor = Actor(config, grid, folder)
     result = {mode: _updates(config, actor, folder, mode, layout.section) for mode in layout.modes}
     parallel_state.destroy_model_parallel()

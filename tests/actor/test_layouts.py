@@ -26,6 +26,7 @@ CORRECTED = {
     "correction": {"weight": "token", "filters": [{"level": "geometric", "low": 0.8, "high": 1.3}]},
 }
 ALONE = [Layout("alone", modes=MODES), Layout("alone corrected", section=CORRECTED), Layout("alone tied", tied=True)]
+ALONE += [Layout("alone experts", experts=True)]
 ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", tokens_per_microbatch=52)]
 TWO = [
     Layout("TP 2", tensor=2, modes=MODES),
@@ -36,6 +37,8 @@ TWO = [
     Layout("DP 2 corrected", section=CORRECTED),
     Layout("DP 2 plain optimizer", distributed=False),
     Layout("DP 2 large micro-batches", tokens_per_microbatch=4096),
+    Layout("EP 2", experts=True, expert=2),
+    Layout("DP 2 experts", experts=True),
     Layout("PP 2", pipeline=2),
     Layout("PP 2 tied", pipeline=2, tied=True),
     Layout("PP 2 virtual 2", pipeline=2, virtual=2),
@@ -63,16 +66,17 @@ def _load(root: Path, name: str) -> dict[str, Any]:
     return torch.load(root / f"{name}.pt", weights_only=True)
 
 
-def _start(root: Path, tied: bool) -> dict[str, torch.Tensor]:
-    files = SafetensorsFolder(root / f"model-{tied}")
+def _start(root: Path, model: str) -> dict[str, torch.Tensor]:
+    files = SafetensorsFolder(root / model)
     return {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ONE + TWO + FOUR, ids=lambda layout: layout.name)
 def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> None:
-    results, start = _load(root, layout.name), _start(root, layout.tied)
-    wanted = _load(root, "alone corrected" if layout.section else "alone tied" if layout.tied else "alone")
+    results, start = _load(root, layout.name), _start(root, layout.model)
+    kind = " corrected" if layout.section else " tied" if layout.tied else " experts" if layout.experts else ""
+    wanted = _load(root, f"alone{kind}")
     assert set(results) == set(layout.modes)
     for mode, result in results.items():
         want = wanted[mode]
@@ -91,7 +95,7 @@ def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> 
 @pytest.mark.slow
 def test_the_comparison_sees_what_it_is_for(root: Path) -> None:
     """Every tensor moved far more than the tolerance, the modes differ, the norm was clipped, ratios left the bounds."""
-    start, norms = _start(root, tied=False), set()
+    start, norms = _start(root, "model-False"), set()
     wanted = _load(root, "alone")
     for result in wanted.values():
         for name, weight in result["weights"].items():
