@@ -6,10 +6,12 @@ not match its manifest is passed over by name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,42 @@ def load(folder: Path, chunks: list[Any], optimizer: Any) -> None:
         loaded = dist_checkpointing.load(tensors, str(folder))
         for i, chunk in enumerate(chunks):
             chunk.load_state_dict(loaded[f"model{i}"], strict=True)
-        optimizer.load_state_dict(loaded["optimizer"])
+        with _keeping_adam_steps():
+            optimizer.load_state_dict(loaded["optimizer"])
+    _separate_adam_steps(optimizer)
+
+
+@contextlib.contextmanager
+def _keeping_adam_steps() -> Iterator[None]:
+    """Lets Megatron-Core 0.16's distributed optimizer load the state of torch's Adam.
+
+    The number of steps comes with the parameter groups. Reading the tensors of a parameter, Megatron leaves `step` out, as
+    for the fused Adam of Transformer Engine, and then asks for it.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, place = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        kept = {"step": state["step"]} if "step" in state else {}
+        original(self, model_param, kept | tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+    try:
+        yield
+    finally:
+        DistributedOptimizer._set_main_param_and_optimizer_states = original
+
+
+def _separate_adam_steps(optimizer: Any) -> None:
+    """A step counter of its own for every parameter: Megatron gives all of them one tensor, and torch's Adam, which adds 1
+    to it per parameter, would count hundreds of steps at each."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in part.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from megatron_rl.trainer.update import reference_kl, train_batch, update
 
 def train(run: Run, resume: str) -> None:
     """RL from the recipe's start (after its SFT warm-up, if it has one) or from a checkpoint, to `trainer.steps`."""
-    config, state = run.config, run.state
+    config = run.config
     total_updates = config.trainer.steps * config.trainer.minibatches * config.trainer.epochs
     if not load_checkpoint(run, resume, config.actor.optimizer, total_updates):
         if config.sft.steps:
@@ -33,6 +33,7 @@ def train(run: Run, resume: str) -> None:
         if run.algorithm.needs_reference:
             run.actor.keep_reference()
         run.actor.start_optimizer(config.actor.optimizer, total_updates)
+    state = run.state  # a checkpoint brings its own
     if state.step >= config.trainer.steps:
         run.report.note(
             f"all {config.trainer.steps} steps were done before; to train on, raise trainer.steps; to start again, choose "
