@@ -71,6 +71,7 @@ class Engine:
                 "enforce_eager": True,
                 "worker_cls": "megatron_rl.rollout.cpu_worker.ColocatedCpuWorker",
                 "kv_cache_memory_bytes": int(self.config.cpu_cache_gib * 2**30),
+                "enable_chunked_prefill": False,  # a prompt read in two parts rewinds its seed, which no CPU generator can
             }
         self.llm: Any = LLM(
             model=str(folder),

@@ -81,8 +81,6 @@ def _check_reasoning_gym(config: TaskConfig) -> None:
         raise ValueError("name: is missing; name one of reasoning-gym's datasets, for example chain_sum")
     if config.size is None:
         raise ValueError("size: is missing; say how many items to generate")
-    if config.demonstrations is not None and config.demonstrations.startswith(COLUMN):
-        raise ValueError(f"demonstrations: {config.demonstrations!r} needs source: jsonl")
     files = dataset_files()
     if files is None:
         return

@@ -75,7 +75,9 @@ def _column(key: str) -> Writer:
 
 
 def make_writer(name: str, params: Mapping[str, Any]) -> Writer:
-    """The writer a task's `demonstrations` names: a registered one, or `column:<key>` of a JSONL file.
+    """The writer a task's `demonstrations` names: a registered one, or `column:<key>`, the text of one field.
+
+    The fields are those of a file's row, or `answer` and the metadata of a generated puzzle.
 
     Raises:
         ValueError: unknown name or parameter (with the nearest), or a parameter out of range.

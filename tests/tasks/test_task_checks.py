@@ -48,7 +48,6 @@ def test_good_tasks_pass(tmp_path: Path) -> None:
         ({"prompt": "{}"}, r"every field needs a name"),
         ({"exclude": ["tests"]}, r"exclude: unknown eval task 'tests'; did you mean 'test'"),
         ({"demonstrations": "chain_sum"}, r"demonstrations: .*did you mean 'chain_sum_steps'"),
-        ({"demonstrations": "column:answer"}, r"'column:answer' needs source: jsonl"),
         ({"demonstration_params": {"share": 1}}, r"demonstration_params: has no effect"),
     ],
 )
