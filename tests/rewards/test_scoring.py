@@ -128,7 +128,10 @@ def test_a_reward_conditioned_on_another(own: str) -> None:
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
-        ({"column": "corect"}, r"rewards\.short\.condition\.column: unknown reward column 'corect'; did you mean 'correct'"),
+        (
+            {"column": "corect"},
+            r"rewards\.short\.condition\.column: unknown reward column 'corect'; did you mean 'correct'",
+        ),
         ({"column": "short"}, "cannot depend on itself"),
         ({"column": "judge"}, "not always computed"),
         ({"column": "correct", "at_least": float("inf")}, "must be a finite number"),
