@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from .job import Job, processes_of, segments, variable
+
+# An estimator with a state, a reference policy, several updates per step: what a resume has to bring back.
+STATEFUL = ("algorithm.preset=awpo", "algorithm.kl.coef=0.01")
+
+
+@dataclass
+class Finished:
+    """A run that was left to end, and what was seen of it from outside."""
+
+    run_dir: Path
+    code: int
+    stdout: str
+    stderr: str
+    pids: list[int] = field(default_factory=list)
+    left_processes: list[int] = field(default_factory=list)
+    segments: list[Path] = field(default_factory=list)  # under /dev/shm, while it ran and after
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Four steps without interruption, tensor parallel 2."""
+    job = Job(tmp_path_factory.mktemp("straight"), *STATEFUL)
+    job.wait_for_step(0)
+    ranks = job.ranks()
+    port = variable(ranks[0], "MASTER_PORT")
+    named = segments(port)
+    code = job.finish()
+    time.sleep(0.2)
+    left, named = processes_of(job.run_dir), named + segments(port)
+    return Finished(job.run_dir, code, job.stdout, job.stderr, [*ranks.values()], left, named)

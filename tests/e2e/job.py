@@ -1,0 +1,162 @@
+"""Starting `megatron-rl` as a user does, and looking at what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SHARED_MEMORY = Path("/dev/shm")
+CHAIN_SUM = {
+    "source": "reasoning_gym",
+    "name": "chain_sum",
+    "params": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    "prompt": "{expression:compact}=",
+}
+RECIPE: dict[str, Any] = {
+    "seed": 3,
+    "model": {
+        "create": {"layers": 2, "hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn_size": 128},
+        "dtype": "float32",
+    },
+    "tasks": {
+        "train": {"sums": {**CHAIN_SUM, "size": 400, "demonstrations": "chain_sum_steps", "exclude": ["held_out"]}},
+        "eval": {"held_out": {**CHAIN_SUM, "size": 16, "seed": 77}},
+    },
+    "rewards": {
+        "correct": {"reward": "puzzle", "params": {"after": "#", "partial": False}},
+        "format": {"reward": "format", "params": {"pattern": "[^#]*#-?[0-9]+"}, "weight": 0.1},
+        "judge": {"reward": "chain_sum_steps", "when_needed": True},
+    },
+    "rollout": {"tensor_parallel": 2, "group_size": 4, "max_prompt_tokens": 12, "max_tokens": 24, "cpu_cache_gib": 0.1},
+    "actor": {
+        "parallel": {"tensor": 2},
+        "optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]},
+        "tokens_per_microbatch": 256,
+    },
+    "sft": {"steps": 30, "batch_size": 32, "optimizer": {"lr": 1e-2}},
+    "trainer": {"steps": 4, "prompts_per_step": 8, "minibatches": 2, "eval_every": 2},
+    "checkpoint": {"every": 1, "keep": 10},
+    "launch": {"processes": 2},
+}
+
+
+class Job:
+    """A running `megatron-rl` command with its ranks."""
+
+    def __init__(self, folder: Path, *arguments: str, command: str = "train", recipe: dict[str, Any] = RECIPE) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.run_dir = folder / "run"
+        path = folder / "recipe.yaml"
+        path.write_text(yaml.safe_dump({**recipe, "run_dir": str(self.run_dir)}, sort_keys=False))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_rl", command, str(path), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        self.stdout = self.stderr = ""
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process id of the ranks that run."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        found = {int(variable(int(child), "RANK") or -1): int(child) for child in children}
+        return {rank: child for rank, child in found.items() if rank >= 0}
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 180) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None:
+                self.finish()
+                raise AssertionError(f"ended early with {self.process.returncode}:\n{self.stdout}\n{self.stderr}")
+            assert time.monotonic() < deadline, "what was waited for did not come"
+            time.sleep(0.05)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: any(row["step"] >= step for row in rows(self.run_dir)))
+
+    def wait_for_checkpoint(self, step: int) -> None:
+        self.wait_for((self.run_dir / "checkpoints" / f"step_{step}" / "manifest.json").exists)
+
+    def finish(self, seconds: float = 150) -> int:
+        """Waits for the end; the exit code. What was printed is in `stdout` and `stderr` then."""
+        try:
+            self.stdout, self.stderr = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        return self.process.returncode
+
+    def kill(self) -> None:
+        """What a machine that goes down does to a run: SIGKILL to every process of it."""
+        for pid in [self.process.pid, *self.ranks().values()]:
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+        deadline = time.monotonic() + 10
+        while processes_of(self.run_dir) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def succeed(self) -> None:
+        code = self.finish()
+        assert code == 0, f"exit code {code}:\n{self.stdout}\n{self.stderr}"
+
+
+def variable(pid: int, name: str) -> str | None:
+    """An environment variable of another process."""
+    try:
+        found = re.search(rb"(?:^|\0)" + name.encode() + rb"=([^\0]*)", Path(f"/proc/{pid}/environ").read_bytes())
+    except OSError:
+        return None
+    return found[1].decode() if found else None
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Living processes that were started with this run folder."""
+    alive = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if (
+                str(run_dir).encode() in (path / "cmdline").read_bytes()
+                and "\nState:\tZ" not in (path / "status").read_text()
+            ):
+                alive.append(int(path.name))
+        except OSError:
+            continue
+    return [pid for pid in alive if pid != os.getpid()]
+
+
+def segments(port: str | None) -> list[Path]:
+    """Shared memory of the run whose ranks met at this port."""
+    assert port is not None
+    return list(SHARED_MEMORY.glob(f"megatron_rl-*{port}*"))
+
+
+def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Rows of the metrics file; a line that is being written does not count."""
+    path = run_dir / name
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def samples(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "samples" / name).read_text().splitlines()]
+
+
+def untimed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what depends on the clock and the machine."""
+    return {
+        key: value
+        for key, value in row.items()
+        if key != "time" and not key.startswith(("timing_s/", "perf/", "memory/"))
+    }

@@ -1,0 +1,83 @@
+"""Promise 3: steps, SIGKILL, resume, steps are the same as steps without interruption, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .conftest import STATEFUL, Finished
+from .job import RECIPE, Job, processes_of, rows, samples, segments, untimed, variable
+
+pytestmark = pytest.mark.slow
+STEPS = RECIPE["trainer"]["steps"]
+
+
+def damage(checkpoints: Path) -> int:
+    """Cuts a file of the newest checkpoint short and adds what interrupted saves leave. The step cut short."""
+    newest = max(checkpoints.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    victim = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    with victim.open("r+b") as file:
+        file.truncate(victim.stat().st_size - 1)
+    half = checkpoints / ".step_9.writing"
+    shutil.copytree(newest, half)
+    unlisted = checkpoints / "step_8"
+    shutil.copytree(newest, unlisted)
+    (unlisted / "manifest.json").unlink()
+    return int(newest.name.removeprefix("step_"))
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, int]:
+    """Killed after a checkpoint, damaged, resumed to the end; and the step of the damaged checkpoint."""
+    folder = tmp_path_factory.mktemp("resumed")
+    first = Job(folder, *STATEFUL)
+    first.wait_for_checkpoint(2)
+    port = variable(first.ranks()[0], "MASTER_PORT")
+    first.kill()
+    assert processes_of(first.run_dir) == []
+    assert segments(port) == []
+    assert 2 <= rows(first.run_dir)[-1]["step"] <= STEPS
+    cut = damage(first.run_dir / "checkpoints")
+    second = Job(folder, *STATEFUL, "--resume", "auto")
+    second.succeed()
+    return second, cut
+
+
+def test_checkpoints_that_are_not_whole_are_named_and_passed_over(resumed: tuple[Job, int]) -> None:
+    job, cut = resumed
+    assert "passing over step_8: its manifest cannot be read" in job.stdout
+    assert f"passing over step_{cut}: " in job.stdout
+    assert "bytes, " in job.stdout
+    assert f"continuing after step {cut - 1}" in job.stdout
+    assert "moved" not in job.stdout
+    assert not (job.run_dir / "checkpoints" / ".step_9.writing").exists()
+
+
+def test_every_step_is_the_same_bit_for_bit(resumed: tuple[Job, int], straight: Finished) -> None:
+    own, want = rows(resumed[0].run_dir), rows(straight.run_dir)
+    assert [row["step"] for row in own] == list(range(STEPS + 1))
+    for mine, theirs in zip(own, want, strict=True):
+        assert untimed(mine) == untimed(theirs)
+    for name in [*(f"step_{n}.jsonl" for n in range(1, STEPS + 1)), f"eval_held_out_step_{STEPS}.jsonl"]:
+        assert samples(resumed[0].run_dir, name) == samples(straight.run_dir, name)
+
+
+def test_the_weights_are_the_same_bit_for_bit(resumed: tuple[Job, int], straight: Finished) -> None:
+    for folder in ("export", "reference"):
+        own, want = (
+            (run / folder / "model.safetensors").read_bytes() for run in (resumed[0].run_dir, straight.run_dir)
+        )
+        assert own == want
+
+
+def test_the_estimators_state_was_part_of_it(straight: Finished) -> None:
+    import json
+
+    for step in range(1, STEPS + 1):
+        state = json.loads((straight.run_dir / "checkpoints" / f"step_{step}" / "state.json").read_text())
+        assert state["algorithm"]["estimator"] == "awpo"
+        assert state["algorithm"]["state"], "AWPO keeps a running peak"
+        assert state["progress"] == {"step": step, "position": step * RECIPE["trainer"]["prompts_per_step"]}
+        assert state["optimizer_steps"] == step * RECIPE["trainer"]["minibatches"]
