@@ -19,9 +19,11 @@ def parse_tool_calls(completion: str) -> list[Call] | None:
     """The calls in the first `<tool_call>` block, one JSON object per line; None where they cannot be read.
 
     Every call needs a `name` (text) and `parameters` (object). An empty block holds no calls. None means: no block, one
-    that is not closed, or a line that is not such an object.
+    that is not closed, or a line that is not such an object. Where there is a block after the last `</think>`, tags that
+    the thinking mentions are not taken for one (the released code fails on them).
     """
-    _, opened, rest = completion.partition(OPEN)
+    said = completion[completion.rfind("</think>") + 1 :]
+    _, opened, rest = (said if OPEN in said else completion).partition(OPEN)
     block, closed, _ = rest.partition(CLOSE)
     if not (opened and closed):
         return None

@@ -82,6 +82,14 @@ def test_a_turn_that_calls_no_tool() -> None:
         assert make_reward("tool_correctness")(completion(None), sample) == -3.0
 
 
+def test_a_tag_that_is_only_thought_of_calls_nothing() -> None:
+    text = completion([CALL]).replace("<think>t", "<think>I have to write <tool_call> first")
+    assert parse_tool_calls(text) == [CALL]
+    assert make_reward("tool_correctness")(text, {"tool_calls": [CALL]}) == 3.0
+    assert make_reward("tool_format")(text, {"tool_calls": [CALL]}) == 0.0  # each tag once, as in the released code
+    assert parse_tool_calls(f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>\n<think>t</think>") == [CALL]
+
+
 @pytest.mark.parametrize(
     "block",
     [
