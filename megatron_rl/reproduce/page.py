@@ -1,0 +1,69 @@
+"""A page of results: Markdown text, and a figure beside it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PAGES = ("awpo", "dgpo", "gdpo", "shrinkage")  # modules of this package, each with `make() -> Page`
+
+
+@dataclass
+class Page:
+    """One paper's results.
+
+    Attributes:
+        title: the heading.
+        blocks: paragraphs and tables, in order.
+        draw: draws the figure into a matplotlib figure.
+        size: of the figure, in inches.
+    """
+
+    title: str
+    blocks: list[str]
+    draw: Callable[[Any], None]
+    size: tuple[float, float]
+
+    def text(self, name: str) -> str:
+        """The page, saying how it was made."""
+        made = f"Made by `python tools/reproduce.py {name}`."
+        return "\n\n".join([f"# {self.title}", made, *self.blocks, f"![{self.title}]({name}.png)"]) + "\n"
+
+
+def list_pages() -> tuple[str, ...]:
+    return _PAGES
+
+
+def make_page(name: str) -> Page:
+    """Computes a page. ValueError if there is none of that name."""
+    if name not in _PAGES:
+        raise ValueError(f"no page {name!r}; there are {', '.join(_PAGES)}")
+    page = importlib.import_module(f"megatron_rl.reproduce.{name}").make()
+    assert isinstance(page, Page)
+    return page
+
+
+def write_page(page: Page, name: str, folder: Path) -> None:
+    """`<folder>/<name>.md` and `<folder>/<name>.png`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = pyplot.figure(figsize=page.size, layout="constrained")
+    page.draw(figure)
+    figure.savefig(folder / f"{name}.png", dpi=80, metadata={"Software": None})
+    pyplot.close(figure)
+    (folder / f"{name}.md").write_text(page.text(name))
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """First column to the left, the others to the right; floats with three decimals."""
+    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
+    for row in rows:
+        lines.append("| " + " | ".join(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row) + " |")
+    return "\n".join(lines)
