@@ -41,19 +41,17 @@ def save(root: Path, step: int, chunks: list[Any], optimizer: Any, state: dict[s
         CheckpointError: on every rank, if any rank could not write. What was written is removed.
     """
     final, temporary = root / f"step_{step}", root / f".step_{step}.writing"
-    error: str | None = None
-    try:
-        if grid.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        grid.barrier()
-        with device.megatron():
-            tensors = _sharded_state(chunks, optimizer, loading=False)
-            _check_space(root, tensors, grid)
-            _save_tensors(tensors, temporary)
-    except (OSError, RuntimeError, CheckpointException) as failure:
-        error = f"{type(failure).__name__}: {failure}" if not isinstance(failure, CheckpointError) else str(failure)
-    error = next((e for e in grid.all_gather(error) if e), None)
+    # Every rank learns what rank 0 could not do before any of them waits for the others in a save.
+    error: str | None = grid.broadcast(_make_empty(temporary) if grid.is_main else None)
+    if error is None:
+        try:
+            with device.megatron():
+                tensors = _sharded_state(chunks, optimizer, loading=False)
+                _check_space(root, tensors, grid)
+                _save_tensors(tensors, temporary)
+        except (OSError, RuntimeError, CheckpointException) as failure:
+            error = _reason(failure, root)
+        error = next((e for e in grid.all_gather(error) if e), None)
     if error is None and grid.is_main:
         error = _finish(temporary, final, state)
     error = grid.broadcast(error)
@@ -67,6 +65,28 @@ def save(root: Path, step: int, chunks: list[Any], optimizer: Any, state: dict[s
             + "make room or change checkpoint.every, then run the same command to continue"
         )
     return final
+
+
+def _make_empty(folder: Path) -> str | None:
+    """Makes a folder anew. Returns what went wrong, if anything."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as failure:
+        return str(failure)
+    return None
+
+
+def _reason(failure: BaseException, root: Path) -> str:
+    """What went wrong in a save, in one line: torch puts the traceback of every rank into its message."""
+    if isinstance(failure, CheckpointError):
+        return str(failure)
+    causes: list[BaseException] = (
+        [cause for cause, _ in failure.failures.values()] if isinstance(failure, CheckpointException) else [failure]
+    )
+    texts = dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes)
+    free = shutil.disk_usage(root).free / 2**30
+    return f"writing failed with {'; '.join(texts)} ({root} has {free:.2f} GiB free)"
 
 
 def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> str | None:
