@@ -50,16 +50,21 @@ RECIPE: dict[str, Any] = {
 }
 
 
+def write_recipe(folder: Path) -> Path:
+    """The recipe above, with its run folder beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, "run_dir": str(folder / "run")}, sort_keys=False))
+    return path
+
+
 class Job:
     """A running `megatron-rl` command with its ranks."""
 
-    def __init__(self, folder: Path, *arguments: str, command: str = "train", recipe: dict[str, Any] = RECIPE) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, *arguments: str, command: str = "train") -> None:
         self.run_dir = folder / "run"
-        path = folder / "recipe.yaml"
-        path.write_text(yaml.safe_dump({**recipe, "run_dir": str(self.run_dir)}, sort_keys=False))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl", command, str(path), *arguments],
+            [sys.executable, "-m", "megatron_rl", command, str(write_recipe(folder)), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,0 +1,113 @@
+"""One rank of a run whose algorithm changes from step to step, and whose weight sync is then damaged on purpose.
+
+Started once per rank with the run folder as its argument: starting engines is what takes the time. Writes `metrics.jsonl` as
+any run does, a step per variant, and `faults.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# name -> the recipe's section `algorithm`
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {"preset": "grpo"},
+    "awpo": {"preset": "awpo"},
+    "gdpo": {"preset": "gdpo"},
+    "dgpo": {"preset": "dgpo"},
+    "shrinkage": {"preset": "shrinkage"},
+    "dapo": {"preset": "dapo", "resample_rounds": 2},
+    "remax": {"preset": "remax"},
+    "rloo": {"preset": "rloo"},
+    "dr_grpo": {"preset": "dr_grpo"},
+    "reinforce_pp": {"preset": "reinforce_pp"},
+    "gspo": {"preset": "gspo"},
+    "kl loss": {"preset": "grpo", "kl": {"coef": 0.1, "estimator": "k2"}},
+    "kl reward": {"preset": "gdpo", "kl": {"reward_coef": 0.1}},
+    "entropy": {"preset": "cispo", "entropy_coef": 0.01},
+    "correction": {
+        "preset": "grpo",
+        "truncated": "mask",
+        "correction": {
+            "weight": "token",
+            "filters": [
+                {"level": "token", "by": "ratio", "low": 1 - 1e-6, "high": 1 + 1e-6},
+                {"level": "geometric", "by": "k3", "high": 1.0},
+            ],
+        },
+    },
+}
+SENT, KEPT = "model.layers.1.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight"
+
+
+def main(run_dir: Path) -> None:
+    import torch
+
+    from megatron_rl.algorithms import make_algorithm
+    from megatron_rl.config import load_recipe
+    from megatron_rl.config.presets import algorithm_config
+    from megatron_rl.rewards import Scorer
+    from megatron_rl.runtime import distributed
+    from megatron_rl.trainer.context import build_run
+    from megatron_rl.trainer.loop import step
+    from megatron_rl.trainer.sft import supervise
+
+    config = load_recipe(run_dir / "recipe.yaml")
+    torch.manual_seed(config.seed)
+    run = build_run(config, distributed.initialize(config.actor.parallel, 5), run_dir)
+    run.report.start_over()
+    supervise(run)
+    run.actor.keep_reference()
+    run.actor.start_optimizer(config.actor.optimizer, 1000)
+    run.start_engine()
+    for section in VARIANTS.values():
+        config.algorithm = algorithm_config(section)
+        run.algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
+        run.scorer = Scorer(config.rewards, run.algorithm.estimator.needs.columns)
+        step(run)
+    faults = damage_sync(run)
+    if run.grid.is_main:
+        (run_dir / "faults.json").write_text(json.dumps(faults))
+    run.close()
+    distributed.shutdown()
+
+
+def damage_sync(run: Any) -> dict[str, str]:
+    """What the sync says about each kind of damage, and `good` in between and at the end."""
+    from megatron_rl.rollout.sync import SyncError
+
+    tokens = [sample.prompt_ids for sample in run.train_samples[:4]]
+
+    def verdict() -> str:
+        try:
+            return f"good: {run.sync.check(tokens)}"
+        except SyncError as error:
+            return str(error)
+
+    def corrupted(weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for name, tensor in weights:
+            yield name, tensor * 1.5 if name == SENT else tensor
+
+    whole = run.actor.iter_hf_weights
+    faults = {}
+    run.actor.iter_hf_weights = lambda: corrupted(whole())
+    run.sync.push()
+    run.actor.iter_hf_weights = whole
+    faults["sent"] = verdict()
+    run.sync.push()
+    faults["pushed again"] = verdict()
+    if run.grid.rank == 1:  # one rank of the engine only
+        run.engine.parameters()[KEPT].data.mul_(1.5)
+    faults["kept"] = verdict()
+    run.engine.parameters()[KEPT].data.fill_(float("nan"))
+    faults["not a number"] = verdict()
+    run.sync.push()
+    faults["pushed at last"] = verdict()
+    return faults
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,157 @@
+"""What goes wrong from outside ends with one clear message, no process left, and nothing half-written taken for whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .job import Job, processes_of, rows, segments, variable, write_recipe
+
+ENDLESS = ("trainer.steps=100000", "trainer.eval_every=0", "checkpoint.keep=2")
+
+
+def messages(job: Job) -> list[str]:
+    """What the command itself said on standard error: one entry per message, with its indented lines."""
+    return [part for part in f"\n{job.stderr}".split("\nmegatron-rl: ")[1:] if part]
+
+
+def checkpoints(job: Job) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in (job.run_dir / "checkpoints").glob("step_*"))
+
+
+def left(job: Job, port: str | None) -> list[Any]:
+    """Processes and shared memory that a finished job has left behind."""
+    deadline = time.monotonic() + 5
+    while processes_of(job.run_dir) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [*processes_of(job.run_dir), *segments(port)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run, interrupted in one way after the other; each test continues where the last one ended."""
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint_whole(folder: Path) -> None:
+    job = Job(folder, *ENDLESS)
+    job.wait_for_checkpoint(1)
+    ranks = job.ranks()
+    port = variable(ranks[0], "MASTER_PORT")
+    for pid in ranks.values():  # a file may grow to 100 kB from now on: what a full disk is to a process, without one
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    started = time.monotonic()
+    assert job.finish() == 1
+    assert time.monotonic() - started < 60
+    assert left(job, port) == []
+    [message] = messages(job)
+    assert "CheckpointError: could not save" in message
+    assert f"The last whole checkpoint is step_{checkpoints(job)[-1]}" in message
+    assert "make room" in message
+    assert "Traceback" not in job.stderr
+    assert not list((job.run_dir / "checkpoints").glob(".step_*"))
+    folders = (job.run_dir / "checkpoints").glob("step_*")
+    assert all((path / "manifest.json").exists() for path in folders)
+
+
+@pytest.mark.slow
+def test_it_continues_after_that_and_ctrl_c_stops_it_in_order(folder: Path) -> None:
+    before = max(row["step"] for row in rows(folder / "run"))
+    job = Job(folder, *ENDLESS)
+    last = checkpoints(job)[-1]
+    job.wait_for_step(before + 1)
+    port = variable(job.ranks()[0], "MASTER_PORT")
+    os.kill(job.process.pid, signal.SIGINT)
+    assert job.finish() == 130
+    assert left(job, port) == []
+    assert f"continuing after step {last}" in job.stdout
+    assert "stopping after this step; press Ctrl-C again to stop at once" in job.stderr
+    [message] = messages(job)
+    done = rows(job.run_dir)[-1]["step"]
+    assert "stopped by SIGINT" in message
+    assert "Traceback" not in job.stderr
+    assert checkpoints(job)[-1] == done, "what was learned is saved before it stops"
+    assert [row["step"] for row in rows(job.run_dir)] == list(range(done + 1))
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_run_within_seconds_and_is_named(folder: Path) -> None:
+    done = rows(folder / "run")[-1]["step"]
+    job = Job(folder, *ENDLESS)
+    job.wait_for_step(done + 1)
+    ranks = job.ranks()
+    port = variable(ranks[0], "MASTER_PORT")
+    os.kill(ranks[1], signal.SIGKILL)
+    started = time.monotonic()
+    assert job.finish() == 128 + signal.SIGKILL
+    assert time.monotonic() - started < 20
+    assert left(job, port) == []
+    [message] = messages(job)
+    assert message.startswith("rank 1 failed first, killed by SIGKILL")
+    for step in checkpoints(job):
+        manifest = json.loads((job.run_dir / "checkpoints" / f"step_{step}" / "manifest.json").read_text())
+        assert all((job.run_dir / "checkpoints" / f"step_{step}" / name).exists() for name in manifest["files"])
+
+
+BAD = {
+    "wrong key": (["trainer.stepps=3"], "trainer.steps"),
+    "wrong type": (["trainer.steps=many"], "trainer.steps"),
+    "layout that does not divide": (["launch.processes=3"], "multiple"),
+    "heads that do not divide": (["actor.parallel.tensor=3", "launch.processes=6"], "3"),
+    "missing model folder": (["model.path=/nowhere/model"], "/nowhere/model"),
+    "empty task": (["tasks.train.sums.size=0"], "tasks.train.sums"),
+    "no task": (["tasks.train=null"], "tasks.train"),
+    "group of one": (["algorithm.preset=shrinkage", "rollout.group_size=1"], "rollout.group_size"),
+    "no steps": (["trainer.steps=0"], "trainer.steps"),
+    "no room for the prompt": (["actor.tokens_per_microbatch=8"], "actor.tokens_per_microbatch"),
+    "unknown preset": (["algorithm.preset=grpoo"], "grpo"),
+    "a checkpoint that is not there": (["--resume", "/nowhere/step_3"], "/nowhere/step_3"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "named"), BAD.values(), ids=BAD.keys())
+def test_a_bad_recipe_is_refused_at_once_with_one_message(tmp_path: Path, overrides: list[str], named: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    job = Job(tmp_path, *overrides)
+    assert job.finish() == 2
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert job.stdout == ""
+    [message] = messages(job)
+    assert named in message
+    assert "Traceback" not in job.stderr
+    assert not job.run_dir.exists()
+    assert (after.ru_utime + after.ru_stime) - (
+        before.ru_utime + before.ru_stime
+    ) < 2  # CPU seconds; under one when idle
+
+
+def test_an_empty_prompt_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    job = Job(tmp_path, "tasks.eval.held_out.source=jsonl", f"tasks.eval.held_out.path={tmp_path / 'empty.jsonl'}")
+    assert job.finish() == 2
+    assert "empty.jsonl" in job.stderr or "held_out" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+@pytest.mark.slow
+def test_what_only_the_data_shows_is_refused_by_the_ranks_with_one_message(tmp_path: Path) -> None:
+    job = Job(tmp_path, "rollout.max_prompt_tokens=4")
+    assert job.finish() == 2
+    assert processes_of(job.run_dir) == []
+    [message] = messages(job)
+    assert "rollout.max_prompt_tokens" in message
+    assert "Traceback" not in job.stderr
+
+
+def test_the_recipe_of_these_tests_is_a_good_one(tmp_path: Path) -> None:
+    from megatron_rl.cli import main
+
+    assert main(["train", str(write_recipe(tmp_path)), "--check"]) == 0

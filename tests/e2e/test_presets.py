@@ -1,0 +1,100 @@
+"""Every kind of method takes a real step: sampling, rewards, advantages, update, sync. And the sync finds what is damaged."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.config import check, load_recipe, to_yaml
+from megatron_rl.runtime.spawn import new_attempt, rank_environment, run_ranks
+
+from . import inside
+from .job import RECIPE, rows, write_recipe
+
+pytestmark = pytest.mark.slow
+OVERRIDES = ("checkpoint.every=0", "trainer.steps=1000", "trainer.eval_every=0", "sft.steps=60", "seed=5")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the one run that `inside` makes."""
+    folder = tmp_path_factory.mktemp("presets")
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    (run_dir / "recipe.yaml").write_text(to_yaml(check(load_recipe(write_recipe(folder), OVERRIDES))))
+    environment = {**rank_environment(0), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    outcome = run_ranks([sys.executable, str(inside.__file__), str(run_dir)], 2, new_attempt(run_dir), environment)
+    assert outcome.code == 0, outcome.message
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def steps(run_dir: Path) -> dict[str, dict[str, Any]]:
+    return dict(zip(inside.VARIANTS, rows(run_dir), strict=True))
+
+
+@pytest.fixture(scope="module")
+def faults(run_dir: Path) -> dict[str, str]:
+    return json.loads((run_dir / "faults.json").read_text())
+
+
+@pytest.mark.parametrize("variant", inside.VARIANTS)
+def test_a_step_trains(steps: dict[str, dict[str, Any]], variant: str) -> None:
+    row = steps[variant]
+    assert all(math.isfinite(value) for value in row.values()), row
+    assert row["actor/updates"] == RECIPE["trainer"]["minibatches"]
+    assert row["actor/grad_norm"] > 0
+    assert row["advantage/abs_mean"] > 0
+    assert row["sync/logprob_max_diff"] < 1e-4
+
+
+@pytest.mark.parametrize("preset", ["grpo", "awpo", "gdpo", "dgpo", "shrinkage", "dapo", "remax"])
+def test_the_recipe_takes_the_preset_by_one_override(tmp_path: Path, preset: str, capsys: Any) -> None:
+    assert main(["train", str(write_recipe(tmp_path)), f"algorithm.preset={preset}", "--check"]) == 0
+    assert f"preset: {preset}" in capsys.readouterr().out
+
+
+def test_awpo_asks_for_the_judge_and_only_awpo(steps: dict[str, dict[str, Any]]) -> None:
+    assert [name for name, row in steps.items() if "reward/judge" in row] == ["awpo"]
+
+
+def test_dynamic_sampling_replaces_groups_without_signal(steps: dict[str, dict[str, Any]]) -> None:
+    row = steps["dapo"]
+    assert 1 <= row["rollouts/rounds"] <= 3
+    assert row["rollouts/sampled"] == 32 * row["rollouts/rounds"]
+    assert row["groups/signal_share"] == 1
+    assert 1 <= row["groups/trained"] <= RECIPE["trainer"]["prompts_per_step"]
+    assert "rollouts/rounds" not in steps["grpo"]
+
+
+def test_kl_is_a_loss_term_or_a_reward(steps: dict[str, dict[str, Any]]) -> None:
+    assert steps["kl loss"]["reference/kl_k2"] > 0
+    assert "timing_s/ref_log_prob" in steps["kl reward"]
+    assert not [name for name in steps["grpo"] if name.startswith("reference/") or "ref_log_prob" in name]
+
+
+def test_filters_drop_what_the_engine_rounds_otherwise(steps: dict[str, dict[str, Any]]) -> None:
+    row = steps["correction"]
+    assert 0 < row["correction/dropped_share"] < 1  # at 1e-6, some tokens in fp32
+    assert row["correction/weight"] == pytest.approx(1, abs=1e-5)
+    assert "correction/weight" not in steps["grpo"]
+
+
+def test_a_tensor_changed_on_its_way_is_named(faults: dict[str, str]) -> None:
+    assert "more than rollout.sync_tolerance = 0.001" in faults["sent"]
+    assert f"The first tensor that was changed on its way to the engine is {inside.SENT}." in faults["sent"]
+    assert faults["pushed again"].startswith("good")
+
+
+def test_a_tensor_that_one_rank_of_the_engine_lost_is_named(faults: dict[str, str]) -> None:
+    for damage in ("kept", "not a number"):
+        assert "Every tensor was sent as the actor holds it" in faults[damage]
+        assert f"the first that the engine holds otherwise is {inside.KEPT}." in faults[damage]
+    assert "by up to nan" in faults["not a number"]
+    assert faults["pushed at last"].startswith("good")
