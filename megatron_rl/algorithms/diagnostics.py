@@ -26,7 +26,8 @@ def count_advantage_groups(advantages: Tensor, valid: Tensor | None = None, deci
     if valid is not None:
         rounded = torch.where(valid, rounded, torch.inf)
         rounded = rounded[valid.any(1)]
-    return len(torch.unique(rounded.sort(1).values, dim=0)) if len(rounded) else 0
+    # A set of byte strings: sorting the rows, as torch.unique does, takes a hundred times as long.
+    return len({row.tobytes() for row in rounded.sort(1).values.cpu().numpy()})
 
 
 def distinct_advantage_groups(rollouts: int, rewards: int, estimator: AdvantageEstimator) -> int:
