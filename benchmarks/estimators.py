@@ -215,8 +215,8 @@ def machine() -> str:
 def page() -> str:
     blocks = [
         "# Speed",
-        f"Made by `python -m benchmarks.estimators --write docs/algorithms/speed.md` on {datetime.date.today()}; {machine()}. "
-        "CPU time, the least of several calls.",
+        f"Made by `python -m benchmarks.estimators --write docs/algorithms/speed.md` on {datetime.date.today()}; "
+        f"{machine()}. CPU time, the least of several calls.",
         f"**Estimators**, {PROMPTS} prompts x {ROLLOUTS} rollouts x {REWARDS} rewards, float64. The counterparts are "
         "written from the papers' listings and from how released trainers group rollouts; the advantages agree.",
         markdown_table(("estimator", "ms", "compared with", "its ms", "times"), estimators()),
