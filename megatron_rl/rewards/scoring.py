@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -61,18 +63,24 @@ class Scorer:
     Args:
         rewards: the recipe's section, by column name.
         needed: columns the estimator asks for; rewards marked `when_needed` are computed only if they are among them.
+        workers: rollouts scored at a time where a reward waits for other processes (its attribute `concurrent` is true);
+            None: this process's share of the processors.
 
     Raises:
         ValueError: a bad name or parameter, or a condition on a column that is not computed.
     """
 
-    def __init__(self, rewards: Mapping[str, RewardConfig], needed: Collection[str] = ()) -> None:
+    def __init__(
+        self, rewards: Mapping[str, RewardConfig], needed: Collection[str] = (), workers: int | None = None
+    ) -> None:
         self.configs = {name: config for name, config in rewards.items() if not config.when_needed or name in needed}
         self._rewards = {name: make_reward(config.reward, **config.params) for name, config in self.configs.items()}
         for name, config in self.configs.items():
             if config.condition is not None and config.condition.column not in self.columns:
                 problem = unknown_name("reward column", config.condition.column, self.columns)
                 raise ValueError(f"rewards.{name}.condition.column: {problem}")
+        concurrent = any(getattr(reward, "concurrent", False) for reward in self._rewards.values())
+        self._workers = (workers or _processor_share()) if concurrent else 1
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -104,15 +112,16 @@ class Scorer:
         for what, other in (("samples", samples), ("finish_reasons", finish_reasons), ("num_tokens", num_tokens)):
             if other is not None and len(other) != count:
                 raise ValueError(f"{len(other)} {what} for {count} completions")
-        rows = []
-        for index, (completion, sample) in enumerate(zip(completions, samples, strict=True)):
-            mapping = sample.as_mapping()
+        mappings = [sample.as_mapping() for sample in samples]
+        for index, mapping in enumerate(mappings):
             if finish_reasons is not None:
                 mapping["finish_reason"] = finish_reasons[index]
             if num_tokens is not None:
                 mapping["num_tokens"] = num_tokens[index]
-            rows.append(self._row(completion, sample, mapping))
-        return rows
+        if self._workers == 1:
+            return list(map(self._row, completions, samples, mappings))
+        with ThreadPoolExecutor(self._workers) as pool:
+            return list(pool.map(self._row, completions, samples, mappings))
 
     def _row(self, completion: str, sample: Sample, mapping: Mapping[str, Any]) -> dict[str, float]:
         row: dict[str, float] = {}
@@ -133,6 +142,10 @@ class Scorer:
     def timeouts(self) -> dict[str, int]:
         """Per reward with a deadline: how many of its calls ran into it so far."""
         return {name: reward.isolated.timeouts for name, reward in self._rewards.items() if hasattr(reward, "isolated")}
+
+
+def _processor_share() -> int:
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def condition_reward(value: float, gate: float, threshold: float) -> float:

@@ -46,9 +46,9 @@ def test_recipes_in_the_docs_are_good(page: Path, tmp_path: Path, monkeypatch: p
     for code in blocks(page, "python"):
         if "def word_limit" in code:
             Path("my_rewards.py").write_text(code)
-    for row in blocks(page, "json"):
+    if page.stem == "data":
         Path("data").mkdir()
-        Path("data/arithmetic.jsonl").write_text(row)
+        Path("data/arithmetic.jsonl").write_text(*blocks(page, "json"))
     for text in blocks(page, "yaml"):
         tree: dict[str, Any] = yaml.safe_load(text)
         rewards = {name: OmegaConf.merge(RewardConfig, entry) for name, entry in tree.get("rewards", {}).items()}
@@ -63,6 +63,12 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES.glob("*.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_tests_shown_are_tests() -> None:
+    (shown,) = blocks(PAGES / "code_pass_rate.md", "json")
+    program = "```python\nprint(sum(map(int, input().split())))\n```"
+    assert make_reward("code_pass_rate")(program, {"answer": shown}) == 1.0
 
 
 def test_code_in_the_docs_works() -> None:

@@ -191,7 +191,26 @@ def test_a_recipe_with_a_mistake(config: dict[str, Any], message: str) -> None:
         check_rewards({"x": RewardConfig(**config)}, tasks={"sums", "test"})
 
 
+def test_concurrent_rewards_keep_the_order_and_stop_at_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text(
+        "import time\n"
+        "def slow():\n"
+        "    def score(completion, sample):\n"
+        "        time.sleep(0.1 * (completion == '0'))\n"
+        "        return float(completion)\n"
+        "    score.concurrent = True\n"
+        "    return score\n"
+    )
+    scorer = Scorer({"slow": RewardConfig(reward=f"{path}:slow")}, workers=4)
+    rows = scorer.score([str(i) for i in range(20)], [sample("a", i) for i in range(20)])
+    assert [row["slow"] for row in rows] == list(range(20))
+    with pytest.raises(RewardError, match="failed on sample a/1: ValueError"):
+        scorer.score(["0", "x", "2"], [sample("a", i) for i in range(3)])
+
+
 def test_every_name_of_the_contract_is_there() -> None:
     wanted = {"tool_format", "tool_correctness", "tool_exec", "math", "length", "puzzle", "format", "chain_sum_steps"}
+    wanted |= {"code_pass_rate", "code_bug"}
     assert wanted <= set(list_rewards())
     assert callable(make_reward("tool_format", strict=False))

@@ -1,0 +1,255 @@
+"""Rewards on programs: the share of tests passed, and whether the program runs at all (GDPO, section 4.3)."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.rewards.registry import Reward, real, register_reward
+from megatron_rl.rewards.sandbox import Limits, run_program
+
+_FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Tests of one problem: standard input and output, or arguments and results of a function."""
+
+    inputs: tuple[Any, ...]  # text; or with `function`, lists of arguments
+    outputs: tuple[Any, ...]  # text; or with `function`, results
+    function: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a program did on the tests it was run on."""
+
+    passed: int
+    total: int
+    clean: bool  # every run ended by itself, without an error
+
+
+@register_reward("code_pass_rate")
+def code_pass_rate(
+    cpu_seconds: int = 4, memory_mib: int = 512, total_seconds: float = 30.0, max_tests: int | None = None
+) -> Reward:
+    """Share of the tests that the completion's program passes, in [0, 1] (GDPO, section 4.3).
+
+    The program is the last fenced code block; 0 where there is none. It runs in a sandbox, once per test.
+
+    Args:
+        cpu_seconds: CPU time of one test, whole seconds; the time on the clock may be twice that, and a second.
+        memory_mib: address space.
+        total_seconds: time on the clock for all tests of one program; tests that would start later count as failed.
+        max_tests: only the first so many tests; null: all.
+    """
+    grade = _grader(cpu_seconds, memory_mib, total_seconds, max_tests)
+
+    def score(completion: str, sample: Mapping[str, Any]) -> float:
+        report = grade(completion, sample)
+        return report.passed / report.total if report else 0.0
+
+    return _concurrent(score)
+
+
+@register_reward("code_bug")
+def code_bug(
+    cpu_seconds: int = 4, memory_mib: int = 512, total_seconds: float = 30.0, max_tests: int | None = None
+) -> Reward:
+    """1 where the completion's program compiles, and runs on every test without an error, else 0 (GDPO, section 4.3).
+
+    What it prints or returns plays no part. A run that exceeds a limit is an error. With the parameters of a
+    `code_pass_rate` beside it, the program runs only once for both.
+
+    Args:
+        cpu_seconds: as in `code_pass_rate`.
+        memory_mib: as in `code_pass_rate`.
+        total_seconds: as in `code_pass_rate`; tests that would start later are errors.
+        max_tests: as in `code_pass_rate`.
+    """
+    grade = _grader(cpu_seconds, memory_mib, total_seconds, max_tests)
+
+    def score(completion: str, sample: Mapping[str, Any]) -> float:
+        report = grade(completion, sample)
+        return float(report is not None and report.clean)
+
+    return _concurrent(score)
+
+
+def extract_code(completion: str) -> str | None:
+    """The last fenced block that is Python, or names no language; None where there is none."""
+    blocks = _FENCE.findall(completion)
+    return blocks[-1] if blocks else None
+
+
+def read_tests(source: Any) -> Tests:
+    """Tests as APPS, TACO, CodeContests and Eurus-2 store them: `{"inputs": [...], "outputs": [...], "fn_name": name}`.
+
+    Args:
+        source: that mapping, or its JSON text. Without `fn_name`, inputs and outputs are text (or lists of lines). With it,
+            an input is the list of arguments, or text with one argument per line in JSON; an output is the result, or its
+            JSON text.
+
+    Raises:
+        ValueError: not of this form, or no tests.
+    """
+    if isinstance(source, str):
+        try:
+            source = json.loads(source)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the tests are not JSON: {error}") from None
+    if not isinstance(source, Mapping) or not all(isinstance(source.get(key), list) for key in ("inputs", "outputs")):
+        raise ValueError("the tests must be a mapping with the lists `inputs` and `outputs`")
+    inputs, outputs, function = source["inputs"], source["outputs"], source.get("fn_name")
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(
+            f"there are {len(inputs)} inputs and {len(outputs)} outputs; tests need both, and at least one"
+        )
+    if function is None:
+        return Tests(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
+    return Tests(tuple(map(_arguments, inputs)), tuple(outputs), str(function))
+
+
+def run_tests(code: str, tests: Tests, limits: Limits, total_seconds: float) -> Report:
+    """Run a program on its tests, one run each. Tests left when `total_seconds` are up count as failed.
+
+    Raises:
+        SandboxError: the machine cannot confine programs.
+    """
+    deadline = time.monotonic() + total_seconds
+    passed, clean = 0, True
+    for given, expected in zip(tests.inputs, tests.outputs, strict=True):
+        if time.monotonic() > deadline:
+            clean = False
+            break
+        if tests.function is None:
+            outcome = run_program(code, stdin=given, limits=limits)
+            passed += outcome.status == "ok" and same_output(outcome.stdout, expected)
+        else:
+            outcome = run_program(code, function=tests.function, arguments=given, limits=limits)
+            passed += outcome.status == "ok" and same_result(outcome.value, expected)
+        clean = clean and outcome.status == "ok"
+        if outcome.status == "syntax":
+            break  # it fails every other test the same way
+    return Report(passed, len(tests.inputs), clean)
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether two texts agree token by token: white space is ignored, and decimals may differ by 1e-6."""
+    left, right = printed.split(), expected.split()
+    return len(left) == len(right) and all(a == b or _close(a, b) for a, b in zip(left, right, strict=True))
+
+
+def _close(left: str, right: str) -> bool:
+    if "." not in left + right and "e" not in (left + right).lower():
+        return False  # whole numbers are exact
+    try:
+        return same_result(float(left), float(right))
+    except ValueError:
+        return False
+
+
+def same_result(value: Any, expected: Any) -> bool:
+    """Whether a returned value is the expected one, both as JSON has them; floats may differ by 1e-6.
+
+    Some data sets wrap every result in a list of one, or store it as JSON text: what is inside is accepted too.
+    """
+    if _same(value, expected):
+        return True
+    if isinstance(expected, str):
+        try:
+            return _same(value, json.loads(expected))
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(expected, list) and len(expected) == 1 and _same(value, expected[0])
+
+
+def _same(value: Any, expected: Any) -> bool:
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, float) or isinstance(expected, float):
+        numbers = isinstance(value, int | float) and isinstance(expected, int | float)
+        return numbers and (value == expected or abs(value - expected) <= 1e-6 * max(1.0, abs(expected)))
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(_same(a, b) for a, b in zip(value, expected, strict=True))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(_same(value[key], expected[key]) for key in value)
+    return bool(value == expected)
+
+
+class _Reports:
+    """The latest reports, so that two rewards on one program run it once. Safe to use from several threads."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._reports: OrderedDict[Any, Report] = OrderedDict()
+        self._running: dict[Any, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: Any, code: str, tests: Tests, limits: Limits, total_seconds: float) -> Report:
+        with self._lock:
+            if key in self._reports:
+                return self._reports[key]
+            running = self._running.setdefault(key, threading.Lock())
+        with running:
+            with self._lock:
+                if key in self._reports:
+                    return self._reports[key]
+            report = run_tests(code, tests, limits, total_seconds)
+            with self._lock:
+                self._reports[key] = report
+                self._running.pop(key, None)
+                while len(self._reports) > self._size:
+                    self._reports.popitem(last=False)
+        return report
+
+
+_REPORTS = _Reports(4096)
+
+
+def _grader(cpu_seconds: int, memory_mib: int, total_seconds: float, max_tests: int | None) -> Any:
+    for name, value in (("cpu_seconds", cpu_seconds), ("memory_mib", memory_mib), ("max_tests", max_tests)):
+        if not (value is None and name == "max_tests"):
+            real(name, value, low=1)
+            if not isinstance(value, int):
+                raise ValueError(f"{name} = {value!r}, must be a whole number")
+    real("total_seconds", total_seconds, low=0)
+    limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=2 * cpu_seconds + 1, memory_mib=memory_mib)
+
+    def grade(completion: str, sample: Mapping[str, Any]) -> Report | None:
+        metadata = sample.get("metadata") or {}
+        tests = read_tests(metadata["tests"] if "tests" in metadata else sample.get("answer"))
+        code = extract_code(completion)
+        if code is None:
+            return None
+        tests = Tests(tests.inputs[:max_tests], tests.outputs[:max_tests], tests.function)
+        key = (code, repr(tests), limits, total_seconds)
+        return _REPORTS.get(key, code, tests, limits, total_seconds)
+
+    return grade
+
+
+def _concurrent(score: Reward) -> Reward:
+    score.concurrent = True  # type: ignore[attr-defined]
+    return score
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
+    return str(value)
+
+
+def _arguments(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    try:
+        return [json.loads(line) for line in str(value).splitlines() if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"an input of the function is no JSON: {value!r:.200} ({error})") from None

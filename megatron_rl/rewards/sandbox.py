@@ -1,0 +1,173 @@
+"""Runs a Python program nobody has read, and says what it printed or returned.
+
+Every run is a process of its own that gives up its rights before the program starts (`sandbox_child`): no network, no other
+processes, nothing to read but Python's own library, nothing to write but a scratch folder, limits on CPU time, memory, output
+and disk, an empty environment. It is killed when its time is up. Where the kernel cannot do that, nothing is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron_rl.rewards.sandbox_child import BAD_SYNTAX
+
+_CHILD = Path(__file__).with_name("sandbox_child.py")
+_FAILURES = {BAD_SYNTAX: "syntax", -signal.SIGXCPU: "time", -signal.SIGKILL: "time"}
+_TICK = 0.05  # seconds between looks at the scratch folder
+
+
+class SandboxError(RuntimeError):
+    """This machine cannot run programs safely; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run may use."""
+
+    cpu_seconds: int = 4
+    wall_seconds: float = 10.0
+    memory_mib: int = 512  # address space
+    output_mib: int = 8  # of what it prints, and of each file in the scratch folder
+    scratch_mib: int = 32  # of all files there
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one run.
+
+    `status`: `ok` (exit code 0), `syntax` (it does not compile), `error` (it raised, or hit its memory or output limit),
+    `time`, or `disk` (more than `scratch_mib` in the scratch folder).
+    """
+
+    status: str
+    stdout: str = ""
+    value: Any = None  # what the called function returned, as JSON has it (tuples are lists)
+    error: str = ""  # end of what it wrote to stderr
+
+
+def run_program(
+    code: str,
+    stdin: str = "",
+    function: str | None = None,
+    arguments: list[Any] | None = None,
+    limits: Limits | None = None,
+) -> Outcome:
+    """Run a program once.
+
+    Args:
+        code: Python source; the standard library is all it can import.
+        stdin: what it reads.
+        function: None runs the source as a script. Otherwise it is imported, with the usual names of the standard library
+            at hand, and this function, or method of its class `Solution`, is called.
+        arguments: for the function; values that JSON can hold.
+        limits: what the run may use.
+
+    Raises:
+        SandboxError: the machine cannot confine the program; it was not run.
+    """
+    limits = limits or Limits()
+    job = {
+        "code": code,
+        "function": function,
+        "arguments": arguments or [],
+        "limits": {
+            "cpu_seconds": limits.cpu_seconds,
+            "memory_bytes": limits.memory_mib << 20,
+            "file_bytes": limits.output_mib << 20,
+        },
+    }
+    with (
+        tempfile.TemporaryDirectory(prefix="sandbox-") as scratch,
+        _file(json.dumps(job)) as request,
+        _file(stdin) as given,
+        _file() as refused,
+        _file() as printed,
+        _file() as returned,
+        _file() as complained,
+    ):
+        channels = request.fileno(), refused.fileno(), returned.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", str(_CHILD), *map(str, channels)],
+            stdin=given,
+            stdout=printed,
+            stderr=complained,
+            cwd=scratch,
+            env={"LANG": "C.UTF-8"},
+            pass_fds=channels,
+            start_new_session=True,
+        )
+        try:
+            status = _watch(process, scratch, limits)
+        finally:
+            process.kill()
+            process.wait()
+        if reason := _content(refused):
+            raise SandboxError(f"programs cannot be run safely on this machine: {reason}")
+        error = _content(complained)[-2000:]
+        if status != "ok":
+            return Outcome(status, error=error)
+        if process.returncode:
+            return Outcome(_FAILURES.get(process.returncode, "error"), error=error)
+        value = None
+        if function is not None:
+            try:
+                value = json.loads(_content(returned))
+            except (ValueError, RecursionError):  # the program ended before the function returned
+                return Outcome("error", error="the function did not return a value that JSON can hold")
+        return Outcome("ok", stdout=_content(printed), value=value, error=error)
+
+
+@contextmanager
+def _file(text: str = "") -> Iterator[BinaryIO]:
+    """An unnamed file with this text, to be read from its start."""
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+        file.seek(0)
+        yield file
+
+
+def _content(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read().decode("utf-8", "replace")
+
+
+def _watch(process: subprocess.Popen[bytes], scratch: str, limits: Limits) -> str:
+    """`ok` once the process has ended by itself; `time` or `disk` once it has used up what it may."""
+    deadline = time.monotonic() + limits.wall_seconds
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            while True:
+                left = deadline - time.monotonic()
+                if selector.select(max(0.0, min(_TICK, left))):
+                    return "ok"
+                if left <= 0:
+                    return "time"
+                if _bytes_in(scratch) > limits.scratch_mib << 20:
+                    return "disk"
+    finally:
+        os.close(descriptor)
+
+
+def _bytes_in(folder: str) -> int:
+    total = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            try:
+                total += 4096 + entry.stat(follow_symlinks=False).st_size
+            except FileNotFoundError:  # removed meanwhile
+                continue
+    return total
