@@ -285,7 +285,7 @@ def _end_of_log(path: Path) -> list[str]:
     for sign in (OWN_MESSAGE, "Traceback (most recent call last)"):
         found = [number for number, line in enumerate(lines) if line.startswith(sign)]
         if found:
-            return lines[found[-1] :][:_TAIL]
+            return lines[found[-1] :][-_TAIL:]
     return lines[-_TAIL // 2 :]
 
 

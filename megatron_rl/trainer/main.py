@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import traceback
 import warnings
@@ -41,10 +42,11 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
         if grid.is_main:
             print(f"megatron-rl: {stop}; {_how_to_continue(Path(run_dir))}", file=sys.stderr)
         return 128 + stop.signum
-    except (ValueError, CheckpointError, RewardError, SyncError, FloatingPointError) as error:
+    except (ValueError, OSError, CheckpointError, RewardError, SyncError, FloatingPointError) as error:
         # Expected failures explain themselves; a traceback would bury the explanation, so it goes to a file.
         place = Path(run_dir) / "logs" / f"traceback_rank_{grid.rank}.txt"
-        place.write_text(traceback.format_exc())
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            place.write_text(traceback.format_exc())
         print(f"megatron-rl: {type(error).__name__}: {error}\n(where it happened: {place})", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ValueError) else EXIT_FAILED
     finally:
