@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -63,11 +62,6 @@ class Grid:
 
     def barrier(self) -> None:
         dist.barrier(group=self.host_group)
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Elementwise float64 sum over all ranks, in an order that does not depend on timing."""
-        gathered = self.all_gather(list(values))
-        return [sum(column) for column in zip(*gathered, strict=True)]
 
 
 def initialize(parallel: ParallelConfig, timeout_minutes: float) -> Grid:
