@@ -150,7 +150,7 @@ def test_hostile_programs_get_nothing(name: str, tmp_path: Path) -> None:
     code = HOSTILE[name]
     for key, value in (("this", __file__), ("outside", str(outside)), ("victim", str(victim)), ("name", "beside")):
         code = code.replace(f"{{{key}!r}}", repr(value))
-    start = time.monotonic()
+    start, children = time.monotonic(), _children()
     outcome = run_program(code, limits=LIMITS)
     assert outcome.status in ("error", "time", "disk"), outcome
     assert "BROKEN" not in outcome.stdout
@@ -165,11 +165,12 @@ def test_hostile_programs_get_nothing(name: str, tmp_path: Path) -> None:
         before.st_nlink,
     )
     assert not outside.exists()
-    assert _children() == []
+    assert _children() <= children
 
 
-def _children() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+def _children() -> set[str]:
+    """Processes of the test run itself: other tests may have left a helper that is still warm."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
