@@ -68,6 +68,8 @@ class Reporter:
     # ------------------------------------------------------------------------------------------------ where a run begins
     def start_over(self) -> None:
         """A run without a checkpoint to continue from. What an earlier one left in the folder is moved, not overwritten."""
+        if not self.active:
+            return
         left = [name for name in _OUTPUTS if (self.run_dir / name).exists()]
         if left:
             number = 1 + sum(1 for _ in self.run_dir.glob("previous_*"))

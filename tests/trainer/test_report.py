@@ -1,0 +1,28 @@
+"""What an earlier run left is moved once, by the rank that writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_rl.config.schema import Config
+from megatron_rl.trainer.report import Reporter
+
+
+def reporter(run_dir: Path, rank: int) -> Reporter:
+    grid: Any = SimpleNamespace(is_main=rank == 0)
+    return Reporter(Config(run_dir=str(run_dir)), run_dir, grid)
+
+
+def test_only_the_writing_rank_moves_an_earlier_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    other = reporter(tmp_path, rank=1)
+    other.start_over()
+    other.close()
+    assert (tmp_path / "metrics.jsonl").exists()
+    main = reporter(tmp_path, rank=0)
+    main.start_over()
+    main.close()
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert (tmp_path / "previous_1" / "metrics.jsonl").read_text() == '{"step": 0}\n'
