@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+from megatron_rl.runtime import exit_codes
 
 
 def main(command: str, run_dir: str, resume: str = "auto") -> int:
@@ -48,12 +48,12 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
         with contextlib.suppress(OSError):  # the disk may be what failed
             place.write_text(traceback.format_exc())
         print(f"megatron-rl: {type(error).__name__}: {error}\n(where it happened: {place})", file=sys.stderr)
-        return EXIT_BAD_INPUT if isinstance(error, ValueError) else EXIT_FAILED
+        return exit_codes.BAD_INPUT if isinstance(error, ValueError) else exit_codes.FAILED
     finally:
         if run is not None:
             run.close()
     distributed.shutdown()
-    return EXIT_OK
+    return exit_codes.OK
 
 
 def _how_to_continue(run_dir: Path) -> str:

@@ -1,0 +1,133 @@
+"""`train`, `sft`, `evaluate`: checks the recipe and starts one process per device (or joins torchrun's or srun's world)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe, to_yaml
+from megatron_rl.config.checks import count_gpus
+from megatron_rl.rewards import check_rewards
+from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime.spawn import new_attempt, rank_environment, run_ranks
+from megatron_rl.runtime.world import World, outer_world
+from megatron_rl.tasks import check_tasks
+
+_RESUMABLE = ("train", "sft")
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.steps=5")
+    parser.add_argument("--check", action="store_true", help="check the recipe, print it resolved, start nothing")
+    if name in _RESUMABLE:
+        parser.add_argument(
+            "--resume",
+            metavar="auto|PATH|never",
+            default="auto",
+            help="auto: the newest complete checkpoint of run_dir, if any (default); PATH: that checkpoint",
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0, 2 for a bad recipe, 130 after Ctrl-C, or the exit code of a failed process."""
+    world = outer_world(os.environ)
+    machine = Machine(
+        gpus=count_gpus(),
+        world_size=None if world is None else world.size,
+        local_world_size=None if world is None else world.local_size,
+    )
+    try:
+        config = _load(args, machine)
+        if args.check:
+            _print_checked(config, machine)
+            return 0
+        check_machine(config, machine)
+        resume = _resume(getattr(args, "resume", "never"))
+        if args.command == "evaluate" and (Path(config.run_dir) / "checkpoints").exists():
+            raise ConfigError(
+                f"`run_dir` {config.run_dir} holds a training run, which an evaluation would overwrite; give it a folder of "
+                "its own, for example run_dir=runs/evaluation (and model.path=<training run>/export)"
+            )
+    except ConfigError as error:
+        if world is None or world.rank == 0:  # one message, not one per process
+            print(f"megatron-rl: {error}", file=sys.stderr)
+        return exit_codes.BAD_INPUT
+    command = [args.command, "--run-dir", config.run_dir, "--resume", resume]
+    try:
+        _write(Path(config.run_dir), to_yaml(config))
+        if world is None:
+            return _start(command, config, machine.gpus)
+    except OSError as error:
+        print(f"megatron-rl: cannot write to run_dir {config.run_dir}: {error.strerror}", file=sys.stderr)
+        return exit_codes.FAILED
+    return _join(world, args.command, config.run_dir, resume, machine.gpus)
+
+
+def _load(args: argparse.Namespace, machine: Machine) -> Config:
+    config = check(load_recipe(args.recipe, args.overrides), command=args.command, machine=machine)
+    try:
+        check_tasks(config.tasks)
+        check_rewards(config.rewards, {*config.tasks.train, *config.tasks.eval})
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config
+
+
+def _print_checked(config: Config, machine: Machine) -> None:
+    print(to_yaml(config), end="")
+    try:
+        check_machine(config, machine)
+    except ConfigError as error:
+        print(f"megatron-rl: the recipe is fine, but not for this machine: {error}", file=sys.stderr)
+
+
+def _resume(mode: str) -> str:
+    if mode in ("auto", "never"):
+        return mode
+    if not Path(mode).is_dir():
+        raise ConfigError(f"--resume {mode}: no such folder; give auto, never, or the path of a checkpoint")
+    return str(Path(mode).resolve())
+
+
+def _write(run_dir: Path, recipe: str) -> None:
+    """Writes `recipe.yaml` in one move: with torchrun every process does, and none may read another's half."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=run_dir, prefix=".recipe")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(recipe)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, run_dir / "recipe.yaml")
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _start(command: Sequence[str], config: Config, gpus: int) -> int:
+    assert config.launch.processes is not None  # `check` has filled it in
+    logs = new_attempt(Path(config.run_dir))
+    on = "GPU" if gpus else "CPU"
+    print(f"{config.launch.processes} {on} processes; run folder {config.run_dir}, logs in {logs}", flush=True)
+    outcome = run_ranks(
+        [sys.executable, "-m", "megatron_rl.trainer.main", *command],
+        config.launch.processes,
+        logs,
+        rank_environment(gpus),
+    )
+    if outcome.message:
+        print(f"megatron-rl: {outcome.message}", file=sys.stderr)
+    return outcome.code
+
+
+def _join(world: World, command: str, run_dir: str, resume: str, gpus: int) -> int:
+    """This process is itself a rank: of torchrun, or of srun."""
+    os.environ.update(rank_environment(gpus))
+    os.environ.update(world.variables)
+    from megatron_rl.trainer.main import main as run_rank
+
+    return run_rank(command, run_dir, resume) or 0
