@@ -11,9 +11,10 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import methods
 from megatron_rl.config.model_checks import check_model
@@ -51,13 +52,16 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
     return min(present, cut)
 
 
-def check(config: Config, *, command: str = "train", machine: Machine | None = None) -> Config:
+def check(
+    config: Config, *, command: str = "train", machine: Machine | None = None, model: Mapping[str, Any] | None = None
+) -> Config:
     """Checks everything that needs more than one key, and fills in what follows from other keys.
 
     Args:
         config: as `load_recipe` gives it; not changed.
         command: train | sft | evaluate; some needs differ.
         machine: null: this one.
+        model: the model's config.json, where its folder is not at hand; null: it is read from `model.path`.
 
     Returns:
         A copy with `launch.processes` set (unless another launcher made the world), `model.create` null where
@@ -86,7 +90,7 @@ def check(config: Config, *, command: str = "train", machine: Machine | None = N
             *_check_names(config),
             *_check_rewards(config, command),
             *_check_tasks(config, command),
-            *check_model(config),
+            *check_model(config, model),
             *_check_outputs(config),
         ]
     _refuse(problems)

@@ -13,9 +13,15 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def check_model(config: Config) -> Iterator[str]:
-    """Yields a sentence per problem with `model`, its sizes, and the layouts of actor and engine on it."""
-    if config.model.path is not None:
+def check_model(config: Config, model: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Yields a sentence per problem with `model`, its sizes, and the layouts of actor and engine on it.
+
+    Args:
+        model: the model's config.json, where its folder is not at hand; null: it is read from `model.path`.
+    """
+    if model is not None:
+        yield from _check_sizes(config, model)
+    elif config.model.path is not None:
         folder = Path(config.model.path)
         problems = list(_check_folder(folder))
         yield from problems

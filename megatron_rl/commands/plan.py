@@ -1,0 +1,101 @@
+"""`plan`: where a recipe's GPU memory goes on a number of nodes, and whether it fits; arithmetic only, no GPU needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
+from megatron_rl.planner import GIB, PHASES, Plan, Shape, active_parameters, make_plan, total_parameters
+from megatron_rl.runtime import exit_codes
+
+_DEFAULT_GPU_GIB = 79.0  # what an 80 GB H100 offers
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. actor.recompute=full")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
+    parser.add_argument(
+        "--gpu-memory-gib",
+        type=float,
+        default=_DEFAULT_GPU_GIB,
+        metavar="GIB",
+        help=f"memory of one GPU (default {_DEFAULT_GPU_GIB:g}: an H100 with 80 GB)",
+    )
+    parser.add_argument(
+        "--model-config",
+        metavar="FILE",
+        help="the model's config.json, where its folder (model.path) is not on this machine",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 where it fits, 1 where it does not, 2 for a bad recipe."""
+    world = args.nodes * args.gpus_per_node
+    try:
+        if world < 1 or args.gpu_memory_gib <= 0:
+            raise ConfigError("--nodes, --gpus-per-node and --gpu-memory-gib must be greater than 0")
+        machine = Machine(gpus=args.gpus_per_node, world_size=world, local_world_size=args.gpus_per_node)
+        config = load_recipe(args.recipe, args.overrides)
+        config.launch.processes = None  # the command line says how many there are
+        given = None if args.model_config is None else _read(Path(args.model_config))
+        config = check(config, command="train", machine=machine, model=given)
+        plan = make_plan(config, _shape(config, given), world, args.gpu_memory_gib * GIB)
+    except (ConfigError, ValueError) as error:
+        print(f"megatron-rl: {error}", file=sys.stderr)
+        return exit_codes.BAD_INPUT
+    print(render(config, plan))
+    return exit_codes.FAILED if any(plan.problems()) else exit_codes.OK
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        model = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model-config {path} cannot be read: {error}") from None
+    if not isinstance(model, dict):
+        raise ConfigError(f"--model-config {path} does not hold a JSON object")
+    return model
+
+
+def _shape(config: Config, given: Mapping[str, Any] | None) -> Shape:
+    if given is not None:
+        return Shape.of(given)
+    if config.model.path is not None:
+        return Shape.of(_read(Path(config.model.path) / "config.json"))
+    assert config.model.create is not None  # `check` has seen to it
+    return Shape.created(config.model.create)
+
+
+def render(config: Config, plan: Plan) -> str:
+    """The table, then what it means, then what does not fit."""
+    parallel, shape = config.actor.parallel, plan.shape
+    total, active = total_parameters(shape), active_parameters(shape)
+    lines = [
+        f"model: {total / 1e9:.2f} B parameters"
+        + (f", {active / 1e9:.2f} B of them active per token" if active != total else ""),
+        f"actor: tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {plan.data_parallel}"
+        + (f", expert {parallel.expert}" if shape.experts else "")
+        + f" on {plan.world} GPUs; {plan.parameters.total / 1e9:.3f} B parameters on the fullest",
+        f"engines: {plan.engines} of {config.rollout.tensor_parallel} GPUs; the cache of each holds "
+        f"{plan.cache_tokens:,.0f} tokens, {plan.full_length_sequences:.0f} sequences of full length ({plan.longest})",
+        "",
+        f"{'GiB on the fullest GPU':40s}" + "".join(f"{phase:>10s}" for phase in PHASES),
+    ]
+    for part in plan.components:
+        cells = "".join(f"{part.bytes / GIB:10.1f}" if phase in part.phases else " " * 10 for phase in PHASES)
+        lines.append(f"{part.name + (' *' if part.estimate else ''):40s}{cells}")
+    lines.append(f"{'sum':40s}" + "".join(f"{plan.peak(phase) / GIB:10.1f}" for phase in PHASES))
+    lines.append(f"{'there is':40s}" + f"{plan.gpu_bytes / GIB:10.1f}" * len(PHASES))
+    lines.append("* estimates, not measured on a GPU; weights, gradients, optimizer state and cache are counted")
+    if plan.host_bytes_per_gpu:
+        lines.append(f"host memory: {plan.host_bytes_per_gpu / GIB:.1f} GiB per GPU")
+    problems = list(plan.problems())
+    lines += ["", "it fits" if not problems else "IT DOES NOT FIT", *(f"  {problem}" for problem in problems)]
+    return "\n".join(lines)

@@ -1,0 +1,358 @@
+"""How much of a GPU's memory a recipe takes, from the model's config.json and the recipe's layout. No torch, no GPU.
+
+Weights, gradients and optimizer state are counted exactly, parameter by parameter as Megatron-Core cuts them (tests compare
+with models that were really built). Activations, the output layer's workspace and what the engine needs besides weights and
+cache are estimates; each says below what it is made of, and none of them has been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.schema import Config, CreateModelConfig
+
+GIB = 2**30
+GENERATE, UPDATE, SYNC = "generate", "update", "sync"
+PHASES = (GENERATE, UPDATE, SYNC)
+
+# CUDA context, NCCL's buffers, cuBLAS workspaces, the allocator's fragmentation, CUDA graphs kept through vLLM's sleep.
+RESERVE_GIB = 5.0
+# vLLM's activations while it reads a prompt of max_num_batched_tokens, its sampler and CUDA graphs, within its own share.
+ENGINE_WORKSPACE_GIB = 3.0
+_SYNC_BUCKET = (
+    256 * 2**20
+)  # models/gather.py: memory beyond the models' is three times the bucket, or the largest tensor
+# actor/head.py, backward pass, per logit of a chunk: bf16 product, fp32 logits, log-probs, probabilities, gradient twice.
+_BYTES_PER_LOGIT = 2 + 4 + 4 + 4 + 4 + 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder that decide its memory. Dense: `experts` is 0."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool  # the output layer is the embedding
+    qkv_bias: bool
+    qk_norm: bool
+    experts: int = 0
+    expert_ffn: int = 0
+    top_k: int = 0  # experts per token
+
+    @staticmethod
+    def of(model: Mapping[str, Any]) -> Shape:
+        """From a Hugging Face config.json.
+
+        Raises:
+            ValueError: a size is missing.
+        """
+        architecture = (model.get("architectures") or [""])[0]
+        try:
+            heads, hidden = model["num_attention_heads"], model["hidden_size"]
+            experts = model.get("num_experts") or model.get("num_local_experts") or 0
+            return Shape(
+                layers=model["num_hidden_layers"],
+                hidden=hidden,
+                heads=heads,
+                kv_heads=model.get("num_key_value_heads") or heads,
+                head_dim=model.get("head_dim") or (128 if architecture.startswith("Qwen3") else hidden // heads),
+                ffn=model["intermediate_size"],
+                vocab=model["vocab_size"],
+                tied=bool(model.get("tie_word_embeddings")),
+                qkv_bias=architecture.startswith("Qwen2"),
+                qk_norm=architecture.startswith("Qwen3"),
+                experts=experts,
+                expert_ffn=model["moe_intermediate_size"] if experts else 0,
+                top_k=model["num_experts_per_tok"] if experts else 0,
+            )
+        except KeyError as error:
+            raise ValueError(f"config.json has no {error.args[0]!r}, which the memory plan needs") from None
+
+    @staticmethod
+    def created(create: CreateModelConfig) -> Shape:
+        """Of the Qwen3 model that `model.create` makes."""
+        return Shape(
+            layers=create.layers,
+            hidden=create.hidden_size,
+            heads=create.heads,
+            kv_heads=create.kv_heads,
+            head_dim=create.head_dim,
+            ffn=create.ffn_size,
+            vocab=create.vocab_size,
+            tied=create.tie_embeddings,
+            qkv_bias=False,
+            qk_norm=True,
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- parameters
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters by how their optimizer state is sharded and whether a matrix product reads them in FP8."""
+
+    linear: int = 0  # attention and dense feed-forward matrices
+    other: int = 0  # embedding, output layer, norms, biases, router
+    expert: int = 0  # the experts' matrices
+
+    @property
+    def dense(self) -> int:
+        return self.linear + self.other
+
+    @property
+    def total(self) -> int:
+        return self.linear + self.other + self.expert
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.linear + other.linear, self.other + other.other, self.expert + other.expert)
+
+    def __mul__(self, times: int) -> Parameters:
+        return Parameters(self.linear * times, self.other * times, self.expert * times)
+
+
+def _layer(shape: Shape, tensor: int, expert: int) -> Parameters:
+    """One decoder layer on one rank of the actor."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    linear = (shape.hidden * (q + 2 * kv) + q * shape.hidden) // tensor
+    other = 2 * shape.hidden
+    other += (q + 2 * kv) // tensor if shape.qkv_bias else 0
+    other += 2 * shape.head_dim if shape.qk_norm else 0
+    if not shape.experts:
+        return Parameters(linear + 3 * shape.hidden * shape.ffn // tensor, other)
+    local = shape.experts // expert * (3 * shape.hidden * shape.expert_ffn // tensor)
+    return Parameters(linear, other + shape.experts * shape.hidden, local)
+
+
+def actor_parameters(
+    shape: Shape, *, tensor: int = 1, pipeline: int = 1, expert: int = 1, stage: int = 0
+) -> Parameters:
+    """Parameters on each rank of a pipeline stage; experts are cut over `tensor` too, as in Megatron-Core.
+
+    A tied output layer is a second copy on the last stage where there are several.
+    """
+    result = _layer(shape, tensor, expert) * (shape.layers // pipeline)
+    table = -(-shape.vocab // tensor) * shape.hidden
+    first, last = stage == 0, stage == pipeline - 1
+    edges = table * first + (shape.hidden + table * (not (shape.tied and pipeline == 1))) * last
+    return result + Parameters(other=edges)
+
+
+def total_parameters(shape: Shape) -> int:
+    """Of the whole model, a tied output layer counted once."""
+    return actor_parameters(shape).total
+
+
+def active_parameters(shape: Shape) -> int:
+    """Of the whole model, those that one token passes through."""
+    whole = actor_parameters(shape)
+    return whole.dense + (whole.expert // shape.experts * shape.top_k if shape.experts else 0)
+
+
+def engine_parameters(shape: Shape, tensor: int) -> int:
+    """Parameters on each rank of the engine: tensor parallel only, key/value heads repeated where ranks outnumber them."""
+    q, kv = shape.heads * shape.head_dim // tensor, _engine_kv_heads(shape, tensor) * shape.head_dim
+    layer = shape.hidden * (q + 2 * kv) + q * shape.hidden + 2 * shape.hidden
+    layer += (q + 2 * kv if shape.qkv_bias else 0) + (2 * shape.head_dim if shape.qk_norm else 0)
+    if shape.experts:
+        layer += shape.experts * (3 * shape.hidden * shape.expert_ffn // tensor + shape.hidden)
+    else:
+        layer += 3 * shape.hidden * shape.ffn // tensor
+    table = -(-shape.vocab // tensor) * shape.hidden
+    return layer * shape.layers + table * (1 if shape.tied else 2) + shape.hidden
+
+
+def _engine_kv_heads(shape: Shape, tensor: int) -> int:
+    return max(1, shape.kv_heads // tensor)
+
+
+def cache_bytes_per_token(shape: Shape, tensor: int, dtype_bytes: int = 2) -> int:
+    """KV cache on each rank of an engine."""
+    return shape.layers * 2 * _engine_kv_heads(shape, tensor) * shape.head_dim * dtype_bytes
+
+
+# -------------------------------------------------------------------------------------------------------- activations
+def activation_bytes_per_token(shape: Shape, *, tensor: int, sequence: bool, dtype_bytes: int = 2) -> float:
+    """What one layer keeps of each packed token for its backward pass, per rank. An estimate.
+
+    The accounting of Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, section 4), for
+    gated feed-forwards, grouped-query attention, no dropout and fused attention, which keeps no scores. The inputs of both
+    norms and of the two first matrices are whole on every tensor-parallel rank without sequence parallelism. Experts are
+    taken as evenly loaded; they keep the tokens sent to them, what they compute, and their outputs.
+    """
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    shared = 4 * shape.hidden / (tensor if sequence else 1)
+    attention = (2 * q + 2 * kv + (q + kv if shape.qk_norm else 0)) / tensor
+    experts = shape.top_k * (2 * shape.hidden + 3 * shape.expert_ffn / tensor)
+    mlp = experts if shape.experts else 3 * shape.ffn / tensor
+    return dtype_bytes * (shared + attention + mlp)
+
+
+def _activations(shape: Shape, config: Config, dtype_bytes: int) -> float:
+    """Bytes on the first pipeline stage, which holds most: as many micro-batches are under way as there are stages."""
+    parallel, tokens = config.actor.parallel, config.actor.tokens_per_microbatch
+    per_layer = activation_bytes_per_token(
+        shape, tensor=parallel.tensor, sequence=parallel.sequence, dtype_bytes=dtype_bytes
+    )
+    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    # 1F1B: layers / stages of each of `stages` micro-batches; interleaving: 1 + (p - 1) / (p v) times that (section 4.2.3).
+    layers = shape.layers * (1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1)
+    if config.actor.recompute == "full":  # each layer's input, and one layer while it is computed again
+        kept = dtype_bytes * shape.hidden / (parallel.tensor if parallel.sequence else 1)
+        return tokens * (kept * layers + per_layer)
+    return tokens * per_layer * layers  # `selective` drops attention scores, which fused attention never keeps
+
+
+def _head_workspace(shape: Shape, config: Config) -> float:
+    """Logits of one chunk and what their backward pass makes of them, and the output layer's gradient in fp32 and bf16."""
+    rows = shape.vocab / config.actor.parallel.tensor
+    return config.actor.logprob_chunk_tokens * rows * _BYTES_PER_LOGIT + rows * shape.hidden * 6
+
+
+# --------------------------------------------------------------------------------------------------------------- plan
+@dataclass(frozen=True)
+class Component:
+    """One line of the table: bytes on the fullest rank, in the phases where they are there."""
+
+    name: str
+    bytes: float
+    phases: tuple[str, ...]
+    knobs: tuple[str, ...]  # recipe keys that make it smaller
+    estimate: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the memory of the fullest GPU goes, and that of its node's host."""
+
+    shape: Shape
+    world: int
+    gpu_bytes: float
+    components: tuple[Component, ...]
+    parameters: Parameters  # on the fullest rank of the actor
+    data_parallel: int
+    engines: int
+    cache_tokens: float  # KV cache of one engine, tokens
+    longest: int  # tokens of the longest sequence
+    host_bytes_per_gpu: float
+
+    def peak(self, phase: str) -> float:
+        return sum(component.bytes for component in self.components if phase in component.phases)
+
+    @property
+    def full_length_sequences(self) -> float:
+        """Sequences of full length that one engine holds at once."""
+        return self.cache_tokens / self.longest
+
+    def problems(self) -> Iterator[str]:
+        """A sentence per reason why it does not fit, with the keys that would help, the largest part first."""
+        for phase in PHASES:
+            over = self.peak(phase) - self.gpu_bytes
+            if over > 0:
+                parts = sorted(
+                    (part for part in self.components if phase in part.phases and part.knobs),
+                    key=lambda part: -part.bytes,
+                )
+                knobs = list(dict.fromkeys(knob for part in parts[:3] for knob in part.knobs))
+                yield f"phase {phase} needs {over / GIB:.1f} GiB more than there is; what helps: {', '.join(knobs)}"
+        if self.full_length_sequences < 1:
+            yield (
+                f"the engine's KV cache holds {max(0, self.cache_tokens):.0f} tokens, less than one sequence of "
+                f"{self.longest}; raise rollout.memory_fraction or rollout.tensor_parallel, or lower rollout.max_tokens"
+            )
+
+
+def make_plan(config: Config, shape: Shape, world: int, gpu_bytes: float) -> Plan:
+    """The plan of a checked recipe on `world` GPUs of `gpu_bytes` each."""
+    actor, parallel, engine_tp = config.actor, config.actor.parallel, config.rollout.tensor_parallel
+    width = 4 if config.model.dtype == "float32" else 2
+    fullest = max(
+        (
+            actor_parameters(
+                shape, tensor=parallel.tensor, pipeline=parallel.pipeline, expert=parallel.expert, stage=stage
+            )
+            for stage in {0, parallel.pipeline - 1}
+        ),
+        key=lambda parameters: parameters.total,
+    )
+    replicas = world // (parallel.tensor * parallel.pipeline)
+    weights, fp8_copies = _weight_bytes(config, fullest, width)
+    optimizer = _optimizer_bytes(config, fullest, replicas, width)
+    gradients = 4 * fullest.total
+    engine_share = config.rollout.memory_fraction * gpu_bytes
+    engine_weights = engine_parameters(shape, engine_tp) * width
+    cache = engine_share - engine_weights - ENGINE_WORKSPACE_GIB * GIB
+    state_in = (UPDATE,) if actor.offload else PHASES
+    split = ("actor.parallel.tensor", "actor.parallel.pipeline", *(("actor.parallel.expert",) if shape.experts else ()))
+    gather = 3 * max(_SYNC_BUCKET, shape.vocab * shape.hidden * width)
+    components = [
+        Component("actor: weights", weights, PHASES, split),
+        Component("actor: FP8 copies of the weights", fp8_copies, PHASES, ("actor.fp8.param_gather",)),
+        Component("actor: gradients (fp32)", gradients, state_in, (*_offload(actor.offload), *split)),
+        Component("actor: optimizer state", optimizer, state_in, (*_offload(actor.offload), "more nodes")),
+        Component(
+            "actor: activations",
+            _activations(shape, config, width),
+            (UPDATE,),
+            (*(("actor.recompute=full",) if actor.recompute != "full" else ()), "actor.tokens_per_microbatch"),
+            estimate=True,
+        ),
+        Component(
+            "actor: output layer's workspace",
+            _head_workspace(shape, config),
+            (UPDATE,),
+            ("actor.logprob_chunk_tokens",),
+            estimate=True,
+        ),
+        Component("engine: weights", engine_weights, (GENERATE, SYNC), ("rollout.tensor_parallel",)),
+        Component("engine: workspace", ENGINE_WORKSPACE_GIB * GIB, (GENERATE,), (), estimate=True),
+        Component("engine: KV cache", max(0.0, cache), (GENERATE,), ("rollout.memory_fraction",)),
+        Component("sync: gathered tensors", gather, (SYNC,), ()),
+        Component("reserve: CUDA, NCCL, fragmentation", RESERVE_GIB * GIB, PHASES, (), estimate=True),
+    ]
+    reference = config.algorithm.kl.coef > 0 or config.algorithm.kl.reward_coef > 0
+    if reference:  # its weights lie on the host; while it is scored, the actor's own are set aside on the device
+        components.insert(2, Component("actor: weights set aside for the reference", weights, (UPDATE,), split))
+    return Plan(
+        shape=shape,
+        world=world,
+        gpu_bytes=gpu_bytes,
+        components=tuple(component for component in components if component.bytes),
+        parameters=fullest,
+        data_parallel=replicas,
+        engines=world // engine_tp,
+        cache_tokens=cache / cache_bytes_per_token(shape, engine_tp, width),
+        longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
+        host_bytes_per_gpu=(optimizer if actor.offload else 0) + (weights if reference else 0),
+    )
+
+
+def _offload(offloaded: bool) -> tuple[str, ...]:
+    return () if offloaded else ("actor.offload=true",)
+
+
+def _weight_bytes(config: Config, parameters: Parameters, width: int) -> tuple[float, float]:
+    """The parameters themselves, and the FP8 copies that Transformer Engine keeps beside them.
+
+    Hopper multiplies FP8 matrices in one orientation only, so a weight is kept twice in FP8, by rows and by columns: two
+    bytes, as many as in bf16. Without `param_gather` they come on top of the bf16 weights.
+    """
+    if config.actor.fp8 is None:
+        return parameters.total * width, 0.0
+    matrices = parameters.linear + parameters.expert
+    return (
+        (parameters.total * width, 0.0) if config.actor.fp8.param_gather else (parameters.total * width, 2.0 * matrices)
+    )
+
+
+def _optimizer_bytes(config: Config, parameters: Parameters, replicas: int, width: int) -> float:
+    """Adam's two fp32 moments, and an fp32 master copy where parameters are bf16; sharded over the ranks that share them."""
+    each = 8 if width == 4 else 12
+    if not config.actor.optimizer.distributed:
+        return each * parameters.total
+    return each * (parameters.dense / replicas + parameters.expert / (replicas // config.actor.parallel.expert))
