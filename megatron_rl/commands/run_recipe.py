@@ -13,7 +13,7 @@ from megatron_rl.config import Config, ConfigError, Machine, check, check_machin
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.rewards import check_rewards
 from megatron_rl.runtime import exit_codes
-from megatron_rl.runtime.spawn import new_attempt, rank_environment, run_ranks
+from megatron_rl.runtime.spawn import Outcome, new_attempt, rank_environment, run_rank, run_ranks, shared_attempt
 from megatron_rl.runtime.world import World, outer_world
 from megatron_rl.tasks import check_tasks
 
@@ -44,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = _load(args, machine)
         if args.check:
-            _print_checked(config, machine)
-            return 0
+            return _print_checked(config, machine)
         check_machine(config, machine)
         resume = _resume(getattr(args, "resume", "never"))
         if args.command == "evaluate" and (Path(config.run_dir) / "checkpoints").exists():
@@ -62,10 +61,11 @@ def run(args: argparse.Namespace) -> int:
         _write(Path(config.run_dir), to_yaml(config))
         if world is None:
             return _start(command, config, machine.gpus)
+        logs = shared_attempt(Path(config.run_dir), os.environ)
     except OSError as error:
         print(f"megatron-rl: cannot write to run_dir {config.run_dir}: {error.strerror}", file=sys.stderr)
         return exit_codes.FAILED
-    return _join(world, args.command, config.run_dir, resume, machine.gpus)
+    return _join(world, command, logs, machine.gpus)
 
 
 def _load(args: argparse.Namespace, machine: Machine) -> Config:
@@ -78,12 +78,15 @@ def _load(args: argparse.Namespace, machine: Machine) -> Config:
     return config
 
 
-def _print_checked(config: Config, machine: Machine) -> None:
+def _print_checked(config: Config, machine: Machine) -> int:
+    """Where the number of processes is given (by a batch script, say), the recipe has to fit it; else this is a laptop."""
     print(to_yaml(config), end="")
     try:
         check_machine(config, machine)
     except ConfigError as error:
         print(f"megatron-rl: the recipe is fine, but not for this machine: {error}", file=sys.stderr)
+        return exit_codes.OK if machine.world_size is None else exit_codes.BAD_INPUT
+    return exit_codes.OK
 
 
 def _resume(mode: str) -> str:
@@ -113,21 +116,23 @@ def _start(command: Sequence[str], config: Config, gpus: int) -> int:
     logs = new_attempt(Path(config.run_dir))
     on = "GPU" if gpus else "CPU"
     print(f"{config.launch.processes} {on} processes; run folder {config.run_dir}, logs in {logs}", flush=True)
-    outcome = run_ranks(
-        [sys.executable, "-m", "megatron_rl.trainer.main", *command],
-        config.launch.processes,
-        logs,
-        rank_environment(gpus),
-    )
+    return _report(run_ranks(_rank(command), config.launch.processes, logs, rank_environment(gpus)))
+
+
+def _join(world: World, command: Sequence[str], logs: Path | None, gpus: int) -> int:
+    """This process stands for a rank of srun's or torchrun's world: it runs the rank, in the attempt's log folder."""
+    if logs is not None:
+        return _report(run_rank(_rank(command), world.variables, logs, rank_environment(gpus)))
+    os.environ.update(rank_environment(gpus))
+    os.environ.update(world.variables)
+    os.execv(sys.executable, _rank(command))
+
+
+def _rank(command: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "megatron_rl.trainer.main", *command]
+
+
+def _report(outcome: Outcome) -> int:
     if outcome.message:
         print(f"megatron-rl: {outcome.message}", file=sys.stderr)
     return outcome.code
-
-
-def _join(world: World, command: str, run_dir: str, resume: str, gpus: int) -> int:
-    """This process is itself a rank: of torchrun, or of srun."""
-    os.environ.update(rank_environment(gpus))
-    os.environ.update(world.variables)
-    from megatron_rl.trainer.main import main as run_rank
-
-    return run_rank(command, run_dir, resume) or 0

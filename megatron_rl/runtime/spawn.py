@@ -1,4 +1,7 @@
-"""One process per rank on this machine, and none left behind: not by a failure, Ctrl-C, or the launcher's own death."""
+"""One process per rank on this machine, and none left behind: not by a failure, Ctrl-C, or the launcher's own death.
+
+The ranks are all of a run (`run_ranks`), or the one that srun or torchrun asks this process to be (`run_rank`).
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from megatron_rl.runtime import exit_codes, stop
 from megatron_rl.runtime.terminal import Tee
 
 _PORTS = range(20000, 32000)  # below the range from which the system hands out ports on its own
 _TRIES = 3  # starts, where the chosen port turned out to be taken
-_STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a process that ended because it was told to
+# Exit codes of a process that ended because it was told to.
+_STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, exit_codes.AGAIN)
+ATTEMPT = "MEGATRON_RL_ATTEMPT"  # variable: the folder for this attempt's logs, where a batch script has made it
+END = "end"  # in that folder: exit code and rank of the first rank that did not end well
 OWN_MESSAGE = "megatron-rl: "  # how a rank's last words begin, where it knows why it ends
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _TAIL = 40  # lines of a failed rank's log that are shown
@@ -82,6 +89,34 @@ def new_attempt(run_dir: Path) -> Path:
     return attempt
 
 
+def shared_attempt(run_dir: Path, environment: Mapping[str, str]) -> Path | None:
+    """The one `logs/attempt_<k>` of all ranks that srun has started together.
+
+    It is the folder that the batch script names in MEGATRON_RL_ATTEMPT; without it, the first rank to come makes one for
+    this Slurm step. None where there is neither: the ranks of a plain torchrun write where torchrun says.
+    """
+    if environment.get(ATTEMPT):
+        Path(environment[ATTEMPT]).mkdir(parents=True, exist_ok=True)
+        return Path(environment[ATTEMPT])
+    if "SLURM_STEP_ID" not in environment:
+        return None
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    mark = run_dir / "logs" / (".slurm_" + "_".join(environment.get(name, "0") for name in names))
+    if not mark.is_symlink():
+        own = _next_attempt(run_dir)
+        try:
+            mark.symlink_to(own.name)
+        except FileExistsError:  # another rank was faster
+            own.rmdir()
+    return mark.parent / mark.readlink()
+
+
+def _next_attempt(run_dir: Path) -> Path:
+    while True:
+        with contextlib.suppress(FileExistsError):  # another process has just taken that number
+            return new_attempt(run_dir)
+
+
 def run_ranks(
     command: Sequence[str],
     processes: int,
@@ -104,14 +139,26 @@ def run_ranks(
         environment: variables on top of this process's own.
         graces: how long to wait before killing.
     """
+    worlds = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     shared = {**os.environ, **(environment or {}), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     for _ in range(_TRIES):
         group = _Group(command, {**shared, "MASTER_PORT": str(free_port())}, log_dir, graces)
-        outcome = group.run(processes)
+        outcome = group.run(worlds)
         if outcome.code == 0 or group.was_stopped or not _port_was_taken(log_dir):
             break
     return outcome
+
+
+def run_rank(
+    command: Sequence[str], variables: Mapping[str, str], log_dir: Path, environment: Mapping[str, str] | None = None
+) -> Outcome:
+    """Runs `command` as the one rank of a larger world that `variables` describe, with the logs of `run_ranks`.
+
+    Signals are passed on; how long a rank may take to obey is for whoever started this process to say.
+    """
+    group = _Group(command, {**os.environ, **(environment or {}), **variables}, log_dir, Graces(stop=math.inf))
+    return group.run([dict(variables)])
 
 
 def _port_was_taken(log_dir: Path) -> bool:
@@ -125,7 +172,7 @@ class _Group:
         self._command, self._environment = list(command), environment
         self._log_dir, self._graces = log_dir, graces
         self._events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()  # safe to use in a signal handler
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._running: set[int] = set()
         self._reaping = threading.Lock()  # no signal goes to a number that was just given back
         self._deadline = math.inf  # when to kill what still runs
@@ -138,22 +185,25 @@ class _Group:
         """Whether a signal ended the run."""
         return self._signal is not None
 
-    def run(self, processes: int) -> Outcome:
-        with self._log_file(0) as log:
-            tee = Tee(log)
-            with self._taking_signals(tee):
-                try:
-                    for rank in range(processes):
-                        self._start(rank, tee.child_end)
+    def run(self, worlds: Sequence[Mapping[str, str]]) -> Outcome:
+        """Starts one rank for each of `worlds`: RANK, LOCAL_RANK and what else tells it from the others."""
+        with contextlib.ExitStack() as stack:
+            tee = Tee(stack.enter_context(self._log_file(0))) if any(int(w["RANK"]) == 0 for w in worlds) else None
+            stack.enter_context(self._taking_signals(tee))
+            try:
+                for world in worlds:
+                    self._start(world, tee)
+                if tee is not None:
                     tee.start()
-                    for rank in range(processes):
-                        threading.Thread(target=self._wait, args=(rank,), daemon=True).start()
-                    while self._running:
-                        self._step()
-                finally:
-                    self._kill_all()
-                    for process in self._ranks:
-                        process.wait()
+                for rank in list(self._ranks):
+                    threading.Thread(target=self._wait, args=(rank,), daemon=True).start()
+                while self._running:
+                    self._step()
+            finally:
+                self._kill_all()
+                for process in self._ranks.values():
+                    process.wait()
+                if tee is not None:
                     tee.join(5.0)
         return self._outcome()
 
@@ -161,18 +211,19 @@ class _Group:
     def _log_file(self, rank: int) -> io.FileIO:
         return io.FileIO(self._log_dir / f"rank_{rank}.log", "a")
 
-    def _start(self, rank: int, shown: int) -> None:
+    def _start(self, world: Mapping[str, str], tee: Tee | None) -> None:
+        rank = int(world["RANK"])
         with self._log_file(rank) as log:
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
-                stdout=shown if rank == 0 else log,
+                stdout=tee.child_end if tee is not None and rank == 0 else log,
                 stderr=log,
-                env={**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**self._environment, **world},
                 start_new_session=True,  # Ctrl-C reaches the ranks through us only, and each is a group of its own
                 preexec_fn=_die_with_parent(os.getpid()),
             )
-        self._ranks.append(process)
+        self._ranks[rank] = process
         self._running.add(rank)
 
     def _wait(self, rank: int) -> None:
@@ -184,14 +235,15 @@ class _Group:
         self._events.put(("exit", rank, code))
 
     @contextlib.contextmanager
-    def _taking_signals(self, tee: Tee) -> Iterator[None]:
+    def _taking_signals(self, tee: Tee | None) -> Iterator[None]:
         def take(number: int, frame: FrameType | None) -> None:
             self._events.put(("signal", number, 0))
 
-        handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGINT: take, signal.SIGTERM: take}
+        handlers: dict[int, Callable[[int, FrameType | None], None]] = dict.fromkeys(stop.SIGNALS, take)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
             handlers[signal.SIGHUP] = take
-        handlers[signal.SIGWINCH] = lambda number, frame: tee.resize()
+        if tee is not None:
+            handlers[signal.SIGWINCH] = lambda number, frame: tee.resize()
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
@@ -213,7 +265,10 @@ class _Group:
             self._on_exit(number, code)
 
     def _on_signal(self, number: int) -> None:
-        if number != signal.SIGINT:
+        if number == signal.SIGUSR1:  # there is time
+            if self._signal is None:
+                self._ask(signal.SIGUSR1)
+        elif number != signal.SIGINT:
             self._limit(self._graces.stop)
             if self._signal is None:
                 self._ask(signal.SIGTERM)
@@ -230,7 +285,11 @@ class _Group:
             if rank == 0:
                 self._limit(self._graces.linger)
             return
-        told_to = self._signal is not None and code in (-signal.SIGINT, -signal.SIGTERM, *_STOP_CODES)
+        told_to = code == exit_codes.AGAIN or (
+            self._signal is not None and code in (-signal.SIGINT, -signal.SIGTERM, *_STOP_CODES)
+        )
+        if not self._killed:
+            _record_end(self._log_dir, rank, _shell_code(code))
         if self._failed is None and not told_to and not (self._killed and code == -signal.SIGKILL):
             self._failed = (rank, code)
         if not self._killed:
@@ -252,7 +311,7 @@ class _Group:
 
     def _kill_all(self) -> None:
         with self._reaping:
-            for process in self._ranks:
+            for process in self._ranks.values():
                 if process.returncode is None:
                     _kill_group(process.pid)
 
@@ -260,12 +319,15 @@ class _Group:
     def _outcome(self) -> Outcome:
         if self._failed is not None:
             rank, code = self._failed
-            return Outcome(code if code > 0 else 128 - code, self._describe(rank, code))
-        if self._signal is not None:
+            return Outcome(_shell_code(code), self._describe(rank, code))
+        codes = {process.returncode for process in self._ranks.values()}
+        if exit_codes.AGAIN in codes:
+            return Outcome(exit_codes.AGAIN)  # rank 0 has said why, and how to continue
+        if self._signal is not None and codes != {0}:
             how = "killed" if self._killed else "stopped"
             return Outcome(128 + self._signal, f"{how} by {signal.Signals(self._signal).name}")
-        if self._killed and any(process.returncode for process in self._ranks):
-            late = [str(rank) for rank, process in enumerate(self._ranks) if process.returncode]
+        if self._killed and codes != {0}:
+            late = [str(rank) for rank, process in self._ranks.items() if process.returncode]
             return Outcome(
                 1, f"rank {', '.join(late)} did not end after rank 0 had, and was killed; see {self._log_dir}"
             )
@@ -277,6 +339,17 @@ class _Group:
         how += ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
         path = self._log_dir / f"rank_{rank}.log"
         return "\n    ".join([f"rank {rank} failed{first} {how}; the end of {path}:", *_end_of_log(path)])
+
+
+def _shell_code(code: int) -> int:
+    """A signal as 128 + its number, as in a shell."""
+    return code if code >= 0 else 128 - code
+
+
+def _record_end(log_dir: Path, rank: int, code: int) -> None:
+    """Whoever comes first says how the attempt ended; what follows, on all nodes, are consequences."""
+    with contextlib.suppress(FileExistsError), (log_dir / END).open("x", encoding="utf-8") as file:
+        file.write(f"{code} rank {rank} on {socket.gethostname()}\n")
 
 
 def _end_of_log(path: Path) -> list[str]:

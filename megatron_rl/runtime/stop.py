@@ -1,11 +1,16 @@
-"""A polite request to stop: the first SIGINT or SIGTERM is noted and obeyed between two phases, by all ranks together."""
+"""A polite request to stop: the first signal is noted and obeyed between two phases, by all ranks together."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from megatron_rl.runtime.distributed import Grid
+if TYPE_CHECKING:  # torch is not imported yet when the first signal may come
+    from megatron_rl.runtime.distributed import Grid
+
+# Ctrl-C; the end of a job, or preemption; and what batch systems are told to send some time before that.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequested(Exception):
@@ -17,19 +22,21 @@ class StopRequested(Exception):
 
 
 class StopFlag:
-    """Installs handlers; a second signal of the same kind acts at once, as it would have without us."""
+    """Installs handlers. A second Ctrl-C acts at once; the others may come several times for one and the same reason (a
+    batch system sends them to the process, and its launcher passes them on), so a second one changes nothing."""
 
     def __init__(self) -> None:
         self.signum = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = signum
-        signal.signal(signum, signal.SIG_DFL)
+        self.signum = self.signum or signum
+        if signum == signal.SIGINT:
+            signal.signal(signum, signal.SIG_DFL)
 
     def check(self, grid: Grid) -> None:
-        """All ranks call this together.
+        """All ranks call this together, at a point where what they hold is worth saving.
 
         Raises:
             StopRequested: if any rank has been signalled.

@@ -66,6 +66,8 @@ def _master(environment: Mapping[str, str]) -> str:
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """The same on all nodes, another one for every step."""
+    """The same on all nodes, another one for every step and after every requeue: what an attempt left running on a node
+    that was given up must not be taken for the new one."""
     step = int(environment["SLURM_JOB_ID"]) * 101 + int(environment["SLURM_STEP_ID"])
+    step += int(environment.get("SLURM_RESTART_COUNT", "0")) * 7
     return _FIRST_PORT + step % _PORTS

@@ -33,6 +33,15 @@ def save_checkpoint(run: Run) -> None:
         store.keep_newest(root, run.config.checkpoint.keep)
 
 
+def save_before_end(run: Run) -> None:
+    """What a run that is asked to stop leaves behind: a checkpoint of the last whole step, if there is none yet and the
+    recipe has checkpoints at all."""
+    folder = run.run_dir / "checkpoints" / f"step_{run.state.step}"
+    saved = run.grid.broadcast(run.grid.is_main and store.whole(folder) is None)
+    if run.config.checkpoint.every and not saved:
+        save_checkpoint(run)
+
+
 def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_updates: int) -> bool:
     """Continues from a checkpoint: `auto` the newest whole one of this run, a path that one, `never` none.
 

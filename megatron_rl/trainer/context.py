@@ -47,6 +47,7 @@ class Run:
     stop: StopFlag
     state: State = field(default_factory=State)
     counters: dict[str, float] = field(default_factory=dict)  # extra metrics of the current step
+    actor_has_device: bool = True
     _engine: Engine | None = None
     _sync: WeightSync | None = None
 
@@ -80,11 +81,14 @@ class Run:
         self.engine.wake_weights()
         self.sync.push()
         self.engine.wake_cache()
+        self.actor_has_device = False
 
     def hand_device_to_actor(self) -> None:
         """The device is the actor's from here on; the engine keeps neither weights nor cache on a GPU."""
-        self.engine.sleep()
-        self.actor.onload()
+        if not self.actor_has_device:
+            self.engine.sleep()
+            self.actor.onload()
+            self.actor_has_device = True
 
     def take_counters(self) -> dict[str, float]:
         """The step's counts; starts over."""
@@ -97,7 +101,7 @@ class Run:
             self._engine.shutdown()
 
 
-def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train") -> Run:
+def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train", stop: StopFlag | None = None) -> Run:
     """Loads data, model and rewards on every rank.
 
     Raises:
@@ -135,7 +139,7 @@ def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train")
         scorer=Scorer(config.rewards, algorithm.estimator.needs.columns),
         report=report,
         phases=Phases(report.phase),
-        stop=StopFlag(),
+        stop=stop or StopFlag(),
     )
 
 

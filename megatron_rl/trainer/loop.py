@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from megatron_rl.data import Rollout
 from megatron_rl.runtime.device import peak_memory_gib
 from megatron_rl.runtime.stop import StopRequested
-from megatron_rl.trainer.checkpointing import export, load_checkpoint, save_checkpoint
+from megatron_rl.trainer.checkpointing import export, load_checkpoint, save_before_end, save_checkpoint
 from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.record import TokenLog
@@ -46,24 +46,33 @@ def train(run: Run, resume: str) -> None:
         run.report.log(0, evaluate(run, step=0))
         if config.checkpoint.every:
             checkpoint(run)
-    try:
-        while state.step < config.trainer.steps:
+    while state.step < config.trainer.steps:
+        position, estimator = state.position, run.algorithm.state_dict()
+        try:
             run.stop.check(run.grid)
             step(run)
-    except StopRequested:
-        if config.checkpoint.every:
-            checkpoint(run)
-        raise
+        except StopRequested:  # raised between steps, or by a step that has changed nothing yet but these two
+            state.position = position
+            run.algorithm.load_state_dict(estimator)
+            run.hand_device_to_actor()
+            save_before_end(run)
+            raise
     export(run)
 
 
 def step(run: Run) -> None:
-    """One step: from the next prompts to an engine that holds the new weights."""
+    """One step: from the next prompts to an engine that holds the new weights.
+
+    Raises:
+        StopRequested: between two phases, as long as the weights are those of the step before.
+    """
     config, number = run.config, run.state.step + 1
     run.phases.start()
 
     samples, rollouts = sample_step(run, number)
+    run.stop.check(run.grid)
     greedy = greedy_baseline(run, samples, number)
+    run.stop.check(run.grid)
 
     with run.phases("switch"):
         run.hand_device_to_actor()

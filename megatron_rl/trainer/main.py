@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import signal
 import sys
 import traceback
 import warnings
@@ -11,10 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime.stop import StopFlag, StopRequested
 
 
 def main(command: str, run_dir: str, resume: str = "auto") -> int:
     """Runs `train`, `sft` or `evaluate` on this rank, by the resolved recipe in the run folder; returns the exit code."""
+    stop = StopFlag()  # before anything that takes time
     quiet_known_warnings()
     # Imported here: the launcher sets the environment that torch and vLLM read on import.
     import torch
@@ -24,7 +28,6 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
     from megatron_rl.rewards import RewardError
     from megatron_rl.rollout.sync import SyncError
     from megatron_rl.runtime import distributed
-    from megatron_rl.runtime.stop import StopRequested
     from megatron_rl.trainer.context import build_run
     from megatron_rl.trainer.evaluate import evaluate_only
     from megatron_rl.trainer.loop import train
@@ -35,13 +38,13 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
     grid = distributed.initialize(config.actor.parallel, config.launch.timeout_minutes)
     run = None
     try:
-        run = build_run(config, grid, Path(run_dir), command)
+        run = build_run(config, grid, Path(run_dir), command, stop)
         {"train": train, "sft": sft, "evaluate": evaluate_only}[command](run, resume)
         run.report.summary()
-    except StopRequested as stop:
+    except StopRequested as request:
         if grid.is_main:
-            print(f"megatron-rl: {stop}; {_how_to_continue(Path(run_dir))}", file=sys.stderr)
-        return 128 + stop.signum
+            print(f"megatron-rl: {request}; {_how_to_continue(Path(run_dir))}", file=sys.stderr)
+        return _stop_code(request.signum)
     except (ValueError, OSError, CheckpointError, RewardError, SyncError, FloatingPointError) as error:
         # Expected failures explain themselves; a traceback would bury the explanation, so it goes to a file.
         place = Path(run_dir) / "logs" / f"traceback_rank_{grid.rank}.txt"
@@ -54,6 +57,12 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
             run.close()
     distributed.shutdown()
     return exit_codes.OK
+
+
+def _stop_code(signum: int) -> int:
+    """A person's Ctrl-C or kill is as in a shell; what a batch system sends means: another time."""
+    from_batch = signum == signal.SIGUSR1 or (signum == signal.SIGTERM and "SLURM_STEP_ID" in os.environ)
+    return exit_codes.AGAIN if from_batch else 128 + signum
 
 
 def _how_to_continue(run_dir: Path) -> str:

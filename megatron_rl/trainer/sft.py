@@ -11,8 +11,9 @@ from torch import Tensor
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.data import Sample
+from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.tasks import PromptOrder
-from megatron_rl.trainer.checkpointing import export, load_checkpoint, save_checkpoint
+from megatron_rl.trainer.checkpointing import export, load_checkpoint, save_before_end, save_checkpoint
 from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.evaluate import evaluate
 
@@ -42,7 +43,12 @@ def _train(run: Run, start: int, checkpoints: bool) -> None:
     order = PromptOrder(len(samples), run.config.seed)
     run.report.begin("SFT", start, config.steps)
     for step in range(start + 1, config.steps + 1):
-        run.stop.check(run.grid)
+        try:
+            run.stop.check(run.grid)
+        except StopRequested:
+            if checkpoints:
+                save_before_end(run)
+            raise
         run.phases.start()
         indices = order.take((step - 1) * config.batch_size, config.batch_size)
         with run.phases("update"):

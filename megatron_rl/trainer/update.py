@@ -85,6 +85,7 @@ def update(
     metrics = actor.reduce([entropy])
     norms: list[float] = []
     variance: dict[str, float] = {}
+    run.stop.check(run.grid)  # from here on the weights change: the step is finished
     with run.phases("update"):
         for _ in range(config.trainer.epochs):
             for micro_batches, whole in zip(parts, denominators, strict=True):
