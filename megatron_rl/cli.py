@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_rl import __version__
-from megatron_rl.commands import COMMANDS
+from megatron_rl.commands import COMMANDS, load
 
 _EPILOG = """\
 examples:
@@ -19,9 +19,8 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code (`megatron_rl.runtime.exit_codes`)."""
-    args = _parse(sys.argv[1:] if arguments is None else arguments)
-    _, command = COMMANDS[args.command]
-    return command.run(args)
+    args = _parse(sys.argv[1:] if arguments is None else list(arguments))
+    return load(args.command).run(args)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -33,9 +32,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (summary, command) in COMMANDS.items():
+    for name, (_, summary) in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        command.add_arguments(subparser, name)
+        if name in arguments[:1]:  # the others' modules are not needed
+            load(name).add_arguments(subparser, name)
     args, rest = parser.parse_known_args(arguments)
     # argparse gives up on positionals after an option: `train RECIPE --check a.b=1` leaves the override over.
     overrides = getattr(args, "overrides", None)

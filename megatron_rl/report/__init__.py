@@ -1,0 +1,7 @@
+"""A run folder, or several side by side, as one HTML page: `megatron-rl report`. Reads files only; needs no torch."""
+
+from megatron_rl.report.findings import Finding, find
+from megatron_rl.report.page import render
+from megatron_rl.report.run import RunRecord, read_run
+
+__all__ = ["Finding", "RunRecord", "find", "read_run", "render"]

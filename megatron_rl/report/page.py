@@ -1,0 +1,166 @@
+"""The HTML page: one file, no scripts from elsewhere, readable in a mail or on a cluster's file browser."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import yaml
+
+from megatron_rl.report.charts import CHARTS, COLOURS, draw, draw_time
+from megatron_rl.report.findings import find
+from megatron_rl.report.run import RunRecord, differing_keys
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #0f172a; max-width: 1240px; margin: 2rem auto; padding: 0 1.5rem; }
+h1 { font-size: 1.6rem; margin-bottom: .2rem }
+h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #e2e8f0 }
+.sub { color: #64748b; margin-top: 0 }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(370px, 1fr)); gap: .6rem }
+svg { max-width: 100%; height: auto }
+table { border-collapse: collapse; font-size: .9rem }
+td, th { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top }
+th { color: #64748b; font-weight: 600 }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+tr + tr td { border-top: 1px solid #f1f5f9 }
+ul.findings { list-style: none; padding: 0 }
+ul.findings li { margin: .25rem 0 }
+.tag { display: inline-block; width: 3.4rem; font-size: .75rem; font-weight: 700; text-transform: uppercase }
+.good { color: #059669 }
+.look { color: #d97706 }
+.bad { color: #dc2626 }
+.dot { font-size: 1.2em }
+pre { background: #f8fafc; padding: .7rem; margin: .2rem 0; font-size: .8rem; white-space: pre-wrap; overflow-wrap: anywhere }
+details { margin: .6rem 0 }
+summary { cursor: pointer; font-weight: 600 }
+"""
+_SAMPLES = 8
+
+
+def render(runs: Sequence[RunRecord]) -> str:
+    """The page for one run, or for several side by side."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    parts = [f"<h1>{_text(title)}</h1>", *_heads(runs)]
+    parts += _section("Findings", _findings(runs))
+    parts += _section("Numbers", [_numbers(runs)])
+    parts += _section(
+        "Curves", ['<div class="charts">', *(svg for chart in CHARTS if (svg := draw(chart, runs))), "</div>"]
+    )
+    times = [(run, svg) for run in runs if (svg := draw_time(run))]
+    parts += _section("Where the time went", [_named(run, svg, len(runs)) for run, svg in times])
+    if len(runs) > 1:
+        parts += _section("Where the recipes differ", [_differences(runs)])
+    parts += _section("Rollouts of the newest sampled step", _rollouts(runs))
+    parts += _section("Recipes", [_details(run.name, yaml.safe_dump(run.recipe, sort_keys=False)) for run in runs])
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
+        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
+    for run, colour in zip(runs, COLOURS * (1 + len(runs) // len(COLOURS)), strict=False):
+        last, model = run.rows[-1], run.recipe.get("model", {})
+        what = [
+            f"{run.recipe.get('algorithm', {}).get('preset')} on {model.get('path') or 'a model made at start-up'}",
+            f"step {last['step']} of {run.recipe.get('trainer', {}).get('steps')}",
+            f"{_duration(sum(row.get('timing_s/step', 0.0) for row in run.rows))} in RL steps",
+        ]
+        if run.attempts > 1:
+            what.append(f"{run.attempts} attempts")
+        mark = f'<span class="dot" style="color:{colour}">●</span> {_text(run.name)}: ' if len(runs) > 1 else ""
+        yield f'<p class="sub">{mark}{_text("; ".join(what))}; {_text(str(run.path))}</p>'
+
+
+def _findings(runs: Sequence[RunRecord]) -> list[str]:
+    parts = []
+    for run in runs:
+        items = "".join(
+            f'<li><span class="tag {finding.level}">{finding.level}</span> {_text(finding.text)}</li>'
+            for finding in find(run)
+        )
+        parts.append(_named(run, f'<ul class="findings">{items or "<li>nothing to point at</li>"}</ul>', len(runs)))
+    return parts
+
+
+def _numbers(runs: Sequence[RunRecord]) -> str:
+    """Evaluations and reward: first, best, last of each run."""
+    names = [
+        name
+        for name in dict.fromkeys(name for run in runs for name in run.metrics())
+        if (name.startswith("eval/") and "/reward/" not in name) or name == "reward/mean"
+    ]
+    head = ["metric", *(["run"] if len(runs) > 1 else []), "first", "best", "last"]
+    rows = []
+    for name in sorted(names):
+        for run in runs:
+            _, values = run.series(name)
+            if not values:
+                continue
+            best = max(values) if "@" in name or "reward" in name else None
+            cells = [_number(values[0]), "" if best is None else _number(best), _number(values[-1])]
+            rows.append([name, *([run.name] if len(runs) > 1 else []), *cells])
+    return _table(head, rows, numbers=3)
+
+
+def _differences(runs: Sequence[RunRecord]) -> str:
+    rows = [[key, *map(str, values)] for key, values in differing_keys(runs).items()]
+    return _table(["key", *(run.name for run in runs)], rows) if rows else "<p>Only in run_dir.</p>"
+
+
+def _rollouts(runs: Sequence[RunRecord]) -> list[str]:
+    parts = []
+    for run in runs:
+        if not run.samples:
+            continue
+        columns = list(run.samples[0]["rewards"])
+        rows = []
+        for sample in run.samples[:_SAMPLES]:
+            prompt = sample["prompt"] if isinstance(sample["prompt"], str) else yaml.safe_dump(sample["prompt"])
+            cells = [f"<pre>{_text(prompt)}</pre>", f"<pre>{_text(sample['response'])}</pre>"]
+            cells += [_number(sample["rewards"].get(column)) for column in columns]
+            cells += [_number(sample.get("advantage")), str(sample["tokens"])]
+            rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+        head = "".join(f"<th>{_text(name)}</th>" for name in ("prompt", "response", *columns, "advantage", "tokens"))
+        table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+        parts.append(_named(run, f'<p class="sub">step {run.samples_step}</p>{table}', len(runs)))
+    return parts
+
+
+# ------------------------------------------------------------------------------------------------------------- pieces
+def _section(title: str, parts: Sequence[str]) -> list[str]:
+    return [f"<h2>{_text(title)}</h2>", *parts] if any(parts) else []
+
+
+def _named(run: RunRecord, content: str, runs: int) -> str:
+    return content if runs == 1 else f"<h3>{_text(run.name)}</h3>{content}"
+
+
+def _details(title: str, text: str) -> str:
+    return f"<details><summary>{_text(title)}</summary><pre>{_text(text)}</pre></details>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0) -> str:
+    """`numbers`: how many of the last columns are numbers."""
+    kinds = ["" if i < len(head) - numbers else ' class="n"' for i in range(len(head))]
+    top = "".join(f"<th{kind}>{_text(cell)}</th>" for cell, kind in zip(head, kinds, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{_text(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{top}</tr>{body}</table>"
+
+
+def _text(value: str) -> str:
+    return html.escape(value)
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"

@@ -1,0 +1,101 @@
+"""What a run folder holds, read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. `rows` and `sft_rows` are those of the metrics files, in order; `samples` the newest file of rollouts."""
+
+    path: Path
+    recipe: dict[str, Any]
+    rows: Sequence[Row]
+    sft_rows: Sequence[Row]
+    samples: list[dict[str, Any]]
+    samples_step: int | None
+    attempts: int
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """Steps and values of the rows that have the metric."""
+        found = [(row["step"], row[metric]) for row in self.rows if row.get(metric) is not None]
+        return [step for step, _ in found], [float(value) for _, value in found]
+
+    def metrics(self) -> list[str]:
+        """Every metric's name, sorted."""
+        return sorted({name for row in self.rows for name in row} - {"step", "time"})
+
+    def steps(self) -> list[Row]:
+        """Rows of training steps: without the evaluation before the first."""
+        return [row for row in self.rows if row["step"] > 0]
+
+
+def read_run(path: Path) -> RunRecord:
+    """Reads a run folder.
+
+    Raises:
+        ValueError: no recipe or no metrics there; the message says which, and what the folder is instead, if that shows.
+    """
+    recipe_file, metrics_file = path / "recipe.yaml", path / "metrics.jsonl"
+    if not recipe_file.is_file():
+        raise ValueError(f"{path} is no run folder: it has no recipe.yaml")
+    rows = list(_json_lines(metrics_file))
+    if not rows:
+        raise ValueError(f"{path} has no metrics yet ({metrics_file.name} is missing or empty)")
+    samples_step, samples = _newest_samples(path / "samples")
+    return RunRecord(
+        path=path,
+        recipe=yaml.safe_load(recipe_file.read_text()),
+        rows=rows,
+        sft_rows=list(_json_lines(path / "sft" / "metrics.jsonl")),
+        samples=samples,
+        samples_step=samples_step,
+        attempts=len(list((path / "logs").glob("attempt_*"))),
+    )
+
+
+def differing_keys(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """Recipe keys (dotted) whose values are not the same in all runs, with each run's; `run_dir` left out."""
+    flat = [dict(_flatten(run.recipe)) for run in runs]
+    table = {key: [one.get(key) for one in flat] for one in flat for key in one if key != "run_dir"}
+    return {key: values for key, values in table.items() if len(set(map(repr, values))) > 1}
+
+
+def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The file's objects; ends at a last line that a killed process left unfinished."""
+    if not path.is_file():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def _newest_samples(folder: Path) -> tuple[int | None, list[dict[str, Any]]]:
+    steps = {int(path.stem.removeprefix("step_")): path for path in folder.glob("step_*.jsonl")}
+    if not steps:
+        return None, []
+    newest = max(steps)
+    return newest, list(_json_lines(steps[newest]))

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_rl.cli import main
+from megatron_rl.report import find, read_run, render
+from megatron_rl.report.charts import CHARTS, _running_mean, matching
+from megatron_rl.report.run import differing_keys
+
+VOID = {"meta", "br"}
+
+
+class Outline(HTMLParser):
+    """Collects the text, and fails on tags that do not nest."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.tags: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def write_run(folder: Path, rows: list[dict[str, Any]], recipe: dict[str, Any] | None = None) -> Path:
+    (folder / "samples").mkdir(parents=True)
+    (folder / "logs" / "attempt_1").mkdir(parents=True)
+    preset = {"algorithm": {"preset": "grpo"}, "trainer": {"steps": 20}, "seed": 0, "run_dir": str(folder)}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(preset | (recipe or {})))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sample = {
+        "prompt": "1 < 2 & <b>?",
+        "response": "</td><script>x",
+        "rewards": {"right": 1.0},
+        "advantage": 0.5,
+        "tokens": 4,
+    }
+    (folder / "samples" / "step_5.jsonl").write_text(json.dumps(sample) + "\n")
+    (folder / "samples" / "step_10.jsonl").write_text((json.dumps(sample | {"response": "the newest"}) + "\n") * 2)
+    (folder / "samples" / "eval_sums_step_20.jsonl").write_text("not looked at")
+    return folder
+
+
+def healthy(count: int = 20, **more: list[float]) -> list[dict[str, Any]]:
+    """Rows of a run that learns; `more`: metrics that deviate, with `__` for a slash."""
+    rows: list[dict[str, Any]] = [{"step": 0, "time": 1.0, "eval/sums/avg@1": 0.25, "eval/sums/pass@1": 0.25}]
+    for step in range(1, count + 1):
+        rows.append(
+            {
+                "step": step,
+                "time": 1.0 + step,
+                "reward/mean": step / count,
+                "reward/right": step / count,
+                "reward_signal_share/right": 0.5,
+                "groups/signal_share": 0.5,
+                "response_length/truncated_share": 0.0,
+                "actor/entropy": 1.0 / step,
+                "actor/grad_norm_max": 1.0,
+                "region_share/LN": 0.01,
+                "region_share/HP": 0.01,
+                "mismatch/abs_log_ratio": 1e-6,
+                "timing_s/step": 2.0,
+                "timing_s/generate": 1.25,
+                "timing_s/update": 0.5,
+            }
+        )
+    rows[-1] |= {"eval/sums/avg@1": 0.75, "eval/sums/pass@1": 0.75}
+    for name, values in more.items():
+        for row, value in zip(rows[-len(values) :], values, strict=True):
+            row[name.replace("__", "/")] = value
+    return rows
+
+
+def test_a_run_that_learns_has_nothing_but_good_findings(tmp_path: Path) -> None:
+    findings = find(read_run(write_run(tmp_path / "run", healthy())))
+    assert [finding.level for finding in findings] == ["good"]
+    assert "sums/avg@1 rose: 0.250 → 0.750 (step 20)" in findings[0].text
+
+
+@pytest.mark.parametrize(
+    ("deviation", "level", "words"),
+    [
+        ({"eval__sums__avg@1": [0.9, 0.5]}, "bad", "fell from its best, 0.900 at step 19"),
+        ({"eval__sums__avg@1": [0.25]}, "look", "did not rise"),
+        ({"groups__signal_share": [0.1] * 10}, "look", "only 10% of the groups had a signal"),
+        ({"reward_signal_share__right": [0.0] * 20}, "look", "the reward right never differed"),
+        ({"response_length__truncated_share": [0.5] * 10}, "look", "50% of the rollouts were cut"),
+        ({"actor__entropy": [1e-3]}, "look", "hardly any exploration"),
+        ({"actor__entropy": [4.0]}, "bad", "coming apart"),
+        ({"actor__grad_norm_max": [30.0, 1.0]}, "look", "gradient norm 30 at step 19, 30 × the median"),
+        ({"region_share__LN": [0.3] * 10}, "look", "31% of the tokens were outside the trust region"),
+        ({"mismatch__abs_log_ratio": [0.5] * 4}, "bad", "trainer and engine drift apart"),
+        ({"reward_timeouts__right": [2.0, 1.0]}, "look", "3 reward calls ran into their deadline (right)"),
+    ],
+)
+def test_what_is_wrong_is_pointed_at_with_its_numbers(
+    tmp_path: Path, deviation: dict[str, list[float]], level: str, words: str
+) -> None:
+    findings = find(read_run(write_run(tmp_path / "run", healthy(**deviation))))
+    assert [finding.level for finding in findings if words in finding.text] == [level]
+    assert findings[0].level != "good"  # the worst comes first
+
+
+def test_the_page_nests_escapes_what_the_model_said_and_holds_every_curve(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", healthy()))
+    page = render([run])
+    outline = Outline(page)
+    text = "".join(outline.text)
+    assert "script" not in outline.tags
+    assert "1 < 2 & <b>?" in text
+    assert "the newest" in text  # of step 10, not of step 5
+    for title in ("Evaluation", "Reward columns", "Entropy, nats per token", "Seconds per step, by phase", "Findings"):
+        assert title in text
+    assert "Shrinkage λ" not in text  # the run has no such metric
+    assert "other 12%" in text  # 2 s per step, of which 1.75 are phases
+    assert render([run]) == page
+
+
+def test_runs_side_by_side_say_where_their_recipes_differ(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first", healthy())
+    second = write_run(tmp_path / "second", healthy(), {"algorithm": {"preset": "gdpo", "kl": {"coef": 0.1}}})
+    runs = [read_run(first), read_run(second)]
+    assert differing_keys(runs) == {"algorithm.preset": ["grpo", "gdpo"], "algorithm.kl.coef": [None, 0.1]}
+    text = "".join(Outline(render(runs)).text)
+    for words in ("2 runs", "Where the recipes differ", "algorithm.kl.coef", "second"):
+        assert words in text
+
+
+def test_a_metric_that_only_some_rows_have_and_a_cut_last_line_are_no_obstacle(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", healthy())
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "rew')
+    run = read_run(folder)
+    assert run.series("eval/sums/avg@1") == ([0, 20], [0.25, 0.75])
+    assert run.rows[-1]["step"] == 20
+    assert matching(CHARTS[0], [run]) == ["eval/sums/avg@1"]  # pass@1 of greedy decoding is the same number
+
+
+def test_the_running_mean_starts_at_the_first_value_and_passes_over_gaps() -> None:
+    assert _running_mean([4.0, float("nan"), 4.0]) == pytest.approx([4.0, 4.0, 4.0])
+    assert _running_mean([0.0, 1.0], weight=0.5) == pytest.approx([0.0, 2 / 3])
+
+
+def test_the_command_writes_the_page_into_the_run_folder_without_torch(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", healthy())
+    code = (
+        "import sys\nfrom megatron_rl.cli import main\ncode = main(sys.argv[1:])\n"
+        "assert not {'torch', 'vllm', 'megatron'} & set(sys.modules)\nsys.exit(code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, "report", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "good: sums/avg@1 rose" in result.stdout
+    Outline((folder / "report.html").read_text())
+
+
+@pytest.mark.parametrize(("missing", "words"), [("recipe.yaml", "no run folder"), ("metrics.jsonl", "no metrics yet")])
+def test_a_folder_that_is_no_run_is_refused(
+    tmp_path: Path, missing: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", healthy())
+    (folder / missing).unlink()
+    assert main(["report", str(folder)]) == 2
+    assert words in capsys.readouterr().err
