@@ -39,21 +39,40 @@ class ModelConfig:
 
 # ------------------------------------------------------------------------------------------------- tasks and rewards
 @dataclass
+class ColumnsConfig:
+    """Which column of a file or dataset is what; `a.b` is the key b of the object in column a. Absent ones are left out."""
+
+    prompt: str = "prompt"  # text, or chat messages; the only one that has to exist
+    answer: str = "answer"  # gold answer
+    tool_calls: str = "tool_calls"  # gold calls: a list of {name, parameters}, that list as JSON, or a tagged response
+    needs_response: str = "needs_response"  # whether the gold turn also answers the user
+    tools: str = "tools"  # tools for the chat template: a list of JSON schemas, or that list as JSON
+    system: str | None = None  # text for a system message before a prompt that is text; null: none
+    metadata: dict[str, str] = field(default_factory=dict)  # further metadata: name -> column
+
+
+@dataclass
 class TaskConfig:
     """Where prompts come from. `source` decides which of the other keys apply."""
 
-    source: str = MISSING  # reasoning_gym | jsonl
+    source: str = MISSING  # reasoning_gym | tool_world | jsonl | parquet | huggingface | split
     name: str | None = None  # reasoning_gym: the dataset, e.g. chain_sum
-    params: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: the dataset's own parameters
-    size: int | None = None  # reasoning_gym: number of items; jsonl: at most so many (null: all)
-    seed: int = 1  # reasoning_gym: the generator's seed
-    path: str | None = None  # jsonl: the file
-    prompt_key: str = "prompt"  # jsonl: column with the prompt (text, or chat messages)
-    answer_key: str = "answer"  # jsonl: column with the gold answer
+    params: dict[str, Any] = field(default_factory=dict)  # reasoning_gym, tool_world: the generator's own parameters
+    size: int | None = None  # generated: number of items; else: at most so many, the first ones (null: all)
+    seed: int = 1  # generated: the generator's seed; split: of the drawing
+    path: str | None = None  # jsonl, parquet: a file, a folder or a pattern; huggingface: name on the hub, or a folder
+    subset: str | None = None  # huggingface: the dataset's configuration
+    split: str = "train"  # huggingface: the split
+    revision: str | None = None  # huggingface: branch, tag or commit on the hub
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)  # jsonl, parquet, huggingface
+    of: str | None = None  # split: the train task that gives prompts away
+    hold_out: float | None = None  # split: how many prompts (1 or more), or the share of them (below 1)
     prompt: str = "{prompt}"  # text around the prompt; {prompt} and any of the sample's metadata keys are filled in
     chat: bool = False  # apply the tokenizer's chat template to the prompt
+    chat_params: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the template, e.g. enable_thinking
+    weight: float | None = None  # share of the training prompts, relative to the other tasks'; null: by its size
     exclude: list[str] = field(default_factory=list)  # names of eval tasks whose prompts are removed from this one
-    demonstrations: str | None = None  # SFT targets: a writer (tasks/demonstrations.py), or `column:<key>` of a jsonl
+    demonstrations: str | None = None  # SFT targets: a writer (tasks/demonstrations.py), or `column:<key>` of a file
     demonstration_params: dict[str, Any] = field(default_factory=dict)
 
 
@@ -243,6 +262,7 @@ class LoggingConfig:
     tensorboard: bool = True
     wandb: str | None = None  # project name; needs the `wandb` package
     mlflow: str | None = None  # experiment name; needs the `mlflow` package
+    report: bool = True  # write `<run_dir>/report.html` at the end, as `megatron-rl report` does at any time
     samples_every: int = 1  # steps between sample files; 0: none
     samples_per_step: int = 16  # rollouts written per sample file
     record_every: int = 10  # steps between `rollouts/step_<n>.npz` (all rewards and log-probs, as arrays); 0: none

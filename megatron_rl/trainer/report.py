@@ -18,6 +18,7 @@ from rich.table import Table
 from megatron_rl.algorithms import StepEstimate
 from megatron_rl.config.schema import Config
 from megatron_rl.data import RewardTable, Rollout, Sample
+from megatron_rl.report import read_run, render
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.trainer.record import write_step
 from megatron_rl.trainer.trackers import Tracker, make_trackers
@@ -34,7 +35,17 @@ _LINE = (
     ("tok/s", "perf/tokens_per_s", ",.0f"),
     ("s", "timing_s/step", ".2f"),
 )
-_OUTPUTS = ("metrics.jsonl", "sft", "checkpoints", "samples", "rollouts", "tensorboard", "reference", "export")
+_OUTPUTS = (
+    "metrics.jsonl",
+    "report.html",
+    "sft",
+    "checkpoints",
+    "samples",
+    "rollouts",
+    "tensorboard",
+    "reference",
+    "export",
+)
 
 
 class Reporter:
@@ -224,6 +235,8 @@ class Reporter:
             shares = sorted(self._seconds.items(), key=lambda item: -item[1])
             shown = ", ".join(f"{name.removeprefix('timing_s/')} {value / spent:.0%}" for name, value in shares)
             self.console.print(f"Time within RL steps: {shown}")
+        if self.config.logging.report and self.command != "evaluate":
+            (self.run_dir / "report.html").write_text(render([read_run(self.run_dir)]), encoding="utf-8")
         self.console.print(f"Everything is in {self.run_dir}: " + ", ".join(self._files()))
 
     def _files(self) -> list[str]:
