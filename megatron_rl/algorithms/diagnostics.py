@@ -62,16 +62,19 @@ def advantage_metrics(advantages: Tensor, valid: Tensor) -> dict[str, float]:
 def reward_metrics(table: RewardTable) -> dict[str, float]:
     """Per reward: mean, share of groups in which it differs between rollouts, and its mean spread within groups.
 
-    A reward whose signal share is 0 has no say in a group-wise method, whatever its weight.
+    A reward whose signal share is 0 has no say in a group-wise method, whatever its weight. Rollouts it did not score do
+    not count; where it scored none, its rows are left out.
     """
     groups = Groups(table)
     if not groups.present.any():
         return {}
-    centred = groups.centre(groups.values)
-    spread, varies = groups.std(centred, ddof=0)[:, 0], (centred.span[:, 0] > 0).double()
+    spread, varies = groups.columns_std(ddof=0)[:, 0], (groups.columns.span[:, 0] > 0).double()
     metrics = {}
     for index, name in enumerate(table.names):
-        metrics[f"reward/{name}"] = float(groups.values[:, :, index][groups.valid].mean())
+        scored = groups.scored[:, :, index]
+        if not scored.any():
+            continue
+        metrics[f"reward/{name}"] = float(groups.values[:, :, index][scored].mean())
         metrics[f"reward_signal_share/{name}"] = float(varies[groups.present, index].mean())
         metrics[f"reward_group_std/{name}"] = float(spread[groups.present, index].mean())
     return metrics

@@ -32,8 +32,9 @@ class Groups:
     """A reward table as estimators see it: float64, invalid entries 0, groups along dimension 0.
 
     Attributes:
-        values: float64 [n, m, k].
+        values: float64 [n, m, k]; what a reward did not score is filled in, see `RewardTable.filled`.
         valid: bool [n, m].
+        scored: bool [n, m, k], False where invalid.
         weights: float64 [k].
         names: the k reward names.
         count: float64 [n], valid rollouts per prompt.
@@ -44,7 +45,8 @@ class Groups:
     def __init__(self, table: RewardTable) -> None:
         self.table = table
         self.valid = table.mask
-        self.values = torch.where(self.valid[:, :, None], table.values.double(), 0.0)
+        self.values = table.filled
+        self.scored = table.scored_mask
         self.names = table.names
         self.weights = torch.tensor([table.weight(name) for name in table.names], dtype=torch.float64)
         self.weights = self.weights.to(self.values.device)
@@ -85,18 +87,34 @@ class Groups:
         """
         return centre(values, self.valid, self.count, self.unit, size)
 
+    @cached_property
+    def columns(self) -> Centred:
+        """Every reward around its group means, [n, m, k]: over what was scored, and 0 where nothing was."""
+        return centre(self.values, self.scored, self.scored.sum(1).double(), self.unit)
+
+    def columns_std(self, ddof: int) -> Tensor:
+        """Standard deviation of every reward per group, over what was scored; [n, 1, k], 0 as in `std`."""
+        return _std(self.columns, self.scored.sum(1, keepdim=True), ddof)
+
     def std(self, centred: Centred, ddof: int) -> Tensor:
         """Standard deviation per group, [n, 1, ...]; 0 for constant groups and groups of at most `ddof` rollouts."""
-        count = self.count.reshape(-1, *([1] * (centred.values.dim() - 1)))
-        scaled = centred.values / torch.where(centred.span > 0, centred.span, 1.0)  # squares cannot underflow
-        variance = scaled.square().sum(1, keepdim=True) / (count - ddof).clamp(min=1)
-        return variance.sqrt() * centred.span
+        return _std(centred, self.count.reshape(-1, *([1] * (centred.values.dim() - 1))), ddof)
+
+
+def _std(centred: Centred, count: Tensor, ddof: int) -> Tensor:
+    scaled = centred.values / torch.where(centred.span > 0, centred.span, 1.0)  # squares cannot underflow
+    variance = scaled.square().sum(1, keepdim=True) / (count - ddof).clamp(min=1)
+    return variance.sqrt() * centred.span
 
 
 def centre(values: Tensor, valid: Tensor, count: Tensor, unit: float, size: Tensor | None = None) -> Centred:
-    """See `Groups.centre`. Values are shifted by the group's minimum first: a large common offset costs no digits."""
-    shape = (-1, 1, *([1] * (values.dim() - 2)))
-    valid = valid.reshape(*valid.shape, *([1] * (values.dim() - 2)))
+    """See `Groups.centre`. Values are shifted by the group's minimum first: a large common offset costs no digits.
+
+    `valid` is [n, m] with `count` [n], or of the values' own shape with `count` [n, k].
+    """
+    own = valid.dim() == values.dim() > 2
+    shape = (-1, 1, *count.shape[1:]) if own else (-1, 1, *([1] * (values.dim() - 2)))
+    valid = valid if own else valid.reshape(*valid.shape, *([1] * (values.dim() - 2)))
     present = (count > 0).reshape(shape)
     low = torch.where(present, torch.where(valid, values, torch.inf).amin(1, keepdim=True), 0.0)
     high = torch.where(present, torch.where(valid, values, -torch.inf).amax(1, keepdim=True), 0.0)

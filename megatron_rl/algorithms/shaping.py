@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -23,19 +24,20 @@ def add_column(table: RewardTable, name: str, values: Tensor, weight: float) -> 
         raise ValueError(f"column {name!r} must be {tuple(table.mask.shape)}, not {tuple(values.shape)}")
     column = values.to(table.values)[:, :, None]
     greedy = None if table.greedy is None else torch.nn.functional.pad(table.greedy, (0, 1))
-    return RewardTable(
-        torch.cat([table.values, column], dim=2),
-        (*table.names, name),
-        table.valid,
-        {**(table.weights or {}), name: weight},
-        table.lengths,
-        greedy,
+    scored = None if table.scored is None else torch.nn.functional.pad(table.scored, (0, 1), value=True)
+    return dataclasses.replace(
+        table,
+        values=torch.cat([table.values, column], dim=2),
+        names=(*table.names, name),
+        weights={**(table.weights or {}), name: weight},
+        greedy=greedy,
+        scored=scored,
     )
 
 
 def with_valid(table: RewardTable, valid: Tensor) -> RewardTable:
     """The table with other rollouts taking part; valid is bool [n, m]."""
-    return RewardTable(table.values, table.names, valid, table.weights, table.lengths, table.greedy)
+    return dataclasses.replace(table, valid=valid)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, share: float) -> Tensor:
@@ -72,7 +74,7 @@ def signal_groups(table: RewardTable, columns: Sequence[str] | None = None) -> T
         table.column(name)
     groups = Groups(table)
     decide = torch.tensor([name in names and table.weight(name) != 0 for name in table.names])
-    return ((groups.centre(groups.values).span[:, 0] > 0) & decide.to(groups.valid.device)).any(1)
+    return ((groups.columns.span[:, 0] > 0) & decide.to(groups.valid.device)).any(1)
 
 
 def complete_groups(valid: Tensor, group_size: int) -> Tensor:

@@ -109,6 +109,8 @@ def write_step(
         arrays["lengths"] = table.lengths.numpy()
     if table.greedy is not None:
         arrays["greedy"] = table.greedy.numpy()
+    if table.scored is not None:
+        arrays["scored"] = table.scored.numpy()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
@@ -134,6 +136,7 @@ def read_step(path: str | Path) -> RecordedStep:
             dict(zip(names, arrays["weights"].tolist(), strict=True)),
             tensors.get("lengths"),
             tensors.get("greedy"),
+            tensors.get("scored"),
         ),
         truncated=tensors["truncated"],
         advantages=tensors["advantages"],

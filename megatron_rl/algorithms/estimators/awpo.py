@@ -18,6 +18,9 @@ class AWPO:
     """A = d [(1 - w) A_out + w A_mix], w the gated dispersion ratio rho, d the difficulty weight.
 
     The column `reasoning` is the judge's; all others sum to the outcome. Group statistics are over 1/K (Eq. 18).
+    Where the judge has no score for a rollout, its mixed reward is the outcome plus the group's mean score: the judge's
+    part of its mixed advantage is 0, and Eq. 18-21 see the mixed rewards that are used. A group without any score has
+    w = 0.
 
     Args:
         reasoning: name of the judge's column.
@@ -68,7 +71,8 @@ class AWPO:
         # Strict comparisons up to rounding: a mean that equals a threshold in exact arithmetic is not beyond it.
         noise = 8 * groups.unit * float(size.max())
         gate = (peak - mean > noise) & (self.eps_mix - rho > 8 * torch.finfo(torch.float64).eps)
-        w_mix = torch.where(gate & groups.present, rho, 0.0)
+        judged = groups.scored[:, :, groups.names.index(self.reasoning)].any(1)
+        w_mix = torch.where(gate & judged, rho, 0.0)
         medium = (mean - self.tau_low > noise) & (self.tau_high - mean > noise)
         difficulty = self.alpha_base + (self.alpha_prio - self.alpha_base) * medium.double()  # Eq. 22
         advantages = difficulty[:, None] * ((1 - w_mix)[:, None] * a_out + w_mix[:, None] * a_mix)

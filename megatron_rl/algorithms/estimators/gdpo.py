@@ -24,14 +24,15 @@ def gdpo(
 ) -> Tensor:
     """A_ij = sum_k w_k (r_ijk - mean_ik) / (std_ik + eps), then (A - batch mean) / (batch std + batch_eps).
 
+    A reward without a value for a rollout gives it no term, and its mean and std are over the others.
+
     Args:
         ddof, eps: of Eq. 4, which has no eps; a constant reward contributes exactly 0.
         batch_norm: Eq. 6. With it only the ratios of the weights matter (Eq. 7).
         batch_ddof, batch_eps, batch_eps_mode: of Eq. 6.
         over: Eq. 6 counts sequences; `tokens` counts each as often as its response has tokens.
     """
-    centred = groups.centre(groups.values)
-    terms = safe_divide(centred.values, groups.std(centred, ddof) + eps) * groups.weights
+    terms = safe_divide(groups.columns.values, groups.columns_std(ddof) + eps) * groups.weights
     total, size = terms.sum(2), terms.abs().sum(2)
     # Terms that cancel leave rounding noise, which the batch norm of an otherwise silent batch would blow up.
     total = torch.where(total.abs() <= 16 * torch.finfo(torch.float64).eps * size, 0.0, total)
