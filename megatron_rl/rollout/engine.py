@@ -6,9 +6,7 @@ make the same calls with the same arguments, and vLLM's schedulers, being determ
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +17,9 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data import Rollout, Sample
 from megatron_rl.models import read_hf_config
 from megatron_rl.rollout import environment
+from megatron_rl.rollout.sampling import Sampling, rollout_seed
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn. Temperature 0 is greedy decoding."""
-
-    temperature: float
-    top_p: float
-    max_tokens: int
-
-
-def rollout_seed(seed: int, step: int, sample_id: str, index: int) -> int:
-    """The seed of one rollout: a function of what it is, not of where or with what it is sampled."""
-    key = f"{seed}/{step}/{sample_id}/{index}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2  # vLLM takes signed 64-bit seeds
 
 
 class Engine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.sample import generate, score
 

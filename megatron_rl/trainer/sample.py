@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.algorithms.shaping import signal_groups
 from megatron_rl.data import RewardTable, Rollout, Sample
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.trainer.context import Run
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.rollout.engine import rollout_seed
+from megatron_rl.rollout.sampling import rollout_seed
 from megatron_rl.rollout.sync import _fingerprint, _holds
 
 

@@ -1,0 +1,21 @@
+"""How responses are drawn, and with which seed: the same for every engine, in this process or behind an endpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn. Temperature 0 is greedy decoding."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+
+
+def rollout_seed(seed: int, step: int, sample_id: str, index: int) -> int:
+    """The seed of one rollout: a function of what it is, not of where or with what it is sampled."""
+    key = f"{seed}/{step}/{sample_id}/{index}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2  # vLLM takes signed 64-bit seeds
