@@ -3,22 +3,73 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, Protocol
 
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
+# The format's names of dtypes.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BLOCK = 2**26  # bytes read at once where only some columns are wanted
+_LARGEST_READ = 2**30  # Linux reads at most 2 GiB - 4 KiB in one call
+
+
+class WeightSource(Protocol):
+    """A whole model's tensors under their Hugging Face names, wherever they lie: what weights are loaded from."""
+
+    folder: Path
+
+    def names(self) -> set[str]: ...
+
+    def file_of(self, name: str) -> Path: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> str: ...
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a safetensors file: its dtype as the format names it, and where in the file its bytes lie."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
 
 
 class SafetensorsFolder:
     """The tensors of a folder's `*.safetensors`, read slice by slice; a file is opened when first needed.
+
+    Bytes are read into place rather than mapped: a mapped file counts as this process's memory for as long as it is open,
+    and ends the process where it shrinks.
 
     Raises:
         ValueError: the folder has no safetensors, its index names a missing file or tensor, or a file is damaged.
@@ -26,7 +77,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._open: dict[Path, Any] = {}
+        self._entries: dict[Path, dict[str, Entry]] = {}
         self._files = self._indexed() if (self.folder / INDEX).is_file() else self._scanned()
 
     def names(self) -> set[str]:
@@ -36,31 +87,49 @@ class SafetensorsFolder:
         return self._files[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return self.entry(name).shape
 
     def dtype(self, name: str) -> str:
         """The dtype's name in the file format: F32, BF16, F8_E4M3, ..."""
-        return str(self._slice(name).get_dtype())
+        return self.entry(name).dtype
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Entries [start, stop) along `dim` (0 or 1) of a tensor, in the file's dtype."""
-        part = self._slice(name)
-        return part[start:stop] if dim == 0 else part[:, start:stop]
+        entry = self.entry(name)
+        rows, *rest = entry.shape
+        row_bytes = entry.nbytes // rows if rows else 0
+        dtype = DTYPES[entry.dtype]
+        with self._files[name].open("rb", buffering=0) as file:
+            if dim == 0:
+                stop = min(stop, rows)
+                out = torch.empty((stop - start, *rest), dtype=dtype)
+                self._read_into(out, name, file, entry.offset + start * row_bytes)
+                return out
+            out = torch.empty((rows, stop - start, *rest[1:]), dtype=dtype)
+            block = max(1, _BLOCK // max(row_bytes, 1))
+            for first in range(0, rows, block):
+                part = torch.empty((min(block, rows - first), *rest), dtype=dtype)
+                self._read_into(part, name, file, entry.offset + first * row_bytes)
+                out[first : first + block].copy_(part[:, start:stop])
+            return out
 
-    def _slice(self, name: str) -> Any:
+    def entry(self, name: str) -> Entry:
         path = self._files[name]
-        try:
-            return self._handle(path).get_slice(name)
-        except SafetensorError as error:
-            raise ValueError(f"{path} does not hold {name}, although its folder's index says so: {error}") from error
+        if path not in self._entries:
+            self._entries[path] = read_header(path)
+        if name not in self._entries[path]:
+            raise ValueError(f"{path} does not hold {name}, although its folder's index says so")
+        return self._entries[path][name]
 
-    def _handle(self, path: Path) -> Any:
-        if path not in self._open:
-            try:
-                self._open[path] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"cannot read {path}: {error}") from error
-        return self._open[path]
+    def _read_into(self, target: Tensor, name: str, file: BinaryIO, offset: int) -> None:
+        if target.numel() == 0:
+            return
+        view = memoryview(target.view(-1).view(torch.uint8).numpy())
+        while view:
+            count = os.preadv(file.fileno(), [view[:_LARGEST_READ]], offset)
+            if count == 0:
+                raise ValueError(f"{self._files[name]} ends in the middle of {name}: the file was cut short")
+            view, offset = view[count:], offset + count
 
     def _indexed(self) -> dict[str, Path]:
         index = self.folder / INDEX
@@ -70,7 +139,9 @@ class SafetensorsFolder:
             raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
         for path in sorted(set(files.values())):
             if not path.is_file():
-                raise ValueError(f"{path} is missing, but {index.name} names it")
+                held = sorted(name for name, file in files.items() if file == path)
+                more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+                raise ValueError(f"{path} is missing, but {index.name} names it: it holds {held[0]}{more}")
         return files
 
     def _scanned(self) -> dict[str, Path]:
@@ -79,11 +150,46 @@ class SafetensorsFolder:
             raise ValueError(f"model folder {self.folder} has no *.safetensors files")
         files: dict[str, Path] = {}
         for path in paths:
-            for name in self._handle(path).keys():  # noqa: SIM118 (not a mapping)
+            self._entries[path] = read_header(path)
+            for name in self._entries[path]:
                 if name in files:
                     raise ValueError(f"{name} is in both {files[name].name} and {path.name} of {self.folder}")
                 files[name] = path
         return files
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """What a safetensors file says of its tensors.
+
+    Raises:
+        ValueError: it cannot be read, or is not whole: the message names the first tensor that does not fit.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ValueError(f"cannot read {path}: it has {size} bytes, too few for its header")
+            header = json.loads(file.read(length))
+        entries = {}
+        for name, about in header.items():
+            if name != "__metadata__":
+                begin, end = about["data_offsets"]
+                entry = Entry(about["dtype"], tuple(about["shape"]), 8 + length + begin, end - begin)
+                if entry.dtype not in DTYPES:
+                    raise ValueError(f"cannot read {path}: {name} has dtype {entry.dtype}, which is not known")
+                expected = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+                if entry.nbytes != expected or entry.offset + entry.nbytes > size:
+                    raise ValueError(
+                        f"cannot read {path}: {name} should have {expected} bytes and end at byte "
+                        f"{entry.offset + expected}; the header gives it {entry.nbytes}, the file has {size}"
+                    )
+                entries[name] = entry
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"cannot read {path}: its header is damaged ({error!r})") from error
+    return entries
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.models.family import OUTPUT, Family, ModelDescription
-from megatron_rl.models.files import SafetensorsFolder
+from megatron_rl.models.files import SafetensorsFolder, WeightSource
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import LocalWeight, local_weights, split_axis
 from megatron_rl.models.parallel import ParallelGroups
@@ -26,10 +26,11 @@ def load_hf_weights(
     model_chunks: Sequence[nn.Module],
     family: Family,
     hf_config: HFConfig,
-    folder: str | Path,
+    source: str | Path | WeightSource,
     parallel: ParallelGroups,
 ) -> None:
-    """Fill the parameters of this process's model chunks, in place and in their own dtype, from a Hugging Face folder.
+    """Fill the parameters of this process's model chunks, in place and in their own dtype, from a Hugging Face folder
+    (or another source of weights under Hugging Face names).
 
     No communication: every process reads its own slices. Rows that pad the vocabulary become zero.
 
@@ -38,7 +39,7 @@ def load_hf_weights(
             and field), or the module is not the one that the family's config mapping describes.
     """
     description = family.describe(hf_config)
-    files = SafetensorsFolder(folder)
+    files = SafetensorsFolder(source) if isinstance(source, str | Path) else source
     check_names(files, family, description)
     for weight in local_weights(model_chunks, family, description, parallel):
         axis = split_axis(weight.rule, parallel)
@@ -71,7 +72,7 @@ def weight_dims(shape: tuple[int, ...], rule: Rule, description: ModelDescriptio
     return dims
 
 
-def check_names(files: SafetensorsFolder, family: Family, description: ModelDescription) -> None:
+def check_names(files: WeightSource, family: Family, description: ModelDescription) -> None:
     """Refuse a folder that lacks a tensor of the model or holds one that the model has no place for."""
     expected = {tensor.name for rule in family.weights(description) for tensor in rule.hf}
     found = {name for name in files.names() if not _BUFFERS.fullmatch(name)}
@@ -97,7 +98,7 @@ def _fields_behind(names: set[str], description: ModelDescription) -> str:
     return "config.json says " + " and ".join(hints or ["architectures and biases otherwise"])
 
 
-def check_tensors(rule: Rule, files: SafetensorsFolder, dims: Dims) -> None:
+def check_tensors(rule: Rule, files: WeightSource, dims: Dims) -> None:
     """Compare the file's shapes with the config's, and refuse dtypes that mean nothing without scales."""
     for tensor in rule.hf:
         dtype = files.dtype(tensor.name)
@@ -116,7 +117,7 @@ def check_tensors(rule: Rule, files: SafetensorsFolder, dims: Dims) -> None:
             )
 
 
-def _fill(weight: LocalWeight, files: SafetensorsFolder, dims: Dims, rank: int, tp: int) -> None:
+def _fill(weight: LocalWeight, files: WeightSource, dims: Dims, rank: int, tp: int) -> None:
     rule, target = weight.rule, _writable(weight.parameter)
     check_tensors(rule, files, dims)
     at = 0
@@ -138,7 +139,7 @@ def _writable(parameter: nn.Parameter) -> Tensor:
     return parameter
 
 
-def _check_tied(files: SafetensorsFolder, family: Family) -> None:
+def _check_tied(files: WeightSource, family: Family) -> None:
     embedding, output = family.rules[0].hf[0].name, OUTPUT.hf[0].name
     rows = files.shape(embedding)[0]
     same = files.shape(output) == files.shape(embedding) and all(
