@@ -23,7 +23,7 @@ from megatron_rl.config.shape import ConfigError, conform, entry_type, fields, s
 _NAMED: dict[Any, tuple[tuple[str, str], ...]] = {
     MethodConfig: (("name", "params"),),
     RewardConfig: (("reward", "params"),),
-    TaskConfig: (("name", "params"), ("demonstrations", "demonstration_params")),
+    TaskConfig: (("source", "params"), ("name", "params"), ("demonstrations", "demonstration_params")),
 }
 
 

@@ -1,58 +1,15 @@
-"""Tool calls: reading them from a completion, and comparing them with the gold calls.
+"""Comparing tool calls with the gold calls. Reading them is `tool_parsers`' part.
 
 Sources: GDPO, appendix C; AWPO, Eq. 12-16; ToolRL's released rewards, where those say nothing.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-Call = dict[str, Any]  # {"name": str, "parameters": dict}
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-
-def parse_tool_calls(completion: str) -> list[Call] | None:
-    """The calls in the first `<tool_call>` block, one JSON object per line; None where they cannot be read.
-
-    Every call needs a `name` (text) and `parameters` (object). An empty block holds no calls. None means: no block, one
-    that is not closed, or a line that is not such an object. Where there is a block after the last `</think>`, tags that
-    the thinking mentions are not taken for one (the released code fails on them).
-    """
-    said = completion[completion.rfind("</think>") + 1 :]
-    _, opened, rest = (said if OPEN in said else completion).partition(OPEN)
-    block, closed, _ = rest.partition(CLOSE)
-    if not (opened and closed):
-        return None
-    calls = []
-    for line in block.splitlines():
-        if not line.strip():
-            continue
-        call = load_json(line)
-        if not (
-            isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("parameters"), dict)
-        ):
-            return None
-        calls.append(call)
-    return calls
-
-
-def load_json(text: str) -> Any:
-    """The JSON value of a text; None where it is not JSON, or `null`."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def predicted_calls(completion: str) -> list[Call] | None:
-    """Calls a completion makes: [] where it does not try to call a tool, None where it tries and cannot be read."""
-    if OPEN not in completion and CLOSE not in completion:
-        return []
-    return parse_tool_calls(completion)
+from megatron_rl.rewards.tool_parsers import Call
 
 
 def match_share(

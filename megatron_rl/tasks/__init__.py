@@ -1,7 +1,17 @@
-"""Where prompts come from: generated puzzles and files, as `Sample`s in a deterministic order. Imports no torch."""
+"""Where prompts come from: your data and generators, as `Sample`s in a deterministic order. Imports no torch."""
 
 from megatron_rl.tasks.checks import check_tasks
 from megatron_rl.tasks.loading import LoadedTasks, filter_by_length, load_task, load_tasks
-from megatron_rl.tasks.order import PromptOrder
+from megatron_rl.tasks.order import MixedOrder, Order, PromptOrder, make_order
 
-__all__ = ["LoadedTasks", "PromptOrder", "check_tasks", "filter_by_length", "load_task", "load_tasks"]
+__all__ = [
+    "LoadedTasks",
+    "MixedOrder",
+    "Order",
+    "PromptOrder",
+    "check_tasks",
+    "filter_by_length",
+    "load_task",
+    "load_tasks",
+    "make_order",
+]

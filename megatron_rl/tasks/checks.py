@@ -5,18 +5,42 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from dataclasses import fields
 from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from megatron_rl.config.schema import TaskConfig, TasksConfig
+from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.names import unknown_name
+from megatron_rl.tasks.columns import column_names, has_column
 from megatron_rl.tasks.demonstrations import COLUMN, make_writer
-from megatron_rl.tasks.sources import SOURCES, read_jsonl
+from megatron_rl.tasks.files import Row, files_of, jsonl_rows, parquet_rows
+from megatron_rl.tasks.loading import task_weights
+from megatron_rl.tasks.order import window_counts
+from megatron_rl.tasks.sources import SOURCES, SPLIT
 from megatron_rl.tasks.templates import check_template
+from megatron_rl.tasks.tool_world import world_params
 
 _ROWS = 8  # first rows of a file whose columns are looked at
-_KEYS_OF = {"reasoning_gym": {"name", "params", "seed"}, "jsonl": {"path", "prompt_key", "answer_key"}}
+_ALL = {
+    "source",
+    "prompt",
+    "chat",
+    "chat_params",
+    "exclude",
+    "weight",
+    "size",
+    "demonstrations",
+    "demonstration_params",
+}
+_KEYS_OF = {
+    "reasoning_gym": _ALL | {"name", "params", "seed"},
+    "tool_world": _ALL | {"params", "seed"},
+    "jsonl": _ALL | {"path", "columns"},
+    "parquet": _ALL | {"path", "columns"},
+    "huggingface": _ALL | {"path", "columns", "subset", "split", "revision"},
+    SPLIT: {"source", "of", "hold_out", "seed"},
+}
 
 
 def check_tasks(tasks: TasksConfig) -> None:
@@ -34,7 +58,10 @@ def check_tasks(tasks: TasksConfig) -> None:
             if "/" in name:
                 raise ValueError(f"{key}: a task's name must not contain '/'")
             try:
-                _check_task(config)
+                if config.source == SPLIT:
+                    _check_split(config, group, tasks)
+                else:
+                    _check_task(config)
             except ValueError as error:
                 raise ValueError(f"{key}.{error}") from error
             for other in config.exclude:
@@ -42,30 +69,38 @@ def check_tasks(tasks: TasksConfig) -> None:
                     raise ValueError(f"{key}.exclude: only train tasks can leave out prompts of eval tasks")
                 if other not in tasks.eval:
                     raise ValueError(f"{key}.exclude: {unknown_name('eval task', other, tasks.eval)}")
+                if tasks.eval[other].source == SPLIT:
+                    raise ValueError(
+                        f"{key}.exclude: {other} is a split, whose prompts leave {tasks.eval[other].of} anyway"
+                    )
+            if group == "eval" and config.weight is not None:
+                raise ValueError(f"{key}.weight: only train tasks are mixed; remove it")
     shared = tasks.train.keys() & tasks.eval.keys()
     if shared:
         raise ValueError(f"tasks.train and tasks.eval both have a task {sorted(shared)[0]!r}: rename one of them")
+    if weights := task_weights(tasks.train):
+        window_counts(weights)
 
 
 def _check_task(config: TaskConfig) -> None:
     """Messages start with the key below the task, so that the caller can put the rest of the path before them."""
     if config.source not in SOURCES:
-        raise ValueError(f"source: {unknown_name('source', config.source, SOURCES)}")
-    defaults = TaskConfig(source=config.source)
-    for source, keys in _KEYS_OF.items():
-        for key in sorted(keys):
-            if source != config.source and getattr(config, key) != getattr(defaults, key):
-                raise ValueError(f"{key}: has no effect with source: {config.source}; remove it")
+        raise ValueError(f"source: {unknown_name('source', config.source, [*SOURCES, SPLIT])}")
+    _check_keys(config)
+    if config.chat_params and not config.chat:
+        raise ValueError("chat_params: has no effect without chat: true")
     if config.size is not None and config.size < 1:
         raise ValueError(f"size = {config.size}, must be at least 1")
     try:
-        fields = check_template(config.prompt)
+        in_template = check_template(config.prompt)
     except ValueError as error:
         raise ValueError(f"prompt: {error}") from None
     if config.source == "reasoning_gym":
         _check_reasoning_gym(config)
+    elif config.source == "tool_world":
+        _check_tool_world(config)
     else:
-        _check_jsonl(config, fields)
+        _check_data(config, in_template)
     if config.demonstrations is None:
         if config.demonstration_params:
             raise ValueError("demonstration_params: has no effect without demonstrations; remove it")
@@ -94,28 +129,82 @@ def _check_reasoning_gym(config: TaskConfig) -> None:
             raise ValueError(f"params: {unknown_name(f'parameter of {config.name}', key, known - {'seed', 'size'})}")
 
 
-def _check_jsonl(config: TaskConfig, fields: list[str]) -> None:
-    if config.path is None:
-        raise ValueError("path: is missing; give the JSONL file")
-    needed = {"prompt_key": config.prompt_key}
-    if config.answer_key != TaskConfig(source="jsonl").answer_key:
-        needed["answer_key"] = config.answer_key  # the default may be absent: not every task has a gold answer
-    if config.demonstrations is not None and config.demonstrations.startswith(COLUMN):
-        needed["demonstrations"] = config.demonstrations.removeprefix(COLUMN)
+def _check_keys(config: TaskConfig) -> None:
+    """Keys that the source does not read have their defaults."""
+    defaults = TaskConfig(source=config.source)
+    for name in (field.name for field in fields(TaskConfig)):
+        if name not in _KEYS_OF[config.source] and getattr(config, name) != getattr(defaults, name):
+            raise ValueError(f"{name}: has no effect with source: {config.source}; remove it")
+
+
+def _check_split(config: TaskConfig, group: str, tasks: TasksConfig) -> None:
+    if group == "train":
+        raise ValueError("source: split is for eval tasks: it takes prompts out of a train task")
+    _check_keys(config)
+    if config.of is None:
+        raise ValueError("of: is missing; name the train task whose prompts are held out")
+    if config.of not in tasks.train:
+        raise ValueError(f"of: {unknown_name('train task', config.of, tasks.train)}")
+    if config.hold_out is None:
+        raise ValueError("hold_out: is missing; say how many prompts are held out, or which share of them")
+    if not (0 < config.hold_out < 1 or (config.hold_out >= 1 and config.hold_out == int(config.hold_out))):
+        raise ValueError(f"hold_out = {config.hold_out}, must be a whole number of prompts, or a share between 0 and 1")
+
+
+def _check_tool_world(config: TaskConfig) -> None:
+    if config.size is None:
+        raise ValueError("size: is missing; say how many items to generate")
     try:
-        rows = list(islice(read_jsonl(Path(config.path)), _ROWS))
+        world_params(config.params)
+    except ValueError as error:
+        raise ValueError(f"params: {error}") from error
+
+
+def _check_data(config: TaskConfig, in_template: list[str]) -> None:
+    """Files and datasets: the columns of the first rows, where they can be looked at without loading a library or a hub."""
+    if config.path is None:
+        what = "the dataset's name, or its folder" if config.source == "huggingface" else f"the {config.source} file"
+        raise ValueError(f"path: is missing; give {what}")
+    try:
+        rows = _first_rows(config)
     except ValueError as error:
         raise ValueError(f"path: {error}") from error
+    if rows is None:
+        return
     if not rows:
         raise ValueError(f"path: {config.path} is empty")
-    for number, row in rows:
-        columns = row.keys() | (row["metadata"].keys() if isinstance(row.get("metadata"), dict) else set())
-        for key, column in needed.items():
-            if column not in columns:
-                raise ValueError(f"{key}: {config.path}, line {number}: {unknown_name('column', column, columns)}")
-        for column in fields:
-            if column != "prompt" and column not in columns:
-                raise ValueError(f"prompt: {config.path}, line {number}: {unknown_name('column', column, columns)}")
+    columns = config.columns
+    defaults = ColumnsConfig()
+    needed = {"columns.prompt": columns.prompt}
+    needed |= {  # the default may be absent: not every task has a gold answer
+        f"columns.{key}": getattr(columns, key)
+        for key in ("answer", "tool_calls", "needs_response", "tools", "system")
+        if getattr(columns, key) != getattr(defaults, key)
+    }
+    needed |= {f"columns.metadata.{name}": path for name, path in columns.metadata.items()}
+    if config.demonstrations is not None and config.demonstrations.startswith(COLUMN):
+        needed["demonstrations"] = config.demonstrations.removeprefix(COLUMN)
+    for where, row in rows:
+        extra = row["metadata"].keys() if isinstance(row.get("metadata"), dict) else set()
+        known = {*row, *extra, *columns.metadata}
+        for key, path in needed.items():
+            found = has_column(row, path) or (key == "demonstrations" and path in known)
+            if not found:
+                raise ValueError(f"{key}: {where}: {unknown_name('column', path, {*column_names(row), *known})}")
+        for path in in_template:
+            if path != "prompt" and path not in known:
+                raise ValueError(f"prompt: {where}: {unknown_name('column', path, known)}")
+
+
+def _first_rows(config: TaskConfig) -> list[tuple[str, Row]] | None:
+    """The first rows; None where that would take a network, or a library that is not installed here."""
+    assert config.path is not None
+    if config.source == "jsonl":
+        return list(islice(jsonl_rows(config), _ROWS))
+    if config.source == "parquet":
+        files_of(config.path, ".parquet")
+        return list(islice(parquet_rows(config), _ROWS)) if importlib.util.find_spec("pyarrow") else None
+    return None
 
 
 @cache

@@ -1,8 +1,8 @@
 """Demonstrations for supervised fine-tuning: named writers of a target text per sample.
 
-A writer gets the sample's id and its fields (the metadata, `prompt`, `answer`, and the answer under its column's name),
-and returns the response text alone; the training adds the end-of-sequence token. Writers are deterministic: the same
-sample always gets the same text.
+A writer gets the sample's id and its fields (the metadata, `prompt`, `answer`, `tool_calls`, and the answer under its
+column's name), and returns the response text alone; the training adds the end-of-sequence token. Writers are
+deterministic: the same sample always gets the same text.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.names import unknown_name
+from megatron_rl.tasks.tool_world import toolrl_response
 
 Writer = Callable[[str, Mapping[str, Any]], str]
 
@@ -61,7 +62,33 @@ def chain_sum_steps(share: float = 0.4, seed: int = 0) -> Writer:
     return write
 
 
-WRITERS: dict[str, Callable[..., Writer]] = {"chain_sum_steps": chain_sum_steps}
+def tool_world(working: float = 0.4, sloppy: float = 0.0, seed: int = 0) -> Writer:
+    """tool_world's answers, with the gold calls; a share of them shows the working, the rest thinks nothing.
+
+    Args:
+        working: share of the samples whose `<think>` holds the rationale.
+        sloppy: share of the samples whose form is wrong: the calls or the answer stand there without their tags. A
+            warm-up on these leaves the form for RL to learn, as a base model does.
+        seed: another seed draws other selections.
+    """
+    for name, share in (("working", working), ("sloppy", sloppy)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} = {share}, must be between 0 and 1")
+
+    def write(sample_id: str, fields: Mapping[str, Any]) -> str:
+        if fields.get("source_dataset") != "tool_world":
+            raise ValueError("the writer tool_world is for the source tool_world only")
+        thought = fields["rationale"] if _uniform(seed, sample_id) < working else ""
+        text = toolrl_response(thought, fields["tool_calls"], fields["answer"])
+        if _uniform(seed, f"{sample_id}/sloppy") < sloppy:
+            for tag in ("<tool_call>\n", "\n</tool_call>", "<response>", "</response>"):
+                text = text.replace(tag, "")
+        return text
+
+    return write
+
+
+WRITERS: dict[str, Callable[..., Writer]] = {"chain_sum_steps": chain_sum_steps, "tool_world": tool_world}
 
 
 def _column(key: str) -> Writer:

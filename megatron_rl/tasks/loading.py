@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.schema import TaskConfig, TasksConfig
 from megatron_rl.names import unknown_name
 from megatron_rl.tasks.demonstrations import make_writer
-from megatron_rl.tasks.sources import SOURCES, Item
+from megatron_rl.tasks.item import Item
+from megatron_rl.tasks.sources import SOURCES, SPLIT
 from megatron_rl.tasks.templates import fill
 
 if TYPE_CHECKING:
@@ -24,19 +26,22 @@ Prompt = str | list[dict[str, Any]]
 class LoadedTasks:
     """All prompts of a run."""
 
-    train: list[Sample]  # every train task's samples, one task after the other; `PromptOrder` shuffles them
+    train: list[Sample]  # every train task's samples, one task after the other; the prompt order mixes them
     eval: dict[str, list[Sample]]
     excluded: dict[str, int]  # per train task: items left out because an eval task in its `exclude` has the prompt
+    weights: dict[str, float] | None  # per train task; None: by size
 
 
 def load_tasks(tasks: TasksConfig, tokenizer: Any) -> LoadedTasks:
-    """Load the eval tasks, then the train tasks without the eval prompts they exclude.
+    """Load the eval tasks, the train tasks without the eval prompts they exclude, and what is held out of those.
 
     Raises:
-        ValueError: as `load_task`; or an `exclude` that names no eval task.
+        ValueError: as `load_task`; or an `exclude` or `of` that names no such task.
     """
-    evaluation = {name: load_task(name, config, tokenizer) for name, config in tasks.eval.items()}
-    train: list[Sample] = []
+    evaluation = {
+        name: load_task(name, config, tokenizer) for name, config in tasks.eval.items() if not _splits(config)
+    }
+    train: dict[str, list[Sample]] = {}
     excluded = {}
     for name, config in tasks.train.items():
         held_out: set[str] = set()
@@ -44,9 +49,60 @@ def load_tasks(tasks: TasksConfig, tokenizer: Any) -> LoadedTasks:
             if other not in evaluation:
                 raise ValueError(f"tasks.train.{name}.exclude: {unknown_name('eval task', other, evaluation)}")
             held_out |= {_key(sample.prompt) for sample in evaluation[other]}
-        samples, excluded[name] = _load(name, config, tokenizer, held_out)
-        train += samples
-    return LoadedTasks(train=train, eval=evaluation, excluded=excluded)
+        train[name], excluded[name] = _load(name, config, tokenizer, held_out)
+    for name, config in tasks.eval.items():
+        if _splits(config):
+            if config.of not in train:
+                raise ValueError(f"tasks.eval.{name}.of: {unknown_name('train task', str(config.of), train)}")
+            evaluation[name], train[config.of] = hold_out(name, config, train[config.of])
+    return LoadedTasks(
+        train=[sample for samples in train.values() for sample in samples],
+        eval={name: evaluation[name] for name in tasks.eval},
+        excluded=excluded,
+        weights=task_weights(tasks.train),
+    )
+
+
+def task_weights(train: Mapping[str, TaskConfig]) -> dict[str, float] | None:
+    """The train tasks' weights, None where they have none. ValueError where only some have one."""
+    weights = {name: config.weight for name, config in train.items() if config.weight is not None}
+    if weights and (without := train.keys() - weights.keys()):
+        raise ValueError(f"tasks.train.{min(without)}.weight: is missing; give every train task a weight, or none")
+    return weights or None
+
+
+def _splits(config: TaskConfig) -> bool:
+    return config.source == SPLIT
+
+
+def hold_out(name: str, config: TaskConfig, samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """A train task's samples in two: those held out, as task `name`, and those left.
+
+    What is drawn is distinct prompts, and every sample with a prompt that was drawn leaves the training: the two have no
+    prompt in common. The drawing depends on the seed and the prompts, not on their order.
+
+    Raises:
+        ValueError: more than there is, or so much that nothing is left to train on.
+    """
+    assert config.hold_out is not None
+    prompts = sorted({_key(sample.prompt) for sample in samples})
+    count = round(config.hold_out * len(prompts)) if config.hold_out < 1 else int(config.hold_out)
+    if not 1 <= count < len(prompts):
+        raise ValueError(
+            f"task {name}: hold_out = {config.hold_out:g} is {count} of the {len(prompts)} different prompts of "
+            f"{config.of}; at least one must be held out, and at least one left"
+        )
+    drawn = set(random.Random(f"held out, seed {config.seed}").sample(prompts, count))
+    held: dict[str, Sample] = {}
+    left = []
+    for sample in samples:
+        key = _key(sample.prompt)
+        if key not in drawn:
+            left.append(sample)
+        elif key not in held:
+            index = sample.id.rpartition("/")[2]
+            held[key] = replace(sample, id=f"{name}/{index}", task=name, demonstration=None)
+    return list(held.values()), left
 
 
 def load_task(name: str, config: TaskConfig, tokenizer: Any) -> list[Sample]:
@@ -64,6 +120,8 @@ def load_task(name: str, config: TaskConfig, tokenizer: Any) -> list[Sample]:
         ValueError: an item or parameter the source refuses, a template field that does not exist, characters the
             tokenizer does not know, messages without `chat: true`, or no samples at all.
     """
+    if _splits(config):
+        raise ValueError(f"task {name} is part of the train task {config.of}: load it with load_tasks")
     if config.exclude:
         raise ValueError(f"task {name} excludes prompts of {', '.join(config.exclude)}: load it with load_tasks")
     return _load(name, config, tokenizer, frozenset())[0]
@@ -76,7 +134,7 @@ def _load(name: str, config: TaskConfig, tokenizer: Any, held_out: Collection[st
     try:
         with _no_collection():
             kept, excluded = _kept_items(config, held_out)
-            token_ids = _tokenize([prompt for _, _, prompt in kept], config.chat, tokenizer)
+            token_ids = _tokenize([(prompt, item.tools) for _, item, prompt in kept], config, tokenizer)
             samples = [
                 Sample(
                     id=f"{name}/{index}",
@@ -86,7 +144,7 @@ def _load(name: str, config: TaskConfig, tokenizer: Any, held_out: Collection[st
                     answer=item.answer,
                     tool_calls=item.tool_calls,
                     needs_response=item.needs_response,
-                    metadata=item.metadata,
+                    metadata=item.metadata if item.tools is None else {**item.metadata, "tools": item.tools},
                 )
                 for (index, item, prompt), ids in zip(kept, token_ids, strict=True)
             ]
@@ -164,17 +222,17 @@ def _fill_prompt(item: Item, config: TaskConfig) -> Prompt:
     return item.prompt
 
 
-def _tokenize(prompts: Sequence[Prompt], chat: bool, tokenizer: Any) -> list[list[int]]:
-    if chat:
+def _tokenize(
+    prompts: Sequence[tuple[Prompt, list[dict[str, Any]] | None]], config: TaskConfig, tokenizer: Any
+) -> list[list[int]]:
+    """Token ids of the prompts; with `chat`, of what the template makes of them and their tools."""
+    if config.chat:
         if not tokenizer.chat_template:
             raise ValueError("chat: true needs a tokenizer with a chat template; this one has none")
-        texts = [
-            tokenizer.apply_chat_template(_messages(prompt), add_generation_prompt=True, tokenize=False)
-            for prompt in prompts
-        ]
+        texts = [_apply_template(tokenizer, prompt, tools, config.chat_params) for prompt, tools in prompts]
     else:
         texts = []
-        for prompt in prompts:
+        for prompt, _ in prompts:
             if not isinstance(prompt, str):
                 raise ValueError("the prompts are chat messages: set chat: true to apply the tokenizer's chat template")
             texts.append(prompt)
@@ -187,6 +245,19 @@ def _tokenize(prompts: Sequence[Prompt], chat: bool, tokenizer: Any) -> list[lis
         if not ids or (unknown is not None and unknown in ids and (tokenizer.unk_token not in text)):
             raise ValueError(f"the tokenizer cannot encode the prompt {text!r:.200}{_unknown([text], tokenizer)}")
     return list(token_ids)
+
+
+def _apply_template(tokenizer: Any, prompt: Prompt, tools: list[dict[str, Any]] | None, params: dict[str, Any]) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                _messages(prompt), tools=tools, add_generation_prompt=True, tokenize=False, **params
+            )
+        )
+    except (TemplateError, TypeError, ValueError) as error:  # what templates raise on messages they do not take
+        raise ValueError(f"the chat template refuses the prompt {prompt!r:.200}: {error}") from error
 
 
 def _messages(prompt: Prompt) -> list[dict[str, Any]]:
@@ -205,7 +276,12 @@ def _demonstrate(samples: list[Sample], config: TaskConfig) -> None:
     assert config.demonstrations is not None
     write = make_writer(config.demonstrations, config.demonstration_params)
     for sample in samples:
-        own = {"prompt": sample.prompt, "answer": sample.answer, config.answer_key: sample.answer}
+        own = {
+            "prompt": sample.prompt,
+            "tool_calls": sample.tool_calls,
+            "answer": sample.answer,
+            config.columns.answer: sample.answer,
+        }
         try:
             sample.demonstration = write(sample.id, {**sample.metadata, **own})
         except ValueError as error:

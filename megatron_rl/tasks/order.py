@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from math import lcm
+from typing import Protocol
+
+WINDOW = 1000  # most positions over which the weights come out
+
+
+class Order(Protocol):
+    """An endless order over samples, a pure function of position."""
+
+    def take(self, position: int, count: int) -> list[int]: ...
 
 
 class PromptOrder:
@@ -13,10 +25,10 @@ class PromptOrder:
 
     Args:
         num_samples: prompts in one epoch, at least 1.
-        seed: any integer.
+        seed: any integer, or text.
     """
 
-    def __init__(self, num_samples: int, seed: int) -> None:
+    def __init__(self, num_samples: int, seed: int | str) -> None:
         if num_samples < 1:
             raise ValueError(f"an order needs at least one prompt, not {num_samples}")
         self.num_samples = num_samples
@@ -41,3 +53,76 @@ class PromptOrder:
             random.Random(f"prompt order, seed {self.seed}, epoch {epoch}").shuffle(shuffled)
             self._epoch, self._shuffled = epoch, shuffled
         return self._shuffled
+
+
+class MixedOrder:
+    """An endless order over several tasks' prompts that gives each task its share, whatever its size.
+
+    Every window of positions has each task exactly as often as its weight says, evenly spread. The window is the shortest
+    in which the weights come out as whole numbers, at most `WINDOW`; weights that do not fit are rounded to one in
+    `WINDOW`, and no task to nothing. Each task has epochs of its own: its prompts in a `PromptOrder`. A pure function of
+    (seed, position), as `PromptOrder` is.
+
+    Args:
+        tasks: the task of every sample; the indices of `take` are places in it.
+        weights: a positive weight for every task; their ratios count.
+        seed: any integer.
+
+    Raises:
+        ValueError: a task without samples or without a weight, or a weight that is not positive.
+    """
+
+    def __init__(self, tasks: Sequence[str], weights: Mapping[str, float], seed: int) -> None:
+        self.samples: dict[str, list[int]] = {name: [] for name in weights}
+        for index, name in enumerate(tasks):
+            if name not in self.samples:
+                raise ValueError(f"the task {name} has no weight")
+            self.samples[name].append(index)
+        for name, samples in self.samples.items():
+            if not samples:
+                raise ValueError(f"the task {name} has a weight, but no prompts")
+        self.orders = {name: PromptOrder(len(s), f"{seed}, task {name}") for name, s in self.samples.items()}
+        self.window = spread(window_counts(weights))
+
+    def take(self, position: int, count: int) -> list[int]:
+        """Indices of the `count` prompts from `position` on."""
+        if position < 0 or count < 0:
+            raise ValueError(f"position and count must not be negative, not {position} and {count}")
+        windows, offset = divmod(position, len(self.window))
+        seen = {name: windows * self.window.count(name) + self.window[:offset].count(name) for name in self.samples}
+        taken = []
+        for place in range(position, position + count):
+            name = self.window[place % len(self.window)]
+            taken.append(self.samples[name][self.orders[name].take(seen[name], 1)[0]])
+            seen[name] += 1
+        return taken
+
+
+def window_counts(weights: Mapping[str, float]) -> dict[str, int]:
+    """How often each task comes in a window: ratios of whole numbers, exactly those of the weights where they fit."""
+    for name, weight in weights.items():
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"tasks.train.{name}.weight = {weight}, must be positive")
+    total = sum(Fraction(str(weight)) for weight in weights.values())
+    shares = {name: Fraction(str(weight)) / total for name, weight in weights.items()}
+    window = lcm(*(share.denominator for share in shares.values()))
+    if window <= WINDOW:
+        return {name: int(share * window) for name, share in shares.items()}
+    counts = {name: max(1, int(share * WINDOW)) for name, share in shares.items()}
+    by_rest = sorted(shares, key=lambda name: shares[name] * WINDOW - counts[name], reverse=True)
+    for name in by_rest[: max(0, WINDOW - sum(counts.values()))]:  # largest remainders
+        counts[name] += 1
+    return counts
+
+
+def spread(counts: Mapping[str, int]) -> list[str]:
+    """A window with each name as often as it counts, each evenly spread."""
+    places = [((Fraction(2 * k + 1, 2 * count)), name) for name, count in counts.items() for k in range(count)]
+    return [name for _, name in sorted(places)]
+
+
+def make_order(tasks: Sequence[str], weights: Mapping[str, float] | None, seed: int) -> Order:
+    """The order of a run's training prompts: mixed by weight, or without weights every prompt once per epoch."""
+    if weights is None:
+        return PromptOrder(len(tasks), seed)
+    return MixedOrder(tasks, weights, seed)

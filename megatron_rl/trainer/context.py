@@ -17,7 +17,7 @@ from megatron_rl.rollout.sync import WeightSync
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.phases import Phases
 from megatron_rl.runtime.stop import StopFlag
-from megatron_rl.tasks import PromptOrder, filter_by_length, load_tasks
+from megatron_rl.tasks import Order, filter_by_length, load_tasks, make_order
 from megatron_rl.trainer.report import Reporter
 
 
@@ -38,7 +38,8 @@ class Run:
     tokenizer: Any
     train_samples: list[Sample]
     eval_samples: dict[str, list[Sample]]
-    order: PromptOrder
+    order: Order
+    task_weights: dict[str, float] | None  # of the train tasks; None: mixed by size
     actor: Actor
     algorithm: Algorithm
     scorer: Scorer
@@ -133,7 +134,8 @@ def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train",
         tokenizer=tokenizer,
         train_samples=train_samples,
         eval_samples=eval_samples,
-        order=PromptOrder(len(train_samples), config.seed),
+        order=make_order([sample.task for sample in train_samples], tasks.weights, config.seed),
+        task_weights=tasks.weights,
         actor=Actor(config, grid, folder),
         algorithm=algorithm,
         scorer=Scorer(config.rewards, algorithm.estimator.needs.columns),

@@ -12,7 +12,7 @@ from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.data import Sample
 from megatron_rl.runtime.stop import StopRequested
-from megatron_rl.tasks import PromptOrder
+from megatron_rl.tasks import make_order
 from megatron_rl.trainer.checkpointing import export, load_checkpoint, save_before_end, save_checkpoint
 from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.evaluate import evaluate
@@ -40,7 +40,9 @@ def _train(run: Run, start: int, checkpoints: bool) -> None:
     config = run.config.sft
     samples = [sample for sample in run.train_samples if sample.demonstration is not None]
     targets = demonstration_ids(run, samples)
-    order = PromptOrder(len(samples), run.config.seed)
+    tasks = [sample.task for sample in samples]
+    weights = run.task_weights and {name: weight for name, weight in run.task_weights.items() if name in tasks}
+    order = make_order(tasks, weights, run.config.seed)
     run.report.begin("SFT", start, config.steps)
     for step in range(start + 1, config.steps + 1):
         try:

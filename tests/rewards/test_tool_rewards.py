@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.rewards import make_reward
-from megatron_rl.rewards.tool_calls import match_share, parse_tool_calls
+from megatron_rl.rewards.tool_calls import match_share
+from megatron_rl.rewards.tool_parsers import parse_tool_calls
 
 CASES = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
 CALL = {"name": "a", "parameters": {"x": 1}}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.config.schema import TaskConfig
+from megatron_rl.config.schema import ColumnsConfig, TaskConfig
 from megatron_rl.tasks import load_task
 
 Write = Callable[..., str]
@@ -48,8 +48,7 @@ def test_named_columns_template_size_and_demonstrations(jsonl: Write, printable:
     ]
     config = task(
         jsonl(*rows),
-        prompt_key="problem",
-        answer_key="solution",
+        columns=ColumnsConfig(prompt="problem", answer="solution"),
         prompt="{prompt}? ({hint}) {{}}",
         size=2,
         demonstrations="column:text",
@@ -85,7 +84,15 @@ def test_messages_go_through_the_chat_template(jsonl: Write, printable: PreTrain
         (({"prompt": []},), "line 1: 'prompt' must be text or a list of chat messages"),
         (({"prompt": ""},), "cannot encode the prompt ''"),
         (({"prompt": "a", "tool_calls": [{"name": "f"}]},), "line 1: a gold call must be"),
-        (({"prompt": "a", "tool_calls": "f(x)"},), "line 1: 'tool_calls' must be a list"),
+        (({"prompt": "a", "tool_calls": "f(x)"},), "line 1: 'tool_calls' must be calls as JSON"),
+        (({"prompt": "a", "tool_calls": 3},), "line 1: 'tool_calls' must be a list"),
+        (({"prompt": "a", "tool_calls": "[{]"},), "line 1: 'tool_calls' is not JSON"),
+        (
+            ({"prompt": "a", "tool_calls": "<tool_call>\nf(x)\n</tool_call>"},),
+            "line 1: 'tool_calls': .* cannot be read",
+        ),
+        (({"prompt": "a", "tools": "f"},), "line 1: 'tools' is not JSON"),
+        (({"prompt": "a", "tools": [1]},), "line 1: 'tools' must be a list of JSON schemas"),
         (({"prompt": "a", "needs_response": 1},), "line 1: 'needs_response' must be true or false"),
         (({"prompt": "a", "metadata": [1]},), "line 1: the column 'metadata' must be an object"),
         (({"prompt": "\u00e9"},), "cannot encode"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.schema import TaskConfig, TasksConfig
+from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.tasks import check_tasks
 from megatron_rl.tasks.checks import dataset_files, dataset_params
 
@@ -30,7 +30,14 @@ def test_good_tasks_pass(tmp_path: Path) -> None:
     check()
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"q": "1", "a": "2", "metadata": {"unit": "cm"}}) + "\n")
-    check({"source": "jsonl", "path": str(path), "prompt_key": "q", "answer_key": "a", "prompt": "{prompt} {unit}"})
+    check(
+        {
+            "source": "jsonl",
+            "path": str(path),
+            "columns": ColumnsConfig(prompt="q", answer="a"),
+            "prompt": "{prompt} {unit}",
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,8 +68,14 @@ def test_a_generated_task_with_a_mistake(keys: dict[str, Any], message: str) -> 
     [
         ({"path": None}, "path: is missing"),
         ({"path": "/nowhere/x.jsonl"}, r"path: cannot read /nowhere/x\.jsonl: No such file"),
-        ({"prompt_key": "questoin"}, r"prompt_key: .*line 1: unknown column 'questoin'; did you mean 'question'"),
-        ({"answer_key": "solutoin"}, r"answer_key: .*did you mean 'solution'"),
+        (
+            {"columns": ColumnsConfig(prompt="questoin")},
+            r"columns.prompt: .*line 1: unknown column 'questoin'; did you mean 'question'",
+        ),
+        (
+            {"columns": ColumnsConfig(prompt="question", answer="solutoin")},
+            r"columns.answer: .*did you mean 'solution'",
+        ),
         ({"prompt": "{prompt} {solutionn}"}, r"prompt: .*did you mean 'solution'"),
         ({"demonstrations": "column:solutio"}, r"demonstrations: .*did you mean 'solution'"),
         ({"name": "chain_sum"}, "name: has no effect with source: jsonl"),
@@ -73,7 +86,14 @@ def test_a_file_task_with_a_mistake(keys: dict[str, Any], message: str, tmp_path
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"question": "1", "solution": "2"}) + "\n")
     with pytest.raises(ValueError, match=message):
-        check({"source": "jsonl", "path": str(path), "prompt_key": "question", "answer_key": "solution", **keys})
+        check(
+            {
+                "source": "jsonl",
+                "path": str(path),
+                "columns": ColumnsConfig(prompt="question", answer="solution"),
+                **keys,
+            }
+        )
 
 
 def test_a_file_that_is_empty_or_broken(tmp_path: Path) -> None:

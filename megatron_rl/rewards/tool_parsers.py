@@ -1,0 +1,137 @@
+"""Reading tool calls from a completion, in the formats that models are taught to write.
+
+- `toolrl`: one `<tool_call>` block, in it one `{"name": ..., "parameters": {...}}` per line (ToolRL's prompt).
+- `hermes`: one `<tool_call>` block per call, in it `{"name": ..., "arguments": {...}}` (Qwen's chat templates).
+- `llama`: `{"name": ..., "parameters": {...}}` as the message, after `<|python_tag|>` or not; several one after the other,
+  with `;` or white space between, or as a list (the chat templates of Llama 3.1 to 3.3).
+
+A parser returns the calls, [] where the completion does not try to call a tool, and None where it tries and cannot be
+read. It never raises, whatever the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+Call = dict[str, Any]  # {"name": str, "parameters": dict}
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THOUGHT = "</think>"
+PYTHON_TAG = "<|python_tag|>"
+_END_TAGS = re.compile(r"(<\|eom_id\|>|<\|eot_id\|>|\s)+\Z")
+_STARTS_CALL = re.compile(r"\{|\[\s*\{")
+_BETWEEN = re.compile(r"[\s;]*")
+
+
+def as_call(value: Any, keys: tuple[str, ...] = ("parameters",)) -> Call | None:
+    """A JSON value as a call: an object with a `name` (text) and, under one of `keys`, an object; else None."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    for key in keys:
+        if isinstance(value.get(key), dict):
+            return {"name": value["name"], "parameters": value[key]}
+    return None
+
+
+def load_json(text: str) -> Any:
+    """The JSON value of a text; None where it is not JSON, or `null`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def after_thinking(completion: str) -> str:
+    """What follows the last `</think>`; all of it where there is none."""
+    return completion.rpartition(THOUGHT)[2]
+
+
+def parse_tool_calls(completion: str) -> list[Call] | None:
+    """The calls in the first `<tool_call>` block, one JSON object per line; None where they cannot be read.
+
+    Every call needs a `name` (text) and `parameters` (object). An empty block holds no calls. None means: no block, one
+    that is not closed, or a line that is not such an object. Where there is a block after the last `</think>`, tags that
+    the thinking mentions are not taken for one (the released code fails on them).
+    """
+    said = after_thinking(completion)
+    _, opened, rest = (said if OPEN in said else completion).partition(OPEN)
+    block, closed, _ = rest.partition(CLOSE)
+    if not (opened and closed):
+        return None
+    calls = []
+    for line in block.splitlines():
+        if not line.strip():
+            continue
+        call = as_call(load_json(line))
+        if call is None:
+            return None
+        calls.append(call)
+    return calls
+
+
+def toolrl_calls(completion: str) -> list[Call] | None:
+    if OPEN not in completion and CLOSE not in completion:
+        return []
+    return parse_tool_calls(completion)
+
+
+def hermes_calls(completion: str) -> list[Call] | None:
+    """One call per block behind the thinking. A block that is not closed, or holds anything but one call: None."""
+    pieces = after_thinking(completion).split(OPEN)
+    if CLOSE in pieces[0]:
+        return None
+    calls = []
+    for piece in pieces[1:]:
+        block, closed, rest = piece.partition(CLOSE)
+        call = as_call(load_json(block), ("arguments", "parameters")) if closed and CLOSE not in rest else None
+        if call is None:
+            return None
+        calls.append(call)
+    return calls
+
+
+def calls_apart(said: str) -> tuple[str, str]:
+    """A Llama message's text and its calls, either of which may be empty.
+
+    The calls are what follows `<|python_tag|>`. That is a special token: where completions are decoded without those, a
+    message that begins with an object, or a list of them, is calls.
+    """
+    said = _END_TAGS.sub("", said)
+    text, tagged, called = said.partition(PYTHON_TAG)
+    if not tagged and _STARTS_CALL.match(said.lstrip()):
+        return "", said
+    return text, called
+
+
+def llama_calls(completion: str) -> list[Call] | None:
+    """The calls of `calls_apart`, one after the other or in lists."""
+    said = after_thinking(completion)
+    text = calls_apart(said)[1].lstrip()
+    if not text:
+        return None if PYTHON_TAG in said else []
+    calls: list[Call] = []
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return None
+        for item in value if isinstance(value, list) else [value]:
+            call = as_call(item, ("parameters", "arguments"))
+            if call is None:
+                return None
+            calls.append(call)
+        between = _BETWEEN.match(text, at)
+        assert between is not None  # it may be empty
+        at = between.end()
+    return calls
+
+
+PARSERS: dict[str, Callable[[str], list[Call] | None]] = {
+    "toolrl": toolrl_calls,
+    "hermes": hermes_calls,
+    "llama": llama_calls,
+}

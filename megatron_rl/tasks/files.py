@@ -1,0 +1,143 @@
+"""Rows of files and datasets, as (where, row), before columns get a meaning: JSON Lines, Parquet, Hugging Face.
+
+Arrow fills in what a row leaves out of an object with null; `prune` takes such nulls out of messages and tool schemas.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import TaskConfig
+
+Row = dict[str, Any]
+Rows = Iterator[tuple[str, Row]]  # where it stands, for messages; the row
+
+_BATCH = 1024  # rows of a Parquet file held at once
+
+
+def files_of(path: str, suffix: str) -> list[Path]:
+    """The files a task's `path` means: one file, those of a folder with the suffix, or those that match a pattern; sorted.
+
+    Raises:
+        ValueError: nothing there.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir():
+        found = sorted(place.glob(f"*{suffix}"))
+        if not found:
+            raise ValueError(f"{path}: the folder has no {suffix} file")
+        return found
+    if any(character in path for character in "*?[") and not place.exists():
+        fixed = next(parent for parent in place.parents if not any(c in str(parent) for c in "*?["))
+        found = sorted(fixed.glob(str(place.relative_to(fixed))))
+        if not found:
+            raise ValueError(f"{path}: no file matches the pattern")
+        return found
+    if not place.exists():
+        raise ValueError(f"cannot read {path}: No such file or directory")
+    return [place]
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
+    """(line number from 1, object) of every non-blank line.
+
+    Raises:
+        ValueError: no such file, or a line that is not a JSON object; names file and line.
+    """
+    try:
+        file = path.open(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    with file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: must be a JSON object, not {type(row).__name__}")
+            yield number, row
+
+
+def jsonl_rows(config: TaskConfig) -> Rows:
+    assert config.path is not None
+    for path in files_of(config.path, ".jsonl"):
+        for number, row in read_jsonl(path):
+            yield f"{path}, line {number}", row
+
+
+def parquet_rows(config: TaskConfig) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    assert config.path is not None
+    for path in files_of(config.path, ".parquet"):
+        number = 0
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches(_BATCH):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield f"{path}, row {number}", row
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"cannot read {path} as Parquet: {error}") from None
+
+
+def huggingface_rows(config: TaskConfig) -> Rows:
+    """Rows of a dataset on the hub, in the local cache, or in a folder (of files, or written by `save_to_disk`)."""
+    dataset = _load_dataset(config)
+    for number, row in enumerate(dataset, 1):
+        yield f"{config.path}, row {number} of {config.split}", row
+
+
+def is_saved_to_disk(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
+
+
+def _load_dataset(config: TaskConfig) -> Any:
+    import datasets
+
+    assert config.path is not None
+    place = Path(config.path).expanduser()
+    if place.is_dir() and is_saved_to_disk(place):
+        for key in ("subset", "revision"):
+            if getattr(config, key) is not None:
+                raise ValueError(f"{key}: {config.path} was written by save_to_disk and has no {key}; remove it")
+        saved = datasets.load_from_disk(str(place))
+        if not isinstance(saved, datasets.DatasetDict):
+            return saved
+        if config.split not in saved:
+            raise ValueError(f"split: {config.path} has no split {config.split!r}, only {', '.join(saved)}")
+        return saved[config.split]
+    name = str(place) if place.is_dir() else config.path
+    try:
+        return datasets.load_dataset(name, config.subset, split=config.split, revision=config.revision)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # hub, names, formats
+        said = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {said[0] if said else ''}"
+        raise ValueError(f"cannot load the dataset {config.path}: {reason}{_remedy(config, place)}") from error
+
+
+def _remedy(config: TaskConfig, place: Path) -> str:
+    if place.is_dir():
+        return ""
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    state = "HF_HUB_OFFLINE is set, so only the local cache was asked" if offline else "it needs the hub"
+    return (
+        f" ({state}). Where there is no network: on a machine that has one, run `hf download {config.path} "
+        "--repo-type dataset --local-dir FOLDER`, copy FOLDER here, and set path=FOLDER; or fill the cache with "
+        "datasets.load_dataset and copy HF_HOME"
+    )
+
+
+def prune(value: Any) -> Any:
+    """A value without the nulls in its objects, at any depth."""
+    if isinstance(value, dict):
+        return {key: prune(item) for key, item in value.items() if item is not None}
+    return [prune(item) for item in value] if isinstance(value, list) else value

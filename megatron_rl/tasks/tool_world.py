@@ -1,0 +1,222 @@
+"""A generated tool-calling task: a house with a few made-up tools, requests for them, and the calls that fulfil those.
+
+A prompt lists some of the tools and asks for one thing or several. Numbers are given as sums to be worked out, so that
+thinking pays. Where a request needs a tool that is not listed, no call can fulfil it and a plain answer is right.
+
+    listed  timer(minutes:int) lamp(room:kitchen|hall|attic, on:bool)
+    request wake me in 3+4-2 minutes and light the hall on
+    gold    {"name": "timer", "parameters": {"minutes": 5}}
+            {"name": "lamp", "parameters": {"room": "hall", "on": true}}
+
+Responses are written with ToolRL's tags (`megatron_rl.rewards`: `tool_format`, `tool_correctness`, `tool_exec`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_rl.config.schema import TaskConfig
+from megatron_rl.names import unknown_name
+from megatron_rl.tasks.item import Item
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    type: str  # int | bool | str
+    phrase: str  # how a request says it, with {} for the value
+    options: tuple[str, ...] = ()  # str: the values there are
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    asks: str  # how a request begins
+    parameters: tuple[Parameter, ...]
+
+
+_ROOMS = ("kitchen", "hall", "attic")
+_PEOPLE = ("ann", "bob", "eve")
+_ON = Parameter("on", "bool", " {}")
+
+TOOLS = (
+    Tool(
+        "timer",
+        "wake me",
+        (Parameter("minutes", "int", " in {} minutes"), Parameter("sound", "str", " with a {}", ("bell", "song"))),
+    ),
+    Tool("heat", "warm", (Parameter("degrees", "int", " to {}"), Parameter("room", "str", " the {}", _ROOMS))),
+    Tool("mail", "write", (Parameter("pages", "int", " {} pages"), Parameter("to", "str", " to {}", _PEOPLE))),
+    Tool("buy", "get", (Parameter("count", "int", " {}"), Parameter("item", "str", " {}", ("milk", "rice", "tea")))),
+    Tool("lamp", "light", (Parameter("room", "str", " the {}", _ROOMS), _ON)),
+    Tool("walk", "go", (Parameter("steps", "int", " {} steps"), Parameter("fast", "bool", " fast {}"))),
+    Tool("call", "ring", (Parameter("who", "str", " {}", _PEOPLE), Parameter("hour", "int", " at {}"))),
+    Tool("lock", "close", (Parameter("room", "str", " the {}", _ROOMS), Parameter("code", "int", " code {}"))),
+)
+
+NOT_LISTED = "cannot {ask}"  # the plain answer
+
+
+@dataclass(frozen=True)
+class WorldParams:
+    """How hard the prompts are.
+
+    Args:
+        tools: how many tools a prompt lists.
+        parameters: at most so many parameters per tool.
+        min_calls, max_calls: how many things a request asks for.
+        min_terms, max_terms: terms of the sum that stands for a number; 1: the number itself.
+        plain: share of the prompts that need a tool which is not listed.
+    """
+
+    tools: int = 4
+    parameters: int = 2
+    min_calls: int = 1
+    max_calls: int = 2
+    min_terms: int = 1
+    max_terms: int = 3
+    plain: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("tools", 1, len(TOOLS)),
+            ("parameters", 1, 2),
+            ("min_calls", 1, self.tools),
+            ("max_calls", self.min_calls, self.tools),
+            ("min_terms", 1, 9),
+            ("max_terms", self.min_terms, 9),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ValueError(f"{name} = {value!r}, must be a whole number from {low} to {high}")
+        if isinstance(self.plain, bool) or not isinstance(self.plain, int | float) or not 0 <= self.plain <= 1:
+            raise ValueError(f"plain = {self.plain!r}, must be a share from 0 to 1")
+        if self.plain and self.tools == len(TOOLS):
+            raise ValueError(
+                f"plain = {self.plain}: with all {len(TOOLS)} tools listed none is missing; set plain to 0"
+            )
+
+
+def world_params(params: Mapping[str, Any]) -> WorldParams:
+    """ValueError on an unknown parameter (naming the nearest) or one out of range."""
+    known = [field.name for field in fields(WorldParams)]
+    for key in params:
+        if key not in known:
+            raise ValueError(unknown_name("parameter of tool_world", key, known))
+    return WorldParams(**params)
+
+
+def tool_world_items(config: TaskConfig) -> Iterator[Item]:
+    """Item i is a function of params, seed and i.
+
+    The prompt is the request alone. `metadata` has what a template can put around it: `names` (`timer lamp`) and
+    `signatures` (`timer(minutes:int) ...`); and `rationale`, the working that leads to the calls. `tools` are the
+    listed tools as JSON schemas, for a chat template.
+    """
+    params = world_params(config.params)
+    assert config.size is not None
+    for index in range(config.size):
+        yield make_item(params, random.Random(f"tool_world, seed {config.seed}, item {index}"))
+
+
+def make_item(params: WorldParams, rng: random.Random) -> Item:
+    listed = rng.sample(TOOLS, params.tools)
+    if rng.random() < params.plain:
+        wanted = rng.choice([tool for tool in TOOLS if tool not in listed])
+        request, _, _ = _ask(wanted, params, rng)
+        answer = NOT_LISTED.format(ask=wanted.asks)
+        return _item(listed, params, request, [], f"{wanted.name} is missing", answer)
+    asked = [_ask(tool, params, rng) for tool in rng.sample(listed, rng.randint(params.min_calls, params.max_calls))]
+    request = " and ".join(request for request, _, _ in asked)
+    rationale = " ".join(working for _, working, _ in asked)
+    return _item(listed, params, request, [call for _, _, call in asked], rationale, None)
+
+
+def _item(
+    listed: list[Tool],
+    params: WorldParams,
+    request: str,
+    calls: list[dict[str, Any]],
+    rationale: str,
+    answer: str | None,
+) -> Item:
+    return Item(
+        prompt=request,
+        answer=answer,
+        tool_calls=calls,
+        needs_response=not calls,
+        tools=[schema(tool, params.parameters) for tool in listed],
+        metadata={
+            "source_dataset": "tool_world",
+            "names": " ".join(tool.name for tool in listed),
+            "signatures": " ".join(signature(tool, params.parameters) for tool in listed),
+            "rationale": rationale,
+        },
+    )
+
+
+def _ask(tool: Tool, params: WorldParams, rng: random.Random) -> tuple[str, str, dict[str, Any]]:
+    """A request for a tool, the working that leads to its call (the tool's name, then the steps of its sums), the call."""
+    request, working, values = tool.asks, tool.name, {}
+    for parameter in tool.parameters[: params.parameters]:
+        value: Any
+        if parameter.type == "int":
+            said, value, steps = _sum(rng, rng.randint(params.min_terms, params.max_terms))
+            working = " ".join([working, *steps])
+        elif parameter.type == "bool":
+            value = rng.random() < 0.5
+            said = "on" if value else "off"
+        else:
+            value = said = rng.choice(parameter.options)
+        values[parameter.name] = value
+        request += parameter.phrase.format(said)
+    return request, working, {"name": tool.name, "parameters": values}
+
+
+def _sum(rng: random.Random, terms: int) -> tuple[str, int, list[str]]:
+    """A sum of one-digit terms as text, its value, and its steps from left to right."""
+    total = rng.randint(1, 9)
+    text, steps = str(total), []
+    for _ in range(terms - 1):
+        operator, term = rng.choice("+-"), rng.randint(1, 9)
+        result = total + term if operator == "+" else total - term
+        text += f"{operator}{term}"
+        steps.append(f"{total}{operator}{term}={result}")
+        total = result
+    return text, total, steps
+
+
+def signature(tool: Tool, count: int) -> str:
+    types = ", ".join(f"{p.name}:{'|'.join(p.options) or p.type}" for p in tool.parameters[:count])
+    return f"{tool.name}({types})"
+
+
+def schema(tool: Tool, count: int) -> dict[str, Any]:
+    """The tool as chat templates want it (OpenAI's function schema)."""
+    json_type = {"int": "integer", "bool": "boolean", "str": "string"}
+    properties: dict[str, dict[str, Any]] = {}
+    for parameter in tool.parameters[:count]:
+        properties[parameter.name] = {"type": json_type[parameter.type]}
+        if parameter.options:
+            properties[parameter.name]["enum"] = list(parameter.options)
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": f"use it to {tool.asks}",
+            "parameters": {"type": "object", "properties": properties, "required": list(properties)},
+        },
+    }
+
+
+def toolrl_response(thought: str, calls: list[dict[str, Any]], answer: str | None) -> str:
+    """A response with ToolRL's tags and line breaks."""
+    text = f"<think>{thought}</think>"
+    if calls:
+        lines = "\n".join(json.dumps(call, ensure_ascii=False) for call in calls)
+        text += f"\n<tool_call>\n{lines}\n</tool_call>"
+    return text if answer is None else f"{text}\n<response>{answer}</response>"
