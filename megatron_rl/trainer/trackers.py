@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +39,7 @@ class WandB:
 
         identity = run_dir / "wandb_id"
         if not identity.exists():
-            identity.write_text(wandb.util.generate_id())
+            identity.write_text(secrets.token_hex(4))
         self._run: Any = wandb.init(
             project=config.logging.wandb,
             name=run_dir.name,

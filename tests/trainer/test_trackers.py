@@ -1,0 +1,50 @@
+"""The trackers for real, offline. Neither package is in the development environment; to run these:
+
+python -m venv /tmp/trackers && /tmp/trackers/bin/pip install pytest wandb mlflow omegaconf pyyaml
+PYTHONPATH=. /tmp/trackers/bin/python -m pytest -c /dev/null --rootdir . tests/trainer/test_trackers.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import load_recipe
+from megatron_rl.trainer.trackers import make_trackers
+
+RECIPE = "recipes/cpu/quickstart.yaml"
+
+
+def log_twice(run_dir: Path, key: str) -> None:
+    """Three rows, then a run that continues from the second and does the third again."""
+    config = load_recipe(RECIPE, ["logging.tensorboard=false", f"logging.{key}=name"])
+    for done, steps in ((0, (0, 1, 2)), (1, (2, 3))):
+        (tracker,) = make_trackers(config, run_dir, done)
+        for step in steps:
+            tracker.log(step, {"reward/mean": float(step), "eval/sums/avg@1": 0.5})
+        tracker.close()
+
+
+def test_wandb_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log_twice(tmp_path, "wandb")
+    identity = (tmp_path / "wandb_id").read_text()
+    parts = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(parts) == 2
+    assert {part.name.rpartition("-")[2] for part in parts} == {identity}
+
+
+def test_mlflow_continues_the_same_run_and_keeps_the_last_value_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'store.db'}")
+    log_twice(tmp_path, "mlflow")
+    client = mlflow.MlflowClient()
+    (experiment,) = [one for one in client.search_experiments() if one.name == "name"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "reward/mean")]
+    assert history == [(0, 0.0), (1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0)]
+    assert run.data.metrics["eval/sums/avg_at_1"] == 0.5
