@@ -323,7 +323,7 @@ class _Group:
         codes = {process.returncode for process in self._ranks.values()}
         if exit_codes.AGAIN in codes:
             return Outcome(exit_codes.AGAIN)  # rank 0 has said why, and how to continue
-        if self._signal is not None and codes != {0}:
+        if self._signal is not None and not (self._signal == signal.SIGUSR1 and codes == {0}):
             how = "killed" if self._killed else "stopped"
             return Outcome(128 + self._signal, f"{how} by {signal.Signals(self._signal).name}")
         if self._killed and codes != {0}:
