@@ -3,7 +3,8 @@
 A reward is a callable `(completion, sample) -> number`, or `-> {part: number}` for several, whose names are then in its
 attribute `columns`. The sample is a mapping
 with the keys of `Sample.as_mapping` (`prompt`, `answer`, `tool_calls`, `needs_response`, `metadata`) and, in a run, also
-`finish_reason` (`stop` or `length`) and `num_tokens` (length of the response). A factory turns a recipe's parameters
+`finish_reason` (`stop` or `length`) and `num_tokens` (length of the response). A reward whose attribute `may_abstain` is true
+may return None: it has no value for this rollout. A factory turns a recipe's parameters
 into such a callable; it imports nothing heavy and raises ValueError on a bad parameter, so that recipes are checked by
 making their rewards.
 """
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 from megatron_rl.names import unknown_name
 
-Score = float | dict[str, float]
+Score = float | dict[str, float] | None
 
 
 class Reward(Protocol):
@@ -97,6 +98,13 @@ def real(name: str, value: Any, low: float = float("-inf"), high: float = float(
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise ValueError(f"{name} = {value!r}, must be a number from {low} to {high}")
     return float(value)
+
+
+def whole(name: str, value: Any, low: int = 0) -> int:
+    """A parameter that must be a whole number of at least `low`. ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} = {value!r}, must be a whole number of at least {low}")
+    return value
 
 
 def choice(name: str, value: Any, options: tuple[str, ...]) -> str:

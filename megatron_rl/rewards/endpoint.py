@@ -1,0 +1,311 @@
+"""A client for HTTP endpoints that speak JSON: many requests in flight, retries, failover, deadlines, counts.
+
+Requests run in one event loop per process, in a thread of its own. aiohttp is imported at the first request: making a
+client, which checks its settings, needs no package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import functools
+import json
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from megatron_rl.rewards.registry import real, whole
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_LONGEST_BACKOFF = 30.0  # seconds
+_LONGEST_REPLY = 16 << 20  # bytes
+_MISCONFIGURED = (401, 403, 404)
+
+
+class Unanswered(RuntimeError):
+    """A request got no usable reply; the text says why. `kind`: `failed`, `refused`, `budget`."""
+
+    def __init__(self, reason: str, kind: str = "failed") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class EndpointError(RuntimeError):
+    """The endpoint cannot be used as the recipe says: no access, no such model. No request was ever answered."""
+
+
+@dataclass
+class Traffic:
+    """Counts of HTTP requests. Every request is one of `replies`, `timeouts`, `rate_limited`, `errors`, `aborted`."""
+
+    requests: int = 0  # sent; retries included
+    retries: int = 0  # of them, those that ask again
+    replies: int = 0
+    timeouts: int = 0
+    rate_limited: int = 0  # HTTP 429
+    errors: int = 0  # connection lost, other HTTP errors, replies that are not JSON
+    aborted: int = 0  # in flight when the step's deadline came
+    unreachable: int = 0  # attempts that found nobody to send to; not among `requests`
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    latencies: list[float] = field(default_factory=list)  # seconds of each reply
+
+    def __iadd__(self, other: Traffic) -> Traffic:
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
+        return self
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """Where to ask, and how patiently.
+
+    Attributes:
+        urls: base URLs of equal servers, as OpenAI clients take them (`http://host:8000/v1`); requests go round.
+        api_key_env: NAME of the environment variable with the key; None: no key is sent.
+        max_in_flight: requests at a time.
+        request_seconds: longest time of one request, from its first byte to the reply's last.
+        retries: further requests after a failed one, each to the next server.
+        backoff_seconds: wait before the first retry; doubles up to 30 s, with jitter. A `Retry-After` is obeyed.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+
+    urls: tuple[str, ...]
+    api_key_env: str | None = None
+    max_in_flight: int = 256
+    request_seconds: float = 60.0
+    retries: int = 4
+    backoff_seconds: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.urls:
+            raise ValueError("urls is empty, must name at least one server such as http://localhost:8000/v1")
+        for url in self.urls:
+            _check_url(url)
+        if self.api_key_env is not None:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(self.api_key_env)):
+                raise ValueError("api_key_env must be the NAME of an environment variable, not the key itself")
+            if not os.environ.get(self.api_key_env):
+                raise ValueError(f"api_key_env: the environment variable {self.api_key_env} is not set")
+        whole("max_in_flight", self.max_in_flight, low=1)
+        real("request_seconds", self.request_seconds, low=0.01)
+        whole("retries", self.retries, low=0)
+        real("backoff_seconds", self.backoff_seconds, low=0.0)
+
+
+def as_urls(value: Any) -> tuple[str, ...]:
+    """A recipe's `urls`: one text or a list of them. ValueError otherwise."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, Sequence) and all(isinstance(url, str) for url in value):
+        return tuple(value)
+    raise ValueError(f"urls = {value!r}, must be a URL or a list of URLs")
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise ValueError(f"urls: {url!r} is not a URL such as http://localhost:8000/v1")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError(
+            f"urls: {parts.scheme}://{parts.hostname}: leave out user, password, query and fragment; keys go by api_key_env"
+        )
+
+
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process's requests, running in a thread that does not keep the process alive."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="reward requests", daemon=True).start()
+    return loop
+
+
+class _Server:
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.rest_until = 0.0  # monotonic time
+        self.failures = 0  # in a row
+
+
+class Endpoint:
+    """Posts JSON to equal servers. All its coroutines run in `event_loop()`.
+
+    Args:
+        config: where and how.
+        spend: called before every request; raises Unanswered where the budget is used up.
+
+    Attributes:
+        traffic: counts since they were last taken.
+    """
+
+    def __init__(self, config: EndpointConfig, spend: Callable[[], None] = lambda: None) -> None:
+        self.config = config
+        self.traffic = Traffic()
+        self._spend = spend
+        self._servers = [_Server(url) for url in config.urls]
+        self._turn = random.randrange(len(self._servers))  # ranks do not start with the same server
+        self._answered = False
+        self._session: aiohttp.ClientSession | None = None
+        self._slots: asyncio.Semaphore | None = None
+        self._in_flight = config.max_in_flight
+
+    def share(self, parts: int) -> None:
+        """Take this process's part of `max_in_flight`, at least 1. Before the first request."""
+        self._in_flight = max(1, self.config.max_in_flight // parts)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON object that a server replies.
+
+        Raises:
+            Unanswered: no server did, after all retries; or a server refuses this body (HTTP 400).
+            EndpointError: HTTP 401, 403 or 404 before anything was ever answered.
+        """
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(self._in_flight)
+        wait = 0.0
+        for attempt in range(self.config.retries + 1):
+            await asyncio.sleep(wait)
+            async with self._slots:
+                self._spend()
+                self.traffic.retries += attempt > 0
+                server = self._next_server()
+                try:
+                    reply = await self._post_once(server, path, body)
+                except _Failed as failed:
+                    server.failures += 1
+                    server.rest_until = time.monotonic() + max(failed.retry_after, self._backoff(server.failures))
+                    reason, wait = failed.reason, max(failed.retry_after, self._backoff(attempt + 1))
+                else:
+                    server.failures, server.rest_until = 0, 0.0
+                    self._answered = True
+                    return reply
+        raise Unanswered(f"{server.url}: {reason}, after {self.config.retries + 1} requests")
+
+    def _backoff(self, failures: int) -> float:
+        longest = min(_LONGEST_BACKOFF, self.config.backoff_seconds * 2 ** min(failures - 1, 30))
+        return longest * random.uniform(0.5, 1.0)
+
+    def _next_server(self) -> _Server:
+        """The next in turn that is not resting; where all are, the one whose rest ends first."""
+        now = time.monotonic()
+        self._turn += 1
+        order = [self._servers[(self._turn + i) % len(self._servers)] for i in range(len(self._servers))]
+        return next((server for server in order if server.rest_until <= now), None) or min(
+            order, key=lambda server: server.rest_until
+        )
+
+    async def _post_once(self, server: _Server, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        import aiohttp
+
+        if self._session is None:
+            headers = {"User-Agent": "megatron-rl"}
+            if self.config.api_key_env is not None:
+                headers["Authorization"] = f"Bearer {os.environ[self.config.api_key_env]}"
+            # Idle connections are dropped before common servers drop them (5 s in uvicorn) and a request is lost.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
+            self._session = aiohttp.ClientSession(
+                connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None)
+            )
+        traffic, began = self.traffic, time.monotonic()
+        traffic.requests += 1
+        try:
+            async with (
+                asyncio.timeout(self.config.request_seconds),
+                self._session.post(server.url + path, json=body, allow_redirects=False) as response,
+            ):
+                content = await response.content.read(_LONGEST_REPLY)
+                while chunk := await response.content.read(_LONGEST_REPLY):
+                    content += chunk
+                    if len(content) > _LONGEST_REPLY:
+                        raise aiohttp.ClientPayloadError(f"a reply of more than {_LONGEST_REPLY >> 20} MiB")
+                status, headers_in = response.status, response.headers
+        except asyncio.CancelledError:
+            traffic.aborted += 1
+            raise
+        except TimeoutError:
+            traffic.timeouts += 1
+            raise _Failed(f"no reply within {self.config.request_seconds:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            traffic.requests -= 1
+            traffic.unreachable += 1
+            raise _Failed(f"not reachable ({error.os_error or error})") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a reply that is not HTTP
+            traffic.errors += 1
+            raise _Failed(f"connection lost ({type(error).__name__}: {error})"[:300]) from None
+        return self._read(status, headers_in, content, server, time.monotonic() - began)
+
+    def _read(
+        self, status: int, headers: Mapping[str, str], content: bytes, server: _Server, seconds: float
+    ) -> dict[str, Any]:
+        text = content[:300].decode(errors="replace")
+        if status == 429:
+            self.traffic.rate_limited += 1
+            raise _Failed("HTTP 429, too many requests", _retry_after(headers))
+        if status != 200:
+            self.traffic.errors += 1
+            if status in _MISCONFIGURED and not self._answered:
+                raise EndpointError(f"{server.url} answers HTTP {status}: {text}")
+            if 400 <= status < 500 and status not in (*_MISCONFIGURED, 408, 409, 425):
+                raise Unanswered(f"{server.url} answers HTTP {status}: {text}", "refused")
+            raise _Failed(f"HTTP {status}: {text}", _retry_after(headers))
+        try:
+            reply = json.loads(content)
+        except (ValueError, RecursionError):
+            reply = None
+        if not isinstance(reply, dict):
+            self.traffic.errors += 1
+            raise _Failed(f"the reply is not a JSON object: {text[:100]!r}")
+        self.traffic.replies += 1
+        self.traffic.latencies.append(seconds)
+        usage = reply.get("usage")
+        if isinstance(usage, dict):
+            self.traffic.prompt_tokens += _count(usage.get("prompt_tokens"))
+            self.traffic.completion_tokens += _count(usage.get("completion_tokens"))
+        return reply
+
+    def take_traffic(self) -> Traffic:
+        """The counts so far; starts over."""
+        taken, self.traffic = self.traffic, Traffic()
+        return taken
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+class _Failed(Exception):
+    """One request failed in a way that another may not."""
+
+    def __init__(self, reason: str, retry_after: float = 0.0) -> None:
+        super().__init__(reason)
+        self.reason, self.retry_after = reason, retry_after
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds that a `Retry-After` header asks for, as a number or a date; 0 without a readable one."""
+    value = headers.get("Retry-After", "").strip()
+    if re.fullmatch(r"\d{1,9}(\.\d+)?", value):
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return 0.0
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

@@ -1,0 +1,274 @@
+"""Rewards that ask a server: each question once, answers kept on disk, a budget, and a rule for what was not answered."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.rewards.endpoint import Endpoint, EndpointConfig, EndpointError, Traffic, Unanswered, event_loop
+from megatron_rl.rewards.registry import choice, real, whole
+
+_LONGEST_KEPT_REPLY = 2000  # characters, in the file of answers
+
+
+class Nonsense(ValueError):
+    """A reply without a score; the text says what it was instead."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a recipe may decide about a reward that asks a server.
+
+    Attributes:
+        unanswered: what becomes of a rollout without an answer. `drop`: this reward has no value for it, and the
+            estimator works with the others; `neutral`: it scores `neutral`; `stop`: the run stops.
+        neutral: the score where the rule is `neutral`.
+        step_seconds: how long a step waits for answers once its rollouts are all there.
+        max_requests_per_step, max_requests_per_run: HTTP requests, retries included; None: no limit.
+        max_tokens_per_step, max_tokens_per_run: tokens read and written, as the server reports them.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+
+    unanswered: str = "drop"
+    neutral: float = 0.5
+    step_seconds: float = 600.0
+    max_requests_per_step: int | None = None
+    max_requests_per_run: int | None = None
+    max_tokens_per_step: int | None = None
+    max_tokens_per_run: int | None = None
+
+    def __post_init__(self) -> None:
+        choice("unanswered", self.unanswered, ("drop", "neutral", "stop"))
+        real("neutral", self.neutral)
+        if not math.isfinite(self.neutral):
+            raise ValueError(f"neutral = {self.neutral}, must be a finite number")
+        real("step_seconds", self.step_seconds, low=0.1)
+        for name in ("max_requests_per_step", "max_requests_per_run", "max_tokens_per_step", "max_tokens_per_run"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), low=1)
+
+
+@dataclass
+class Counts:
+    """What happened since the counts were last taken. Every question is answered, in the cache, or unanswered."""
+
+    scored: int = 0  # rollouts that were to be scored
+    cache_hits: int = (
+        0  # of them, those that asked what had been asked before: in this step, this run, or before a restart
+    )
+    unanswered: int = 0  # of them, those without a score
+    nonsense: int = 0  # of the unanswered: the reply held no score
+    expired: int = 0  # ... the step's deadline came first
+    over_budget: int = 0  # ... the budget was used up
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def __iadd__(self, other: Counts) -> Counts:
+        for entry in fields(self):
+            total = getattr(self, entry.name)
+            total += getattr(other, entry.name)
+            setattr(self, entry.name, total)
+        return self
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """The outcome of one question. `kind` says why there is no score."""
+
+    score: float | None
+    kind: str = ""  # nonsense | expired | budget | failed | refused
+    reason: str = ""
+
+
+class RemoteReward:
+    """A reward that is the reply of a server. Safe to use from several threads.
+
+    Args:
+        endpoint: the servers.
+        policy: what the recipe decides.
+        path: what is posted to, below the base URL.
+        render: completion and sample to the request's JSON body.
+        read: the reply's JSON to a score and the text to keep; raises Nonsense.
+
+    Attributes:
+        may_abstain: a call may return None, no score.
+    """
+
+    def __init__(
+        self,
+        endpoint: EndpointConfig,
+        policy: Policy,
+        path: str,
+        render: Callable[[str, Mapping[str, Any]], dict[str, Any]],
+        read: Callable[[Mapping[str, Any]], tuple[float, str]],
+    ) -> None:
+        self.policy = policy
+        self.may_abstain = policy.unanswered == "drop"
+        self.render = render
+        self._endpoint = Endpoint(endpoint, self._check_budget)
+        self._path, self._read = path, read
+        self._counts = Counts()
+        self._rank, self._world = 0, 1
+        self._cache: dict[str, _Verdict] = {}
+        self._news: dict[str, _Verdict] = {}
+        self._asking: dict[str, asyncio.Task[_Verdict]] = {}
+        self._file: Path | None = None
+        self._spent_before = (0, 0)  # requests and tokens of the run so far, over all ranks
+        self._spent_in_step = (0, 0)  # by this rank, in earlier parts of this step
+
+    # ------------------------------------------------------------------------------------------------------- scoring
+    def __call__(self, completion: str, sample: Mapping[str, Any]) -> float | None:
+        return self.submit(completion, sample).result()
+
+    def submit(self, completion: str, sample: Mapping[str, Any]) -> Future[float | None]:
+        """Starts to score; the future has the score, or None where the rule is `drop` and nobody answered.
+
+        The future raises:
+            EndpointError: the rule is `stop`, or the endpoint was never usable.
+        """
+        return asyncio.run_coroutine_threadsafe(self._score(completion, dict(sample)), event_loop())
+
+    async def _score(self, completion: str, sample: Mapping[str, Any]) -> float | None:
+        body = self.render(completion, sample)
+        key = hashlib.blake2b(json.dumps([self._path, body], sort_keys=True).encode(), digest_size=16).hexdigest()
+        self._counts.scored += 1
+        if key in self._cache:
+            self._counts.cache_hits += 1
+            verdict = self._cache[key]
+        else:
+            task = self._asking.get(key)
+            self._counts.cache_hits += task is not None
+            if task is None:
+                task = self._asking[key] = asyncio.get_running_loop().create_task(self._ask(key, body))
+                task.add_done_callback(lambda _: self._asking.pop(key, None))
+            try:
+                verdict = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if not task.cancelled():
+                    raise
+                verdict = _Verdict(None, "expired", f"no answer {self.policy.step_seconds:g} s after the last rollout")
+        return self._by_rule(verdict)
+
+    def _by_rule(self, verdict: _Verdict) -> float | None:
+        if verdict.score is not None:
+            return verdict.score
+        self._counts.unanswered += 1
+        self._counts.nonsense += verdict.kind == "nonsense"
+        self._counts.expired += verdict.kind == "expired"
+        self._counts.over_budget += verdict.kind == "budget"
+        if self.policy.unanswered == "stop":
+            raise EndpointError(f"no score from {', '.join(self._endpoint.config.urls)}: {verdict.reason}")
+        return self.policy.neutral if self.policy.unanswered == "neutral" else None
+
+    async def _ask(self, key: str, body: Mapping[str, Any]) -> _Verdict:
+        text = ""
+        try:
+            reply = await self._endpoint.post(self._path, body)
+            try:
+                score, text = self._read(reply)
+                verdict = _Verdict(score)
+            except Nonsense as error:
+                text = str(error)
+                verdict = _Verdict(None, "nonsense", f"the reply holds no score: {text[:200]!r}")
+        except Unanswered as error:
+            return _Verdict(None, error.kind, str(error))
+        # Both are kept, so that a resumed run sees what this one saw; what failed is asked again.
+        self._cache[key] = self._news[key] = verdict
+        self._write({"key": key, "score": verdict.score, "reply": text[:_LONGEST_KEPT_REPLY]})
+        return verdict
+
+    def expire(self) -> None:
+        """Ends all questions that are still open: they are unanswered."""
+
+        def cancel() -> None:
+            for task in list(self._asking.values()):
+                task.cancel()
+
+        event_loop().call_soon_threadsafe(cancel)
+
+    # -------------------------------------------------------------------------------------------------------- budget
+    def _check_budget(self) -> None:
+        """Raises Unanswered where this process's part of the budget is used up."""
+        policy, traffic = self.policy, self._endpoint.traffic
+        now = (traffic.requests, traffic.prompt_tokens + traffic.completion_tokens)  # since the counts were taken
+        names = ("requests", "tokens")
+        for name, spent, in_step, before in zip(names, now, self._spent_in_step, self._spent_before, strict=True):
+            per_step, per_run = getattr(policy, f"max_{name}_per_step"), getattr(policy, f"max_{name}_per_run")
+            if per_step is not None and in_step + spent >= self._part(per_step):
+                raise Unanswered(f"max_{name}_per_step = {per_step} is used up", "budget")
+            if per_run is not None and spent >= self._part(max(0, per_run - before)):
+                raise Unanswered(f"max_{name}_per_run = {per_run} is used up", "budget")
+
+    def _part(self, budget: int) -> int:
+        """This rank's part of a budget; the parts of all ranks add up to it."""
+        return budget // self._world + (self._rank < budget % self._world)
+
+    def begin_step(self) -> None:
+        """A new step's budget; call it on every rank."""
+        self._spent_in_step = (0, 0)
+
+    # ----------------------------------------------------------------------------------------- one reward, many ranks
+    def open(self, folder: Path, rank: int, world: int) -> None:
+        """Keeps answers under `folder`, one file per rank, and takes up those that are there.
+
+        Each of `world` processes gets its part of `max_in_flight` and of the budgets.
+        """
+        self._rank, self._world = rank, world
+        self._endpoint.share(world)
+        spent = [0, 0]
+        for path in sorted(folder.glob("rank*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    row = json.loads(line)
+                except ValueError:  # a killed process's last line
+                    continue
+                if "key" in row:
+                    kind = "" if row["score"] is not None else "nonsense"
+                    self._cache[row["key"]] = _Verdict(
+                        row["score"], kind, f"the reply held no score: {row['reply'][:200]!r}"
+                    )
+                spent[0] += row.get("requests", 0)
+                spent[1] += row.get("tokens", 0)
+        self._spent_before = (spent[0], spent[1])
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / f"rank{rank}.jsonl"
+        if self._file.exists() and not self._file.read_bytes().endswith(b"\n"):
+            self._append("\n")
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._append(json.dumps(row) + "\n")
+
+    def _append(self, text: str) -> None:
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(text)
+
+    def take_counts(self) -> tuple[Counts, dict[str, _Verdict]]:
+        """Counts and new answers since the last call, to be passed to `learn` of every rank. No question may be open."""
+        counts, self._counts = self._counts, Counts()
+        counts.traffic = self._endpoint.take_traffic()
+        tokens = counts.traffic.prompt_tokens + counts.traffic.completion_tokens
+        self._spent_in_step = (self._spent_in_step[0] + counts.traffic.requests, self._spent_in_step[1] + tokens)
+        if counts.traffic.requests:
+            self._write({"requests": counts.traffic.requests, "tokens": tokens})
+        news, self._news = self._news, {}
+        return counts, news
+
+    def learn(self, counts: Counts, answers: Mapping[str, _Verdict]) -> None:
+        """What all ranks did since the last time: their answers, and what they spent."""
+        self._cache.update(answers)
+        tokens = counts.traffic.prompt_tokens + counts.traffic.completion_tokens
+        self._spent_before = (self._spent_before[0] + counts.traffic.requests, self._spent_before[1] + tokens)
+
+    def close(self) -> None:
+        """Ends open questions and connections."""
+        self.expire()
+        asyncio.run_coroutine_threadsafe(self._endpoint.close(), event_loop()).result(timeout=10)
