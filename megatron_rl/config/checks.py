@@ -91,6 +91,7 @@ def check(
             *_check_rewards(config, command),
             *_check_tasks(config, command),
             *check_model(config, model),
+            *_check_checkpoint(config, command),
             *_check_outputs(config),
         ]
     _refuse(problems)
@@ -234,6 +235,9 @@ def _check_trainer(config: Config, command: str) -> Iterator[str]:
             f"`trainer.eval_temperature` is {trainer.eval_temperature}, but one rollout per prompt is decoded "
             "greedily; set trainer.eval_rollouts > 1, or eval_temperature=0"
         )
+    for k in config.evaluation.pass_k or ():
+        if not 1 <= k <= trainer.eval_rollouts:
+            yield f"`evaluation.pass_k` has {k}; pass@k needs 1 <= k <= `trainer.eval_rollouts` ({trainer.eval_rollouts})"
     if command == "sft" and config.sft.steps == 0:
         yield "`sft.steps` is 0: there is nothing to do for the command sft; set it to 1 or more"
 
@@ -288,6 +292,19 @@ def _check_rewards(config: Config, command: str) -> Iterator[str]:
     chosen = config.trainer.eval_reward
     if chosen is not None and chosen not in config.rewards:
         yield f"`trainer.eval_reward` names {chosen!r}, which is not one of `rewards` ({', '.join(config.rewards)})"
+    for key in ("format_reward", "bug_reward", "pass_rate_reward"):
+        name = getattr(config.evaluation, key)
+        if name is not None and name not in config.rewards:
+            yield f"`evaluation.{key}` names {name!r}, which is not one of `rewards` ({', '.join(config.rewards)})"
+    for task in config.tasks.eval:
+        own = [name for name, reward in config.rewards.items() if reward.tasks is None or task in reward.tasks]
+        if chosen in config.rewards and chosen not in own:
+            yield (
+                f"`trainer.eval_reward` {chosen!r} is not computed for `tasks.eval.{task}`; add {task} to "
+                f"`rewards.{chosen}.tasks`, or set trainer.eval_reward=null to take each task's first reward"
+            )
+        elif config.rewards and all(config.rewards[name].when_needed for name in own):
+            yield f"no reward says whether a response to `tasks.eval.{task}` is right; add it to a `rewards.<name>.tasks`"
     if not config.rewards and (command != "sft" or config.tasks.eval):
         yield "`rewards` is empty: name at least one, for example rewards.correct.reward=math"
     tasks = {*config.tasks.train, *config.tasks.eval}
@@ -324,6 +341,27 @@ def _check_tasks(config: Config, command: str) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------ outputs
+def _check_checkpoint(config: Config, command: str) -> Iterator[str]:
+    section, trainer = config.checkpoint, config.trainer
+    if not section.keep_best:
+        if section.best is not None:
+            yield f"`checkpoint.best` {section.best!r} does nothing without checkpoint.keep_best > 0"
+        return
+    if section.best is None:
+        yield "`checkpoint.keep_best` needs checkpoint.best, the metric to choose by, e.g. eval/<task>/avg@1"
+        return
+    tasks = {name for name in config.tasks.eval if section.best.startswith(f"eval/{name}/")}
+    if not tasks:
+        yield f"`checkpoint.best` {section.best!r} must be eval/<task>/… of an eval task: {', '.join(config.tasks.eval)}"
+    if command == "train" and section.every and trainer.eval_every:
+        together = math.lcm(section.every, trainer.eval_every)
+        if together >= trainer.steps:
+            yield (
+                f"`checkpoint.keep_best`: no step before the last has both a checkpoint (every {section.every}) and an "
+                f"evaluation (trainer.eval_every {trainer.eval_every}); make one divide the other"
+            )
+
+
 def _check_outputs(config: Config) -> Iterator[str]:
     folder = Path(config.run_dir)
     existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))

@@ -246,14 +246,44 @@ class TrainerConfig:
     eval_temperature: float = 0.0  # must be > 0 where eval_rollouts > 1
     eval_top_p: float = 1.0  # rollouts for training always draw from the whole distribution, which the actor scores
     eval_max_prompts: int | None = None
-    eval_reward: str | None = None  # the reward column that says whether a rollout is right; null: the recipe's first
+    eval_reward: str | None = None  # the column that says whether a rollout is right; null: the task's first
     eval_threshold: float = 1.0  # right where that reward is at least this
 
 
+# ------------------------------------------------------------------------------------------------------- evaluation
+@dataclass
+class EndpointConfig:
+    """How a served model is asked (`megatron-rl evaluate --endpoint`)."""
+
+    max_in_flight: int = 256  # requests at a time
+    request_seconds: float = 3600.0  # longest time of one request, its answer included
+    retries: int = 5  # further requests after a failed one
+    api_key_env: str | None = None  # name of the environment variable with the key; null: no key is sent
+    max_failed_share: float = 0.0  # the command fails where more than this share of the requests stays unanswered
+
+
+@dataclass
+class EvaluationConfig:
+    """What is said about the responses to held-out prompts; `trainer.eval_...` says how they are drawn."""
+
+    pass_k: list[int] | None = None  # every k of pass@k, at most eval_rollouts; null: 1, 2, 4, ... and eval_rollouts
+    confidence: float = 0.95  # of the intervals
+    length_limit: int | None = None  # tokens; the share of longer responses is `exceed_share`; null: not reported
+    format_reward: str | None = None  # column; the share of responses where it is 1 or more is `format_ratio`
+    bug_reward: str | None = None  # column; the share of responses where it is below 1 is `bug_ratio`
+    pass_rate_reward: str | None = None  # column; its mean is `pass_rate`
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+
+
+# ---------------------------------------------------------------------------------------------------------- outputs
 @dataclass
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0: none
     keep: int = 2  # newest complete checkpoints kept
+    keep_best: int = 0  # further ones kept: those with the highest `best`
+    best: str | None = None  # metric of an evaluation, e.g. eval/<task>/avg@1; needed where keep_best > 0
+    asynchronous: bool = True  # write beside training, which waits only for the copy to host memory
+    on_failure: str = "continue"  # continue | stop: what a save that fails (no room, a broken disk) does to the run
     export: bool = True  # write the final Hugging Face folder `<run_dir>/export`
 
 
@@ -273,6 +303,26 @@ class LoggingConfig:
 class LaunchConfig:
     processes: int | None = None  # local processes; null: one per GPU; on CPU the fewest that fit the layout
     timeout_minutes: float = 30.0  # deadline of any collective
+    preflight: str = "quick"  # off | quick | full: what is checked on every node before a run (megatron-rl preflight)
+
+
+# What a run is doing at any moment has one of these names.
+PHASES = (
+    *("start", "load", "generate", "reward", "switch", "estimate", "old_log_prob", "ref_log_prob", "update"),
+    *("checkpoint", "sync", "sync_check", "evaluate", "export"),
+)
+
+
+@dataclass
+class WatchdogConfig:
+    """Deadlines of the phases of a run. Past one, every rank leaves its stacks and the run ends with exit code 76."""
+
+    enabled: bool = True
+    default_minutes: float = 20.0  # a phase that is not named below, and the time between two phases
+    phases: dict[str, float] = field(
+        default_factory=lambda: {"start": 40.0, "generate": 40.0, "evaluate": 60.0, "update": 40.0, "checkpoint": 40.0}
+    )  # minutes per phase: its name as in `timing_s/<phase>`; start, evaluate, load, export
+    first_time_minutes: float = 20.0  # more for a phase's first time in a process: compilation, cold file caches
 
 
 @dataclass
@@ -287,6 +337,8 @@ class Config:
     actor: ActorConfig = field(default_factory=ActorConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)

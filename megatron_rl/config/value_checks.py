@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron_rl.config.schema import Config, OptimizerConfig
+from megatron_rl.config.schema import PHASES, Config, OptimizerConfig
 from megatron_rl.config.shape import closest
 
 _CHOICES: dict[str, tuple[str, ...]] = {
+    "launch.preflight": ("off", "quick", "full"),
     "model.dtype": ("float32", "bfloat16"),
+    "checkpoint.on_failure": ("continue", "stop"),
     "rollout.too_long": ("error", "drop"),
     "actor.recompute": ("none", "selective", "full"),
     "actor.optimizer.schedule": ("constant", "linear", "cosine"),
@@ -28,6 +30,10 @@ _AT_LEAST: dict[str, float] = {
     "trainer.eval_rollouts": 1,
     "trainer.eval_temperature": 0,
     "trainer.eval_max_prompts": 1,
+    "evaluation.length_limit": 1,
+    "evaluation.endpoint.max_in_flight": 1,
+    "evaluation.endpoint.retries": 0,
+    "evaluation.endpoint.max_failed_share": 0,
     "rollout.tensor_parallel": 1,
     "rollout.group_size": 1,
     "rollout.max_prompt_tokens": 1,
@@ -48,21 +54,31 @@ _AT_LEAST: dict[str, float] = {
     "sft.log_every": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
+    "checkpoint.keep_best": 0,
     "logging.samples_every": 0,
     "logging.samples_per_step": 1,
     "logging.record_every": 0,
     "logging.gradient_variance_every": 0,
     "launch.processes": 1,
+    "watchdog.first_time_minutes": 0,
 }
 _ABOVE: dict[str, float] = {
     "rollout.temperature": 0,
     "trainer.eval_top_p": 0,
+    "evaluation.confidence": 0.5,
+    "evaluation.endpoint.request_seconds": 0,
     "rollout.memory_fraction": 0,
     "rollout.cpu_cache_gib": 0,
     "rollout.sync_tolerance": 0,
     "launch.timeout_minutes": 0,
+    "watchdog.default_minutes": 0,
 }
-_AT_MOST: dict[str, float] = {"trainer.eval_top_p": 1, "rollout.memory_fraction": 1}
+_AT_MOST: dict[str, float] = {
+    "trainer.eval_top_p": 1,
+    "evaluation.confidence": 0.9999,
+    "evaluation.endpoint.max_failed_share": 1,
+    "rollout.memory_fraction": 1,
+}
 
 
 def _at(config: Config, key: str) -> Any:
@@ -89,6 +105,10 @@ def check_values(config: Config) -> Iterator[str]:
     for key in ("algorithm.entropy_coef", "algorithm.overlong.weight"):
         if not math.isfinite(_at(config, key)):
             yield f"`{key}` must be a finite number; it is {_at(config, key)!r}"
+    for phase, minutes in config.watchdog.phases.items():
+        yield from _choice("watchdog.phases", phase, PHASES)
+        if not 0 < minutes < math.inf:
+            yield f"`watchdog.phases.{phase}` must be greater than 0; it is {minutes!r}"
     if config.actor.fp8 is not None:
         for name, choices in _FP8_CHOICES.items():
             yield from _choice(f"actor.fp8.{name}", getattr(config.actor.fp8, name), choices)

@@ -13,14 +13,15 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 CODE = [
     path
-    for folder in ("algorithms", "actor", "trainer", "runtime")
+    for folder in ("algorithms", "actor", "evaluation", "trainer", "runtime")
     for path in sorted((ROOT / "megatron_rl" / folder).rglob("*.py"))
 ]
 NAME = re.compile(r"[a-z_]+(/[\w@*]+)+")
 
 # Names of rows of a real quick start run (preset grpo), steps 0 and 1.
 QUICKSTART = """
-step time eval/chain_sum_test/avg@1 eval/chain_sum_test/pass@1 eval/chain_sum_test/response_length
+step time eval/chain_sum_test/avg@1 eval/chain_sum_test/pass@1 eval/chain_sum_test/stderr
+eval/chain_sum_test/response_length
 eval/chain_sum_test/reward/correct eval/chain_sum_test/reward/format eval/chain_sum_test/truncated_share actor/entropy
 actor/grad_norm actor/grad_norm_max actor/lr actor/updates advantage/abs_mean advantage/distinct_groups advantage/max
 advantage/mean advantage/silent_group_share correction/dropped_share groups/incomplete groups/signal_share groups/trained

@@ -1,0 +1,193 @@
+"""Responses from a served model: vLLM's OpenAI-compatible completions, asked with token ids and answered with token ids.
+
+The prompts are the very tokens that an engine of ours would get, and each request has the seed that the rollout would have
+there, so a server of the same weights draws the same responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config.schema import EndpointConfig
+from megatron_rl.data import Rollout, Sample
+from megatron_rl.rewards import endpoint as http
+from megatron_rl.rollout.sampling import Sampling, rollout_seed
+
+_MODELS_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A served model: base URLs of equal servers, and the name it is served under."""
+
+    urls: tuple[str, ...]
+    name: str
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """A request that got no usable answer, and why."""
+
+    sample_id: str
+    index: int
+    reason: str
+
+
+def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, longest: int) -> Server:
+    """Asks every URL for its models.
+
+    Args:
+        urls: base URLs, such as `http://host:8000/v1`.
+        name: the served name; None: the only one there is.
+        longest: tokens of the longest prompt and its response.
+
+    Raises:
+        ValueError: a server that does not answer or does not serve that model, or not with room for `longest` tokens.
+    """
+    settings = _settings(tuple(urls), config)
+    for url in settings.urls:
+        models = {str(model.get("id")): model for model in _models(url.rstrip("/"), config.api_key_env)}
+        if name is None and len(models) == 1:
+            name = next(iter(models))
+        if name is None or name not in models:
+            wanted = "--served-name chooses one" if name is None else f"not {name!r}"
+            raise ValueError(f"{url} serves {', '.join(map(repr, models)) or 'no model'}; {wanted}")
+        room = models[name].get("max_model_len")
+        if isinstance(room, int) and room < longest:
+            raise ValueError(
+                f"{url} serves {name!r} with --max-model-len {room}, but rollout.max_prompt_tokens + rollout.max_tokens is "
+                f"{longest}: serve it with room for them, or lower the recipe's limits"
+            )
+    assert name is not None
+    return Server(settings.urls, name)
+
+
+def _models(url: str, api_key_env: str | None) -> list[dict[str, Any]]:
+    request = urllib.request.Request(f"{url}/models", headers={"User-Agent": "megatron-rl"})
+    if api_key_env is not None:
+        request.add_header("Authorization", f"Bearer {os.environ[api_key_env]}")
+    try:
+        with urllib.request.urlopen(request, timeout=_MODELS_SECONDS) as reply:  # only http and https pass `_settings`
+            models = json.load(reply)["data"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{url}/models does not list the served models ({error}); is this the base URL of an OpenAI-compatible server, "
+            "such as http://localhost:8000/v1?"
+        ) from None
+    return [model for model in models if isinstance(model, dict)]
+
+
+def _settings(urls: tuple[str, ...], config: EndpointConfig) -> http.EndpointConfig:
+    return http.EndpointConfig(
+        urls=urls,
+        api_key_env=config.api_key_env,
+        max_in_flight=config.max_in_flight,
+        request_seconds=config.request_seconds,
+        retries=config.retries,
+    )
+
+
+def complete(
+    server: Server,
+    config: EndpointConfig,
+    samples: Sequence[Sample],
+    count: int,
+    sampling: Sampling,
+    seed: int,
+    step: int,
+    done: Callable[[bool], None] = lambda answered: None,
+) -> tuple[list[Rollout], list[Unanswered]]:
+    """`count` responses to every sample, by sample, then index, without texts; and the requests that got none.
+
+    Args:
+        seed, step: as in `rollout_seed`.
+        done: called after every request, with whether it was answered; from another thread.
+
+    Raises:
+        EndpointError: the server refuses access, or does not know the model.
+        ValueError: the server does not return token ids.
+    """
+    requests = [(sample, index) for sample in samples for index in range(count)]
+
+    async def everything() -> list[Rollout | Unanswered]:
+        endpoint = http.Endpoint(_settings(server.urls, config))
+
+        async def one(sample: Sample, index: int) -> Rollout | Unanswered:
+            body = _body(server.name, sample, sampling, rollout_seed(seed, step, sample.id, index))
+            try:
+                answer: Rollout | Unanswered = _rollout(sample, index, await endpoint.post("/completions", body))
+            except http.Unanswered as error:
+                answer = Unanswered(sample.id, index, str(error))
+            done(isinstance(answer, Rollout))
+            return answer
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(sample, index)) for sample, index in requests]
+        except* (http.EndpointError, ValueError) as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            await endpoint.close()
+        return [task.result() for task in tasks]
+
+    future = asyncio.run_coroutine_threadsafe(everything(), http.event_loop())
+    try:
+        answers = future.result()
+    except BaseException:  # Ctrl-C: no request may outlive the command
+        future.cancel()
+        raise
+    rollouts = [answer for answer in answers if isinstance(answer, Rollout)]
+    return rollouts, [answer for answer in answers if isinstance(answer, Unanswered)]
+
+
+def _body(name: str, sample: Sample, sampling: Sampling, seed: int) -> dict[str, Any]:
+    """One request. What the server would take from the model's generation_config.json is said in full."""
+    body = {
+        "model": name,
+        "prompt": sample.prompt_ids,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "n": 1,
+        "return_token_ids": True,
+    }
+    return body | ({"seed": seed} if sampling.temperature > 0 else {})
+
+
+def _rollout(sample: Sample, index: int, reply: dict[str, Any]) -> Rollout:
+    choices = reply.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    reason = choice.get("finish_reason")
+    if reason not in ("stop", "length"):
+        raise http.Unanswered(f"the server ended the response with {reason!r}")
+    tokens = choice.get("token_ids")
+    if not isinstance(tokens, list):
+        raise ValueError(
+            "the server does not return token ids (`return_token_ids`, vLLM 0.10.2 and later); text is never tokenised again"
+        )
+    if choice.get("prompt_token_ids", sample.prompt_ids) != sample.prompt_ids:
+        raise ValueError(
+            f"the server changed the prompt of {sample.id}: it answered {len(choice['prompt_token_ids'])} tokens"
+        )
+    return Rollout(
+        sample_id=sample.id,
+        index=index,
+        prompt_ids=np.asarray(sample.prompt_ids, dtype=np.int64),
+        response_ids=np.asarray(tokens, dtype=np.int64),
+        logprobs=np.empty(0, dtype=np.float32),  # not asked for
+        finish_reason=reason,
+    )

@@ -1,0 +1,142 @@
+"""The results of `megatron-rl evaluate`: `evaluation.json`, a table, and the responses to read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+import megatron_rl
+from megatron_rl.config.schema import Config
+from megatron_rl.data import Rollout, Sample
+from megatron_rl.evaluation.statistics import Estimate
+from megatron_rl.evaluation.summary import TaskSummary
+
+# What the table shows where a task has it: part of the name, heading, whether it is a share.
+_COLUMNS = (
+    ("response_length", "length", False),
+    ("exceed_share", "exceed", True),
+    ("truncated_share", "cut", True),
+    ("format_ratio", "format", True),
+    ("pass_rate", "pass rate", True),
+    ("bug_ratio", "bug", True),
+)
+
+
+def write_results(
+    path: Path,
+    config: Config,
+    model: Mapping[str, Any],
+    summaries: Sequence[TaskSummary],
+    across: Mapping[str, Estimate],
+    seconds: float,
+) -> None:
+    """`evaluation.json`, in one move. Every number of the table and its interval, and what it was measured with."""
+    trainer = config.trainer
+    content = {
+        "megatron_rl": megatron_rl.__version__,
+        "model": dict(model),
+        "sampling": {
+            "responses_per_prompt": trainer.eval_rollouts,
+            "temperature": trainer.eval_temperature,
+            "top_p": trainer.eval_top_p,
+            "max_tokens": config.rollout.max_tokens,
+            "seed": config.seed,
+        },
+        "confidence": config.evaluation.confidence,
+        "seconds": round(seconds, 1),
+        "failed_requests": sum(summary.failed for summary in summaries),
+        "tasks": {
+            summary.task: {
+                "prompts": summary.prompts,
+                "responses": summary.responses,
+                "failed_requests": summary.failed,
+                "unscored": summary.unscored,
+                "right_if": {"reward": summary.right_if[0], "at_least": summary.right_if[1]},
+                "sampling_stderr": summary.sampling_stderr,
+            }
+            for summary in summaries
+        },
+        "metrics": {
+            name: asdict(estimate)
+            for part in (*(summary.estimates for summary in summaries), across)
+            for name, estimate in part.items()
+        },
+    }
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def results_table(config: Config, summaries: Sequence[TaskSummary], across: Mapping[str, Estimate]) -> Table:
+    """One row per task, and one each for macro and micro where there are several tasks."""
+    n = config.trainer.eval_rollouts
+    share = config.evaluation.confidence
+    rows: list[tuple[str, str, str, Mapping[str, Estimate]]] = [
+        (summary.task, str(summary.prompts), f"eval/{summary.task}", summary.estimates) for summary in summaries
+    ]
+    total = str(sum(summary.prompts for summary in summaries))
+    if across:
+        rows += [("all, macro", total, "eval_macro", across), ("all, micro", total, "eval_micro", across)]
+    failed = {summary.task: summary.failed for summary in summaries}
+    shown = [
+        column for column in _COLUMNS if any(f"{prefix}/{column[0]}" in estimates for _, _, prefix, estimates in rows)
+    ]
+    table = Table(title="Evaluation", title_justify="left")
+    table.add_column("task")
+    for heading in ("prompts", f"avg@{n}", f"{share:.0%} interval", *([f"pass@{n}"] if n > 1 else [])):
+        table.add_column(heading, justify="right")
+    for _, heading, _ in shown:
+        table.add_column(heading, justify="right")
+    if any(failed.values()):
+        table.add_column("failed", justify="right", style="bold red")
+    for task, prompts, prefix, estimates in rows:
+        right = estimates[f"{prefix}/avg@{n}"]
+        cells = [task, prompts, f"{right.value:.1%}", _interval(right)]
+        if n > 1:
+            cells.append(_cell(estimates.get(f"{prefix}/pass@{n}"), True))
+        cells += [_cell(estimates.get(f"{prefix}/{name}"), is_share) for name, _, is_share in shown]
+        if any(failed.values()):
+            cells.append(str(failed.get(task, sum(failed.values()))))
+        table.add_row(*cells)
+    return table
+
+
+def _interval(estimate: Estimate) -> str:
+    if estimate.low is None or estimate.high is None:
+        return "–"
+    return f"{estimate.low:.1%} – {estimate.high:.1%}"
+
+
+def _cell(estimate: Estimate | None, is_share: bool) -> str:
+    if estimate is None:
+        return "–"
+    return f"{estimate.value:.1%}" if is_share else f"{estimate.value:.0f}"
+
+
+def write_responses(
+    path: Path, samples: Sequence[Sample], rollouts: Sequence[Rollout], right_if: tuple[str, float]
+) -> None:
+    """`samples/<task>.jsonl`: one line per response, with its prompt, gold answer, rewards and verdict."""
+    by_id = {sample.id: sample for sample in samples}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for rollout in rollouts:
+            sample = by_id[rollout.sample_id]
+            record = {
+                "sample": sample.id,
+                "rollout": rollout.index,
+                "prompt": sample.prompt,
+                "response": rollout.text,
+                "answer": sample.answer if sample.answer is not None else sample.tool_calls,
+                "right": rollout.rewards[right_if[0]] >= right_if[1],
+                "rewards": rollout.rewards,
+                "finish_reason": rollout.finish_reason,
+                "tokens": len(rollout.response_ids),
+            }
+            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")

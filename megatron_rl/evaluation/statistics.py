@@ -1,0 +1,136 @@
+"""Pass@k, and means over prompts with their uncertainty. Plain numbers in, plain numbers out.
+
+The unit is the prompt: the responses to one prompt are correlated (a hard problem is hard every time), so an interval that
+counts responses as independent is too short. Every estimate here is a mean of one number per prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k samples is right) from c right ones among n (Chen et al. 2021, Eq. 1).
+
+    Raises:
+        ValueError: where k > n, or c is not between 0 and n.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs at least {k} samples per prompt, there are {n}")
+    if not 0 <= c <= n:
+        raise ValueError(f"{c} right samples of {n}")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts.
+
+    Attributes:
+        value: the mean.
+        stderr: its standard error over prompts; None for a single prompt.
+        low, high: the confidence interval; None where the standard error is.
+        prompts: how many prompts it is over.
+    """
+
+    value: float
+    stderr: float | None
+    low: float | None
+    high: float | None
+    prompts: int
+
+
+def mean(values: Sequence[float], confidence: float, bounded: bool = True) -> Estimate:
+    """The mean of one number per prompt, with a confidence interval for the mean over the population of such prompts.
+
+    The standard error is s / sqrt(n), s the standard deviation of the prompts' numbers: it holds whatever the correlation
+    between the responses to one prompt. Numbers in [0, 1] get Wilson's score interval at the effective sample size
+    m(1 - m) / stderr^2, which stays inside [0, 1] and does not shrink to a point where all numbers are 0 or 1; others
+    get m +- t stderr. Both use Student's t with n - 1 degrees of freedom.
+
+    Args:
+        values: one per prompt, at least one.
+        confidence: e.g. 0.95.
+        bounded: the numbers are in [0, 1].
+    """
+    n = len(values)
+    center = math.fsum(values) / n
+    if n == 1:
+        return Estimate(center, None, None, None, 1)
+    variance = math.fsum((value - center) ** 2 for value in values) / (n - 1)
+    return _estimate(center, math.sqrt(variance / n), n - 1, n, confidence, bounded)
+
+
+def combine(parts: Sequence[Estimate], weights: Sequence[float], confidence: float, bounded: bool = True) -> Estimate:
+    """The weighted mean of independent estimates, one per task: the standard errors add in squares.
+
+    Args:
+        parts: one per task.
+        weights: of the same length; need not add up to 1.
+        confidence, bounded: as in `mean`.
+    """
+    total = math.fsum(weights)
+    shares = [weight / total for weight in weights]
+    center = math.fsum(share * part.value for share, part in zip(shares, parts, strict=True))
+    prompts = sum(part.prompts for part in parts)
+    squares = []
+    for share, part in zip(shares, parts, strict=True):
+        if part.stderr is None:
+            return Estimate(center, None, None, None, prompts)
+        squares.append((share * part.stderr) ** 2)
+    # Welch and Satterthwaite's degrees of freedom of a sum of variances.
+    below = math.fsum(square**2 / (part.prompts - 1) for square, part in zip(squares, parts, strict=True))
+    freedom = math.fsum(squares) ** 2 / below if below else prompts - len(parts)
+    return _estimate(center, math.sqrt(math.fsum(squares)), freedom, prompts, confidence, bounded)
+
+
+def sampling_error(values: Sequence[Sequence[float]]) -> float | None:
+    """Standard error of the mean of the prompts' means, for these very prompts: what another sampling seed would change.
+
+    Args:
+        values: per prompt, one number per response.
+
+    Returns:
+        None where no prompt has two responses to compare.
+    """
+    total = 0.0
+    for row in values:
+        if len(row) < 2:
+            return None
+        center = math.fsum(row) / len(row)
+        total += math.fsum((value - center) ** 2 for value in row) / (len(row) - 1) / len(row)
+    return math.sqrt(total) / len(values)
+
+
+def _estimate(center: float, stderr: float, freedom: float, prompts: int, confidence: float, bounded: bool) -> Estimate:
+    quantile = t_quantile(0.5 + confidence / 2, freedom)
+    if not bounded:
+        return Estimate(center, stderr, center - quantile * stderr, center + quantile * stderr, prompts)
+    p = min(max(center, 0.0), 1.0)  # a mean of numbers in [0, 1], up to rounding
+    size = p * (1 - p) / stderr**2 if stderr else float(prompts)
+    square = quantile**2 / size
+    middle = (p + square / 2) / (1 + square)
+    half = quantile / (1 + square) * math.sqrt(p * (1 - p) / size + quantile**2 / (4 * size**2))
+    return Estimate(center, stderr, max(0.0, middle - half), min(1.0, middle + half), prompts)
+
+
+def t_quantile(probability: float, freedom: float) -> float:
+    """Quantile of Student's t: exact for 1 and 2 degrees of freedom, else by Cornish and Fisher's expansion.
+
+    At 0.975 it is 0.12 % too small for 3 degrees of freedom and right to 5 digits from 10 on.
+    """
+    if freedom <= 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if freedom <= 2:
+        return (2 * probability - 1) * math.sqrt(2 / (4 * probability * (1 - probability)))
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
