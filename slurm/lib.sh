@@ -1,0 +1,249 @@
+# shellcheck shell=bash
+# What the batch scripts share. They set MEGATRON_RL_HOME and read this file; site.sh has what differs between clusters.
+#
+# A job's life: the recipe is checked once, for the job's number of processes, before anything large starts. Each start of a
+# job is an attempt with a folder of logs of its own, <run_dir>/logs/attempt_<k>. Slurm's notice before the time limit
+# (SIGUSR1 to this shell) is passed to all ranks, which save and end with 75; 75 and 76 (a stall) are answered with a
+# requeue. The requeued job continues from the newest checkpoint, as every start does.
+
+AGAIN=75 # megatron_rl/runtime/exit_codes.py
+STALLED=76
+
+say() { echo "megatron-rl: $*" >&2; }
+die() {
+  say "$1"
+  exit "${2:-1}"
+}
+
+# ------------------------------------------------------------------------------------------------------------------ site
+load_site() {
+  local site="${MEGATRON_RL_SITE:-$MEGATRON_RL_HOME/slurm/site.sh}"
+  [[ -r $site ]] || die "no $site; copy slurm/site.example.sh to it and edit the copy" 2
+  SITE_SBATCH=() SITE_SRUN=() TASKS_PER_NODE=1 CPUS_PER_TASK='' LAUNCHER=srun VENV='' CONTAINER_IMAGE='' CONTAINER_MOUNTS=''
+  MAX_REQUEUES_WITHOUT_PROGRESS=3
+  # shellcheck disable=SC2317
+  site_setup() { :; }
+  # shellcheck source=slurm/site.example.sh
+  source "$site"
+  [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die "LAUNCHER=$LAUNCHER in $site: srun or torchrun" 2
+  [[ $TASKS_PER_NODE =~ ^[1-9][0-9]*$ ]] || die "TASKS_PER_NODE=$TASKS_PER_NODE in $site: a number of processes" 2
+}
+
+# ------------------------------------------------------------------------------------------------------------- the nodes
+# The address of the job's first node as Slurm itself reaches it: node names need not resolve.
+master_address() {
+  local first address
+  first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  [[ -n $first ]] || die "scontrol names no node in $SLURM_JOB_NODELIST"
+  address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+  echo "${address:-$first}"
+}
+
+# The same on all nodes, another for every job, array task and attempt; below the ports that systems hand out themselves.
+master_port() { echo $((20000 + (SLURM_JOB_ID * 101 + ${SLURM_RESTART_COUNT:-0} * 7) % 12000)); }
+
+# An array's last task has the number of the whole array for its SLURM_JOB_ID: requeueing that would requeue all of them.
+job_name() {
+  if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
+    echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+  else
+    echo "$SLURM_JOB_ID"
+  fi
+}
+
+# ---------------------------------------------------------------------------------------------------------------- starting
+# in_job TASKS_PER_NODE NODES COMMAND...: COMMAND by srun, in the site's container where it has one.
+in_job() {
+  local per_node=$1 nodes=$2
+  shift 2
+  local options=(--nodes="$nodes" --ntasks="$((nodes * per_node))" --ntasks-per-node="$per_node"
+    --kill-on-bad-exit=1 --export=ALL --input=none)
+  # srun does not take these over from the job by itself.
+  if [[ -n $CPUS_PER_TASK ]]; then
+    options+=(--cpus-per-task="$((per_node == TASKS_PER_NODE ? CPUS_PER_TASK : CPUS_PER_TASK * TASKS_PER_NODE))")
+  fi
+  # Every process sees all GPUs of its node: NCCL's shortcuts between them need it.
+  [[ -z ${SLURM_GPUS_ON_NODE:-} ]] || options+=(--gpu-bind=none)
+  if [[ -n $CONTAINER_IMAGE ]]; then
+    # The name makes later steps use the container that the first has unpacked.
+    options+=(--container-image="$CONTAINER_IMAGE" --container-name="megatron-rl-$SLURM_JOB_ID"
+      --container-workdir="$MEGATRON_RL_HOME" --no-container-mount-home)
+    [[ -z $CONTAINER_MOUNTS ]] || options+=(--container-mounts="$CONTAINER_MOUNTS")
+  fi
+  options+=(${SITE_SRUN[@]+"${SITE_SRUN[@]}"})
+  # exec: the caller's process is then srun itself, which passes signals on to its tasks.
+  exec srun "${options[@]}" "$@"
+}
+
+# launch ARGUMENTS OF megatron-rl...: one rank per process slot of the job.
+launch() {
+  local nodes=$SLURM_JOB_NUM_NODES
+  MASTER_ADDR=$(master_address)
+  MASTER_PORT=$(master_port)
+  export MASTER_ADDR MASTER_PORT
+  if [[ $LAUNCHER == srun ]]; then
+    in_job "$TASKS_PER_NODE" "$nodes" python -m megatron_rl "$@"
+  else
+    in_job 1 "$nodes" bash "$MEGATRON_RL_HOME/slurm/torchrun.sh" "$nodes" "$TASKS_PER_NODE" "$@"
+  fi
+}
+
+# The recipe, resolved, for this job's number of processes; the job ends here where it cannot run.
+check_recipe() {
+  local world=$((SLURM_JOB_NUM_NODES * TASKS_PER_NODE)) checked
+  if ! checked=$(
+    export RANK=0 WORLD_SIZE=$world LOCAL_WORLD_SIZE=$TASKS_PER_NODE
+    if [[ -n $CONTAINER_IMAGE ]]; then in_job 1 1 python -m megatron_rl "$@" --check; else python -m megatron_rl "$@" --check; fi
+  ); then
+    die "the recipe cannot run on $SLURM_JOB_NUM_NODES nodes x $TASKS_PER_NODE processes; nothing was started" 2
+  fi
+  RUN_DIR=$(sed -n "s/^run_dir: *//p" <<< "$checked" | sed "s/^'\(.*\)'$/\1/")
+  [[ -n $RUN_DIR ]] || die "the checked recipe names no run_dir" 2
+}
+
+# The lines of a sweep that count.
+sweep_lines() { sed -e 's/#.*//' -e 's/[[:space:]]*$//' -e 's/^[[:space:]]*//' -e '/^$/d' "$1"; }
+
+# --------------------------------------------------------------------------------------------------------------- attempts
+newest_step() {
+  local path newest=-1
+  for path in "$RUN_DIR"/checkpoints/step_*; do
+    if [[ ${path##*_} =~ ^[0-9]+$ && ${path##*_} -gt $newest ]]; then newest=${path##*_}; fi
+  done
+  if ((newest < 0)); then echo none; else echo "$newest"; fi
+}
+
+# Makes logs/attempt_<k>, and a line in logs/starts: which job, where, from which step.
+begin_attempt() {
+  local last=0 path number other
+  mkdir -p "$RUN_DIR/logs"
+  other=$(tail -n 1 "$RUN_DIR/logs/starts" 2> /dev/null | cut -d ' ' -f 3) || true
+  if [[ -n $other && $other != "$(job_name)" && -n $(squeue --noheader --states=R --jobs="$other" 2> /dev/null) ]]; then
+    die "job $other is running in $RUN_DIR; a run folder is for one job at a time" 2
+  fi
+  for path in "$RUN_DIR"/logs/attempt_*; do
+    number=${path##*_}
+    if [[ -d $path && $number =~ ^[0-9]+$ && $number -gt $last ]]; then last=$number; fi
+  done
+  MEGATRON_RL_ATTEMPT=$RUN_DIR/logs/attempt_$((last + 1))
+  mkdir "$MEGATRON_RL_ATTEMPT" || die "another job is starting in $RUN_DIR; a run folder is for one job at a time" 2
+  export MEGATRON_RL_ATTEMPT
+  STEP_AT_START=$(newest_step)
+  echo "$(date -Is) job $(job_name) restart ${SLURM_RESTART_COUNT:-0} attempt $((last + 1)) step $STEP_AT_START" \
+    "nodes $SLURM_JOB_NODELIST" >> "$RUN_DIR/logs/starts"
+  say "job $(job_name), attempt $((last + 1)): $SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST) x $TASKS_PER_NODE," \
+    "from step $STEP_AT_START; logs in $MEGATRON_RL_ATTEMPT"
+}
+
+# Ends the job where the last starts of it, more than $1 of them, have all found the newest checkpoint that there is now.
+refuse_more_starts_than() {
+  local step starts
+  step=$(newest_step)
+  starts=$(awk -v job="$(job_name)" -v step="$step" \
+    '$3 == job { count = ($9 == step) ? count + 1 : 0 } END { print count + 0 }' "$RUN_DIR/logs/starts")
+  ((starts > $1)) || return 0
+  say "job $(job_name) has started $starts times without getting past step $step, and is not requeued again;" \
+    "the attempts are in $RUN_DIR/logs. Where a step does not fit between a start and the time limit, raise --time"
+  exit 1
+}
+
+# ----------------------------------------------------------------------------------------------------------------- running
+NOTICE=''  # the signal that asked this job to stop
+ABANDON='' # set when the ranks have not obeyed it in time
+
+# Runs `launch "$@"` in the background and passes this shell's signals on to it; CODE is its exit code.
+run_and_wait() {
+  (launch "$@") &
+  local pid=$!
+  trap 'notice USR1 '"$pid" USR1
+  trap 'notice TERM '"$pid" TERM # preemption; Slurm tells the ranks too, and a second one says nothing new to them
+  trap 'ABANDON=1' USR2
+  while true; do
+    CODE=0
+    wait "$pid" || CODE=$?
+    # `wait` also returns, with 128 + n, when a trap ran; then srun is still there.
+    if [[ -n $ABANDON ]] || ! kill -0 "$pid" 2> /dev/null; then break; fi
+  done
+  trap '' USR1 TERM USR2
+}
+
+notice() {
+  [[ -z $NOTICE ]] || return 0
+  NOTICE=$1
+  say "SIG$1: asking the ranks to save and to stop"
+  kill -s "$1" "$2" 2> /dev/null || true
+  # A phase that takes longer than what is left is given up: the next attempt redoes it from the last checkpoint.
+  local end left
+  end=$(scontrol show job --oneliner "$(job_name)" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p')
+  left=$(($(date -d "$end" +%s 2> /dev/null || echo 9999999999) - $(date +%s) - 45))
+  (
+    sleep "$((left > 1 ? left : 1))"
+    kill -USR2 $$
+  ) > /dev/null 2>&1 &
+}
+
+# What the first rank that did not end well said; srun's own code is only the largest of all ranks', and torchrun's is 1.
+attempt_code() {
+  local code=''
+  [[ ! -r $MEGATRON_RL_ATTEMPT/end ]] || read -r code _ < "$MEGATRON_RL_ATTEMPT/end"
+  code=${code:-$CODE}
+  # A rank that was asked to stop before it could listen dies of the signal.
+  if [[ -n $ABANDON || (-n $NOTICE && ($code == 138 || $code == 143)) ]]; then code=$AGAIN; fi
+  echo "$code"
+}
+
+# run_recipe COMMAND RECIPE [key=value ...]: a whole job of `train` or `sft`.
+run_recipe() {
+  set -- "$1" "$2" launch.processes=null "${@:3}" # srun says how many there are
+  check_recipe "$@"
+  begin_attempt
+  refuse_more_starts_than "$((MAX_REQUEUES_WITHOUT_PROGRESS + 1))"
+  run_and_wait "$@"
+  local code
+  code=$(attempt_code)
+  [[ -z $ABANDON ]] || say "the ranks have not stopped in time; this attempt's work since step $(newest_step) is given up"
+  case $code in
+    0) ;;
+    "$AGAIN" | "$STALLED") requeue "$code" ;;
+    *) say "ended with exit code $code; see $MEGATRON_RL_ATTEMPT" ;;
+  esac
+  exit "$code"
+}
+
+# The same for what has nothing to save: a requeue (of a failed node) starts it again.
+run_once() {
+  set -- "$1" "$2" launch.processes=null "${@:3}"
+  check_recipe "$@"
+  begin_attempt
+  launch "$@"
+}
+
+requeue() {
+  if ! scontrol show job --oneliner "$(job_name)" | grep -q ' JobState=RUNNING '; then
+    say "stopped; not requeued, since it was not the batch system that asked (scancel, or past the time limit)"
+    return
+  fi
+  refuse_more_starts_than "$MAX_REQUEUES_WITHOUT_PROGRESS"
+  say "exit code $1: job $(job_name) is requeued, and continues after step $(newest_step)"
+  scontrol requeue "$(job_name)" || {
+    say "Slurm did not requeue it; the same submission continues the run"
+    return
+  }
+  sleep 300 # Slurm ends this script now; if it ended by itself, that would be the end of the job
+}
+
+# ------------------------------------------------------------------------------------------------------------------- setup
+# A shell that is a rank of something else must not make ranks of what is started here.
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT MEGATRON_RL_ATTEMPT
+
+enter_home() {
+  set -E
+  trap 'say "line $LINENO of ${BASH_SOURCE[0]} failed: $BASH_COMMAND"' ERR # set -e alone says nothing
+  cd "$MEGATRON_RL_HOME" || die "no folder $MEGATRON_RL_HOME on $(hostname)"
+  load_site
+  if [[ -z $CONTAINER_IMAGE && -n $VENV ]]; then
+    [[ -x $VENV/bin/python ]] || die "no $VENV/bin/python on $(hostname) (VENV in site.sh); is it on a shared file system?"
+    PATH=$VENV/bin:$PATH
+  fi
+  site_setup
+}

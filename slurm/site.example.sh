@@ -1,0 +1,46 @@
+# shellcheck shell=bash disable=SC2034
+# Everything that is particular to your cluster. Copy this file to slurm/site.sh and edit the copy; nothing else needs to
+# be touched. It is read by slurm/submit.sh where you submit and by the job on its first node (never by sbatch itself).
+
+# Options of sbatch that every job here needs. What is given to slurm/submit.sh comes after them, and so wins.
+SITE_SBATCH=(
+  --partition=gpu
+  --account=my-project
+  --time=12:00:00
+  --gpus-per-node=8 # or --gres=gpu:8
+  --exclusive
+  --mem=0
+)
+
+# Processes per node: one per GPU. CPU_PER_TASK: cores for each of them (cores of a node / processes per node).
+TASKS_PER_NODE=8
+CPUS_PER_TASK=14
+
+# srun: Slurm starts one process per GPU. torchrun: Slurm starts one torchrun per node.
+LAUNCHER=srun
+
+# Where Python and the package are: a virtual environment on the shared file system (bare metal), or inside the image.
+VENV="$MEGATRON_RL_HOME/.venv"
+
+# Container (Pyxis/Enroot); empty for bare metal. Mount the folders of code, models, data and runs under their own names.
+CONTAINER_IMAGE=
+CONTAINER_MOUNTS= # e.g. "/lustre:/lustre,$MEGATRON_RL_HOME:$MEGATRON_RL_HOME"
+
+# What has to happen on a node before Python starts, outside the container: modules, limits.
+site_setup() {
+  # module load cuda/13.0
+  ulimit -n 65536 2> /dev/null || true
+}
+
+# Variables for every process.
+export HF_HUB_OFFLINE=1        # compute nodes rarely reach the hub, and thousands of ranks should not ask it
+export NCCL_DEBUG=WARN
+# export NCCL_SOCKET_IFNAME=bond0 NCCL_IB_HCA=mlx5   # the network between nodes, where NCCL does not find it by itself
+# export GLOO_SOCKET_IFNAME=bond0                    # the same for the small messages between hosts
+# export UCX_TLS=rc UCX_NET_DEVICES=mlx5_0:1
+
+# A job whose requeues bring no further step is not requeued more often than this.
+MAX_REQUEUES_WITHOUT_PROGRESS=3
+
+# Extra options of srun, e.g. (--mpi=none --cpu-bind=cores).
+SITE_SRUN=()

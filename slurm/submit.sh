@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# slurm/submit.sh [sbatch options] train|sft|evaluate|convert ARGUMENTS...
+# slurm/submit.sh [sbatch options] sweep FILE RECIPE [key=value ...]
+#
+# sbatch with the site's options (slurm/site.sh), then yours, which win. A recipe that cannot run is refused here already,
+# where there is a Python to check it with. What sbatch prints is printed; with --parsable, only the job's number.
+set -euo pipefail
+MEGATRON_RL_HOME=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export MEGATRON_RL_HOME
+cd "$MEGATRON_RL_HOME" # recipes and other paths are those that the job sees
+# shellcheck source=slurm/lib.sh
+source "$MEGATRON_RL_HOME/slurm/lib.sh"
+
+usage() {
+  sed -n '2,3s/^# //p' "${BASH_SOURCE[0]}" >&2
+  exit 2
+}
+
+options=()
+while [[ ${1:-} == -* ]]; do
+  [[ $1 != -h && $1 != --help ]] || usage
+  # `-N 2` is two words; sbatch's long options are written with `=`.
+  if [[ $1 == -? ]]; then
+    options+=("$1" "${2:?$1 needs a value}")
+    shift
+  else
+    [[ $1 == *=* || $1 == --parsable || $1 == --hold || $1 == --exclusive || $1 == --wait || $1 == --test-only ||
+      $1 == --no-requeue || $1 == --requeue ]] || die "write $1 with its value as one word: $1=..." 2
+    options+=("$1")
+  fi
+  shift
+done
+command=${1:-}
+[[ -n $command && $# -ge 2 ]] || usage
+[[ -r $MEGATRON_RL_HOME/slurm/$command.sbatch ]] || usage
+shift
+load_site
+if [[ -n $VENV && -x $VENV/bin/python ]]; then PATH=$VENV/bin:$PATH; fi
+
+# What the job is to run: the same words, checked here.
+arguments=("$@")
+case $command in
+  train | sft | evaluate) checked=("$command" "$@") ;;
+  sweep)
+    file=$1
+    shift
+    count=$(sweep_lines "$file" | wc -l)
+    ((count > 0)) || die "$file has no line to run" 2
+    # The tasks read a copy: the file may be edited while they wait.
+    mkdir -p "$MEGATRON_RL_HOME/runs/.sweeps"
+    copy=$(mktemp "$MEGATRON_RL_HOME/runs/.sweeps/$(basename "$file").XXXXXX")
+    sweep_lines "$file" > "$copy"
+    arguments=("$copy" "$@")
+    options=("--array=0-$((count - 1))" ${options[@]+"${options[@]}"})
+    checked=(train "$@")
+    ;;
+  *) checked=() ;;
+esac
+if ((${#checked[@]})); then
+  if python -c 'import omegaconf' 2> /dev/null; then
+    python -m megatron_rl "${checked[@]}" --check > /dev/null || die "nothing was submitted" 2
+  else
+    say "no Python with omegaconf here, so the recipe is checked when the job starts"
+  fi
+fi
+
+processes=(--ntasks-per-node="$TASKS_PER_NODE")
+[[ -z $CPUS_PER_TASK ]] || processes+=(--cpus-per-task="$CPUS_PER_TASK")
+exec sbatch --chdir="$MEGATRON_RL_HOME" ${SITE_SBATCH[@]+"${SITE_SBATCH[@]}"} "${processes[@]}" \
+  ${options[@]+"${options[@]}"} "$MEGATRON_RL_HOME/slurm/$command.sbatch" "${arguments[@]}"

@@ -1,0 +1,148 @@
+"""A real Slurm with two nodes: jobs that train across both, are interrupted in every way Slurm has, and lose nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from e2e.job import rows, variable
+
+from .cluster import NODES, Cluster, wait_until
+from .jobs import SMALL, Job, assert_same_run, submit_refused, write_recipe, write_site
+
+pytestmark = pytest.mark.slow
+STEPS = SMALL["trainer"]["steps"]
+
+
+def ranks_on(cluster: Cluster, node: str) -> list[int]:
+    """The ranks that train on a node, by their command line."""
+    found = []
+    for pid in cluster.processes_on(node):
+        path = Path(f"/proc/{pid}/cmdline")
+        if (
+            path.exists()
+            and b"megatron_rl.trainer.main" in path.read_bytes()
+            and b"multiprocessing" not in path.read_bytes()
+        ):
+            found.append(int(variable(pid, "RANK") or -1))
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def straight(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, dict[str, list[int]]]:
+    """An uninterrupted job on two nodes, and the ranks that were seen on each of them."""
+    folder = tmp_path_factory.mktemp("straight")
+    job = Job(cluster, folder, "--nodes=2", "train", str(write_recipe(folder)))
+    job.wait_for_step(1)
+    seen = {node: ranks_on(cluster, node) for node in NODES}
+    job.finish()
+    return job, seen
+
+
+def test_one_job_trains_across_two_nodes(straight: tuple[Job, dict[str, list[int]]]) -> None:
+    job, seen = straight
+    assert seen == {"n1": [0], "n2": [1]}
+    assert [row["step"] for row in rows(job.run_dir)] == list(range(STEPS + 1))
+    logs = job.run_dir / "logs" / "attempt_1"
+    assert {path.name for path in logs.glob("rank_*.log")} == {"rank_0.log", "rank_1.log"}
+    assert f"step   {STEPS}" in (logs / "rank_0.log").read_text()
+    assert [(start["job"], start["attempt"], start["step"], start["nodes"]) for start in job.starts] == [
+        (job.number, "1", "none", "n[1-2]")
+    ]
+
+
+def test_interrupted_jobs_requeue_themselves_and_end_with_the_same_bits(
+    cluster: Cluster, tmp_path: Path, straight: tuple[Job, dict[str, list[int]]]
+) -> None:
+    job = Job(cluster, tmp_path, "--nodes=2", "train", str(write_recipe(tmp_path)))
+
+    job.wait_for_step(1)  # by a person: the signal goes to the ranks
+    cluster.run("scancel", "--signal=USR1", job.number)
+    job.wait_for_attempt(2)
+    first_stop = int(job.starts[1]["step"])
+    assert 1 <= first_stop < STEPS
+
+    job.wait_for_step(first_stop + 1)  # near the time limit: Slurm's notice goes to the batch script
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=2")
+    job.wait_for_attempt(3)
+    second_stop = int(job.starts[2]["step"])
+    assert first_stop < second_stop < STEPS
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
+
+    job.wait_for_step(second_stop + 1)  # preempted by a more urgent job
+    urgent = cluster.run(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
+    ).strip()
+    job.wait_for_attempt(4)
+    assert cluster.state(urgent) == "COMPLETED"
+    assert second_stop < int(job.starts[3]["step"]) < STEPS
+    job.finish()
+
+    assert [start["restart"] for start in job.starts] == ["0", "1", "2", "3"]
+    for attempt in (1, 2, 3):
+        end = (job.run_dir / "logs" / f"attempt_{attempt}" / "end").read_text()
+        assert re.match(r"75 rank [01] on ", end)
+        assert "continues from step_" in (job.run_dir / "logs" / f"attempt_{attempt}" / "rank_0.log").read_text()
+    assert not (job.run_dir / "logs" / "attempt_4" / "end").exists()
+    assert_same_run(job.run_dir, straight[0].run_dir)
+
+
+def test_a_node_that_goes_down_costs_the_steps_since_the_last_checkpoint(
+    cluster: Cluster, tmp_path: Path, straight: tuple[Job, dict[str, list[int]]]
+) -> None:
+    job = Job(cluster, tmp_path, "--nodes=2", "train", str(write_recipe(tmp_path)))
+    job.wait_for_step(5)
+    cluster.power_off("n2")
+    wait_until(lambda: cluster.job(job.number)["Restarts"] == "1", 60, "Slurm's requeue")
+    wait_until(lambda: not ranks_on(cluster, "n1"), 60, "the end of the other node's rank")
+    cluster.start_node("n2")
+    job.finish()
+    first, second = job.starts
+    assert (first["restart"], first["step"], second["restart"]) == ("0", "none", "1")
+    assert int(second["step"]) >= 4
+    assert_same_run(job.run_dir, straight[0].run_dir)
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, "--nodes=2", "train", str(write_recipe(tmp_path)))
+    job.wait_for_step(1)
+    cluster.run("scancel", job.number)
+    job.finish("CANCELLED")
+    assert cluster.job(job.number)["Restarts"] == "0"
+
+
+def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path) -> None:
+    site = write_site(tmp_path, tasks_per_node=2, launcher="torchrun")
+    recipe = write_recipe(tmp_path, actor={**SMALL["actor"], "parallel": {"tensor": 2}})
+    job = Job(cluster, tmp_path, "--nodes=1", "train", str(recipe), site=site)
+    job.wait_for_step(1)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait_for_attempt(2)
+    assert int(job.starts[1]["step"]) >= 1
+    job.finish()
+    assert {path.name for path in (job.run_dir / "logs").glob("attempt_*/rank_1.log")} == {"rank_1.log"}
+
+
+def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(cluster: Cluster, tmp_path: Path) -> None:
+    recipe = str(write_recipe(tmp_path))
+    assert "trainer.stepz" in submit_refused(cluster, tmp_path, "train", recipe, "trainer.stepz=1")
+    assert "one word" in submit_refused(cluster, tmp_path, "--nodes", "2", "train", recipe)
+    assert "submit.sh" in submit_refused(cluster, tmp_path, "tran", recipe)
+
+
+def test_a_layout_that_does_not_fit_the_nodes_ends_the_job_before_any_rank_starts(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    recipe = write_recipe(
+        tmp_path,
+        actor={**SMALL["actor"], "parallel": {"pipeline": 3}},
+        model={**SMALL["model"], "create": {**SMALL["model"]["create"], "layers": 3}},
+        launch={"processes": 3},
+    )
+    job = Job(cluster, tmp_path, "--nodes=2", "train", str(recipe))
+    job.finish("FAILED")
+    output = cluster.output(job.number)
+    assert "2 nodes x 1 processes; nothing was started" in output
+    assert "(2) must be a multiple of actor.parallel.tensor x pipeline" in output
+    assert not job.run_dir.exists()
