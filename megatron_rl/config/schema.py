@@ -25,6 +25,7 @@ class CreateModelConfig:
     ffn_size: int = 256
     vocab_size: int = 64  # rows of the embedding; the tokenizer's characters are padded to it
     characters: str = "0123456789+-*/=#.,() "  # what the character tokenizer knows besides its special tokens
+    words: list[str] = field(default_factory=list)  # strings of several characters that are one token each
     max_positions: int = 512
     tie_embeddings: bool = False
     init_std: float = 0.02

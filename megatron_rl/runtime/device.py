@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import resource
 from typing import Any
 
 import torch
@@ -40,11 +39,3 @@ def megatron() -> contextlib.AbstractContextManager[Any]:
 def synchronize() -> None:
     if has_gpu():
         torch.cuda.synchronize()
-
-
-def peak_memory_gib() -> dict[str, float]:
-    """Peak memory of this process since it started, in GiB: resident host memory, and device memory where there is one."""
-    peak = {"memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    if has_gpu():
-        peak["memory/device_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return peak

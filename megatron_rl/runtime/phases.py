@@ -1,4 +1,4 @@
-"""Where the time goes: wall-clock seconds per named phase."""
+"""Where the time and the memory go: seconds and peaks per named phase. What the watchdog sees of a step."""
 
 from __future__ import annotations
 
@@ -7,32 +7,51 @@ import time
 from collections.abc import Callable, Iterator
 
 from megatron_rl.runtime import device
+from megatron_rl.runtime.memory import PhaseMemory
+from megatron_rl.runtime.progress import PROGRESS
 
 
 class Phases:
-    """Seconds per phase of one step; `on_start` hears the name of each phase as it begins."""
+    """Seconds and peak memory per phase of one step; `on_start` hears the name of each phase as it begins."""
 
     def __init__(self, on_start: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self.memory = PhaseMemory()
+        PROGRESS.memory_peaks = lambda: self.memory.highest
         self._on_start = on_start
         self._begin = time.perf_counter()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        if self._on_start is not None:
-            self._on_start(name)
         begin = time.perf_counter()
-        yield
-        device.synchronize()
+        with self.untimed(name):
+            yield
+            device.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def untimed(self, name: str, shown: str | None = None) -> Iterator[None]:
+        """A phase whose time is not part of the step's: it has a deadline and a peak of memory like any other.
+
+        A phase that ends in an error stays the current one: the post-mortem says where it happened.
+
+        Args:
+            shown: what the terminal says; null: the name.
+        """
+        self.announce(shown or name)
+        PROGRESS.enter(name)
+        with self.memory(name):
+            yield
+        PROGRESS.leave()
 
     def announce(self, name: str) -> None:
         """Says what is going on without timing it."""
         if self._on_start is not None:
             self._on_start(name)
 
-    def start(self) -> None:
+    def start(self, step: int) -> None:
         """Begins a step: what came since the last one is nobody's time."""
+        PROGRESS.step = step
         self.seconds, self._begin = {}, time.perf_counter()
 
     def take(self) -> dict[str, float]:

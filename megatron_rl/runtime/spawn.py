@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.runtime import exit_codes, stop
+from megatron_rl.runtime import exit_codes, postmortem, stop
+from megatron_rl.runtime.progress import heartbeats
 from megatron_rl.runtime.terminal import Tee
 
 _PORTS = range(20000, 32000)  # below the range from which the system hands out ports on its own
@@ -37,6 +38,8 @@ END = "end"  # in that folder: exit code and rank of the first rank that did not
 OWN_MESSAGE = "megatron-rl: "  # how a rank's last words begin, where it knows why it ends
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _TAIL = 40  # lines of a failed rank's log that are shown
+_LOOK = 5.0  # seconds between two looks at the ranks' heartbeats
+_STALL_GRACE = 30.0  # seconds past its deadline that a rank gets to say so itself
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ def rank_environment(gpus: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # keeps the engine's messages out of the live view
+        "TORCH_FR_BUFFER_SIZE": "64",  # torch's flight recorder: the last collectives, for a post-mortem
     }
     if gpus:
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron's overlap of tensor-parallel communication needs it
@@ -169,7 +173,7 @@ class _Group:
     """The processes of one start. Threads wait for them; the main thread decides, and takes the signals."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_dir: Path, graces: Graces) -> None:
-        self._command, self._environment = list(command), environment
+        self._command, self._environment = list(command), {**environment, ATTEMPT: str(log_dir.absolute())}
         self._log_dir, self._graces = log_dir, graces
         self._events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()  # safe to use in a signal handler
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
@@ -179,6 +183,8 @@ class _Group:
         self._killed = False
         self._signal: int | None = None  # the first signal that asked us to stop
         self._failed: tuple[int, int] | None = None  # rank and code of the first that failed
+        self._stalled: str | None = None  # who stands still, where no rank was left to say so
+        self._oom_kills = _oom_kills()
 
     @property
     def was_stopped(self) -> bool:
@@ -253,11 +259,13 @@ class _Group:
 
     # --------------------------------------------------------------------------------------------------------- deciding
     def _step(self) -> None:
-        wait = None if self._deadline == math.inf else max(0.0, self._deadline - time.monotonic())
         try:
-            kind, number, code = self._events.get(timeout=wait)
+            kind, number, code = self._events.get(timeout=max(0.0, min(_LOOK, self._deadline - time.monotonic())))
         except queue.Empty:
-            self._kill()
+            if time.monotonic() >= self._deadline:
+                self._kill()
+            else:
+                self._look_for_stall()
             return
         if kind == "signal":
             self._on_signal(number)
@@ -294,7 +302,15 @@ class _Group:
             self._failed = (rank, code)
         if not self._killed:
             self._ask(signal.SIGTERM)
-            self._limit(self._graces.failure)
+            self._limit(min(self._graces.failure, 3.0) if code == exit_codes.STALLED else self._graces.failure)
+
+    def _look_for_stall(self) -> None:
+        """Ranks that are long past their deadline, and cannot end themselves."""
+        self._stalled = postmortem.past_deadline(self._log_dir, self._running, _STALL_GRACE)
+        if self._stalled is not None:
+            for rank in self._running:
+                _record_end(self._log_dir, rank, exit_codes.STALLED)
+            self._kill()
 
     def _limit(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
@@ -319,7 +335,11 @@ class _Group:
     def _outcome(self) -> Outcome:
         if self._failed is not None:
             rank, code = self._failed
+            if code == -signal.SIGKILL and _oom_kills() > self._oom_kills:
+                return Outcome(exit_codes.OUT_OF_MEMORY, self._describe_oom_kill(rank))
             return Outcome(_shell_code(code), self._describe(rank, code))
+        if self._stalled is not None:
+            return Outcome(exit_codes.STALLED, f"the run stands still: {self._stalled}")
         codes = {process.returncode for process in self._ranks.values()}
         if exit_codes.AGAIN in codes:
             return Outcome(exit_codes.AGAIN)  # rank 0 has said why, and how to continue
@@ -338,12 +358,29 @@ class _Group:
         how = f"with exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
         how += ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
         path = self._log_dir / f"rank_{rank}.log"
-        return "\n    ".join([f"rank {rank} failed{first} {how}; the end of {path}:", *_end_of_log(path)])
+        end = _end_of_log(path)
+        if code == exit_codes.STALLED and end and end[0].startswith(OWN_MESSAGE):  # it speaks for all ranks
+            return "\n".join(end).removeprefix(OWN_MESSAGE)
+        return "\n    ".join([f"rank {rank} failed{first} {how}; the end of {path}:", *end])
+
+    def _describe_oom_kill(self, rank: int) -> str:
+        beat = heartbeats(postmortem.heartbeat_folder(self._log_dir)).get(rank)
+        doing = "before its first heartbeat" if beat is None else postmortem.where(beat)
+        return f"rank {rank} was killed by the system because host memory ran out, {doing} (docs/out-of-memory.md)"
 
 
 def _shell_code(code: int) -> int:
     """A signal as 128 + its number, as in a shell."""
     return code if code >= 0 else 128 - code
+
+
+def _oom_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
+    """How often the kernel has killed a process of this container for its memory; 0 where it does not tell."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", events.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def _record_end(log_dir: Path, rank: int, code: int) -> None:

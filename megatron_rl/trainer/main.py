@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -11,9 +12,16 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime import exit_codes, postmortem, provenance
+from megatron_rl.runtime.progress import PROGRESS, Deadlines
+from megatron_rl.runtime.spawn import ATTEMPT, new_attempt
 from megatron_rl.runtime.stop import StopFlag, StopRequested
+from megatron_rl.runtime.watchdog import Watchdog, stacks
+
+if TYPE_CHECKING:
+    from megatron_rl.config import Config
 
 
 def main(command: str, run_dir: str, resume: str = "auto") -> int:
@@ -31,32 +39,99 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
     from megatron_rl.trainer.context import build_run
     from megatron_rl.trainer.evaluate import evaluate_only
     from megatron_rl.trainer.loop import train
+    from megatron_rl.trainer.memory import memory_parts
     from megatron_rl.trainer.sft import sft
 
     config = load_recipe(Path(run_dir) / "recipe.yaml")
     torch.manual_seed(config.seed)
+    attempt = os.environ.get(ATTEMPT)
+    # From before the ranks look for each other, where the launcher has told them their folder.
+    watchdog = (
+        _watch(config, Path(attempt), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if attempt else None
+    )
     grid = distributed.initialize(config.actor.parallel, config.launch.timeout_minutes)
+    if watchdog is None:  # torchrun
+        attempt = grid.broadcast(str(new_attempt(Path(run_dir))) if grid.is_main else "")
+        watchdog = _watch(config, Path(attempt), grid.rank, grid.world)
+    if grid.is_main:
+        provenance.write(watchdog.attempt)
     run = None
     try:
         run = build_run(config, grid, Path(run_dir), command, stop)
+        PROGRESS.memory_parts = functools.partial(memory_parts, run)
         {"train": train, "sft": sft, "evaluate": evaluate_only}[command](run, resume)
         run.report.summary()
     except StopRequested as request:
         if grid.is_main:
             print(f"megatron-rl: {request}; {_how_to_continue(Path(run_dir))}", file=sys.stderr)
         return _stop_code(request.signum)
-    except (ValueError, OSError, CheckpointError, RewardError, SyncError, FloatingPointError) as error:
-        # Expected failures explain themselves; a traceback would bury the explanation, so it goes to a file.
-        place = Path(run_dir) / "logs" / f"traceback_rank_{grid.rank}.txt"
-        with contextlib.suppress(OSError):  # the disk may be what failed
-            place.write_text(traceback.format_exc())
-        print(f"megatron-rl: {type(error).__name__}: {error}\n(where it happened: {place})", file=sys.stderr)
-        return exit_codes.BAD_INPUT if isinstance(error, ValueError) else exit_codes.FAILED
+    except Exception as error:
+        # Expected failures explain themselves: a traceback would bury the explanation, so it goes to a file only.
+        expected = (ValueError, OSError, CheckpointError, RewardError, SyncError, FloatingPointError)
+        return _fail(error, isinstance(error, expected), config, watchdog)
     finally:
         if run is not None:
             run.close()
+        watchdog.stop()
     distributed.shutdown()
     return exit_codes.OK
+
+
+def _watch(config: Config, attempt: Path, rank: int, world: int) -> Watchdog:
+    recipe, minute = config.watchdog, 60.0
+    deadlines = Deadlines(
+        recipe.default_minutes * minute,
+        {phase: minutes * minute for phase, minutes in recipe.phases.items()},
+        recipe.first_time_minutes * minute,
+    )
+    watchdog = Watchdog(attempt, rank, world, deadlines if recipe.enabled else None, _facts)
+    watchdog.start()
+    return watchdog
+
+
+def _facts(full: bool) -> dict[str, Any]:
+    """What the runtime knows of this rank: for a heartbeat, or in full for a post-mortem."""
+    from megatron_rl.runtime import collectives, memory
+
+    recent = collectives.recent()
+    facts = {"collective": recent[-1] if recent else None, "pending": collectives.pending()}
+    if not full:
+        return facts | {"host_gib": round(memory.in_use()["host, this process"], 2)}
+    return facts | {"collectives": recent, "memory_gib": memory.in_use()}
+
+
+def _fail(error: Exception, expected: bool, config: Config, watchdog: Watchdog) -> int:
+    """Post-mortem and last words of a rank that met an error; the exit code."""
+    from megatron_rl.runtime import collectives, memory
+
+    if collectives.gave_up(error):
+        watchdog.end_stalled(f"a collective gave up after launch.timeout_minutes = {config.launch.timeout_minutes:g}")
+    text = f"{type(error).__name__}: {error}"
+    out_of_memory = memory.is_out_of_memory(error)
+    table = memory.table(PROGRESS.memory_parts(), memory.in_use(), PROGRESS.memory_peaks())
+    about = {"error": text, "versions": provenance.versions(), "memory": table.splitlines(), **_facts(True)}
+    with contextlib.suppress(OSError):  # the disk may be what failed
+        postmortem.write_rank(watchdog.folder, about, traceback.format_exc() + "\n" + stacks())
+    place = watchdog.folder / f"rank_{PROGRESS.rank}.txt"
+    if out_of_memory:
+        help_ = "\n".join(f"  {line}" for line in memory.remedies(PROGRESS.phase, config))
+        where = postmortem.where(PROGRESS.record())
+        print(
+            f"megatron-rl: out of memory {where}, on rank {PROGRESS.rank} (node {PROGRESS.host}): {text}\n"
+            f"memory in GiB:\n{_indented(table)}\nwhat would help here, what costs least first:\n{help_}\n"
+            f"(where it happened: {place}; docs/out-of-memory.md)",
+            file=sys.stderr,
+        )
+        return exit_codes.OUT_OF_MEMORY
+    if not expected:
+        traceback.print_exception(error)
+        return exit_codes.FAILED
+    print(f"megatron-rl: {text}\n(where it happened: {place})", file=sys.stderr)
+    return exit_codes.BAD_INPUT if isinstance(error, ValueError) else exit_codes.FAILED
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def _stop_code(signum: int) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from megatron_rl.algorithms.shaping import signal_groups
 from megatron_rl.data import RewardTable, Rollout, Sample
+from megatron_rl.rewards import Report
 from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.runtime.progress import PROGRESS
 from megatron_rl.trainer.context import Run
 
 
@@ -21,8 +24,12 @@ def next_prompts(run: Run, count: int) -> list[Sample]:
 
 
 def generate(run: Run, samples: Sequence[Sample], count: int, sampling: Sampling, step: int) -> list[Rollout]:
-    """`count` rollouts per sample, decoded; ordered by sample, then index; the same on every rank."""
-    rollouts = run.engine.generate(samples, count, sampling, step)
+    """`count` rollouts per sample, decoded; ordered by sample, then index; the same on every rank.
+
+    The recipe's slow rewards start with each rollout that ends, while others are still being generated.
+    """
+    PROGRESS.samples = [sample.id for sample in samples]
+    rollouts = run.engine.generate(samples, count, sampling, step, _start_scoring(run, samples))
     texts = run.tokenizer.batch_decode(
         [rollout.response_ids for rollout in rollouts], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -31,24 +38,94 @@ def generate(run: Run, samples: Sequence[Sample], count: int, sampling: Sampling
     return rollouts
 
 
+def _start_scoring(run: Run, samples: Sequence[Sample]) -> Callable[[Rollout], None] | None:
+    """What is to be done with a rollout as it ends; None where no reward is slow."""
+    if not run.scorer.has_slow:
+        return None
+    by_id, place = {sample.id: sample for sample in samples}, {sample.id: i for i, sample in enumerate(samples)}
+
+    def start(rollout: Rollout) -> None:
+        rollout.text = run.tokenizer.decode(
+            rollout.response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        if _scoring_rank(run, place[rollout.sample_id], rollout) == run.grid.rank:
+            key, sample = (rollout.sample_id, rollout.index), by_id[rollout.sample_id]
+            run.scorer.start(key, rollout.text, sample, rollout.finish_reason, len(rollout.response_ids))
+
+    return start
+
+
+def _scoring_rank(run: Run, place: int, rollout: Rollout) -> int:
+    """The rank that scores a rollout: one of the engine that draws it. Equal responses to a prompt go to the same one.
+
+    Args:
+        place: of the rollout's sample among those that were generated for.
+    """
+    size = run.config.rollout.tensor_parallel
+    engine = place % (run.grid.world // size)
+    return engine * size + zlib.crc32(f"{rollout.sample_id}/{rollout.text}".encode(errors="replace")) % size
+
+
 def score(run: Run, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> None:
-    """Fills in `rollout.rewards`. The work is divided over all ranks; every rank ends with all numbers."""
-    by_id = {sample.id: sample for sample in samples}
-    own = rollouts[run.grid.rank :: run.grid.world]
-    before = run.scorer.timeouts()
+    """Fills in `rollout.rewards`. The work is divided over all ranks; every rank ends with all numbers.
+
+    Args:
+        samples: those that `generate` was given.
+        rollouts: what it returned.
+    """
+    by_id, place = {sample.id: sample for sample in samples}, {sample.id: i for i, sample in enumerate(samples)}
+    ranks = [_scoring_rank(run, place[rollout.sample_id], rollout) for rollout in rollouts]
+    own = [rollout for rollout, rank in zip(rollouts, ranks, strict=True) if rank == run.grid.rank]
+    PROGRESS.samples = [rollout.sample_id for rollout in own]
     rows = run.scorer.score(
         [rollout.text for rollout in own],
         [by_id[rollout.sample_id] for rollout in own],
         [rollout.finish_reason for rollout in own],
         [len(rollout.response_ids) for rollout in own],
+        [(rollout.sample_id, rollout.index) for rollout in own],
     )
-    timed_out = {column: count - before[column] for column, count in run.scorer.timeouts().items()}
-    for rank, (part, timeouts) in enumerate(run.grid.all_gather((rows, timed_out))):
-        for rollout, rewards in zip(rollouts[rank :: run.grid.world], part, strict=True):
-            rollout.rewards = rewards
-        for column, count in timeouts.items():
-            seen = run.counters.get(f"reward_timeouts/{column}", 0)
-            run.counters[f"reward_timeouts/{column}"] = seen + count
+    gathered = run.grid.all_gather((rows, run.scorer.take_report()))
+    parts = [iter(part) for part, _ in gathered]
+    for rollout, rank in zip(rollouts, ranks, strict=True):
+        rollout.rewards = next(parts[rank])
+    for _, report in gathered:
+        run.scorer.learn(report)
+        run.scored += report
+    run.counters |= scoring_metrics(run.scored)
+
+
+def scoring_metrics(report: Report) -> dict[str, float]:
+    """What slow rewards did, over all ranks: overlap with generation, deadlines, and traffic with servers."""
+    metrics = {f"reward_timeouts/{column}": float(count) for column, count in report.timeouts.items()}
+    if report.slow:
+        metrics["reward_overlap/share"] = report.early / report.slow
+    for column, (counts, _) in report.remote.items():
+        traffic = counts.traffic
+        metrics |= {
+            f"{column}/scored": float(counts.scored),
+            f"{column}/cache_hits": float(counts.cache_hits),
+            f"{column}/unanswered": float(counts.unanswered),
+            f"{column}/nonsense": float(counts.nonsense),
+            f"{column}/expired": float(counts.expired),
+            f"{column}/over_budget": float(counts.over_budget),
+            f"{column}/requests": float(traffic.requests),
+            f"{column}/retries": float(traffic.retries),
+            f"{column}/replies": float(traffic.replies),
+            f"{column}/timeouts": float(traffic.timeouts),
+            f"{column}/rate_limited": float(traffic.rate_limited),
+            f"{column}/errors": float(traffic.errors),
+            f"{column}/aborted": float(traffic.aborted),
+            f"{column}/unreachable": float(traffic.unreachable),
+            f"{column}/prompt_tokens": float(traffic.prompt_tokens),
+            f"{column}/completion_tokens": float(traffic.completion_tokens),
+        }
+        if traffic.latencies:
+            metrics |= {
+                f"{column}/latency_mean": float(np.mean(traffic.latencies)),
+                f"{column}/latency_p95": float(np.quantile(traffic.latencies, 0.95)),
+                f"{column}/latency_max": float(np.max(traffic.latencies)),
+            }
+    return metrics
 
 
 def sample_step(run: Run, step: int) -> tuple[list[Sample], list[Rollout]]:
@@ -58,6 +135,7 @@ def sample_step(run: Run, step: int) -> tuple[list[Sample], list[Rollout]]:
     `trainer.prompts_per_step` groups have one or the rounds are used up; groups in excess are left out.
     """
     config = run.config
+    run.scorer.begin_step()
     wanted, group_size = config.trainer.prompts_per_step, config.rollout.group_size
     sampling = Sampling(config.rollout.temperature, 1.0, config.rollout.max_tokens)
     kept_samples: list[Sample] = []
@@ -97,18 +175,25 @@ def reward_table(
     """The step's rewards, [prompts, group size, columns]; float64. `greedy`: one scored greedy rollout per sample."""
     n, m = len(samples), run.config.rollout.group_size
     names = tuple(rollouts[0].rewards)
-    values = torch.tensor([[rollout.rewards[name] for name in names] for rollout in rollouts], dtype=torch.float64)
+    values = _values(rollouts, names).view(n, m, -1)
+    scored = ~values.isnan()
     lengths = torch.tensor([len(rollout.response_ids) for rollout in rollouts], dtype=torch.float64)
     weights = {column: config.weight for column, config in run.scorer.configs.items()}
-    return RewardTable(
-        values.view(n, m, -1),
+    table = RewardTable(
+        values,
         names,
         weights={name: weights[name.partition(".")[0]] for name in names},
         lengths=lengths.view(n, m),
-        greedy=None
-        if greedy is None
-        else torch.tensor([[r.rewards[name] for name in names] for r in greedy], dtype=torch.float64),
+        scored=None if scored.all() else scored,
     )
+    if greedy is not None:
+        drawn = _values(greedy, names)  # a greedy rollout that was not scored: as if it were its prompt's average one
+        table.greedy = torch.where(drawn.isnan(), table.filled.mean(1), drawn)
+    return table
+
+
+def _values(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
+    return torch.tensor([[rollout.rewards[name] for name in names] for rollout in rollouts], dtype=torch.float64)
 
 
 def greedy_baseline(run: Run, samples: Sequence[Sample], step: int) -> list[Rollout] | None:
@@ -123,8 +208,8 @@ def greedy_baseline(run: Run, samples: Sequence[Sample], step: int) -> list[Roll
 
 
 def reward_metrics(table: RewardTable) -> dict[str, float]:
-    """`reward/mean` and `reward/std` of the weighted sum of all columns, over all rollouts."""
-    total = sum(table.weight(name) * table.column(name) for name in table.names)
+    """`reward/mean` and `reward/std` of the weighted sum of all columns, over all rollouts; see `RewardTable.filled`."""
+    total = sum(table.weight(name) * table.filled[:, :, i] for i, name in enumerate(table.names))
     assert isinstance(total, torch.Tensor)
     return {"reward/mean": float(total.mean()), "reward/std": float(total.std(correction=0))}
 

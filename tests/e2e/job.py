@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +61,16 @@ def write_recipe(folder: Path) -> Path:
 class Job:
     """A running `megatron-rl` command with its ranks."""
 
-    def __init__(self, folder: Path, *arguments: str, command: str = "train") -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, command: str = "train", environment: Mapping[str, str] | None = None
+    ) -> None:
         self.run_dir = folder / "run"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_rl", command, str(write_recipe(folder)), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
         )
         self.stdout = self.stderr = ""
 
@@ -163,5 +165,5 @@ def untimed(row: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in row.items()
-        if key != "time" and not key.startswith(("timing_s/", "perf/", "memory/"))
+        if key != "time" and not key.startswith(("timing_s/", "perf/", "memory/", "checkpoint/"))
     }

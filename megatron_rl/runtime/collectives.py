@@ -1,0 +1,48 @@
+"""The collectives of this process, as torch's flight recorder has them: Megatron-Core's, vLLM's and ours.
+
+`runtime.spawn.rank_environment` turns it on; it cannot be turned on after torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+# gloo's and torch's words for it
+_GAVE_UP = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout|wait timeout after \d+ms")
+
+
+def recent(count: int | None = None) -> list[str]:
+    """The newest collectives, oldest first, for example `all_gather 71 of [0, 1], float32 [2, 8], waiting`."""
+    return [_describe(entry, config) for entry, config in _entries()[-count if count else 0 :]]
+
+
+def pending() -> str | None:
+    """The oldest collective that this rank has entered and not left."""
+    return next((_describe(entry, config) for entry, config in _entries() if not entry["retired"]), None)
+
+
+def _entries() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    from torch._C import _distributed_c10d as c10d
+
+    if not hasattr(c10d, "_dump_fr_trace_json"):  # a torch built without it
+        return []
+    trace = json.loads(c10d._dump_fr_trace_json())
+    return [(entry, trace.get("pg_config", {})) for entry in trace.get("entries", [])]
+
+
+def _describe(entry: dict[str, Any], groups: dict[str, Any]) -> str:
+    name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    ranks = groups.get(entry["process_group"][0], {}).get("ranks", "")
+    sizes = ", ".join(
+        f"{dtype.lower()} {size}" for dtype, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    )
+    parts = [f"{name} {number}" + (f" of {ranks}" if ranks else ""), sizes, "" if entry["retired"] else "waiting"]
+    return ", ".join(part for part in parts if part)
+
+
+def gave_up(error: BaseException) -> bool:
+    """Whether an exception means that a collective, or the search for the other ranks, waited past its deadline."""
+    return bool(_GAVE_UP.search(str(error)))

@@ -1,0 +1,177 @@
+"""Memory: the peak of every phase, what holds it now, and what to do when it runs out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_rl.config.schema import Config
+
+GIB = 2**30
+# What torch, Python, C++ and vLLM say when memory is out. torch has a class of its own only for the device's.
+_SIGNS = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|std::bad_alloc|Cannot allocate memory|"
+    r"No available memory for the cache blocks|less than desired GPU memory utilization|"
+    r"KV cache .* is larger than the available"
+)
+
+
+class PhaseMemory:
+    """Peaks of host and device memory per phase, in GiB. Phases nest: an outer one has its inner ones' peaks too."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, dict[str, float]] = {}  # since `metrics`
+        self.highest: dict[str, dict[str, float]] = {}  # since the start
+        self.overall: dict[str, float] = {}
+        self._open: list[dict[str, float]] = [{}]
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._note()
+        self._open.append({})
+        try:
+            yield
+        finally:
+            self._note()
+            done = self._open.pop()
+            _raise_to(self.peaks.setdefault(phase, {}), done)
+            _raise_to(self.highest.setdefault(phase, {}), done)
+            _raise_to(self._open[-1], done)
+
+    def _note(self) -> None:
+        """What the peak was since the last call belongs to the innermost phase."""
+        peak = peak_since_reset()
+        _raise_to(self._open[-1], peak)
+        _raise_to(self.overall, peak)
+        reset_peak()
+
+    def metrics(self) -> dict[str, float]:
+        """`memory/host_peak_gib`, `memory/device_peak_gib` since the start, and the same per phase since the last call."""
+        self._note()
+        found = {f"memory/{where}_peak_gib": value for where, value in self.overall.items()}
+        for phase, peaks in self.peaks.items():
+            for where, value in peaks.items():
+                found[f"memory/{phase}/{where}_peak_gib"] = value
+        self.peaks = {}
+        return found
+
+
+def _raise_to(peaks: dict[str, float], others: Mapping[str, float]) -> None:
+    for where, value in others.items():
+        peaks[where] = max(peaks.get(where, 0.0), value)
+
+
+def _status(name: str) -> float:
+    """A field of /proc/self/status, in GiB."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) / 2**20 if found else 0.0
+
+
+@functools.cache
+def _can_reset_host_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_since_reset() -> dict[str, float]:
+    import torch
+
+    peak = {"host": _status("VmHWM")}
+    if torch.cuda.is_available():
+        peak["device"] = torch.cuda.max_memory_allocated() / GIB
+    return peak
+
+
+def reset_peak() -> None:
+    """Starts both peaks anew. A kernel that does not allow it for the host leaves that one at its peak since the start."""
+    import torch
+
+    if _can_reset_host_peak():
+        Path("/proc/self/clear_refs").write_text("5")
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def in_use() -> dict[str, float]:
+    """Memory in use now, in GiB: this process's on host and device, and the whole device's."""
+    import torch
+
+    now = {"host, this process": _status("VmRSS")}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        now |= {
+            "device, this process's tensors": torch.cuda.memory_allocated() / GIB,
+            "device, reserved by torch": torch.cuda.memory_reserved() / GIB,
+            "device, all processes": (total - free) / GIB,
+            "device, in all": total / GIB,
+        }
+    return now
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, or what caused it, says that memory ran out."""
+    import torch
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        if isinstance(cause, (RuntimeError, ValueError, OSError)) and _SIGNS.search(str(cause)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def table(parts: Mapping[str, float], now: Mapping[str, float], peaks: Mapping[str, Mapping[str, float]]) -> str:
+    """What holds memory, how much is in use now and the peak of every phase, one per line, in GiB."""
+    rows = [*parts.items(), *((f"in use, {name}", value) for name, value in now.items())]
+    rows += [(f"peak in {phase}, {where}", value) for phase, both in peaks.items() for where, value in both.items()]
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"{name:<{width}} {value:8.2f}" for name, value in rows)
+
+
+def remedies(phase: str, config: Config) -> list[str]:
+    """Settings that take memory out of a phase, those that cost least first, each with its value now."""
+    actor, rollout, parallel = config.actor, config.rollout, config.actor.parallel
+    engine = [
+        f"rollout.max_concurrent (now {rollout.max_concurrent}): fewer sequences at a time",
+        f"rollout.memory_fraction (now {rollout.memory_fraction:g}): on a GPU, less if it ran out beside the engine, more if "
+        "the engine says that its cache is too small",
+        f"rollout.cpu_cache_gib (now {rollout.cpu_cache_gib:g}): on a CPU",
+        f"rollout.tensor_parallel (now {rollout.tensor_parallel}): more devices per engine",
+    ]
+    offload = (
+        f"actor.offload (now {str(actor.offload).lower()}): gradients and optimizer on the host while the engine works"
+    )
+    layout = [
+        f"actor.parallel.tensor, pipeline (now {parallel.tensor}, {parallel.pipeline}): more devices per copy of the model",
+    ]
+    forward = [
+        f"actor.logprob_chunk_tokens (now {actor.logprob_chunk_tokens}): fewer logits at a time; changes no result",
+        f"actor.tokens_per_microbatch (now {actor.tokens_per_microbatch}): fewer tokens at a time; changes no result",
+    ]
+    if phase in ("generate", "evaluate"):
+        return [*engine[:3], offload, engine[3]]
+    if phase in ("sync", "sync_check", "switch"):
+        return [offload, engine[1], f"rollout.sync_check_rollouts (now {rollout.sync_check_rollouts})", *layout]
+    if phase in ("old_log_prob", "ref_log_prob", "estimate"):
+        return [*forward, *layout]
+    if phase == "update":
+        return [
+            *reversed(forward),
+            f"actor.recompute (now {actor.recompute}): selective, then full",
+            f"actor.optimizer.distributed (now {str(actor.optimizer.distributed).lower()}): state over all replicas",
+            *layout,
+        ]
+    if phase in ("checkpoint", "load", "export"):
+        return [
+            "host memory, which holds a copy of this rank's share: fewer processes per node, or a larger node",
+            *layout,
+        ]
+    return [*engine[1:], *layout, "logging and data: tasks.train.*.size, where the data itself does not fit"]

