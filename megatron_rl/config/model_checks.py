@@ -79,14 +79,18 @@ def _check_create(create: CreateModelConfig) -> Iterator[str]:
         yield f"`model.create.head_dim` ({create.head_dim}) must be even: rotary embeddings turn pairs"
     if not 0 < create.init_std < float("inf"):
         yield f"`model.create.init_std` must be greater than 0; it is {create.init_std}"
-    repeated = sorted({character for character in create.characters if create.characters.count(character) > 1})
-    if repeated:
-        yield f"`model.create.characters` repeats {', '.join(map(repr, repeated))}"
-    tokens = len(create.characters) + 2
+    for key, names in (("characters", create.characters), ("words", create.words)):
+        repeated = sorted({name for name in names if list(names).count(name) > 1})
+        if repeated:
+            yield f"`model.create.{key}` repeats {', '.join(map(repr, repeated))}"
+    for word in create.words:
+        if len(word) < 2:
+            yield f"`model.create.words`: {word!r} is no word; characters belong in `model.create.characters`"
+    tokens = len(create.characters) + len(create.words) + 2
     if tokens > create.vocab_size >= 1:
         yield (
-            f"`model.create.vocab_size` ({create.vocab_size}) must hold {len(create.characters)} characters and 2 "
-            f"special tokens: make it at least {tokens}"
+            f"`model.create.vocab_size` ({create.vocab_size}) must hold {len(create.characters)} characters, "
+            f"{len(create.words)} words and 2 special tokens: make it at least {tokens}"
         )
 
 

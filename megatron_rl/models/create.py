@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,8 +21,8 @@ def create_model(folder: str | Path, config: CreateModelConfig, seed: int) -> No
     """Write a Qwen3 model folder: config.json, float32 weights made from the seed, tokenizer, generation config.
 
     Matrices, embedding and output layer are normal with standard deviation `init_std`, whatever the depth; norms are 1.
-    The tokenizer maps every character of `characters` to one token, after `<pad>` (0) and `<eos>` (1); it adds no token
-    by itself. Rows up to `vocab_size` are named `<unused_i>`, so that every id decodes.
+    The tokenizer maps every word of `words` and every other character of `characters` to one token, after `<pad>` (0) and
+    `<eos>` (1); where several words begin, the longest counts. It adds no token by itself. Rows up to `vocab_size` are named `<unused_i>`, so that every id decodes.
 
     Raises:
         ValueError: sizes that no Qwen3 model can have, or characters that do not fit the vocabulary.
@@ -44,14 +46,18 @@ def _check(config: CreateModelConfig) -> None:
         raise ValueError(f"model.create.head_dim = {config.head_dim} must be even (rotary embedding)")
     if config.init_std <= 0:
         raise ValueError(f"model.create.init_std = {config.init_std}, must be positive")
-    repeated = {character for character in config.characters if config.characters.count(character) > 1}
-    if repeated:
-        raise ValueError(f"model.create.characters repeats {', '.join(map(repr, sorted(repeated)))}")
-    tokens = len(config.characters) + 2
+    for key, names in (("characters", config.characters), ("words", config.words)):
+        repeated = {name for name in names if list(names).count(name) > 1}
+        if repeated:
+            raise ValueError(f"model.create.{key} repeats {', '.join(map(repr, sorted(repeated)))}")
+    short = [word for word in config.words if len(word) < 2]
+    if short:
+        raise ValueError(f"model.create.words: {short[0]!r} is no word; characters belong in model.create.characters")
+    tokens = len(config.characters) + len(config.words) + 2
     if tokens > config.vocab_size:
         raise ValueError(
-            f"model.create.vocab_size = {config.vocab_size} is too small for {len(config.characters)} characters "
-            f"and 2 special tokens: make it at least {tokens}"
+            f"model.create.vocab_size = {config.vocab_size} is too small for {len(config.characters)} characters, "
+            f"{len(config.words)} words and 2 special tokens: make it at least {tokens}"
         )
 
 
@@ -79,16 +85,16 @@ def _write_config(folder: Path, config: CreateModelConfig) -> None:
 
 
 def _write_tokenizer(folder: Path, config: CreateModelConfig) -> None:
-    from tokenizers import Tokenizer
+    from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
     from transformers import PreTrainedTokenizerFast
 
-    tokens = [PAD, EOS, *config.characters]
+    tokens = [PAD, EOS, *config.characters, *config.words]
     tokens += [f"<unused_{number}>" for number in range(config.vocab_size - len(tokens))]
     tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}))
-    tokenizer.pre_tokenizer = Split("", "isolated")
+    tokenizer.pre_tokenizer = Split(Regex(_pieces(config.words)) if config.words else "", "isolated")
     tokenizer.decoder = Fuse()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -97,6 +103,12 @@ def _write_tokenizer(folder: Path, config: CreateModelConfig) -> None:
         model_max_length=config.max_positions,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
+
+
+def _pieces(words: Sequence[str]) -> str:
+    """A regular expression that cuts a text into words, the longest first, and single characters."""
+    escaped = (re.sub(r"([^A-Za-z0-9_ ])", r"\\\1", word) for word in sorted(words, key=len, reverse=True))
+    return "|".join([*escaped, r"[\s\S]"])
 
 
 def _random_weights(folder: Path, std: float, seed: int) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ A prompt lists some of the tools and asks for one thing or several. Numbers are 
 thinking pays. Where a request needs a tool that is not listed, no call can fulfil it and a plain answer is right.
 
     listed  timer(minutes:int) lamp(room:kitchen|hall|attic, on:bool)
-    request wake me in 3+4-2 minutes and light the hall on
+    request wake me in 3+4-2 minutes and switch the hall on
     gold    {"name": "timer", "parameters": {"minutes": 5}}
             {"name": "lamp", "parameters": {"room": "hall", "on": true}}
 
@@ -49,10 +49,10 @@ TOOLS = (
         "wake me",
         (Parameter("minutes", "int", " in {} minutes"), Parameter("sound", "str", " with a {}", ("bell", "song"))),
     ),
-    Tool("heat", "warm", (Parameter("degrees", "int", " to {}"), Parameter("room", "str", " the {}", _ROOMS))),
+    Tool("heat", "warm", (Parameter("degrees", "int", " to {}"), Parameter("room", "str", " in the {}", _ROOMS))),
     Tool("mail", "write", (Parameter("pages", "int", " {} pages"), Parameter("to", "str", " to {}", _PEOPLE))),
     Tool("buy", "get", (Parameter("count", "int", " {}"), Parameter("item", "str", " {}", ("milk", "rice", "tea")))),
-    Tool("lamp", "light", (Parameter("room", "str", " the {}", _ROOMS), _ON)),
+    Tool("lamp", "switch", (Parameter("room", "str", " the {}", _ROOMS), _ON)),
     Tool("walk", "go", (Parameter("steps", "int", " {} steps"), Parameter("fast", "bool", " fast {}"))),
     Tool("call", "ring", (Parameter("who", "str", " {}", _PEOPLE), Parameter("hour", "int", " at {}"))),
     Tool("lock", "close", (Parameter("room", "str", " the {}", _ROOMS), Parameter("code", "int", " code {}"))),

@@ -83,7 +83,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["sft.steps=5"], "no task has demonstrations to learn from; set `tasks.train.sums.demonstrations`"),
         (["model.create=null"], "set `model.path` to a Hugging Face folder, or `model.create`"),
         (["model.create.kv_heads=3"], "`model.create.heads` (4) must be a multiple of `model.create.kv_heads` (3)"),
-        (["model.create.vocab_size=8"], "must hold 21 characters and 2 special tokens: make it at least 23"),
+        (["model.create.vocab_size=8"], "must hold 21 characters, 0 words and 2 special tokens: make it at least 23"),
         (["model.create.characters=aab"], "repeats 'a'"),
         (["model.path=nowhere"], "`model.path`: nowhere does not exist"),
         (["run_dir=recipe.yaml/run"], "recipe.yaml is a file; choose another folder"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from megatron_rl.config.schema import CreateModelConfig
 from megatron_rl.models import create_model
@@ -65,3 +66,24 @@ def test_impossible_sizes(tmp_path: Path, changes: dict[str, Any], message: str)
     with pytest.raises(ValueError, match=message):
         create_model(tmp_path / "m", replace(CONFIG, **changes), 0)
     assert not list(tmp_path.iterdir())
+
+
+def test_words_are_one_token_each_and_the_longest_counts(tmp_path: Path) -> None:
+    words = ["<think>", "time", "timer", '": ', '"}}', "}}"]
+    config = CreateModelConfig(characters='abcdeimnrt<>":}{ \n5', words=words, vocab_size=32)
+    create_model(tmp_path / "model", config, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "model"))
+    text = '<think>timer time"min": 5}}\n"a"}}'
+    pieces = ["<think>", "timer", " ", "time", '"', "m", "i", "n", '": ', "5", "}}", "\n", '"', "a", '"}}']
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == pieces
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["a"], "no word"), (["ab", "ab"], "repeats 'ab'"), (["ab"] + [f"w{i}" for i in range(9)], "10 words")],
+)
+def test_words_that_are_none(words: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_model(tmp_path / "model", CreateModelConfig(characters="a", words=words, vocab_size=8), seed=0)
