@@ -106,6 +106,11 @@ def _write(
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtypes.pop()).removeprefix("torch.")
     _write_json(folder / "config.json", config)
+    copy_companions(source, folder)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies tokenizer, generation config, chat templates and licence of a model folder."""
     for pattern in _COMPANIONS:
         for path in source.glob(pattern):
             if path.is_dir():

@@ -45,16 +45,20 @@ class Family:
 
     def weights(self, description: ModelDescription) -> Iterator[Rule]:
         """Every parameter of the model in file order, names filled in; a tied output layer is left out."""
+        return (rule for rule, _, _ in self.numbered(description))
+
+    def numbered(self, description: ModelDescription) -> Iterator[tuple[Rule, int | None, int | None]]:
+        """`weights`, each with its layer and its expert (None where it has none)."""
         layered = [rule for rule in self.rules if rule.per_layer]
         first = self.rules.index(layered[0])
-        yield from self.rules[:first]
+        yield from ((rule, None, None) for rule in self.rules[:first])
         for layer in range(description.dims["layers"]):
             for rule in layered:
                 experts = range(description.dims["experts"]) if rule.per_expert else [None]
-                yield from (rule.at(layer, expert) for expert in experts)
+                yield from ((rule.at(layer, expert), layer, expert) for expert in experts)
         for rule in self.rules[first + len(layered) :]:
             if not (rule is OUTPUT and description.tied):
-                yield rule
+                yield rule, None, None
 
 
 # --------------------------------------------------------------------------------- rules that Llama-like decoders share

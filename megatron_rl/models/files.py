@@ -124,7 +124,7 @@ class SafetensorsFolder:
     def _read_into(self, target: Tensor, name: str, file: BinaryIO, offset: int) -> None:
         if target.numel() == 0:
             return
-        view = memoryview(target.view(-1).view(torch.uint8).numpy())
+        view = target.view(-1).view(torch.uint8).numpy().data
         while view:
             count = os.preadv(file.fileno(), [view[:_LARGEST_READ]], offset)
             if count == 0:

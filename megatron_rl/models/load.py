@@ -46,7 +46,7 @@ def load_hf_weights(
         dims = weight_dims(tuple(weight.parameter.shape), weight.rule, description, axis.size)
         _fill(weight, files, dims, axis.rank, axis.size)
     if description.tied and OUTPUT.hf[0].name in files.names():
-        _check_tied(files, family)
+        check_tied(files, family)
 
 
 def weight_dims(shape: tuple[int, ...], rule: Rule, description: ModelDescription, tp: int) -> Dims:
@@ -139,7 +139,8 @@ def _writable(parameter: nn.Parameter) -> Tensor:
     return parameter
 
 
-def _check_tied(files: WeightSource, family: Family) -> None:
+def check_tied(files: WeightSource, family: Family) -> None:
+    """Refuse an output layer in the file that is not the embedding, which the config says it is."""
     embedding, output = family.rules[0].hf[0].name, OUTPUT.hf[0].name
     rows = files.shape(embedding)[0]
     same = files.shape(output) == files.shape(embedding) and all(

@@ -63,11 +63,11 @@ class Rule:
 
     @cached_property
     def per_layer(self) -> bool:
-        return "{layer}" in self.hf[0].name
+        return "{layer}" in self.megatron[0]
 
     @cached_property
     def per_expert(self) -> bool:
-        return "{expert}" in self.hf[0].name
+        return "{expert}" in self.megatron[0]
 
     @property
     def dim(self) -> int:

@@ -1,0 +1,71 @@
+"""One conversion from its options: do it, say what was done, prove it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.convert import jobs
+from megatron_rl.checkpoint.convert.layout import Layout
+from megatron_rl.checkpoint.convert.source import config_folder, megatron_folder
+from megatron_rl.checkpoint.convert.to_hf import ToHF
+from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
+from megatron_rl.checkpoint.convert.verify import Logits, compare, compare_logits
+
+Say = Callable[[str], None]
+
+
+class Mismatch(RuntimeError):
+    """`--verify` found a difference."""
+
+
+def convert(options: argparse.Namespace, say: Say) -> None:
+    """Runs `megatron-rl convert` with the options of `megatron_rl.commands.convert`.
+
+    Raises:
+        ValueError: the source, the target or the layout is not fit; see the modules of this package.
+        OSError: it could not be written; the same call continues.
+        Mismatch: the result is not the source.
+    """
+    if options.workers < 1:
+        raise ValueError(f"--workers {options.workers}: must be at least 1")
+    task: ToMegatron | ToHF
+    if options.direction == "to-megatron":
+        layout = Layout(options.tensor, options.pipeline, options.expert)
+        task, target = ToMegatron(options.hf, layout, options.dtype, options.shard_size), options.megatron
+    else:
+        source = megatron_folder(options.megatron)
+        config = config_folder(source, options.config)
+        master, padding = options.master_weights, options.any_padding
+        task, target = ToHF(source, config, options.dtype, options.shard_size, padding, master), options.hf
+    target = Path(str(target).rstrip("/"))
+    jobs.run(task, target, options.workers, say)
+    files = manifest.read(target)["files"]
+    say(
+        f"{target}: {len(task.names())} tensors, {sum(f['bytes'] for f in files.values()) / 1e9:.2f} GB in {len(files)} files"
+    )
+    if options.verify:
+        verify(task, target, options.workers, say)
+
+
+def verify(task: ToMegatron | ToHF, target: Path, workers: int, say: Say) -> None:
+    """Raises Mismatch where the result is not what the source says."""
+    try:
+        compared = compare(task, target, workers)
+        total = sum(c.nbytes for c in compared) / 1e9
+        say(f"verified: the checksums of all {len(compared)} tensors ({total:.2f} GB) equal the source's")
+        if isinstance(task, ToMegatron):
+            logits = compare_logits(task.hf, target, target, task.dtype)
+        else:
+            logits = compare_logits(target, task.megatron, task.config, task.dtype, task.master)
+    except ValueError as error:
+        raise Mismatch(str(error)) from error
+    if isinstance(logits, Logits):
+        say(
+            f"verified: logits of transformers and Megatron-Core differ by at most {logits.difference:.2e}, "
+            f"{logits.relative:.1e} of the largest (limit {logits.tolerance:g})"
+        )
+    else:
+        say(logits)

@@ -1,0 +1,72 @@
+"""Block-wise FP8 as DeepSeek and Qwen publish it: e4m3 weights, one fp32 scale per 128 x 128 block.
+
+`weight_scale_inv` is what a stored value is multiplied by: the block's largest magnitude / 448.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models.rules import Kind, Rule
+
+BLOCK = 128
+DTYPE = torch.float8_e4m3fn
+LARGEST = torch.finfo(DTYPE).max
+SCALE = "_scale_inv"  # appended to the weight's name
+
+
+def quantised(rule: Rule) -> bool:
+    """Whether a parameter is stored in FP8: the projections, but no embedding, output layer, router, norm or bias."""
+    return rule.kind in (Kind.QKV, Kind.GATED, Kind.ROW, Kind.COLUMN) and len(rule.hf[0].shape) == 2
+
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    return -(-shape[0] // BLOCK), -(-shape[1] // BLOCK)
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, columns] of any float dtype -> e4m3 of the same shape, and fp32 scales of the blocks.
+
+    Raises:
+        ValueError: a value is not finite.
+    """
+    rows, columns = weight.shape
+    values = torch.empty(weight.shape, dtype=DTYPE)
+    scales = torch.empty(scales_shape((rows, columns)), dtype=torch.float32)
+    for index in range(scales.shape[0]):  # a row of blocks at a time: fp32 copies stay small
+        part = weight[index * BLOCK : (index + 1) * BLOCK].float()
+        padded = torch.zeros(BLOCK, scales.shape[1] * BLOCK)
+        padded[: part.shape[0], :columns] = part
+        blocks = padded.view(BLOCK, -1, BLOCK)
+        scale = blocks.abs().amax(dim=(0, 2)) / LARGEST
+        if not torch.isfinite(scale).all():
+            raise ValueError("it has values that are not finite")
+        scale[scale == 0] = 1.0
+        scaled = (blocks / scale[None, :, None]).clamp(-LARGEST, LARGEST).view(BLOCK, -1)
+        values[index * BLOCK : (index + 1) * BLOCK] = scaled[: part.shape[0], :columns].to(DTYPE)
+        scales[index] = scale
+    return values, scales
+
+
+def dequantise(values: Tensor, scales: Tensor) -> Tensor:
+    """The fp32 weight that the pair stands for."""
+    spread = scales.repeat_interleave(BLOCK, 0)[: values.shape[0]].repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
+    return values.float() * spread
+
+
+def quantization_config(family: Family, description: ModelDescription) -> dict[str, Any]:
+    """The entry of config.json that transformers and vLLM read."""
+    kept = ["lm_head"]
+    if description.dims["experts"]:
+        kept += [f"model.layers.{layer}.mlp.gate" for layer in range(description.dims["layers"])]
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": kept,
+    }

@@ -1,0 +1,274 @@
+"""Work that is done file by file, in several processes, and can be taken up again where it stopped.
+
+Files are written into `.<target>.converting` beside the target. A file that is on the disk gets a marker with what was
+written; when every file has one, the folder is finished and renamed, so that a target either does not exist or is whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.manifest import Piece
+
+_TASK, _MARKERS = "task.json", ".done"
+# Called with the bytes of each tensor as it is done.
+Progress = Callable[[int], None]
+_PR_SET_PDEATHSIG = 1
+
+
+class Task(Protocol):
+    """A conversion; pickled into every worker, which plans for itself (the plan follows from the fields)."""
+
+    def identity(self) -> dict[str, Any]:
+        """What the result depends on, JSON-serialisable: a conversion continues only where it is the same."""
+        ...
+
+    def files(self) -> list[tuple[str, int, int]]:
+        """Every file that has to be written: name, bytes of tensors in it, number of tensors."""
+        ...
+
+    def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
+        """Writes one of them."""
+        ...
+
+    def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
+        """Writes what remains once every file is there; the manifest last."""
+        ...
+
+
+def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> bool:
+    """Does the task; returns False where `target` already is its whole result.
+
+    Raises:
+        ValueError: `target` exists and is something else, or another process is writing it; whatever the task raises.
+        OSError: no room, no permission.
+    """
+    identity = task.identity()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        if _made_by(target) == identity and manifest.missing(target) is None:
+            say(f"{target} is already the result of this conversion")
+            return False
+        raise ValueError(
+            f"{target} exists and is not the result of this conversion; remove it or choose another folder"
+        )
+    partial = target.with_name(f".{target.name}.converting")
+    partial.mkdir(parents=True, exist_ok=True)
+    with _only_writer(partial, target):
+        done = _taken_up(partial, identity, say)
+        files = task.files()
+        remaining = [name for name, _, _ in files if name not in done]
+        needed, free = sum(size for name, size, _ in files if name not in done), shutil.disk_usage(partial).free
+        if needed > free:
+            raise ValueError(f"{target} needs {needed / 1e9:.1f} GB more and its disk has {free / 1e9:.1f} GB free")
+        bar = ProgressBar(files, done)
+        with bar:
+            _run_all(task, remaining, partial, max(1, min(workers, len(remaining))), bar.advance)
+        pieces = [piece for name, _, _ in files for piece in _read_marker(partial, name) or []]
+        shutil.rmtree(partial / _MARKERS)
+        (partial / _TASK).unlink()
+        task.finish(partial, pieces)
+        if target.is_dir():
+            target.rmdir()
+        partial.rename(target)
+        _sync_folder(target.parent)
+    return True
+
+
+def in_parallel(
+    function: Callable[[Any, Progress], Any],
+    items: Sequence[Any],
+    workers: int,
+    progress: Progress,
+    spawn: bool = False,
+) -> list[Any]:
+    """`function(item, progress)` for every item, in up to `workers` processes; the results in order. The first error ends it.
+
+    Args:
+        spawn: in a process of its own also where one would do.
+    """
+    if workers <= 1 and not spawn:
+        return [function(item, progress) for item in items]
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    listener = threading.Thread(target=_listen, args=(queue, progress), daemon=True)
+    listener.start()
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (queue, os.getpid()))
+    try:
+        futures = [pool.submit(_call, function, item) for item in items]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            if future.done() and future.exception() is not None:
+                raise future.exception()  # type: ignore[misc]
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)
+        queue.put(None)
+        listener.join()
+
+
+def made_by(task: Task) -> dict[str, Any]:
+    return {"kind": "conversion", "task": task.identity()}
+
+
+def _made_by(folder: Path) -> Any:
+    try:
+        return manifest.read(folder).get("task")
+    except ValueError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------ one folder
+@contextmanager
+def _only_writer(partial: Path, target: Path) -> Iterator[None]:
+    lock = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process is converting into {target}") from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def _taken_up(partial: Path, identity: dict[str, Any], say: Callable[[str], None]) -> set[str]:
+    """The files that an interrupted run of the same task left whole; what another task left is removed."""
+    task = partial / _TASK
+    before = json.loads(task.read_text()) if task.is_file() else None
+    if before != json.loads(json.dumps(identity)):
+        if before is not None:
+            say("an interrupted conversion of another source or with other options lies here: starting over")
+        for path in partial.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        (partial / _MARKERS).mkdir()
+        temporary = partial / (_TASK + ".tmp")
+        manifest.write_json(temporary, identity)
+        temporary.rename(task)
+        return set()
+    done = set()
+    for marker in sorted((partial / _MARKERS).glob("*.json")):
+        pieces = _read_marker(partial, marker.stem)
+        path = partial / marker.stem
+        if pieces is not None and path.is_file() and path.stat().st_size == json.loads(marker.read_text())["bytes"]:
+            done.add(marker.stem)
+    say(f"continuing an interrupted conversion: {len(done)} files are there")
+    return done
+
+
+def _read_marker(partial: Path, file: str) -> list[Piece] | None:
+    try:
+        content = json.loads((partial / _MARKERS / f"{file}.json").read_text())
+        return [Piece(p[0], tuple(p[1]), *p[2:]) for p in content["pieces"]]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _write_one(task: Task, folder: Path, file: str, progress: Progress) -> None:
+    pieces = task.write(file, folder, progress)
+    path = folder / _MARKERS / f"{file}.json"
+    temporary = path.with_suffix(".tmp")
+    rows = [[p.name, list(p.start), p.file, p.offset, p.length, p.digest] for p in pieces]
+    manifest.write_json(temporary, {"bytes": (folder / file).stat().st_size, "pieces": rows}, indent=None)
+    temporary.rename(path)
+
+
+def _run_all(task: Task, files: Sequence[str], folder: Path, workers: int, progress: Progress) -> None:
+    in_parallel(functools.partial(_write_one, task, folder), files, workers, progress)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --------------------------------------------------------------------------------------------------------------- workers
+_queue: Any = None
+
+
+def _start_worker(queue: Any, parent: int) -> None:
+    """Ends with its parent, also where that is killed; Ctrl-C is the parent's business."""
+    global _queue
+    _queue = queue
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _call(function: Callable[[Any, Progress], Any], item: Any) -> Any:
+    return function(item, _queue.put)
+
+
+def _listen(queue: Any, progress: Progress) -> None:
+    while (count := queue.get()) is not None:
+        progress(count)
+
+
+# -------------------------------------------------------------------------------------------------------------- progress
+class ProgressBar:
+    """Tensors, GB, GB/s and time left: a bar on a terminal, a line every ten seconds elsewhere."""
+
+    def __init__(self, files: Sequence[tuple[str, int, int]], done: set[str], what: str = "converting") -> None:
+        self._total = sum(size for _, size, _ in files)
+        self._before = sum(size for name, size, _ in files if name in done)
+        self._tensors = sum(count for _, _, count in files)
+        self._tensors_done = sum(count for name, _, count in files if name in done)
+        self._what, self._bytes, self._shown = what, self._before, 0.0
+        self._bar: Any = None
+
+    def __enter__(self) -> ProgressBar:
+        self._begin = self._shown = time.monotonic()
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._row = self._bar.add_task(self._what, total=self._total, completed=self._bytes, text=self._text())
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif kind is None:
+            print(f"{self._what}: {self._text()}", file=sys.stderr, flush=True)
+
+    def advance(self, count: int) -> None:
+        self._bytes, self._tensors_done = self._bytes + count, self._tensors_done + 1
+        if self._bar is not None:
+            self._bar.update(self._row, completed=self._bytes, text=self._text())
+        elif time.monotonic() - self._shown > 10:
+            self._shown = time.monotonic()
+            print(f"{self._what}: {self._text()}", file=sys.stderr, flush=True)
+
+    def _text(self) -> str:
+        seconds = max(time.monotonic() - self._begin, 1e-9)
+        speed = (self._bytes - self._before) / seconds
+        left = f", {(self._total - self._bytes) / speed:.0f} s left" if speed > 0 and self._bytes < self._total else ""
+        return (
+            f"{self._tensors_done}/{self._tensors} tensors, {self._bytes / 1e9:.2f}/{self._total / 1e9:.2f} GB, "
+            f"{speed / 1e9:.2f} GB/s{left}"
+        )

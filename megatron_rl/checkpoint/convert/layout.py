@@ -1,0 +1,190 @@
+"""What a model's tensors are called in Megatron-Core's distributed checkpoints, and how a layout cuts them.
+
+In such a checkpoint a parameter is one *global* tensor, whatever layout wrote it: layers are stacked along a first
+dimension (`decoder.layers.mlp.linear_fc2.weight` is [layers, hidden, ffn]), experts along a second one, and a gated
+projection is all gate rows, then all up rows. What a layout decides is only into which chunks the file cuts the global
+tensor, and how many rows pad the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models.rules import Dims, Kind, Piece, Rule, padded_vocab_size, shard_pieces, shard_shape
+
+_STACKED, _EXPERT = "decoder.layers.", "mlp.experts.local_experts.{expert}."
+# The local layer spec and Transformer Engine's name this norm of a mixture-of-experts layer differently: it gets both names.
+_MOE_NORM = ("decoder.layers.mlp.linear_fc1.layer_norm_weight", "decoder.layers.pre_mlp_layernorm.weight")
+# Modules that save an (empty, unless the run was in FP8) extra state beside their weights, in either layer spec.
+_DENSE_STATES = ("mlp.linear_fc1", "mlp.linear_fc2")
+_EXPERT_STATES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
+_ATTENTION_STATES = ("self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.core_attention")
+_NORM_STATES = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes; what a checkpoint is cut for. Any other layout reads it too, only in less convenient pieces."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def check(self, family: Family, description: ModelDescription) -> None:
+        """Refuses a layout that the model cannot be trained at.
+
+        Raises:
+            ValueError: naming the size, the config's field and the option.
+        """
+        for option, value in (("tensor", self.tensor), ("pipeline", self.pipeline), ("expert", self.expert)):
+            if value < 1:
+                raise ValueError(f"--{option} {value}: must be at least 1")
+        layers, experts = description.dims["layers"], description.dims["experts"]
+        if layers % self.pipeline:
+            raise ValueError(f"--pipeline {self.pipeline}: num_hidden_layers = {layers} does not divide over it")
+        if self.expert > 1 and experts == 0:
+            raise ValueError(f"--expert {self.expert}: the model has no experts")
+        if experts % self.expert:
+            raise ValueError(f"--expert {self.expert}: num_experts = {experts} does not divide over it")
+        for rule in family.rules:
+            try:
+                shard_pieces(rule, description.dims, 0, self.tensor)
+            except ValueError as error:
+                raise ValueError(f"--tensor {self.tensor}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a global tensor that is written, and read, in one go.
+
+    Attributes:
+        name, shape: the global tensor's.
+        start, size: where the part lies in it; leading dimensions (layer, expert) have size 1.
+        rule: with names filled in.
+        pieces: the parts of the rule's Hugging Face tensors that it is made of, end to end along `rule.dim`; where they
+            end before the chunk does, zeros follow (padding of the vocabulary).
+        stage: the pipeline rank that holds it.
+        expert_rank: the expert-parallel rank that holds it; -1 where all do.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    rule: Rule
+    pieces: tuple[Piece, ...]
+    stage: int
+    expert_rank: int
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The size without the leading dimensions."""
+        return self.size[-len(self.rule.hf[0].shape) :]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+
+def global_name(rule: Rule) -> str:
+    """The name under which both layer specs look for a parameter (but see `aliases`)."""
+    # A norm's last name is Transformer Engine's, under which the local spec saves it too; an expert's first one has
+    # a module per expert.
+    name = rule.megatron[0] if rule.per_expert else rule.megatron[-1]
+    return name.replace("layers.{layer}.", "layers.").replace(_EXPERT, "mlp.experts.experts.")
+
+
+def aliases(name: str, description: ModelDescription) -> tuple[str, ...]:
+    """Further names of a global tensor, which point to the same bytes."""
+    return (
+        tuple(other for other in _MOE_NORM if other != name)
+        if description.dims["experts"] and name in _MOE_NORM
+        else ()
+    )
+
+
+def known_names(rule: Rule) -> Iterator[str]:
+    """Every global name that a rule's parameter is found under, with `{layer}` and `{expert}` where these are not stacked.
+
+    Besides the usual form there are checkpoints with a tensor per layer, and with one per expert (whose gate and up
+    projection are then tensors of their own, `..._w` and `..._v`).
+    """
+    for name in dict.fromkeys((global_name(rule), *(n for n in rule.megatron if not rule.per_expert))):
+        stacked = name.replace("layers.{layer}.", "layers.")
+        yield stacked
+        if rule.per_layer:
+            per_layer = stacked.replace(_STACKED, "decoder.layers.{layer}.")
+            yield per_layer
+            if rule.per_expert:
+                per_layer = per_layer.replace("mlp.experts.experts.", "mlp.experts.experts.{expert}.")
+                yield per_layer
+            if rule.kind is Kind.GATED:
+                yield per_layer + "_w"
+
+
+def leading(rule: Rule, description: ModelDescription) -> tuple[int, ...]:
+    """The dimensions that a global tensor has before the parameter's own."""
+    layers = (description.dims["layers"],) if rule.per_layer else ()
+    return (*layers, description.dims["experts"]) if rule.per_expert else layers
+
+
+def padded(description: ModelDescription, tensor: int) -> Dims:
+    return {**description.dims, "padded_vocab": padded_vocab_size(description.dims["vocab"], tensor)}
+
+
+def chunks(family: Family, description: ModelDescription, layout: Layout) -> Iterator[Chunk]:
+    """Every chunk of the model's checkpoint for a layout, in file order: what each rank will ask for is one chunk."""
+    dims, tp = padded(description, layout.tensor), layout.tensor
+    per_stage = description.dims["layers"] // layout.pipeline
+    per_rank = max(1, description.dims["experts"] // layout.expert)
+    for rule, layer, expert in family.numbered(description):
+        before = leading(rule, description)
+        at = tuple(number for number in (layer, expert) if number is not None)
+        outside = 0 if rule.hf == family.rules[0].hf else layout.pipeline - 1
+        stage = outside if layer is None else layer // per_stage
+        rank = -1 if expert is None else expert // per_rank
+        shape, name = shard_shape(rule, dims, 1), global_name(rule)
+        for tp_rank in range(1 if rule.kind is Kind.REPLICATED else tp):
+            pieces = shard_pieces(rule, dims, tp_rank, tp)
+            if rule.kind is Kind.GATED:  # gate rows and up rows of a rank lie apart in the global tensor
+                parts: list[tuple[int, int, tuple[Piece, ...]]] = [
+                    (p.tensor * (shape[0] // 2) + p.start, p.length, (p,)) for p in pieces
+                ]
+            else:
+                length = shard_shape(rule, dims, tp)[rule.dim]
+                parts = [(tp_rank * length if rule.kind is not Kind.REPLICATED else 0, length, tuple(pieces))]
+            for first, length, own in parts:
+                start, size = [0] * len(shape), list(shape)
+                start[rule.dim], size[rule.dim] = first, length
+                yield Chunk(
+                    name,
+                    (*before, *shape),
+                    (*at, *start),
+                    (*(1 for _ in before), *size),
+                    rule,
+                    own,
+                    stage,
+                    rank,
+                )
+
+
+def state_names(description: ModelDescription) -> Iterator[str]:
+    """Names of the extra states that a Megatron model asks for when it loads; all of them are empty here."""
+    layers, experts = description.dims["layers"], description.dims["experts"]
+    modules = _ATTENTION_STATES + (_NORM_STATES if description.spec.get("qk_layernorm") else ())
+    for module in modules if experts else modules + _DENSE_STATES:
+        for layer in range(layers):
+            yield f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"
+    for module in _EXPERT_STATES if experts else ():
+        for layer in range(layers):
+            for expert in range(experts):
+                yield f"decoder.layers.{module}._extra_state/shard_{layer}.{expert}_{layers}.{experts}"
+    if experts:
+        for layer in range(layers):
+            yield f"decoder.layers.pre_mlp_layernorm._extra_state/shard_{layer}_{layers}"
+    yield "decoder.final_layernorm._extra_state/shard_0_1"
+    if not description.tied:
+        yield "output_layer._extra_state/shard_0_1"

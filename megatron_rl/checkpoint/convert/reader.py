@@ -1,0 +1,432 @@
+"""Megatron-Core's distributed checkpoints read as what they are, global tensors in chunks, and as a Hugging Face model.
+
+No process group, no model: one chunk at a time comes off the disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.convert.layout import aliases, known_names, leading
+from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models.files import DTYPE_NAMES
+from megatron_rl.models.rules import DIM_FIELDS, Kind, Rule, shard_pieces, shard_shape
+
+_BLOCK = 2**22
+# What training writes beside the model.
+MASTER = "optimizer.state.param."
+_OTHERS = ("optimizer.", "chained_", "opt_param_scheduler", "rng_state", "rerun_state_machine")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One chunk on the disk; `digest` where the checkpoint lists checksums."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class GlobalTensor:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[Stored]
+
+
+class TorchDist:
+    """The tensors of a distributed checkpoint (`torch_dist`) by global name; a chunk's checksum is compared when it is read.
+
+    Raises:
+        ValueError: the folder is no such checkpoint, or a file is missing, cut short or damaged: file and tensor are named.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / ".metadata").is_file():
+            raise ValueError(f"{self.folder} holds no Megatron checkpoint of format torch_dist: it has no .metadata")
+        try:
+            metadata = FileSystemReader(self.folder).read_metadata()
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
+            raise ValueError(f"{self.folder / '.metadata'} cannot be read: {error!r}") from error
+        self.listed = (self.folder / manifest.TENSORS).is_file()
+        digests: dict[tuple[str, int], str] = {}
+        if self.listed:
+            problem = manifest.missing(self.folder)
+            if problem is not None:
+                raise ValueError(f"{self.folder}: {problem}")
+            digests = {(p.file, p.offset): p.digest for p in manifest.read_tensors(self.folder)[1]}
+        self.tensors: dict[str, GlobalTensor] = {}
+        self.objects: set[str] = set()
+        sizes: dict[str, int] = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                self.tensors[name] = GlobalTensor(tuple(entry.size), entry.properties.dtype, [])
+            else:
+                self.objects.add(name)
+        chunk_sizes = {
+            (name, tuple(chunk.offsets)): tuple(chunk.sizes)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            for chunk in entry.chunks
+        }
+        for index, info in metadata.storage_data.items():
+            if index.fqn not in self.tensors:
+                continue
+            if info.relative_path not in sizes:
+                sizes[info.relative_path] = self._file_size(info.relative_path, index.fqn)
+            if info.offset + info.length > sizes[info.relative_path]:
+                raise ValueError(
+                    f"{self.folder / info.relative_path} is cut short: it has {sizes[info.relative_path]} bytes, and "
+                    f"tensor {index.fqn} ends at byte {info.offset + info.length}"
+                )
+            start = tuple(index.offset)
+            digest = digests.get((info.relative_path, info.offset))
+            size = chunk_sizes[index.fqn, start]
+            self.tensors[index.fqn].chunks.append(
+                Stored(start, size, info.relative_path, info.offset, info.length, digest)
+            )
+        for name, tensor in self.tensors.items():
+            held = sum(_numel(chunk.size) for chunk in tensor.chunks)
+            if held != _numel(tensor.shape):
+                raise ValueError(
+                    f"{self.folder}: tensor {name} has {_numel(tensor.shape)} values, its chunks hold {held}"
+                )
+        self._by_lead: dict[str, dict[tuple[int, ...], list[Stored]]] = {}
+        self._last: tuple[Stored, Tensor] | None = None
+
+    def _file_size(self, name: str, tensor: str) -> int:
+        path = self.folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: it holds tensor {tensor}, among others")
+        return path.stat().st_size
+
+    def read(
+        self, name: str, lead: tuple[int, ...] = (), start: Sequence[int] = (), stop: Sequence[int] = ()
+    ) -> Tensor:
+        """Values of a tensor: at the leading indices `lead`, in the box from `start` to `stop` (default: everything)."""
+        tensor = self.tensors[name]
+        rest = tensor.shape[len(lead) :]
+        start, stop = tuple(start) or (0,) * len(rest), tuple(stop) or rest
+        out: Tensor | None = None
+        for chunk in self._overlapping(name, lead):
+            offsets, sizes = chunk.start[len(lead) :], chunk.size[len(lead) :]
+            low = [max(a, b) for a, b in zip(start, offsets, strict=True)]
+            high = [min(a, b + s) for a, b, s in zip(stop, offsets, sizes, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            values = self.load(name, chunk)
+            for number, first in zip(lead, chunk.start, strict=False):
+                values = values[number - first]
+            part = values[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
+            if tuple(low) == start and tuple(high) == stop:
+                return part
+            if out is None:
+                out = torch.empty([b - a for a, b in zip(start, stop, strict=True)], dtype=tensor.dtype)
+            out[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))].copy_(part)
+        return (
+            torch.empty([b - a for a, b in zip(start, stop, strict=True)], dtype=tensor.dtype) if out is None else out
+        )
+
+    def load(self, name: str, chunk: Stored) -> Tensor:
+        """One chunk, whole; the last one is kept, since several tensors may be parts of it."""
+        if self._last is not None and self._last[0] == chunk:
+            return self._last[1]
+        self._last = None
+        path = self.folder / chunk.file
+        with path.open("rb") as file:
+            if chunk.digest is not None:
+                _compare(file, chunk, path, name)
+            try:
+                values = torch.load(
+                    cast(BinaryIO, _Slice(file, chunk.offset, chunk.length)), map_location="cpu", weights_only=True
+                )
+            except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+                raise ValueError(f"{path} is damaged in tensor {name}: {error}") from error
+        wanted = self.tensors[name].dtype
+        if tuple(values.shape) != chunk.size or values.dtype != wanted:
+            raise ValueError(
+                f"{path} is damaged in tensor {name}: it holds {tuple(values.shape)} {values.dtype} where .metadata says "
+                f"{chunk.size} {wanted}"
+            )
+        self._last = (chunk, values)
+        return values
+
+    def _overlapping(self, name: str, lead: tuple[int, ...]) -> list[Stored]:
+        if name not in self._by_lead:
+            found: dict[tuple[int, ...], list[Stored]] = {}
+            for chunk in self.tensors[name].chunks:
+                spans = [range(o, o + s) for o, s in zip(chunk.start, chunk.size, strict=True)][: len(lead)]
+                for place in itertools.product(*spans):
+                    found.setdefault(place, []).append(chunk)
+            self._by_lead[name] = found
+        return self._by_lead[name].get(lead, [])
+
+
+class MegatronModel:
+    """A distributed checkpoint seen as a Hugging Face model: the `WeightSource` of conversion, start-up and verification.
+
+    Takes the names of either layer spec, with or without a wrapper's prefix, layers stacked or one by one.
+
+    Args:
+        master: read the optimizer's fp32 master weights instead of the model's own.
+        any_padding: rows beyond the vocabulary may hold anything. Otherwise they must be zero, so that a config with too
+            small a `vocab_size` cannot cut off tokens.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected, or not of the shape that config.json gives it; the fields are named.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        family: Family,
+        description: ModelDescription,
+        any_padding: bool = False,
+        master: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self._checkpoint, self._description = TorchDist(folder), description
+        self._prefix = MASTER if master else self._find_prefix(family)
+        if master and not any(name.startswith(MASTER) for name in self._checkpoint.tensors):
+            raise ValueError(f"{self.folder} holds no fp32 master weights ({MASTER}...): leave out --master-weights")
+        self._place: dict[str, tuple[Rule, int, _Place]] = {}
+        used: set[str] = set()
+        problems = []
+        for rule, layer, expert in family.numbered(description):
+            place = self._locate(rule, layer, expert)
+            if place is None:
+                problems.append(f"lacks {next(iter(known_names(rule)))} for {rule.hf[0].name}")
+                continue
+            used.update(place.names)
+            used.update(
+                self._prefix + other for name in place.names for other in aliases(self._bare(name), description)
+            )
+            for index, tensor in enumerate(rule.hf):
+                self._place[tensor.name] = (rule, index, place)
+        unexpected = sorted(
+            name
+            for name in self._checkpoint.tensors.keys() - used
+            if not self._is_other(name) and (not master or name.startswith(MASTER))
+        )
+        problems += [f"holds unexpected {name}" for name in unexpected]
+        if problems:
+            more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
+            raise ValueError(
+                f"{self.folder} does not fit config.json ({family.name}, num_hidden_layers = {description.dims['layers']}, "
+                f"num_experts = {description.dims['experts']}, tie_word_embeddings = {description.tied}): it "
+                + "; it ".join(problems[:4])
+                + more
+            )
+        if not any_padding:
+            self._check_padding()
+
+    def names(self) -> set[str]:
+        return set(self._place)
+
+    def file_of(self, name: str) -> Path:
+        place = self._place[name][2]
+        chunks = self._checkpoint._overlapping(place.names[0], place.lead)
+        return self.folder / chunks[0].file if chunks else self.folder
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        rule, index, _ = self._place[name]
+        return rule.hf[index].sizes(self._description.dims)
+
+    def dtype(self, name: str) -> str:
+        return DTYPE_NAMES[self._checkpoint.tensors[self._place[name][2].names[0]].dtype]
+
+    def megatron_name(self, name: str) -> str:
+        return self._place[name][2].names[0]
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Entries [start, stop) along `dim` of a Hugging Face tensor."""
+        rule, index, place = self._place[name]
+        shape = list(self.shape(name))
+        low, high = [0] * len(shape), shape.copy()
+        low[dim], high[dim] = start, min(stop, shape[dim])
+        out: Tensor | None = None
+        at = 0
+        for piece in shard_pieces(rule, self._description.dims, 0, 1):
+            first, at = at, at + piece.length
+            a, b = max(piece.start, low[rule.dim]), min(piece.stop, high[rule.dim])
+            if piece.tensor != index or a >= b:
+                continue
+            begin, end = low.copy(), high.copy()
+            begin[rule.dim], end[rule.dim] = first + a - piece.start, first + b - piece.start
+            part = self._box(rule, place, begin, end)
+            if part.shape == tuple(y - x for x, y in zip(low, high, strict=True)):
+                return part
+            if out is None:
+                out = torch.empty([y - x for x, y in zip(low, high, strict=True)], dtype=part.dtype)
+            out.narrow(rule.dim, a - low[rule.dim], b - a).copy_(part)
+        assert out is not None, f"{name}: empty slice"
+        return out
+
+    def _box(self, rule: Rule, place: _Place, begin: list[int], end: list[int]) -> Tensor:
+        if len(place.names) == 1:
+            return self._checkpoint.read(place.names[0], place.lead, begin, end)
+        half = shard_shape(rule, self._description.dims, 1)[0] // 2  # gate and up are tensors of their own
+        which = begin[0] // half
+        begin[0], end[0] = begin[0] - which * half, end[0] - which * half
+        return self._checkpoint.read(place.names[which], place.lead, begin, end)
+
+    # ------------------------------------------------------------------------------------------------ finding tensors
+    def _find_prefix(self, family: Family) -> str:
+        anchor = family.rules[0].megatron[0]
+        found = sorted(
+            name.removesuffix(anchor)
+            for name in self._checkpoint.tensors
+            if name.endswith(anchor) and not name.startswith(_OTHERS)
+        )
+        if not found:
+            raise ValueError(
+                f"{self.folder} holds no {anchor}: it is not the checkpoint of a GPT model of Megatron-Core"
+            )
+        return min(found, key=len)
+
+    def _bare(self, name: str) -> str:
+        return name.removeprefix(self._prefix)
+
+    def _is_other(self, name: str) -> bool:
+        if self._prefix == MASTER:
+            return False
+        return self._bare(name).startswith(_OTHERS) or name.startswith(_OTHERS) or name.endswith("._extra_state")
+
+    def _locate(self, rule: Rule, layer: int | None, expert: int | None) -> _Place | None:
+        for pattern in known_names(rule):
+            name = self._prefix + pattern.format(layer=layer, expert=expert)
+            if name not in self._checkpoint.tensors:
+                continue
+            lead = tuple(
+                number
+                for number, symbol in ((layer, "{layer}"), (expert, "{expert}"))
+                if number is not None and symbol not in pattern
+            )
+            names = (name, name.removesuffix("_w") + "_v") if name.endswith("_w") else (name,)
+            for part in names:
+                if part not in self._checkpoint.tensors:
+                    raise ValueError(f"{self.folder} lacks {part}, the other half of {name}")
+                self._check_shape(part, rule, lead, len(names))
+            return _Place(names, lead)
+        return None
+
+    def _check_shape(self, name: str, rule: Rule, lead: tuple[int, ...], parts: int) -> None:
+        dims, found = self._description.dims, self._checkpoint.tensors[name].shape
+        expected = list(shard_shape(rule, {**dims, "padded_vocab": dims["vocab"]}, 1))
+        expected[0] //= parts
+        before = leading(rule, self._description)[len(leading(rule, self._description)) - len(lead) :]
+        symbols = [f"num_hidden_layers = {dims['layers']}", f"num_experts = {dims['experts']}"][: len(before)]
+        if rule.per_expert and len(lead) == 1:
+            before, symbols = (dims["experts"],), [f"num_experts = {dims['experts']}"]
+        wanted = (*before, *expected)
+        fits = len(found) == len(wanted) and all(
+            a == b or (rule.kind is Kind.VOCAB and axis == len(before) and a > b)
+            for axis, (a, b) in enumerate(zip(found, wanted, strict=True))
+        )
+        if fits:
+            return
+        fields = []
+        for axis, (a, b) in enumerate(itertools.zip_longest(found, wanted)):
+            if a == b:
+                continue
+            if axis < len(before):
+                fields.append(symbols[axis])
+            elif axis < len(wanted):
+                fields += [
+                    f"{DIM_FIELDS[s]} = {dims[s]}" for s in dict.fromkeys(t.shape[axis - len(before)] for t in rule.hf)
+                ]
+        raise ValueError(
+            f"{self.folder}: tensor {name} has shape {found}, but config.json makes it {wanted} ({', '.join(fields)})"
+        )
+
+    def _check_padding(self) -> None:
+        vocab = self._description.dims["vocab"]
+        for rule, _, place in list(self._place.values()):
+            if rule.kind is Kind.VOCAB:
+                rows, columns = self._checkpoint.tensors[place.names[0]].shape
+                for row in range(vocab, rows, 4096):
+                    end = min(rows, row + 4096)
+                    if self._checkpoint.read(place.names[0], (), (row, 0), (end, columns)).count_nonzero():
+                        raise ValueError(
+                            f"{self.folder}: tensor {place.names[0]} has {rows} rows, of which those from "
+                            f"vocab_size = {vocab} of config.json on are not zero, as padding is here. If config.json is "
+                            "the right one, and they are another framework's padding, say --any-padding"
+                        )
+                self._checkpoint._last = None
+
+
+@dataclass(frozen=True)
+class _Place:
+    names: tuple[str, ...]  # one global tensor; gate and up where these are apart
+    lead: tuple[int, ...]
+
+
+class _Slice(RawIOBase):
+    """A stretch of an open file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, position: int, whence: int = SEEK_SET) -> int:
+        self._at = {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: self._length}[whence] + position
+        return self._at
+
+    def readinto(self, buffer: object) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]  # type: ignore[arg-type]
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(view) or 0  # type: ignore[attr-defined]
+        self._at += count
+        return count
+
+
+def blocks(file: BinaryIO, offset: int, length: int) -> Iterator[bytes]:
+    file.seek(offset)
+    while length:
+        block = file.read(min(length, _BLOCK))
+        if not block:
+            return
+        length -= len(block)
+        yield block
+
+
+def _compare(file: BinaryIO, chunk: Stored, path: Path, name: str) -> None:
+    found = blake3()
+    for block in blocks(file, chunk.offset, chunk.length):
+        found.update(block)
+    if found.hexdigest(length=len(chunk.digest or "") // 2) != chunk.digest:
+        raise ValueError(
+            f"{path} is damaged in tensor {name}: the checksum of bytes {chunk.offset} and on does not fit"
+        )
+
+
+def _numel(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

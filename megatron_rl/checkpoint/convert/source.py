@@ -1,0 +1,124 @@
+"""What a folder is: a Hugging Face model, one of our checkpoints, or a plain one of Megatron-Core."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.convert.reader import MegatronModel, blocks
+from megatron_rl.models import family_for, read_hf_config
+from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models.files import SafetensorsFolder, WeightSource
+
+_TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its `iter_<n>` folders
+
+
+@dataclass(frozen=True)
+class Model:
+    """config.json and what follows from it."""
+
+    folder: Path  # also holds tokenizer, generation config and chat template
+    hf_config: dict[str, Any]
+    family: Family
+    description: ModelDescription
+
+    @classmethod
+    def read(cls, folder: Path) -> Model:
+        hf_config = read_hf_config(folder)
+        family = family_for(hf_config)
+        return cls(folder, hf_config, family, family.describe(hf_config))
+
+
+def is_megatron(folder: str | Path) -> bool:
+    return (Path(folder) / ".metadata").is_file()
+
+
+def open_weights(folder: str | Path) -> WeightSource:
+    """The weights of a model folder: Hugging Face's safetensors, or a converted Megatron checkpoint (with config.json)."""
+    if not is_megatron(folder):
+        return SafetensorsFolder(folder)
+    model = Model.read(Path(folder))
+    return MegatronModel(folder, model.family, model.description)
+
+
+def megatron_folder(folder: Path) -> Path:
+    """The folder with the tensors: itself, or the newest iteration of a folder as Megatron-LM leaves it.
+
+    Raises:
+        ValueError: there is none; where it is a folder of checkpoints, they are listed.
+    """
+    if is_megatron(folder):
+        return folder
+    if (folder / _TRACKER).is_file():
+        text = (folder / _TRACKER).read_text().strip()
+        inner = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
+        if is_megatron(inner):
+            return inner
+        raise ValueError(f"{folder / _TRACKER} names {inner.name}, which holds no checkpoint of format torch_dist")
+    inside = sorted(path.parent.name for path in folder.glob("*/.metadata")) if folder.is_dir() else []
+    if inside:
+        raise ValueError(f"{folder} holds the checkpoints {', '.join(inside)}: name one of them")
+    what = "holds no Megatron checkpoint of format torch_dist" if folder.is_dir() else "does not exist"
+    raise ValueError(f"{folder} {what}")
+
+
+def config_folder(checkpoint: Path, given: Path | None) -> Path:
+    """The Hugging Face folder whose config.json and tokenizer belong to a Megatron checkpoint.
+
+    `given`, or the checkpoint itself (a conversion), or the model that the run started from (a training checkpoint).
+
+    Raises:
+        ValueError: it cannot be told.
+    """
+    if given is not None:
+        return given
+    if (checkpoint / "config.json").is_file():
+        return checkpoint
+    run_dir = checkpoint.resolve().parent.parent
+    recipe = run_dir / "recipe.yaml"
+    if recipe.is_file():
+        import yaml
+
+        path = (yaml.safe_load(recipe.read_text("utf-8")).get("model") or {}).get("path")
+        folder = run_dir / "model" if path is None else Path(path)
+        if (folder / "config.json").is_file():
+            return folder
+        raise ValueError(
+            f"{recipe} says that the model came from {folder}, which has no config.json; name it with --config"
+        )
+    raise ValueError(
+        f"{checkpoint} does not say which model it is of: name a Hugging Face folder with its config.json and tokenizer "
+        "with --config"
+    )
+
+
+class HFFolder(SafetensorsFolder):
+    """A Hugging Face folder; where it has checksums (what this package exports has), `check` compares them."""
+
+    def check(self, name: str) -> None:
+        """Raises ValueError where a tensor's bytes are not those that were written."""
+        piece = self._pieces.get(name)
+        if piece is None:
+            return
+        path, found = self.file_of(name), manifest.blake3()
+        with path.open("rb") as file:
+            for block in blocks(file, piece.offset, piece.length):
+                found.update(block)
+        if found.hexdigest(length=len(piece.digest) // 2) != piece.digest:
+            raise ValueError(f"{path} is damaged in tensor {name}: its checksum does not fit")
+
+    @functools.cached_property
+    def _pieces(self) -> dict[str, manifest.Piece]:
+        if not (self.folder / manifest.TENSORS).is_file():
+            return {}
+        return {piece.name: piece for piece in manifest.read_tensors(self.folder)[1]}
+
+
+def fingerprint(folder: Path, patterns: Sequence[str]) -> list[list[Any]]:
+    """Name, size and time of change of a folder's files: whether it still is the same source."""
+    found = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in found]

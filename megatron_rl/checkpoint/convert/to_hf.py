@@ -1,0 +1,214 @@
+"""Megatron-Core distributed checkpoint -> Hugging Face folder, one tensor at a time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megatron_rl
+from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.convert import fp8
+from megatron_rl.checkpoint.convert.jobs import Progress, made_by
+from megatron_rl.checkpoint.convert.reader import MegatronModel
+from megatron_rl.checkpoint.convert.source import Model, fingerprint
+from megatron_rl.checkpoint.convert.to_megatron import CASTS
+from megatron_rl.checkpoint.manifest import Piece
+from megatron_rl.models.export import copy_companions
+from megatron_rl.models.files import DTYPE_NAMES, DTYPES, INDEX, SafetensorsFolder, WeightSource
+from megatron_rl.models.rules import Rule
+
+
+@dataclass(frozen=True)
+class ToHF:
+    """Attributes:
+    megatron: the source: the folder with `.metadata`.
+    config: the Hugging Face folder with its config.json, tokenizer and the rest.
+    dtype: `keep`, `bf16`, `fp32`, or `fp8` (block-wise, with scales).
+    file_bytes: how large a file may grow, unless one tensor is larger.
+    any_padding, master: see `MegatronModel`.
+    """
+
+    megatron: Path
+    config: Path
+    dtype: str = "keep"
+    file_bytes: int = 5 * 10**9
+    any_padding: bool = False
+    master: bool = False
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "to": "hf",
+            "dtype": self.dtype,
+            "master": self.master,
+            "file_bytes": self.file_bytes,
+            "version": megatron_rl.__version__,
+            "source": fingerprint(self.megatron, ("*.distcp", ".metadata"))
+            + fingerprint(self.config, ("config.json",)),
+        }
+
+    def files(self) -> list[tuple[str, int, int]]:
+        return [(name, sum(t.nbytes for t in held), len(held)) for name, held in _plan(self).files.items()]
+
+    def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
+        held = _plan(self).files[file]
+        header, offsets = _header(held)
+        pieces: dict[str, Piece] = {}
+        with (folder / file).open("wb", buffering=0) as out:
+            _write_at(out.fileno(), header, 0)
+            for name in dict.fromkeys(tensor.source for tensor in held):
+                for key, values in self._produced(name):
+                    data = values.contiguous().view(-1).view(torch.uint8).numpy().data
+                    _write_at(out.fileno(), data, offsets[key])
+                    pieces[key] = Piece(
+                        key, (0,) * values.dim(), file, offsets[key], values.nbytes, manifest.digest(data)
+                    )
+                    progress(values.nbytes)
+            os.fsync(out.fileno())
+        return [pieces[tensor.name] for tensor in held]
+
+    def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
+        plan = _plan(self)
+        tensors = [tensor for held in plan.files.values() for tensor in held]
+        if len(plan.files) > 1:
+            total = sum(tensor.nbytes for tensor in tensors)
+            weight_map = {tensor.name: file for file, held in plan.files.items() for tensor in held}
+            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        config = dict(plan.model.hf_config)
+        dtypes = {tensor.dtype for tensor in tensors} - {fp8.DTYPE}
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        if self.dtype == "fp8":
+            config["quantization_config"] = fp8.quantization_config(plan.model.family, plan.model.description)
+            config[key] = "bfloat16"
+        elif len(dtypes) == 1:
+            config[key] = str(dtypes.pop()).removeprefix("torch.")
+        _write_json(folder / "config.json", config)
+        copy_companions(self.config, folder)
+        listed = {t.name: manifest.Tensor(t.shape, str(t.dtype).removeprefix("torch.")) for t in tensors}
+        about = made_by(self) | {"version": megatron_rl.__version__, "family": plan.model.family.name}
+        manifest.write(folder, about, listed, pieces)
+
+    # ------------------------------------------------------------------------------------------------- verification
+    def names(self) -> list[str]:
+        return [tensor.name for held in _plan(self).files.values() for tensor in held]
+
+    def expected(self, name: str, start: int, stop: int) -> Tensor:
+        """What rows [start, stop) of a tensor of the result must be."""
+        plan = _plan(self)
+        tensor = plan.tensors[name]
+        if plan.scaled(tensor.source):
+            return dict(self._produced(tensor.source))[name][start:stop]
+        return plan.source.read(name, 0, start, stop).to(tensor.dtype)
+
+    def result(self, target: Path) -> WeightSource:
+        return SafetensorsFolder(target)
+
+    def _produced(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the file that come from a tensor of the model."""
+        plan = _plan(self)
+        weight = plan.source.read(name, 0, 0, plan.source.shape(name)[0])
+        if not plan.scaled(name):
+            yield name, weight.to(plan.tensors[name].dtype)
+            return
+        try:
+            values, scales = fp8.quantise(weight)
+        except ValueError as error:
+            raise ValueError(f"{name} in {plan.source.file_of(name)} cannot be stored in FP8: {error}") from None
+        yield name, values
+        yield name + fp8.SCALE, scales
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the result, made from the model's tensor `source`."""
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Plan:
+    model: Model
+    source: MegatronModel
+    files: dict[str, list[_Tensor]]
+    tensors: dict[str, _Tensor]
+
+    def scaled(self, name: str) -> bool:
+        return name + fp8.SCALE in self.tensors
+
+
+@functools.lru_cache(maxsize=1)
+def _plan(task: ToHF) -> _Plan:
+    model = Model.read(task.config)
+    source = MegatronModel(task.megatron, model.family, model.description, task.any_padding, task.master)
+    files: list[list[_Tensor]] = []
+    size = 0
+    for rule in model.family.weights(model.description):
+        for held in _made_of(rule, source, task.dtype):
+            nbytes = sum(tensor.nbytes for tensor in held)
+            if not files or size + nbytes > task.file_bytes:
+                files.append([])
+                size = 0
+            files[-1] += held
+            size += nbytes
+    if len(files) == 1:
+        named = {"model.safetensors": files[0]}
+    else:
+        named = {f"model-{n:05d}-of-{len(files):05d}.safetensors": held for n, held in enumerate(files, 1)}
+    return _Plan(model, source, named, {tensor.name: tensor for held in files for tensor in held})
+
+
+def _made_of(rule: Rule, source: MegatronModel, dtype: str) -> Iterator[list[_Tensor]]:
+    """A parameter's tensors in the result; a list stays in one file."""
+    for tensor in rule.hf:
+        name, shape = tensor.name, source.shape(tensor.name)
+        if dtype == "fp8" and fp8.quantised(rule):
+            yield [
+                _Tensor(name, name, shape, fp8.DTYPE),
+                _Tensor(name + fp8.SCALE, name, fp8.scales_shape(shape), torch.float32),
+            ]
+        else:
+            cast = torch.bfloat16 if dtype == "fp8" else CASTS.get(dtype)
+            yield [_Tensor(name, name, shape, cast or DTYPES[source.dtype(name)])]
+
+
+def _header(held: Sequence[_Tensor]) -> tuple[bytes, dict[str, int]]:
+    """A safetensors file's header, and where in the file each tensor goes (wider dtypes first, which keeps all aligned)."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at, begins = 0, {}
+    for tensor in sorted(held, key=lambda tensor: -tensor.dtype.itemsize):
+        entries[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        begins[tensor.name] = at
+        at += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + begin for name, begin in begins.items()}
+
+
+def _write_at(file: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(file, view[: 2**30], offset)
+        view, offset = view[count:], offset + count
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,259 @@
+"""Hugging Face folder -> Megatron-Core distributed checkpoint, one chunk of one tensor at a time."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import megatron_rl
+from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.convert.jobs import Progress, made_by
+from megatron_rl.checkpoint.convert.layout import Chunk, Layout, aliases, chunks, padded, state_names
+from megatron_rl.checkpoint.convert.reader import MegatronModel
+from megatron_rl.checkpoint.convert.source import HFFolder, Model, fingerprint
+from megatron_rl.checkpoint.manifest import Hashing, Piece
+from megatron_rl.models.export import copy_companions
+from megatron_rl.models.files import DTYPE_NAMES, DTYPES, INDEX, WeightSource
+from megatron_rl.models.load import check_names, check_tensors, check_tied
+
+CASTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_STATES = "_extra_state"  # the one empty state that all names of extra states point to
+
+
+@dataclass(frozen=True)
+class ToMegatron:
+    """Attributes:
+    hf: the source.
+    layout: what the checkpoint is cut for, which also decides the padding of the vocabulary.
+    dtype: `keep`, `bf16` or `fp32`.
+    file_bytes: how large a file may grow, unless one tensor is larger.
+    """
+
+    hf: Path
+    layout: Layout
+    dtype: str = "keep"
+    file_bytes: int = 2 * 10**9
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "to": "megatron",
+            "layout": [self.layout.tensor, self.layout.pipeline, self.layout.expert],
+            "dtype": self.dtype,
+            "file_bytes": self.file_bytes,
+            "version": megatron_rl.__version__,
+            "source": fingerprint(self.hf, ("*.safetensors", INDEX, "config.json")),
+        }
+
+    def files(self) -> list[tuple[str, int, int]]:
+        plan = _plan(self)
+        return [(name, sum(map(plan.nbytes, held)), len(held)) for name, held in plan.files.items()]
+
+    def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
+        plan = _plan(self)
+        pieces, checked = [], set()
+        with (folder / file).open("wb") as raw:
+            out = Hashing(raw)
+            for chunk in plan.files[file]:
+                for tensor in chunk.rule.hf:
+                    if tensor.name not in checked:
+                        plan.source.check(tensor.name)
+                        checked.add(tensor.name)
+                offset = out.position
+                out.begin()
+                torch.save(
+                    assemble(chunk, plan.source).to(plan.dtypes[chunk.name]).view(chunk.size), cast(BinaryIO, out)
+                )
+                pieces.append(Piece(chunk.name, chunk.start, file, offset, out.position - offset, out.digest()))
+                progress(plan.nbytes(chunk))
+            raw.flush()
+            os.fsync(raw.fileno())
+        return pieces
+
+    def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
+        plan = _plan(self)
+        state = _write_state(folder, f"__{len(plan.files)}_0.distcp")
+        metadata = _metadata(plan, pieces, state)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        torch.save({}, folder / "common.pt")
+        manifest.write_json(
+            folder / "metadata.json",
+            {
+                "sharded_backend": "torch_dist",
+                "sharded_backend_version": 1,
+                "common_backend": "torch",
+                "common_backend_version": 1,
+            },
+        )
+        copy_companions(self.hf, folder)
+        (folder / "config.json").write_bytes((self.hf / "config.json").read_bytes())
+        tensors = {
+            chunk.name: manifest.Tensor(chunk.shape, str(plan.dtypes[chunk.name]).removeprefix("torch."))
+            for held in plan.files.values()
+            for chunk in held
+        }
+        about = made_by(self) | {
+            "version": megatron_rl.__version__,
+            "family": plan.model.family.name,
+            "layout": {
+                "tensor": self.layout.tensor,
+                "pipeline": self.layout.pipeline,
+                "expert": self.layout.expert,
+                "vocabulary": plan.model.description.dims["vocab"],
+                "padded_vocabulary": padded(plan.model.description, self.layout.tensor)["padded_vocab"],
+            },
+        }
+        manifest.write(folder, about, tensors | {_STATES: manifest.Tensor((), "object")}, [*pieces, state])
+
+    # ------------------------------------------------------------------------------------------------- verification
+    def names(self) -> list[str]:
+        plan = _plan(self)
+        return [t.name for rule in plan.model.family.weights(plan.model.description) for t in rule.hf]
+
+    def expected(self, name: str, start: int, stop: int) -> Tensor:
+        """What rows [start, stop) of a Hugging Face tensor must read as after the conversion."""
+        plan = _plan(self)
+        return plan.source.read(name, 0, start, stop).to(plan.target_dtype(name))
+
+    def result(self, target: Path) -> WeightSource:
+        model = Model.read(target)
+        return MegatronModel(target, model.family, model.description)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    model: Model
+    source: HFFolder
+    files: dict[str, list[Chunk]]
+    dtypes: dict[str, torch.dtype]  # by global name
+    dtype: str
+
+    def nbytes(self, chunk: Chunk) -> int:
+        return chunk.numel * self.dtypes[chunk.name].itemsize
+
+    def target_dtype(self, name: str) -> torch.dtype:
+        return CASTS.get(self.dtype) or DTYPES[self.source.dtype(name)]
+
+
+@functools.lru_cache(maxsize=1)
+def _plan(task: ToMegatron) -> _Plan:
+    """Checks the source against its config, and divides the checkpoint into files.
+
+    Raises:
+        ValueError: the source is not what its config.json says, or the layout is impossible for it.
+    """
+    model, source = Model.read(task.hf), HFFolder(task.hf)
+    task.layout.check(model.family, model.description)
+    check_names(source, model.family, model.description)
+    for rule in model.family.weights(model.description):
+        check_tensors(rule, source, model.description.dims)
+    if model.description.tied and "lm_head.weight" in source.names():
+        check_tied(source, model.family)
+    everything = list(chunks(model.family, model.description, task.layout))
+    dtypes = _dtypes(everything, source, model, task.dtype)
+    # A file is read by the ranks of one pipeline stage and one expert-parallel rank.
+    everything.sort(key=lambda chunk: (chunk.stage, chunk.expert_rank))
+    files: list[list[Chunk]] = []
+    size, last = 0, None
+    for chunk in everything:
+        nbytes, group = chunk.numel * dtypes[chunk.name].itemsize, (chunk.stage, chunk.expert_rank)
+        if group != last or size + nbytes > task.file_bytes:
+            files.append([])
+            size, last = 0, group
+        files[-1].append(chunk)
+        size += nbytes
+    return _Plan(model, source, {f"__{n}_0.distcp": held for n, held in enumerate(files)}, dtypes, task.dtype)
+
+
+def _dtypes(held: Sequence[Chunk], source: HFFolder, model: Model, dtype: str) -> dict[str, torch.dtype]:
+    """The dtype of every global tensor.
+
+    Raises:
+        ValueError: tensors that become one global tensor differ, or one is neither of config.json's dtype nor fp32.
+    """
+    if dtype in CASTS:
+        return {chunk.name: CASTS[dtype] for chunk in held}
+    found: dict[str, tuple[str, str]] = {}  # global name -> dtype, the tensor that has it
+    for chunk in held:
+        for tensor in chunk.rule.hf:
+            kind = source.dtype(tensor.name)
+            first, other = found.setdefault(chunk.name, (kind, tensor.name))
+            if first != kind:
+                raise ValueError(
+                    f"{tensor.name} in {source.file_of(tensor.name)} has dtype {kind}, but {other}, part of the same "
+                    f"Megatron parameter, has {first}; if that is meant, choose one with --dtype"
+                )
+    said = str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "")
+    config_dtype = DTYPE_NAMES.get(getattr(torch, said, None)) if said else None  # type: ignore[arg-type]
+    if len({kind for kind, _ in found.values()}) > 1 and config_dtype is not None:
+        for kind, name in found.values():
+            if kind not in (config_dtype, "F32"):
+                raise ValueError(
+                    f"{name} in {source.file_of(name)} has dtype {kind}, but config.json says {said}; "
+                    "if that is meant, choose a dtype for all with --dtype"
+                )
+    return {name: DTYPES[kind] for name, (kind, _) in found.items()}
+
+
+def assemble(chunk: Chunk, source: WeightSource) -> Tensor:
+    """The values of a chunk, in the source's dtype."""
+    rule = chunk.rule
+    parts = list(_parts(chunk, source))
+    if len(parts) == 1 and tuple(parts[0].shape) == chunk.matrix:
+        return parts[0]
+    out = torch.zeros(chunk.matrix, dtype=DTYPES[source.dtype(rule.hf[0].name)])
+    at = 0
+    for part in parts:
+        out.narrow(rule.dim, at, part.shape[rule.dim]).copy_(part)
+        at += part.shape[rule.dim]
+    return out
+
+
+def _parts(chunk: Chunk, source: WeightSource) -> Iterator[Tensor]:
+    for piece in chunk.pieces:
+        yield source.read(chunk.rule.hf[piece.tensor].name, chunk.rule.dim, piece.start, piece.stop)
+
+
+def _write_state(folder: Path, file: str) -> Piece:
+    """The empty extra state."""
+    buffer = io.BytesIO()
+    torch.save([None], buffer)
+    data = buffer.getvalue()
+    (folder / file).write_bytes(data)
+    return Piece(_STATES, (), file, 0, len(data), manifest.digest(data))
+
+
+def _metadata(plan: _Plan, pieces: Sequence[Piece], state: Piece) -> Metadata:
+    """Megatron-Core's index: every global tensor under each of its names, and the extra states."""
+    entries: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    by_place = {(piece.name, piece.start): piece for piece in pieces}
+    for chunk in (chunk for held in plan.files.values() for chunk in held):
+        piece = by_place[chunk.name, chunk.start]
+        for name in (chunk.name, *aliases(chunk.name, plan.model.description)):
+            properties = TensorProperties(dtype=plan.dtypes[chunk.name])
+            entry = entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(chunk.shape), []))
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.start), torch.Size(chunk.size)))
+            index = MetadataIndex(name, torch.Size(chunk.start))
+            storage[index] = _StorageInfo(piece.file, piece.offset, piece.length)
+    for name in state_names(plan.model.description):
+        entries[name] = BytesStorageMetadata()
+        storage[MetadataIndex(name)] = _StorageInfo(state.file, state.offset, state.length)
+    return Metadata(entries, storage_data=storage)

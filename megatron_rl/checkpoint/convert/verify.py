@@ -1,0 +1,215 @@
+"""Proof of a conversion: every tensor's bytes after the way there and back, and the logits of both sides."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from megatron_rl.checkpoint.convert.jobs import Progress, ProgressBar, in_parallel
+from megatron_rl.checkpoint.convert.reader import MegatronModel
+from megatron_rl.checkpoint.convert.source import Model
+from megatron_rl.models.files import DTYPES, WeightSource
+from megatron_rl.models.rules import tensor_bytes
+
+_BLOCK = 2**27  # bytes compared at once
+# Largest |difference| of logits, relative to the largest |logit|. Both sides compute in fp32 from the weights as stored, so
+# weights that were not rounded leave rounding errors of the sums only.
+TOLERANCE = {"keep": 1e-4, "fp32": 1e-4, "bf16": 5e-2}
+_TOKENS = 64
+
+
+class Verifiable(Protocol):
+    """A finished conversion (`ToMegatron`, `ToHF`); pickled into every worker."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    def __hash__(self) -> int: ...
+
+    def names(self) -> list[str]: ...
+
+    def expected(self, name: str, start: int, stop: int) -> Tensor: ...
+
+    def result(self, target: Path) -> WeightSource: ...
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One tensor: the checksums (BLAKE3) of what it should be and of what it is."""
+
+    name: str
+    nbytes: int
+    expected: str
+    found: str
+
+
+def compare(task: Verifiable, target: Path, workers: int) -> list[Compared]:
+    """Reads every tensor of the result back from the disk and compares it with the source.
+
+    Raises:
+        ValueError: one is missing, unexpected, reshaped, of another dtype or different; tensor and file are named.
+    """
+    names, source = task.names(), task.result(target)
+    if set(names) != source.names():
+        wrong = sorted(set(names) ^ source.names())
+        raise ValueError(f"{target} does not hold the tensors of the source; first {wrong[0]}, {len(wrong)} in all")
+    sizes = {name: tensor_bytes(source.shape(name), DTYPES[source.dtype(name)]) for name in names}
+    share = -(-len(names) // (max(1, workers) * 4))
+    groups = [names[at : at + share] for at in range(0, len(names), share)]
+    bar = ProgressBar([(name, size, 1) for name, size in sizes.items()], set(), "verifying")
+    with bar:
+        results = in_parallel(functools.partial(_compare_group, task, target), groups, workers, bar.advance)
+    return [compared for group in results for compared in group]
+
+
+def _compare_group(task: Verifiable, target: Path, names: Sequence[str], progress: Progress) -> list[Compared]:
+    source = _opened(task, target)
+    out = []
+    for name in names:
+        compared = _compare(task, source, name)
+        if compared.expected != compared.found:
+            raise ValueError(
+                f"{name} in {source.file_of(name)} is not what the source holds: checksum {compared.found}, "
+                f"expected {compared.expected}"
+            )
+        progress(compared.nbytes)
+        out.append(compared)
+    return out
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(task: Verifiable, target: Path) -> WeightSource:
+    return task.result(target)
+
+
+def _compare(task: Verifiable, source: WeightSource, name: str) -> Compared:
+    shape, dtype = source.shape(name), DTYPES[source.dtype(name)]
+    nbytes = tensor_bytes(shape, dtype)
+    rows = max(1, shape[0] * _BLOCK // max(nbytes, 1)) if not name.endswith("_scale_inv") else shape[0]
+    if dtype.itemsize == 1:
+        rows = shape[0]  # FP8 blocks are made from whole tensors
+    before, after = blake3(), blake3()
+    for start in range(0, shape[0], rows):
+        stop = min(shape[0], start + rows)
+        expected, found = task.expected(name, start, stop), source.read(name, 0, start, stop)
+        if expected.dtype != found.dtype or expected.shape != found.shape:
+            raise ValueError(
+                f"{name} in {source.file_of(name)} is {tuple(found.shape)} {found.dtype}, expected "
+                f"{tuple(expected.shape)} {expected.dtype}"
+            )
+        before.update(_bytes(expected))
+        after.update(_bytes(found))
+    return Compared(name, nbytes, before.hexdigest(length=16), after.hexdigest(length=16))
+
+
+def _bytes(values: Tensor) -> memoryview:
+    return values.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+# ---------------------------------------------------------------------------------------------------------------- logits
+@dataclass(frozen=True)
+class Logits:
+    """Largest |difference| and largest |logit|."""
+
+    difference: float
+    largest: float
+    tolerance: float
+
+    @property
+    def relative(self) -> float:
+        return self.difference / self.largest
+
+
+def compare_logits(hf: Path, megatron: Path, config: Path, dtype: str, master: bool = False) -> Logits | str:
+    """Logits of `transformers` on the Hugging Face folder and of Megatron-Core on the checkpoint, both in fp32 on the CPU.
+
+    Returns a sentence instead where they cannot be compared here.
+
+    Raises:
+        ValueError: they differ by more than the dtype's tolerance.
+    """
+    if dtype == "fp8":
+        return "logits are not compared for FP8, whose rounding changes them; every scale and value was"
+    model = Model.read(config)
+    parameters = sum(
+        tensor_bytes(tensor.sizes(model.description.dims), torch.float32)
+        for rule in model.family.weights(model.description)
+        for tensor in rule.hf
+    )
+    free = available_memory()
+    if parameters * 1.5 > free:
+        needed = parameters * 1.5 / 1e9
+        return f"logits are not compared: that takes {needed:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+    function: Callable = functools.partial(_logits, master=master)
+    [theirs, ours] = in_parallel(function, [(hf, None), (megatron, config)], 1, lambda _: None, spawn=True)
+    result = Logits(float((theirs - ours).abs().max()), float(theirs.abs().max()), TOLERANCE[dtype])
+    if not result.relative <= result.tolerance:
+        raise ValueError(
+            f"logits of {hf} and {megatron} differ by up to {result.difference:.3g}, {result.relative:.3g} of the largest "
+            f"({result.largest:.3g}); {result.tolerance:g} is the limit for dtype {dtype}"
+        )
+    return result
+
+
+def _logits(side: tuple[Path, Path | None], progress: Progress, master: bool) -> Tensor:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    folder, config = side
+    vocab = Model.read(config or folder).description.dims["vocab"]
+    tokens = torch.randint(vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    return _transformers(folder, tokens) if config is None else _megatron(folder, config, tokens, master)
+
+
+def _transformers(folder: Path, tokens: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return model(tokens).logits[0]
+
+
+def _megatron(folder: Path, config: Path, tokens: Tensor, master: bool) -> Tensor:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_rl.actor.build import build_model
+    from megatron_rl.config.schema import ActorConfig
+    from megatron_rl.models import ParallelGroups, load_hf_weights
+    from megatron_rl.runtime import device
+
+    model = Model.read(config)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with device.megatron(), torch.no_grad():
+        parallel_state.initialize_model_parallel()
+        chunks = build_model(model.description.transformer, model.description.model, ActorConfig(), torch.float32)
+        source = MegatronModel(folder, model.family, model.description, any_padding=True, master=master)
+        load_hf_weights(chunks, model.family, model.hf_config, source, ParallelGroups.from_megatron())
+        offsets = torch.tensor([0, _TOKENS], dtype=torch.int32)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=_TOKENS,
+            max_seqlen_kv=_TOKENS,
+        )
+        positions = torch.arange(_TOKENS)[None]
+        logits = chunks[0](tokens, positions, attention_mask=None, packed_seq_params=packed)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return logits[0]
+
+
+def available_memory() -> int:
+    """Bytes that this machine can still give out."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")

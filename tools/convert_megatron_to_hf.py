@@ -1,0 +1,10 @@
+"""`megatron-rl convert to-hf` as a stand-alone command; `--help` has the options, docs/conversion.md the rest."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_rl.commands.convert import main
+
+if __name__ == "__main__":
+    sys.exit(main("to-hf"))
