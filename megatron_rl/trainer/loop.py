@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.data import Rollout
-from megatron_rl.runtime.device import peak_memory_gib
 from megatron_rl.runtime.stop import StopRequested
-from megatron_rl.trainer.checkpointing import export, load_checkpoint, save_before_end, save_checkpoint
+from megatron_rl.trainer.checkpointing import (
+    capture,
+    export,
+    finish_saves,
+    load_checkpoint,
+    save,
+    save_before_end,
+    save_metrics,
+    submit,
+)
 from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.record import TokenLog
@@ -43,9 +51,12 @@ def train(run: Run, resume: str) -> None:
     run.start_engine()
     run.report.begin("RL", state.step, config.trainer.steps)
     if state.step == 0:
-        run.report.log(0, evaluate(run, step=0))
+        scores = evaluate(run, step=0)
+        run.report.log(0, scores)
         if config.checkpoint.every:
-            checkpoint(run)
+            run.hand_device_to_actor()
+            save(run, scores)
+            run.hand_device_to_engine()
     while state.step < config.trainer.steps:
         position, estimator = state.position, run.algorithm.state_dict()
         try:
@@ -58,6 +69,7 @@ def train(run: Run, resume: str) -> None:
             save_before_end(run)
             raise
     export(run)
+    finish_saves(run)
 
 
 def step(run: Run) -> None:
@@ -67,7 +79,7 @@ def step(run: Run) -> None:
         StopRequested: between two phases, as long as the weights are those of the step before.
     """
     config, number = run.config, run.state.step + 1
-    run.phases.start()
+    run.phases.start(number)
 
     samples, rollouts = sample_step(run, number)
     run.stop.check(run.grid)
@@ -87,6 +99,8 @@ def step(run: Run) -> None:
     measure = bool(every) and number % every == 0
     learned = update(run, batch, estimate.clip_range, log, measure) if len(batch) else {"actor/updates": 0.0}
 
+    with run.phases("checkpoint"):
+        snapshot = capture(run, number, config.trainer.steps)
     with run.phases("sync"):
         run.hand_device_to_engine()
     with run.phases("sync_check"):
@@ -99,7 +113,10 @@ def step(run: Run) -> None:
 
     seconds = run.phases.take()
     metrics = estimate.metrics | reward_metrics(table) | response_metrics(rollouts) | learned | run.take_counters()
-    metrics |= {"sync/logprob_max_diff": mismatch} | throughput(rollouts, seconds) | seconds | peak_memory_gib()
+    metrics |= save_metrics(run)
+    metrics |= (
+        {"sync/logprob_max_diff": mismatch} | throughput(rollouts, seconds) | seconds | run.phases.memory.metrics()
+    )
     if (config.trainer.eval_every and number % config.trainer.eval_every == 0) or number == config.trainer.steps:
         metrics |= evaluate(run, number)
     run.report.log(number, metrics)
@@ -107,15 +124,8 @@ def step(run: Run) -> None:
     if log is not None:
         log_probs = run.grid.gather(log.rows)
         run.report.rollouts(number, [sample.id for sample in samples], table, cut, estimate, log_probs)
-    if config.checkpoint.every and (number % config.checkpoint.every == 0 or number == config.trainer.steps):
-        checkpoint(run)
-
-
-def checkpoint(run: Run) -> None:
-    """Saves between two steps, when the device is the engine's."""
-    run.hand_device_to_actor()
-    save_checkpoint(run)
-    run.hand_device_to_engine()
+    if snapshot is not None:
+        submit(run, snapshot, metrics)
 
 
 def throughput(rollouts: Sequence[Rollout], seconds: Mapping[str, float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data import RewardTable, Rollout, Sample
 from megatron_rl.report import read_run, render
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.progress import PROGRESS
 from megatron_rl.trainer.record import write_step
 from megatron_rl.trainer.trackers import Tracker, make_trackers
 
@@ -37,6 +39,7 @@ _LINE = (
 )
 _OUTPUTS = (
     "metrics.jsonl",
+    "evaluation.json",
     "report.html",
     "sft",
     "checkpoints",
@@ -91,12 +94,21 @@ class Reporter:
             self.note(f"moved an earlier run's {', '.join(left)} to {archive}")
         self._start_trackers(0)
 
-    def continue_from(self, step: int) -> None:
-        """A run that continues after `step`: rows of later steps, which will be done again, leave metrics.jsonl."""
+    def continue_from(self, step: int, metrics_bytes: int | None = None) -> None:
+        """A run that continues after `step`: rows of later steps, which will be done again, leave metrics.jsonl.
+
+        `metrics_bytes` is how long the file was after that step, where that is known.
+        """
         if self.active:
             rows = read_metrics(self.run_dir / "metrics.jsonl")
             kept = [row for row in rows if row["step"] <= step]
-            _replace(self.run_dir / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+            text = "".join(json.dumps(row) + "\n" for row in kept)
+            if metrics_bytes is not None and len(text.encode()) != metrics_bytes:
+                self.warn(
+                    f"metrics.jsonl has {len(text.encode())} bytes up to step {step}, {metrics_bytes} were written: rows are "
+                    "missing or were changed"
+                )
+            _replace(self.run_dir / "metrics.jsonl", text)
             for row in kept:
                 self._remember(row)
         self.note(f"continuing after step {step}")
@@ -115,9 +127,14 @@ class Reporter:
         """A line that stays."""
         self.console.print(f"[dim]{text}[/dim]")
 
+    def warn(self, text: str) -> None:
+        """A line that stays and is seen."""
+        self.console.print(f"[bold yellow]{text}[/bold yellow]")
+
     def begin(self, stage: str, done: int, total: int) -> None:
         """A stage of `total` steps, `done` of which are behind."""
         self._end_stage()
+        PROGRESS.begin(stage, done, total)
         self._stage = (stage, time.time())
         self._progress.update(self._task, stage=stage, completed=done, total=total)
         self.console.print(f"[bold]{stage}[/bold]: {total - done} of {total} steps to go")
@@ -142,13 +159,16 @@ class Reporter:
         if "timing_s/step" in metrics:
             shown = [f"{label} {metrics[name]:{spec}}" for label, name, spec in _LINE if name in metrics]
             self.console.print(f"step {step:>4}  " + "  ".join(shown))
-        for name, value in metrics.items():
-            if name.startswith("eval/") and "/avg@" in name:
-                task = name.split("/")[1]
-                length = metrics[f"eval/{task}/response_length"]
-                self.console.print(
-                    f"[bold]eval[/bold] {task} at step {step}: {name.split('/')[-1]} {value:.3f}, length {length:.1f}"
-                )
+        self._print_evaluations(step, metrics)
+
+    def flush_metrics(self) -> int:
+        """Waits until all rows of `metrics.jsonl` are on the disk; its length in bytes."""
+        path = self.run_dir / "metrics.jsonl"
+        if not self.active or not path.exists():
+            return 0
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            return os.fstat(file.fileno()).st_size
 
     def log_sft(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of `sft/metrics.jsonl` (of `metrics.jsonl` under `megatron-rl sft`), and a line."""
@@ -160,6 +180,7 @@ class Reporter:
             _append(self.run_dir / "sft" / "metrics.jsonl", row)
         else:
             _append(self.run_dir / "metrics.jsonl", row)
+            self._remember(row)
             for tracker in self._trackers:
                 tracker.log(step, metrics)
         self._progress.update(self._task, completed=step)
@@ -168,6 +189,16 @@ class Reporter:
                 f"sft step {step:>4}  loss {metrics['sft/loss']:.4f}  grad {metrics['actor/grad_norm']:.3f}  "
                 f"lr {metrics['actor/lr']:.1e}  s {metrics['timing_s/step']:.2f}"
             )
+        self._print_evaluations(step, metrics)
+
+    def _print_evaluations(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if name.startswith("eval/") and "/avg@" in name:
+                task = name.split("/")[1]
+                length = metrics[f"eval/{task}/response_length"]
+                self.console.print(
+                    f"[bold]eval[/bold] {task} at step {step}: {name.split('/')[-1]} {value:.3f}, length {length:.1f}"
+                )
 
     def _remember(self, row: Mapping[str, Any]) -> None:
         for name, value in row.items():
@@ -225,7 +256,7 @@ class Reporter:
         for name, first in self._first_eval.items():
             last = self._last_eval[name]
             evaluations.add_row(name.removeprefix("eval/"), f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
-        if self._first_eval:
+        if self._first_eval and self.command != "evaluate":
             self.console.print(evaluations)
         total = time.time() - self._started
         parts = [f"{name} {seconds:.0f} s" for name, seconds in self._stage_seconds.items()]
@@ -286,7 +317,7 @@ def _write_rollouts(
                 "prompt": sample.prompt,
                 "response": rollout.text,
                 "answer": sample.answer,
-                "rewards": rollout.rewards,
+                "rewards": {name: None if math.isnan(value) else value for name, value in rollout.rewards.items()},
                 **more,
                 "finish_reason": rollout.finish_reason,
                 "tokens": len(rollout.response_ids),

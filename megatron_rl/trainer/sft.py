@@ -13,7 +13,15 @@ from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.data import Sample
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.tasks import make_order
-from megatron_rl.trainer.checkpointing import export, load_checkpoint, save_before_end, save_checkpoint
+from megatron_rl.trainer.checkpointing import (
+    capture,
+    export,
+    finish_saves,
+    load_checkpoint,
+    save_before_end,
+    save_metrics,
+    submit,
+)
 from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.evaluate import evaluate
 
@@ -23,20 +31,21 @@ def sft(run: Run, resume: str) -> None:
     config = run.config
     if not load_checkpoint(run, resume, config.sft.optimizer, config.sft.steps):
         run.actor.start_optimizer(config.sft.optimizer, config.sft.steps)
-    _train(run, run.state.step, checkpoints=True)
-    if run.eval_samples:
-        run.start_engine()
-        run.report.log(run.state.step, evaluate(run, run.state.step))
+    if run.state.step >= config.sft.steps:
+        run.report.note(f"all {config.sft.steps} steps were done before; to train on, raise sft.steps")
+    _train(run, run.state.step, whole=True)
     export(run)
+    finish_saves(run)
 
 
 def supervise(run: Run) -> None:
     """The warm-up before RL: `sft.steps` optimizer steps, logged to `sft/metrics.jsonl`."""
     run.actor.start_optimizer(run.config.sft.optimizer, run.config.sft.steps)
-    _train(run, 0, checkpoints=False)
+    _train(run, 0, whole=False)
 
 
-def _train(run: Run, start: int, checkpoints: bool) -> None:
+def _train(run: Run, start: int, whole: bool) -> None:
+    """The steps after `start`. With `whole` they are all of the run: it has checkpoints, and the last step an evaluation."""
     config = run.config.sft
     samples = [sample for sample in run.train_samples if sample.demonstration is not None]
     targets = demonstration_ids(run, samples)
@@ -48,21 +57,28 @@ def _train(run: Run, start: int, checkpoints: bool) -> None:
         try:
             run.stop.check(run.grid)
         except StopRequested:
-            if checkpoints:
+            if whole:
                 save_before_end(run)
             raise
-        run.phases.start()
+        run.phases.start(step)
         indices = order.take((step - 1) * config.batch_size, config.batch_size)
         with run.phases("update"):
             metrics = _step(run, [samples[i].prompt_ids for i in indices], [targets[i] for i in indices])
+        snapshot = None
+        if whole:
+            with run.phases("checkpoint"):
+                snapshot = capture(run, step, config.steps)
         metrics |= run.phases.take()
+        if whole:
+            metrics |= save_metrics(run)
+            run.state.step = step
+            if step == config.steps and run.eval_samples:
+                run.start_engine()
+                metrics |= evaluate(run, step)
         if step % config.log_every == 0 or step == config.steps:
             run.report.log_sft(step, metrics)
-        if checkpoints:
-            run.state.step = step
-            every = run.config.checkpoint.every
-            if every and (step % every == 0 or step == config.steps):
-                save_checkpoint(run)
+        if snapshot is not None:
+            submit(run, snapshot, metrics)
 
 
 def _step(run: Run, prompt_ids: Sequence[list[int]], targets: Sequence[np.ndarray]) -> dict[str, float]:

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint_whole(folder: Path) -> None:
-    job = Job(folder, *ENDLESS)
+    job = Job(folder, *ENDLESS, "checkpoint.on_failure=stop")
     job.wait_for_checkpoint(1)
     ranks = job.ranks()
     port = variable(ranks[0], "MASTER_PORT")
@@ -60,6 +60,29 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint_whole(folder: P
     assert not list((job.run_dir / "checkpoints").glob(".step_*"))
     folders = (job.run_dir / "checkpoints").glob("step_*")
     assert all((path / "manifest.json").exists() for path in folders)
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_a_run_that_goes_on_only_the_save(folder: Path) -> None:
+    job = Job(folder, *ENDLESS)
+    before = checkpoints(job)[-1]
+    job.wait_for_checkpoint(before + 1)
+    ranks = job.ranks().values()
+    for pid in ranks:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    job.wait_for(lambda: any(row.get("checkpoint/failed") for row in rows(job.run_dir)))
+    failed = rows(job.run_dir)[-1]["step"]
+    for pid in ranks:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    job.wait_for(lambda: checkpoints(job)[-1] > failed)
+    for pid in ranks:  # not even a row of metrics.jsonl has room now
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    assert job.finish() == 1
+    assert "could not save" in job.stdout
+    assert "training goes on" in job.stdout
+    [message] = messages(job)
+    assert "File too large" in message
+    assert "Traceback" not in job.stderr
 
 
 @pytest.mark.slow

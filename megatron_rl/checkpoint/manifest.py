@@ -1,0 +1,258 @@
+"""What a checkpoint says about itself, and whether its files still are what was written. Needs no torch.
+
+`manifest.json` lists every file with its size, and with its checksum where no tensors are in it; who wrote it, from which
+recipe, for which model and layout. `tensors.json` says of every piece of every tensor in which file it lies, where, and its
+checksum: damage is named by file and tensor. Checksums are BLAKE3, cut to 128 bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from blake3 import blake3
+
+MANIFEST, TENSORS = "manifest.json", "tensors.json"
+FORMAT = 1
+_DIGEST_BYTES = 16
+_BLOCK = 2**22
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one tensor (or a pickled object) as it lies on the disk.
+
+    Attributes:
+        name: the tensor's.
+        start: where the part begins in the whole tensor, per dimension; () for an object.
+        file, offset, length: its bytes.
+        digest: their checksum.
+    """
+
+    name: str
+    start: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A whole tensor. `dtype` as torch names it, without `torch.`; `object` (and no shape) for what is not a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def digest(data: bytes | memoryview) -> str:
+    return blake3(data).hexdigest(length=_DIGEST_BYTES)
+
+
+class Hashing:
+    """A file being written; knows where it stands and the checksum since `begin`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.position = file, 0
+        self.failure: OSError | None = None  # torch's writer does not pass on what went wrong here
+        self._hash = blake3()
+
+    def begin(self) -> None:
+        self._hash = blake3()
+
+    def digest(self) -> str:
+        return self._hash.hexdigest(length=_DIGEST_BYTES)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B") if not isinstance(data, bytes) else data
+        try:
+            self._file.write(view)
+        except OSError as failure:
+            self.failure = failure
+            raise
+        self._hash.update(view)
+        self.position += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write(folder: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], pieces: Sequence[Piece]) -> None:
+    """Lists what lies in `folder`; the last thing to be written there. Every file's content is on the disk after it.
+
+    Raises:
+        OSError: a file cannot be written or read.
+    """
+    holds_tensors = {piece.file for piece in pieces}
+    write_json(
+        folder / TENSORS,
+        {
+            "tensors": {name: {"shape": list(t.shape), "dtype": t.dtype} for name, t in sorted(tensors.items())},
+            "pieces": [[p.name, list(p.start), p.file, p.offset, p.length, p.digest] for p in pieces],
+        },
+        indent=None,
+    )
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        whole = {} if name in holds_tensors else {"blake3": _digest_of(path)}
+        files[name] = {"bytes": path.stat().st_size, **whole}
+    content = {"format": FORMAT, **about, "files": files}
+    write_json(folder / MANIFEST, content | {"digest": _own_digest(content)})
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest.
+
+    Raises:
+        ValueError: it is missing, unreadable, damaged, or of a format this version does not know.
+    """
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"its {MANIFEST} cannot be read ({error})") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format", 0) if isinstance(content, dict) else None
+        raise ValueError(f"its {MANIFEST} is of format {found}, and this version reads format {FORMAT}")
+    own = content.pop("digest", None)
+    if own != _own_digest(content):
+        raise ValueError(f"its {MANIFEST} is damaged: its own checksum does not fit")
+    return content
+
+
+def read_tensors(folder: Path) -> tuple[dict[str, Tensor], list[Piece]]:
+    """Every tensor by name, and where its pieces lie.
+
+    Raises:
+        ValueError: the index is missing or damaged.
+    """
+    try:
+        content = json.loads((folder / TENSORS).read_bytes())
+        tensors = {name: Tensor(tuple(t["shape"]), t["dtype"]) for name, t in content["tensors"].items()}
+        return tensors, [Piece(p[0], tuple(p[1]), *p[2:]) for p in content["pieces"]]
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"its {TENSORS} cannot be read ({error})") from None
+
+
+def missing(folder: Path) -> str | None:
+    """None where every file is there in its full length, otherwise what is wrong. Reads no tensor."""
+    try:
+        files = read(folder)["files"]
+    except ValueError as error:
+        return str(error)
+    for name, about in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing{_held(folder, name, 0)}"
+        size = path.stat().st_size
+        if size != about["bytes"]:
+            return f"{name} has {size} bytes, {about['bytes']} were written{_held(folder, name, size)}"
+    return None
+
+
+def damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """Reads everything and compares checksums: a sentence per damaged piece, with file and tensor; [] where all is well.
+
+    Args:
+        part, parts: look at one of so many shares of nearly equal size, so that ranks can divide the work.
+    """
+    problem = missing(folder)
+    if problem is not None:
+        return [problem]
+    try:
+        files = read(folder)["files"]
+        if part == 0:
+            found = [f"{name} is damaged" for name, wrong in _whole_files(folder, files) if wrong]
+            if found:
+                return found
+        tensors, pieces = read_tensors(folder)
+    except ValueError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"{error.filename} cannot be read ({error.strerror})"]
+    found = []
+    for piece in _share(pieces, part, parts):
+        problem = _compare(folder, piece)
+        if problem is not None:
+            found.append(f"{piece.file} is damaged in tensor {piece.name} (bytes {piece.offset} and on): {problem}")
+    if part == 0:
+        found += [f"tensor {name} has no data" for name in sorted(tensors.keys() - {piece.name for piece in pieces})]
+    return found
+
+
+def _whole_files(folder: Path, files: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    for name, about in files.items():
+        if "blake3" in about:
+            yield name, _digest_of(folder / name) != about["blake3"]
+
+
+def _compare(folder: Path, piece: Piece) -> str | None:
+    hash_, left = blake3(), piece.length
+    try:
+        with open(folder / piece.file, "rb") as file:
+            file.seek(piece.offset)
+            while left:
+                block = file.read(min(left, _BLOCK))
+                if not block:
+                    return "the file ends before it does"
+                hash_.update(block)
+                left -= len(block)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    found = hash_.hexdigest(length=_DIGEST_BYTES)
+    return None if found == piece.digest else f"its checksum is {found}, {piece.digest} was written"
+
+
+def _share(pieces: Sequence[Piece], part: int, parts: int) -> list[Piece]:
+    """The pieces whose middle lies in the `part`-th stretch of all bytes."""
+    total, before, own = sum(piece.length for piece in pieces), 0, []
+    for piece in pieces:
+        if (before + piece.length / 2) * parts // max(total, 1) == part:
+            own.append(piece)
+        before += piece.length
+    return own
+
+
+def _held(folder: Path, file: str, size: int) -> str:
+    """Which tensors a file loses that ends after `size` bytes."""
+    try:
+        _, pieces = read_tensors(folder)
+    except ValueError:
+        return ""
+    names = list(dict.fromkeys(p.name for p in pieces if p.file == file and p.offset + p.length > size))
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"; it held tensor {names[0]}{more}"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Checksum of every file in a folder, by name."""
+    return {
+        path.relative_to(folder).as_posix(): _digest_of(path) for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+def _digest_of(path: Path) -> str:
+    hash_ = blake3()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            hash_.update(block)
+    return hash_.hexdigest(length=_DIGEST_BYTES)
+
+
+def _own_digest(content: Mapping[str, Any]) -> str:
+    return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
+    """Writes and waits until it is on the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=indent, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,189 @@
+"""Writing checkpoints beside training: one at a time, in a thread of each rank, made current only when all of it is there."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.checkpoint import snapshot as snapshots
+from megatron_rl.checkpoint.snapshot import Snapshot, Snapshotter
+from megatron_rl.checkpoint.store import sync_folder
+from megatron_rl.runtime.distributed import Grid
+
+# Dead ranks are the launcher's business; a slow disk is no reason to give up a checkpoint.
+_PATIENCE = timedelta(hours=24)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one save went.
+
+    Attributes:
+        error: why there is no checkpoint; None where there is.
+        blocked: seconds that training waited for it.
+        seconds: from the start of writing until it was current (or given up).
+        num_bytes: tensors of all ranks.
+    """
+
+    step: int
+    error: str | None
+    blocked: float
+    seconds: float
+    num_bytes: int
+
+
+class Saver:
+    """Saves of one run.
+
+    The writers of all ranks talk over a process group of their own, so they never get between the collectives of training,
+    and a checkpoint becomes current (or is given up) without waiting for a step to end.
+
+    Args:
+        root: `<run_dir>/checkpoints`.
+        asynchronous: whether `submit` returns before the checkpoint is written.
+        after: what rank 0's writer does when a checkpoint is there; for removing old ones.
+    """
+
+    def __init__(self, root: Path, grid: Grid, asynchronous: bool, after: Callable[[], None]) -> None:
+        self.root, self._grid, self._asynchronous, self._after = root, grid, asynchronous, after
+        self._writers = Grid(**{**vars(grid), "host_group": dist.new_group(backend="gloo", timeout=_PATIENCE)})
+        self._snapshotter = Snapshotter(grid)
+        self._thread: threading.Thread | None = None
+        self._outcomes: list[Outcome] = []
+        self._blocked = 0.0
+        self.last_step: int | None = None  # of the newest save that succeeded or is under way
+
+    def busy(self) -> bool:
+        """Whether any rank still writes; every rank calls it."""
+        return any(self._grid.all_gather(self._thread is not None and self._thread.is_alive()))
+
+    def take(self, chunks: list[Any], optimizer: Any) -> Snapshot:
+        """What is to be saved, copied to the host; every rank calls it. Waits for the save before."""
+        begin = time.perf_counter()
+        self.drain()
+        taken = self._snapshotter.take(chunks, optimizer)
+        self._blocked = time.perf_counter() - begin
+        return taken
+
+    def submit(self, step: int, snapshot: Snapshot, about: dict[str, Any], files: dict[str, bytes]) -> None:
+        """Starts writing `root/step_<step>`; every rank calls it.
+
+        Args:
+            snapshot: the last one that `take` gave.
+            about: for the manifest; JSON-serialisable, the same on every rank.
+            files: further files for the checkpoint, name -> content; rank 0's count.
+        """
+        self.last_step = step
+        work = threading.Thread(
+            target=self._write, args=(step, snapshot, about, files), name=f"saving step {step}", daemon=True
+        )
+        self._thread = work
+        begin = time.perf_counter()
+        work.start()
+        if not self._asynchronous:
+            self.drain()
+        self._blocked += time.perf_counter() - begin
+
+    def drain(self) -> None:
+        """Returns when nothing is being written any more."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def outcomes(self) -> list[Outcome]:
+        """The saves that have ended since this was last asked, oldest first; the same on every rank, sooner or later."""
+        ended, self._outcomes = self._outcomes, []
+        return ended
+
+    def _write(self, step: int, snapshot: Snapshot, about: dict[str, Any], files: dict[str, bytes]) -> None:
+        begin = time.perf_counter()
+        num_bytes = 0
+        try:
+            num_bytes, error = self._try(step, snapshot, about, files)
+        except Exception as failure:  # whatever it is, it must reach the run, which goes on
+            error = f"{type(failure).__name__}: {failure}"
+        if error is not None and self.last_step == step:
+            self.last_step = None
+        self._outcomes.append(Outcome(step, error, self._blocked, time.perf_counter() - begin, num_bytes))
+
+    def _try(
+        self, step: int, snapshot: Snapshot, about: dict[str, Any], files: dict[str, bytes]
+    ) -> tuple[int, str | None]:
+        """Bytes of all ranks, and what went wrong; the same on every rank.
+
+        Every rank learns what another could not do before any of them waits for it in the next thing that all do together.
+        """
+        grid, temporary = self._writers, self.root / f".step_{step}.writing"
+        num_bytes = sum(grid.all_gather(snapshot.num_bytes))
+        error = grid.broadcast(self._prepare(temporary, num_bytes) if grid.is_main else None)
+        if error is not None:
+            return num_bytes, error
+        written, error = [], None
+        try:
+            written = snapshots.write_share(snapshot, temporary, grid.rank)
+        except (OSError, RuntimeError) as failure:  # torch's own writer raises RuntimeError
+            error = self._reason(failure)
+        shares = grid.gather((written, error))
+        if grid.is_main:
+            error = next((e for _, e in shares if e is not None), None)
+            if error is None:
+                error = self._finish(step, temporary, snapshot, [share for share, _ in shares], about, files)
+            if error is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+        return num_bytes, grid.broadcast(error)
+
+    def _prepare(self, temporary: Path, num_bytes: int) -> str | None:
+        """Rank 0: an empty folder, if there is room. Returns what went wrong."""
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            free = shutil.disk_usage(self.root).free
+        except OSError as failure:
+            return str(failure)
+        if num_bytes > free:
+            shutil.rmtree(temporary, ignore_errors=True)
+            return f"it needs {num_bytes / 2**30:.2f} GiB and {self.root} has {free / 2**30:.2f} GiB free"
+        return None
+
+    def _finish(
+        self,
+        step: int,
+        temporary: Path,
+        snapshot: Snapshot,
+        shares: list[list[snapshots.Written]],
+        about: dict[str, Any],
+        files: dict[str, bytes],
+    ) -> str | None:
+        """Rank 0: what is left to write, and the rename that makes it current. Returns what went wrong."""
+        try:
+            for name, content in files.items():
+                snapshots.write_file(temporary / name, content)
+            snapshots.finish(snapshot, temporary, shares, about)
+            _replace(temporary, self.root / f"step_{step}")
+        except (OSError, RuntimeError) as failure:
+            return self._reason(failure)
+        self._after()
+        return None
+
+    def _reason(self, failure: BaseException) -> str:
+        free = shutil.disk_usage(self.root).free / 2**30
+        return f"writing failed with {type(failure).__name__}: {failure} ({self.root} has {free:.2f} GiB free)"
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    """Makes the folder current; one of the same name is out of the way only for as long as two renames take."""
+    if final.exists():
+        old = final.with_name(f".{final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    temporary.rename(final)
+    sync_folder(final.parent)
+    shutil.rmtree(final.with_name(f".{final.name}.old"), ignore_errors=True)

@@ -1,0 +1,211 @@
+"""From model chunks and optimizer on the device to host memory, and from there to Megatron-Core's distributed checkpoint.
+
+Taking the snapshot is all that training waits for. It shares no memory with the model, so it can be written while training
+goes on; `write_share` and `finish` touch neither the device nor Megatron's process groups.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.manifest import Piece
+from megatron_rl.runtime import device
+from megatron_rl.runtime.distributed import Grid
+
+# Optimizer state is stored whole per parameter, so that it loads at any layout.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+@dataclass
+class Snapshot:
+    """This rank's part of a checkpoint in host memory."""
+
+    items: list[tuple[MetadataIndex, Tensor | bytes]]
+    common: bytes = b""  # rank 0: `common.pt`, what is no tensor and the same on every rank
+    metadata: Metadata | None = None  # rank 0: every rank's tensors
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(data.nbytes if isinstance(data, Tensor) else len(data) for _, data in self.items)
+
+
+@dataclass(frozen=True)
+class Written:
+    """One item on the disk."""
+
+    index: MetadataIndex
+    piece: Piece
+
+
+def sharded_model(chunks: list[Any]) -> dict[str, Any]:
+    """Megatron's sharded state dictionary of the model alone."""
+    return {f"model{i}": chunk.sharded_state_dict(metadata=dict(METADATA)) for i, chunk in enumerate(chunks)}
+
+
+def sharded_state(chunks: list[Any], optimizer: Any, loading: bool) -> dict[str, Any]:
+    """Megatron's sharded state dictionary of model and optimizer."""
+    metadata = dict(METADATA)
+    model = sharded_model(chunks)
+    # The optimizer wants one flat dictionary of the model's tensors to find its own by.
+    flat = model["model0"] if len(chunks) == 1 else model
+    return model | {"optimizer": optimizer.sharded_state_dict(flat, is_loading=loading, metadata=metadata)}
+
+
+class Snapshotter:
+    """Takes one snapshot after the other.
+
+    Keeps the host memory from one to the next: making it anew takes longer than the copy. On a GPU it is pinned, so that the
+    copy runs at the bus's speed. Also keeps how data-parallel ranks divide what they all hold.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._buffers: dict[MetadataIndex, Tensor] = {}
+        self._division: Any = None
+
+    def take(self, chunks: list[Any], optimizer: Any) -> Snapshot:
+        """Copies everything that this rank has to write to the host; every rank calls it. Touches no disk.
+
+        An earlier snapshot must not be in use any more: its memory is written over.
+        """
+        from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+        from megatron.core.dist_checkpointing.strategies.torch import (
+            MCoreSavePlanner,
+            _replace_state_dict_keys_with_sharded_keys,
+            mcore_to_pyt_state_dict,
+        )
+
+        grid = self._grid
+        with device.megatron():
+            state = sharded_state(chunks, optimizer, loading=False)
+            # Whether every shard has exactly one rank that writes it cannot change within a run.
+            sharded, common = save_preprocess(state, validate_access_integrity=not self._buffers)
+            self._divide(sharded)
+            flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+            planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+            planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=grid.is_main)
+        plan = planner.create_local_plan()
+        plans = grid.gather(plan)
+        metadata = planner.create_global_plan(plans)[1] if grid.is_main else None
+        items: list[tuple[MetadataIndex, Tensor | bytes]] = []
+        for item in planner.finish_plan(plan).items:
+            data = planner.resolve_data(item)
+            items.append(
+                (item.index, self._copy(item.index, data) if isinstance(data, Tensor) else bytes(data.getbuffer()))
+            )
+        device.synchronize()
+        return Snapshot(items, _pickled(common) if grid.is_main else b"", metadata)
+
+    def _divide(self, sharded: dict[str, Any]) -> None:
+        """Gives each data-parallel rank its part of what all of them hold, in place."""
+        from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+        from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+        if self._grid.dp == 1:
+            return
+        if self._division is None:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+            self._division = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
+        self._division.apply_saving_parallelization(sharded)
+
+    def _copy(self, index: MetadataIndex, tensor: Tensor) -> Tensor:
+        """The tensor's values in host memory; complete after the device has been synchronised."""
+        buffer = self._buffers.get(index)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[index] = buffer
+        return buffer.copy_(tensor.detach(), non_blocking=True)
+
+
+def write_share(snapshot: Snapshot, folder: Path, rank: int) -> list[Written]:
+    """Writes this rank's items to one file in `folder`, and waits until they are on the disk.
+
+    Raises:
+        OSError: no room, no permission, a broken disk.
+    """
+    if not snapshot.items:
+        return []
+    name = f"__{rank}_0.distcp"
+    with (folder / name).open("wb") as raw:
+        file = manifest.Hashing(raw)
+        try:
+            written = [_write_item(file, index, data, name) for index, data in snapshot.items]
+        except RuntimeError as error:
+            raise (file.failure or error) from None
+        raw.flush()
+        os.fsync(raw.fileno())
+    return written
+
+
+def _write_item(file: manifest.Hashing, index: MetadataIndex, data: Tensor | bytes, name: str) -> Written:
+    offset = file.position
+    file.begin()
+    if isinstance(data, Tensor):
+        torch.save(data, cast(IO[bytes], file))
+    else:
+        file.write(data)
+    start = tuple(index.offset) if index.offset is not None else ()
+    return Written(index, Piece(index.fqn, start, name, offset, file.position - offset, file.digest()))
+
+
+def finish(snapshot: Snapshot, folder: Path, shares: Sequence[Sequence[Written]], about: dict[str, Any]) -> None:
+    """Rank 0, when every rank's share is on the disk: Megatron's own files, then the manifest, last.
+
+    Raises:
+        OSError: as above.
+    """
+    assert snapshot.metadata is not None, "rank 0 has it"
+    everything = [written for share in shares for written in share]
+    results = [
+        WriteResult(w.index, w.piece.length, _StorageInfo(w.piece.file, w.piece.offset, w.piece.length))
+        for w in everything
+    ]
+    FileSystemWriter(folder).finish(snapshot.metadata, [results])  # .metadata
+    write_file(folder / "common.pt", snapshot.common)
+    manifest.write_json(
+        folder / "metadata.json",
+        {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        },
+    )
+    tensors = {name: _described(entry) for name, entry in snapshot.metadata.state_dict_metadata.items()}
+    pieces = sorted((w.piece for w in everything), key=lambda piece: (piece.file, piece.offset))
+    manifest.write(folder, about, tensors, pieces)
+
+
+def _described(entry: TensorStorageMetadata | BytesStorageMetadata) -> manifest.Tensor:
+    if isinstance(entry, TensorStorageMetadata):
+        return manifest.Tensor(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+    return manifest.Tensor((), "object")
+
+
+def _pickled(content: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes and waits until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
