@@ -22,8 +22,11 @@ class Command(Protocol):
 COMMANDS = {
     "train": ("run_recipe", "reinforcement learning (after a warm-up by fine-tuning, where sft.steps > 0)"),
     "sft": ("run_recipe", "supervised fine-tuning on demonstrations"),
-    "evaluate": ("run_recipe", "score the model on the recipe's held-out tasks"),
+    "evaluate": ("evaluate", "a checkpoint, a Hugging Face folder or a served model on held-out tasks"),
     "plan": ("plan", "where the memory of each GPU goes on a number of nodes, and whether the recipe fits"),
+    "convert": ("convert", "Hugging Face folders to Megatron checkpoints and back, losing nothing"),
+    "preflight": ("preflight", "whether these machines are fit for the recipe; names the node that is not"),
+    "status": ("status", "what a run is doing, or why it stopped, and how to continue"),
     "report": ("report", "one page on a run, or several side by side: findings, curves, times, rollouts"),
 }
 

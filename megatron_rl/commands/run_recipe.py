@@ -1,4 +1,4 @@
-"""`train`, `sft`, `evaluate`: checks the recipe and starts one process per device (or joins torchrun's or srun's world)."""
+"""`train`, `sft`: checks the recipe and starts one process per device (or joins torchrun's or srun's world)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
@@ -17,48 +18,56 @@ from megatron_rl.runtime.spawn import Outcome, new_attempt, rank_environment, ru
 from megatron_rl.runtime.world import World, outer_world
 from megatron_rl.tasks import check_tasks
 
-_RESUMABLE = ("train", "sft")
-
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.steps=5")
     parser.add_argument("--check", action="store_true", help="check the recipe, print it resolved, start nothing")
-    if name in _RESUMABLE:
-        parser.add_argument(
-            "--resume",
-            metavar="auto|PATH|never",
-            default="auto",
-            help="auto: the newest complete checkpoint of run_dir, if any (default); PATH: that checkpoint",
-        )
+    parser.add_argument(
+        "--resume",
+        metavar="auto|PATH|never",
+        default="auto",
+        help="auto: the newest complete checkpoint of run_dir, if any (default); PATH: that checkpoint",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0, 2 for a bad recipe, 130 after Ctrl-C, or the exit code of a failed process."""
+    machine, world = machine_here()
+    try:
+        config = load_checked(args, machine)
+        if args.check:
+            return print_checked(config, machine)
+        check_machine(config, machine)
+        resume = _resume(args.resume)
+    except ConfigError as error:
+        return refuse(error, world)
+    return start_ranks(args.command, config, resume, machine, world)
+
+
+def machine_here() -> tuple[Machine, World | None]:
+    """This machine, and the world that torchrun or srun has made, if this process is one of its."""
     world = outer_world(os.environ)
     machine = Machine(
         gpus=count_gpus(),
         world_size=None if world is None else world.size,
         local_world_size=None if world is None else world.local_size,
     )
+    return machine, world
+
+
+def refuse(error: ConfigError, world: World | None) -> int:
+    """Says what is wrong with the recipe, once for all processes, and returns the exit code."""
+    if world is None or world.rank == 0:
+        print(f"megatron-rl: {error}", file=sys.stderr)
+    return exit_codes.BAD_INPUT
+
+
+def start_ranks(name: str, config: Config, resume: str, machine: Machine, world: World | None) -> int:
+    """Writes the recipe into the run folder and runs the ranks, or the one of them that this process stands for."""
+    command = [name, "--run-dir", config.run_dir, "--resume", resume]
     try:
-        config = _load(args, machine)
-        if args.check:
-            return _print_checked(config, machine)
-        check_machine(config, machine)
-        resume = _resume(getattr(args, "resume", "never"))
-        if args.command == "evaluate" and (Path(config.run_dir) / "checkpoints").exists():
-            raise ConfigError(
-                f"`run_dir` {config.run_dir} holds a training run, which an evaluation would overwrite; give it a folder of "
-                "its own, for example run_dir=runs/evaluation (and model.path=<training run>/export)"
-            )
-    except ConfigError as error:
-        if world is None or world.rank == 0:  # one message, not one per process
-            print(f"megatron-rl: {error}", file=sys.stderr)
-        return exit_codes.BAD_INPUT
-    command = [args.command, "--run-dir", config.run_dir, "--resume", resume]
-    try:
-        _write(Path(config.run_dir), to_yaml(config))
+        write_recipe(Path(config.run_dir), to_yaml(config))
         if world is None:
             return _start(command, config, machine.gpus)
         logs = shared_attempt(Path(config.run_dir), os.environ)
@@ -68,8 +77,13 @@ def run(args: argparse.Namespace) -> int:
     return _join(world, command, logs, machine.gpus)
 
 
-def _load(args: argparse.Namespace, machine: Machine) -> Config:
-    config = check(load_recipe(args.recipe, args.overrides), command=args.command, machine=machine)
+def load_checked(args: argparse.Namespace, machine: Machine, model: Mapping[str, Any] | None = None) -> Config:
+    """The recipe of the command line with its overrides, checked; ConfigError names what is wrong.
+
+    Args:
+        model: the model's config.json, where its weights need not be here; None: `model.path` is checked.
+    """
+    config = check(load_recipe(args.recipe, args.overrides), command=args.command, machine=machine, model=model)
     try:
         check_tasks(config.tasks)
         check_rewards(config.rewards, {*config.tasks.train, *config.tasks.eval})
@@ -78,7 +92,7 @@ def _load(args: argparse.Namespace, machine: Machine) -> Config:
     return config
 
 
-def _print_checked(config: Config, machine: Machine) -> int:
+def print_checked(config: Config, machine: Machine) -> int:
     """Where the number of processes is given (by a batch script, say), the recipe has to fit it; else this is a laptop."""
     print(to_yaml(config), end="")
     try:
@@ -97,7 +111,7 @@ def _resume(mode: str) -> str:
     return str(Path(mode).resolve())
 
 
-def _write(run_dir: Path, recipe: str) -> None:
+def write_recipe(run_dir: Path, recipe: str) -> None:
     """Writes `recipe.yaml` in one move: with torchrun every process does, and none may read another's half."""
     run_dir.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=run_dir, prefix=".recipe")

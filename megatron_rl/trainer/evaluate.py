@@ -1,58 +1,95 @@
-"""Held-out prompts: Avg@k and Pass@k."""
+"""Held-out prompts, answered by the run's own engine."""
 
 from __future__ import annotations
 
-import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from megatron_rl.checkpoint import store
+from megatron_rl.checkpoint.store import CheckpointError
+from megatron_rl.data import Rollout, Sample
+from megatron_rl.evaluation.output import results_table, write_responses, write_results
+from megatron_rl.evaluation.summary import TaskSummary, metrics_of, overall, summarize
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.trainer.context import Run
+from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.sample import generate, score
 
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k samples is right) from c right ones among n (Chen et al. 2021, Eq. 1).
-
-    Raises:
-        ValueError: where k > n, or c is not between 0 and n.
-    """
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs at least {k} samples per prompt, there are {n}")
-    if not 0 <= c <= n:
-        raise ValueError(f"{c} right samples of {n}")
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+Responses = tuple[Sequence[Sample], Sequence[Rollout]]
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """`eval/<task>/avg@k` and `eval/<task>/pass@k` of every eval task, response lengths, and mean rewards.
+    """The metrics of every eval task under the engine's current weights (docs/metrics.md, Evaluation).
 
-    A rollout counts as right where the reward `trainer.eval_reward` (the recipe's first, if null) is at least
-    `trainer.eval_threshold`. k = `trainer.eval_rollouts`; one rollout at temperature 0 is greedy decoding.
+    A rollout counts as right where the reward `trainer.eval_reward` is at least `trainer.eval_threshold`.
+    k = `trainer.eval_rollouts`; one rollout at temperature 0 is greedy decoding.
     """
-    trainer, k = run.config.trainer, run.config.trainer.eval_rollouts
-    sampling = Sampling(trainer.eval_temperature, trainer.eval_top_p, run.config.rollout.max_tokens)
-    metrics: dict[str, float] = {}
-    for task, samples in run.eval_samples.items():
-        run.phases.announce(f"evaluating {task}")
-        rollouts = generate(run, samples, k, sampling, step=-step - 1)  # seeds apart from the training steps'
-        score(run, samples, rollouts)
-        columns = list(rollouts[0].rewards)
-        judge = trainer.eval_reward if trainer.eval_reward is not None else columns[0]
-        right = [rollout.rewards[judge] >= trainer.eval_threshold for rollout in rollouts]
-        counts = [sum(right[i : i + k]) for i in range(0, len(right), k)]
-        metrics[f"eval/{task}/avg@{k}"] = sum(counts) / len(right)
-        metrics[f"eval/{task}/pass@{k}"] = sum(pass_at_k(k, count, k) for count in counts) / len(counts)
-        metrics[f"eval/{task}/response_length"] = sum(len(r.response_ids) for r in rollouts) / len(rollouts)
-        metrics[f"eval/{task}/truncated_share"] = sum(r.finish_reason == "length" for r in rollouts) / len(rollouts)
-        for column in columns:
-            metrics[f"eval/{task}/reward/{column}"] = sum(r.rewards[column] for r in rollouts) / len(rollouts)
-        if step in (0, trainer.steps):
+    summaries, responses = _answer(run, step)
+    if step in (0, run.config.trainer.steps):
+        for task, (samples, rollouts) in responses.items():
             run.report.eval_samples(step, task, samples, rollouts)
-    return metrics
+    return metrics_of(summaries, overall(run.config, summaries))
+
+
+def _answer(run: Run, step: int) -> tuple[list[TaskSummary], dict[str, Responses]]:
+    trainer = run.config.trainer
+    sampling = Sampling(trainer.eval_temperature, trainer.eval_top_p, run.config.rollout.max_tokens)
+    summaries: list[TaskSummary] = []
+    responses: dict[str, Responses] = {}
+    for task, samples in run.eval_samples.items():
+        with run.phases.untimed("evaluate", f"evaluating {task}"):
+            rollouts = generate(run, samples, trainer.eval_rollouts, sampling, evaluation_seed_step(step))
+            score(run, samples, rollouts)
+        summaries.append(summarize(run.config, task, samples, rollouts))
+        responses[task] = (samples, rollouts)
+    return summaries, responses
+
+
+def evaluation_seed_step(step: int) -> int:
+    """What stands for the step in the seeds of an evaluation after it: apart from every training step's."""
+    return -step - 1
 
 
 def evaluate_only(run: Run, resume: str) -> None:
-    """The whole of `megatron-rl evaluate`: the recipe's eval tasks on its model, into `metrics.jsonl`."""
+    """`megatron-rl evaluate` on the engine: the recipe's eval tasks on its model, or with the weights of a checkpoint.
+
+    Args:
+        resume: path of the checkpoint; `never`: the weights of the recipe's model.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole.
+    """
+    begin = time.time()
     run.report.start_over()
+    model: dict[str, Any] = {"door": "folder", "path": str(run.folder)}
+    if resume != "never":
+        folder = Path(resume)
+        if (problem := store.whole(folder)) is not None:
+            raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}")
+        run.report.phase(f"loading {folder.name}")
+        store.load_model(folder, run.actor.chunks)
+        model = {"door": "checkpoint", "path": str(folder), "step": store.read_state(folder)["progress"]["step"]}
     run.start_engine()
     run.report.begin("evaluation", 0, 1)
-    run.report.log(0, evaluate(run, step=0))
+    finish(run.report, model, *_answer(run, step=0), begin)
+
+
+def finish(
+    report: Reporter,
+    model: dict[str, Any],
+    summaries: Sequence[TaskSummary],
+    responses: dict[str, Responses],
+    begin: float,
+) -> None:
+    """Writes what an evaluation found: `metrics.jsonl`, `evaluation.json`, `samples/<task>.jsonl`; and prints the table."""
+    config, run_dir = report.config, report.run_dir
+    across = overall(config, summaries)
+    report.log(0, metrics_of(summaries, across))
+    if not report.active:
+        return
+    for summary in summaries:
+        write_responses(run_dir / "samples" / f"{summary.task}.jsonl", *responses[summary.task], summary.right_if)
+    write_results(run_dir / "evaluation.json", config, model, summaries, across, time.time() - begin)
+    report.console.print(results_table(config, summaries, across))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.data import RewardTable, Rollout
-from megatron_rl.trainer.evaluate import pass_at_k
+from megatron_rl.evaluation.statistics import pass_at_k
 from megatron_rl.trainer.update import minibatches, train_batch
 
 PASS_AT_K = json.loads((Path(__file__).parent / "pass_at_k.json").read_text())

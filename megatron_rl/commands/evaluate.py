@@ -1,0 +1,164 @@
+"""`evaluate`: a model on a recipe's held-out tasks, through one of three doors.
+
+A checkpoint of a training run (`--model <run>/checkpoints/step_<n>`) or a Hugging Face folder (`--model DIR`, or the recipe's
+own model) is answered by an engine in processes of ours; a served model (`--endpoint URL`) by its server, from this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.commands.run_recipe import load_checked, machine_here, print_checked, refuse, start_ranks, write_recipe
+from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe, to_yaml
+from megatron_rl.runtime import exit_codes
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        nargs="?",
+        help="YAML file with the tasks and how to sample; left out, that of the checkpoint's own run",
+    )
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.eval_rollouts=16")
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="a checkpoint of a training run (<run>/checkpoints/step_<n>) or a Hugging Face folder; "
+        "with --endpoint the folder whose tokenizer and chat template the server uses",
+    )
+    parser.add_argument(
+        "--endpoint",
+        metavar="URL",
+        action="append",
+        help="base URL of a vLLM server, such as http://localhost:8000/v1; several share the requests",
+    )
+    parser.add_argument("--served-name", metavar="NAME", help="the model's name there, where it serves several")
+    parser.add_argument("--check", action="store_true", help="check the recipe, print it resolved, start nothing")
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    folder: Path  # <run>/checkpoints/step_<n>
+    recipe: Path  # <run>/recipe.yaml
+    model: Path  # Hugging Face folder that the run started from: config and tokenizer
+    dtype: str
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0, 1 where too many requests failed, 2 for a bad recipe or model, 130 after Ctrl-C, or a process's code."""
+    machine, world = machine_here()
+    try:
+        config, checkpoint = _resolve(args, machine)
+        if args.check:
+            return print_checked(config, machine)
+        if not args.endpoint:
+            check_machine(config, machine)
+    except ConfigError as error:
+        return refuse(error, world)
+    if args.endpoint:
+        return _ask(config, args.endpoint, args.served_name)
+    return start_ranks("evaluate", config, str(checkpoint.folder) if checkpoint else "never", machine, world)
+
+
+def _resolve(args: argparse.Namespace, machine: Machine) -> tuple[Config, _Checkpoint | None]:
+    if args.recipe is not None and "=" in args.recipe and not Path(args.recipe).exists():
+        args.recipe, args.overrides = None, [args.recipe, *args.overrides]
+    if args.served_name is not None and not args.endpoint:
+        raise ConfigError(f"--served-name {args.served_name} says nothing without --endpoint")
+    checkpoint = None
+    overrides = []
+    if args.model is not None:
+        folder = Path(args.model).expanduser()
+        if (folder / "config.json").is_file():
+            overrides.append(f"model.path={folder}")
+        elif (folder / "manifest.json").is_file() and not args.endpoint:
+            checkpoint = _checkpoint(folder.resolve())
+            overrides += [f"model.path={checkpoint.model}", f"model.dtype={checkpoint.dtype}"]
+        else:
+            raise ConfigError(_no_model(folder, bool(args.endpoint)))
+    recipe = args.recipe or (checkpoint.recipe if checkpoint else None)
+    if recipe is None:
+        raise ConfigError("name a RECIPE with the tasks; only a checkpoint of a training run brings its own")
+    given = {override.partition("=")[0] for override in args.overrides}
+    if "run_dir" not in given:
+        overrides += _own_run_dir(recipe, args, checkpoint)
+    args.recipe, args.overrides = str(recipe), [*overrides, *args.overrides]
+    config = load_checked(args, machine, _served(args))
+    if args.endpoint and config.model.path is None:
+        raise ConfigError("--endpoint needs --model DIR, the Hugging Face folder of the served model: its tokenizer")
+    if (Path(config.run_dir) / "checkpoints").exists():
+        raise ConfigError(
+            f"`run_dir` {config.run_dir} holds a training run, which an evaluation would overwrite; give it a folder of its "
+            "own, for example run_dir=runs/evaluation (and --model <training run>/checkpoints/step_<n>, or its export)"
+        )
+    return config, checkpoint
+
+
+def _served(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The served model's config.json: its weights need not be here."""
+    if not args.endpoint or args.model is None:
+        return None
+    try:
+        return dict(json.loads((Path(args.model).expanduser() / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {args.model}: config.json cannot be read: {error}") from None
+
+
+def _own_run_dir(recipe: str | Path, args: argparse.Namespace, checkpoint: _Checkpoint | None) -> list[str]:
+    """A training run's recipe, with a model to evaluate: a folder below the run's, named after the model."""
+    if args.model is None and not args.endpoint:
+        return []
+    run_dir = Path(load_recipe(recipe, args.overrides).run_dir).expanduser()
+    if checkpoint is not None and args.recipe is None:
+        run_dir = checkpoint.recipe.parent
+    elif not (run_dir / "checkpoints").exists():
+        return []
+    name = "endpoint" if args.endpoint else Path(args.model).resolve().name
+    return [f"run_dir={run_dir / 'evaluation' / name}"]
+
+
+def _checkpoint(folder: Path) -> _Checkpoint:
+    run = folder.parent.parent
+    if not (run / "recipe.yaml").is_file():
+        raise ConfigError(
+            f"--model {folder}: a checkpoint is read with its run's recipe, and {run / 'recipe.yaml'} is missing"
+        )
+    model = load_recipe(run / "recipe.yaml").model
+    base = run / "model" if model.path is None else Path(model.path).expanduser()
+    if not (base / "config.json").is_file():
+        raise ConfigError(
+            f"--model {folder}: its run started from the model in {base}, whose config.json and tokenizer are needed"
+        )
+    return _Checkpoint(folder, run / "recipe.yaml", base, model.dtype)
+
+
+def _no_model(folder: Path, endpoint: bool) -> str:
+    if not folder.is_dir():
+        return f"--model {folder} does not exist"
+    if endpoint:
+        return (
+            f"--model {folder}: with --endpoint it is a Hugging Face folder (config.json, tokenizer), which this is not"
+        )
+    return (
+        f"--model {folder} is neither a Hugging Face folder (it has no config.json) nor a checkpoint of a training run (no "
+        f"manifest.json), such as {folder / 'checkpoints' / 'step_100'}"
+    )
+
+
+def _ask(config: Config, urls: list[str], name: str | None) -> int:
+    try:
+        write_recipe(Path(config.run_dir), to_yaml(config))
+    except OSError as error:
+        print(f"megatron-rl: cannot write to run_dir {config.run_dir}: {error.strerror}", file=sys.stderr)
+        return exit_codes.FAILED
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from megatron_rl.trainer.served import evaluate_served
+
+    return evaluate_served(config, urls, name)

@@ -1,0 +1,145 @@
+"""`megatron-rl evaluate --endpoint`: held-out prompts, answered by a served model. One process, no engine, no actor."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.algorithms import make_algorithm
+from megatron_rl.config.schema import Config
+from megatron_rl.data import Sample
+from megatron_rl.evaluation.endpoint import Server, Unanswered, complete, find_server
+from megatron_rl.evaluation.summary import TaskSummary, summarize
+from megatron_rl.rewards import RewardError, Scorer
+from megatron_rl.rewards.endpoint import EndpointError
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime.distributed import Grid
+from megatron_rl.tasks import filter_by_length, load_tasks
+from megatron_rl.trainer.evaluate import Responses, evaluation_seed_step, finish
+from megatron_rl.trainer.report import Reporter
+
+_ALONE = Grid(rank=0, world=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dp=1, dp_rank=0, host_group=None)
+_SHOWN = 3  # reasons of failed requests that are printed
+
+
+def evaluate_served(config: Config, urls: Sequence[str], name: str | None) -> int:
+    """Asks the servers and writes what `megatron-rl evaluate` writes. Returns the exit code.
+
+    Args:
+        config: a checked recipe; `model.path` has the tokenizer of the served model.
+        urls: base URLs of equal servers.
+        name: the model's name there; None: the only one.
+    """
+    begin = time.time()
+    report = Reporter(config, Path(config.run_dir), _ALONE, "evaluate")
+    try:
+        from transformers import AutoTokenizer
+
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
+        server = find_server(urls, name, config.evaluation.endpoint, longest)
+        report.phase("loading the tasks")
+        assert config.model.path is not None  # the command has seen to it
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        tasks = _load(config, report, tokenizer)
+        report.start_over()
+        report.begin("evaluation", 0, 1)
+        summaries, responses, failures = _answer(config, report, tokenizer, server, tasks)
+    except (ValueError, OSError, EndpointError, RewardError) as error:
+        report.close()
+        print(f"megatron-rl: {error}", file=sys.stderr)
+        return exit_codes.BAD_INPUT if isinstance(error, ValueError) else exit_codes.FAILED
+    except KeyboardInterrupt:
+        report.close()
+        print("megatron-rl: stopped; the evaluation is not complete and nothing was written", file=sys.stderr)
+        return 128 + signal.SIGINT
+    model = {"door": "endpoint", "urls": list(server.urls), "served_name": server.name, "tokenizer": config.model.path}
+    finish(report, model, summaries, responses, begin)
+    report.summary()
+    report.close()
+    return _verdict(config, failures, sum(summary.responses for summary in summaries))
+
+
+def _load(config: Config, report: Reporter, tokenizer: Any) -> dict[str, list[Sample]]:
+    """The eval tasks' prompts, as a run of ours would get them."""
+    samples = {}
+    limit = config.rollout.max_prompt_tokens
+    for name, task in load_tasks(config.tasks, tokenizer).eval.items():
+        kept, dropped = filter_by_length(task, limit, config.rollout.too_long)
+        if dropped:
+            report.note(f"left out {dropped} prompts of {name} of more than {limit} tokens")
+        samples[name] = kept[: config.trainer.eval_max_prompts]
+    return samples
+
+
+def _answer(
+    config: Config, report: Reporter, tokenizer: Any, server: Server, tasks: dict[str, list[Sample]]
+) -> tuple[list[TaskSummary], dict[str, Responses], list[Unanswered]]:
+    trainer = config.trainer
+    sampling = Sampling(trainer.eval_temperature, trainer.eval_top_p, config.rollout.max_tokens)
+    scorer = Scorer(config.rewards, make_algorithm(config.algorithm).estimator.needs.columns)
+    summaries: list[TaskSummary] = []
+    responses: dict[str, Responses] = {}
+    failures: list[Unanswered] = []
+    for task, samples in tasks.items():
+        rollouts, failed = complete(
+            server,
+            config.evaluation.endpoint,
+            samples,
+            trainer.eval_rollouts,
+            sampling,
+            config.seed,
+            evaluation_seed_step(0),
+            _Counter(report, task, len(samples) * trainer.eval_rollouts),
+        )
+        report.note(f"{task}: {len(rollouts)} responses, {len(failed)} requests failed")
+        failures += failed
+        report.phase(f"scoring {task}")
+        texts = tokenizer.batch_decode(
+            [rollout.response_ids for rollout in rollouts], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        by_id = {sample.id: sample for sample in samples}
+        rows = scorer.score(
+            texts,
+            [by_id[rollout.sample_id] for rollout in rollouts],
+            [rollout.finish_reason for rollout in rollouts],
+            [len(rollout.response_ids) for rollout in rollouts],
+        )
+        for rollout, text, row in zip(rollouts, texts, rows, strict=True):
+            rollout.text, rollout.rewards = text, row
+        summaries.append(summarize(config, task, samples, rollouts, len(failed)))
+        responses[task] = (samples, rollouts)
+    return summaries, responses, failures
+
+
+class _Counter:
+    """Says on the terminal how many requests were answered. Called from the thread of the requests."""
+
+    def __init__(self, report: Reporter, task: str, total: int) -> None:
+        self.report, self.task, self.total = report, task, total
+        self.answered = self.failed = 0
+
+    def __call__(self, answered: bool) -> None:
+        self.answered += answered
+        self.failed += not answered
+        self.report.phase(f"{self.task}: {self.answered} of {self.total} requests answered, {self.failed} failed")
+
+
+def _verdict(config: Config, failures: Sequence[Unanswered], answered: int) -> int:
+    """Failed requests are in no number; above the share that the recipe tolerates the numbers do not count either."""
+    if not failures:
+        return exit_codes.OK
+    share, allowed = len(failures) / (len(failures) + answered), config.evaluation.endpoint.max_failed_share
+    reasons = Counter(failure.reason for failure in failures).most_common(_SHOWN)
+    shown = "; ".join(f"{count} x {reason}" for reason, count in reasons)
+    print(
+        f"megatron-rl: {len(failures)} requests ({share:.1%}) stayed unanswered and are in none of the numbers: {shown}"
+        + (f" (more than evaluation.endpoint.max_failed_share = {allowed:g})" if share > allowed else ""),
+        file=sys.stderr,
+    )
+    return exit_codes.FAILED if share > allowed else exit_codes.OK
