@@ -22,6 +22,7 @@ from megatron_rl.actor.variance import GradientParts
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.schema import Config, OptimizerConfig
 from megatron_rl.models import ParallelGroups, family_for, iter_hf_weights, load_hf_weights, read_hf_config
+from megatron_rl.models.files import WeightSource
 from megatron_rl.models.rules import padded_vocab_size
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
@@ -48,10 +49,10 @@ class Actor:
     Args:
         config: the recipe.
         grid: where this process stands.
-        folder: Hugging Face folder with the initial weights.
+        folder: with config.json, and the initial weights as Hugging Face's safetensors unless `weights` has them.
     """
 
-    def __init__(self, config: Config, grid: Grid, folder: str | Path) -> None:
+    def __init__(self, config: Config, grid: Grid, folder: str | Path, weights: WeightSource | None = None) -> None:
         self.config, self.grid, self.folder = config.actor, grid, Path(folder)
         self.dtype = build.DTYPES[config.model.dtype]
         self.hf_config = read_hf_config(folder)
@@ -65,7 +66,7 @@ class Actor:
             for chunk in self.chunks:
                 if chunk.post_process:
                     _return_hidden_states(chunk)
-            self.load_hf(folder)
+            self.load_hf(weights or folder)
             fp8_params = self.config.fp8 is not None and self.config.fp8.param_gather
             self.ddp_chunks = build.wrap_for_training(self.chunks, self.config.optimizer.distributed, fp8_params)
         self.vocab_shard = VocabShard(
@@ -233,10 +234,10 @@ class Actor:
         """(Hugging Face name, full tensor) of every weight, on every rank, in the same order."""
         return iter_hf_weights(self.chunks, self.family, self.hf_config, self.parallel)
 
-    def load_hf(self, folder: str | Path) -> None:
+    def load_hf(self, weights: str | Path | WeightSource) -> None:
         """Replaces every weight by those of a Hugging Face folder; before an optimizer takes its master copy of them."""
         with device.megatron():
-            load_hf_weights(self.chunks, self.family, self.hf_config, folder, self.parallel)
+            load_hf_weights(self.chunks, self.family, self.hf_config, weights, self.parallel)
 
     def keep_reference(self) -> None:
         """Makes the current weights the reference policy (a copy in host memory)."""

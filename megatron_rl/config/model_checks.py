@@ -54,6 +54,8 @@ def _check_folder(folder: Path) -> Iterator[str]:
 
 
 def _check_weights(folder: Path) -> Iterator[str]:
+    if (folder / ".metadata").is_file():  # converted to Megatron's format
+        return
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         if not any(folder.glob("*.safetensors")):

@@ -33,7 +33,7 @@ class CreateModelConfig:
 
 @dataclass
 class ModelConfig:
-    path: str | None = None  # Hugging Face folder: config.json, *.safetensors, tokenizer. Wins over `create`
+    path: str | None = None  # Hugging Face folder, or what `convert to-megatron` made of one. Wins over `create`
     create: CreateModelConfig | None = None  # makes `<run_dir>/model` where `path` is null
     dtype: str = "bfloat16"  # float32 | bfloat16: parameters and activations of actor and rollout engine
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms import Algorithm, make_algorithm
+from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Sample
@@ -153,7 +154,7 @@ def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train",
         eval_samples=eval_samples,
         order=make_order([sample.task for sample in train_samples], tasks.weights, config.seed),
         task_weights=tasks.weights,
-        actor=Actor(config, grid, folder),
+        actor=Actor(config, grid, folder, open_weights(folder)),
         algorithm=algorithm,
         scorer=scorer,
         report=report,
