@@ -2,9 +2,11 @@
 
 from megatron_rl.rewards import chain_sum, code, judge, maths, puzzle, text, tools  # noqa: F401  (fill the registry)
 from megatron_rl.rewards.registry import Reward, Score, list_rewards, make_reward, register_reward
-from megatron_rl.rewards.scoring import RewardError, Scorer, check_rewards, condition_reward, score_rollouts
+from megatron_rl.rewards.scorer import Report, RewardError, Scorer, condition_reward
+from megatron_rl.rewards.scoring import check_rewards, score_rollouts
 
 __all__ = [
+    "Report",
     "Reward",
     "RewardError",
     "Score",

@@ -74,7 +74,7 @@ class Counts:
     def __iadd__(self, other: Counts) -> Counts:
         for entry in fields(self):
             total = getattr(self, entry.name)
-            total += getattr(other, entry.name)
+            total += getattr(other, entry.name)  # Traffic adds in place
             setattr(self, entry.name, total)
         return self
 

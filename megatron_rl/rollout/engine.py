@@ -6,7 +6,7 @@ make the same calls with the same arguments, and vLLM's schedulers, being determ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,20 @@ class Engine:
         environment.quiet_reload_messages()
 
     # ----------------------------------------------------------------------------------------------------- sampling
-    def generate(self, samples: Sequence[Sample], count: int, sampling: Sampling, step: int) -> list[Rollout]:
+    def generate(
+        self,
+        samples: Sequence[Sample],
+        count: int,
+        sampling: Sampling,
+        step: int,
+        finished: Callable[[Rollout], None] | None = None,
+    ) -> list[Rollout]:
         """`count` rollouts of every sample, over all engines; every rank gets all of them, by sample, then index.
 
         Each rollout has a seed of its own (`rollout_seed`), so what is drawn depends neither on the number of engines nor on
         what else is in the batch.
+
+        `finished` hears of every rollout of this rank's engine as it ends, on every rank of the engine in the same order.
         """
         from vllm import SamplingParams
 
@@ -104,15 +113,29 @@ class Engine:
                         detokenize=False,
                     )
                 )
-        outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
         rollouts = []
-        if self.is_leader:
-            for number, output in enumerate(outputs):
-                sample, index = own[number // count], number % count
-                rollouts.append(_rollout(sample, index, output.outputs[0]))
-        everything = [rollout for part in self.grid.all_gather(rollouts) for rollout in part]
+        for number, output in self._run(requests, params):
+            if self.is_leader or finished is not None:
+                rollouts.append(_rollout(own[number // count], number % count, output.outputs[0]))
+                if finished is not None:
+                    finished(rollouts[-1])
+        parts = self.grid.all_gather(rollouts if self.is_leader else [])
+        everything = [rollout for part in parts for rollout in part]
         place = {sample.id: i for i, sample in enumerate(samples)}
         return sorted(everything, key=lambda rollout: (place[rollout.sample_id], rollout.index))
+
+    def _run(self, requests: Sequence[Any], params: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Position in `requests` and vLLM's output of each request, as they end. All ranks of an engine step together."""
+        if not requests:
+            return
+        names = self.llm.enqueue(requests, params, use_tqdm=False)
+        # vLLM adds to a name what makes it unique; its outputs have the name without.
+        place = {name.partition("-")[0]: number for number, name in enumerate(names)}
+        engine = self.llm.llm_engine
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    yield place[output.request_id], output
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs at temperature 1 of every token but the first, under the engine's current weights.
