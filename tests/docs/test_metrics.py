@@ -16,7 +16,7 @@ CODE = [
     for folder in ("algorithms", "actor", "evaluation", "trainer", "runtime")
     for path in sorted((ROOT / "megatron_rl" / folder).rglob("*.py"))
 ]
-NAME = re.compile(r"[a-z_]+(/[\w@*]+)+")
+NAME = re.compile(r"(?:[a-z_]+|\*)(/[\w@*]+)+")
 
 # Names of rows of a real quick start run (preset grpo), steps 0 and 1.
 QUICKSTART = """
