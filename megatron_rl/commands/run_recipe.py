@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint import owner
 from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.rewards import check_rewards
@@ -57,15 +59,22 @@ def machine_here() -> tuple[Machine, World | None]:
 
 
 def refuse(error: ConfigError, world: World | None) -> int:
-    """Says what is wrong with the recipe, once for all processes, and returns the exit code."""
-    if world is None or world.rank == 0:
-        print(f"megatron-rl: {error}", file=sys.stderr)
+    """Says what is wrong with the recipe and returns the exit code; once per node, since a node may lack what others have."""
+    if world is None or world.variables.get("LOCAL_RANK", "0") == "0":
+        where = "" if world is None else f"on node {socket.gethostname()}: "
+        print(f"megatron-rl: {where}{error}", file=sys.stderr)
     return exit_codes.BAD_INPUT
 
 
 def start_ranks(name: str, config: Config, resume: str, machine: Machine, world: World | None) -> int:
     """Writes the recipe into the run folder and runs the ranks, or the one of them that this process stands for."""
     command = [name, "--run-dir", config.run_dir, "--resume", resume]
+    try:
+        if world is None or world.rank == 0:
+            owner.refuse_if_alive(Path(config.run_dir))  # before its recipe.yaml is replaced
+    except owner.OwnedError as error:
+        print(f"megatron-rl: {error}", file=sys.stderr)
+        return exit_codes.BAD_INPUT
     try:
         write_recipe(Path(config.run_dir), to_yaml(config))
         if world is None:

@@ -107,7 +107,10 @@ def save_metrics(run: Run) -> dict[str, float]:
 
     Raises:
         CheckpointError: on every rank, where a save failed and `checkpoint.on_failure` is `stop`.
+        OwnedError: on rank 0, where another run has taken the run folder.
     """
+    if run.ownership is not None:
+        run.ownership.check()
     if run.saver is None:
         return {}
     outcomes = run.saver.outcomes()

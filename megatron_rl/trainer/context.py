@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms import Algorithm, make_algorithm
 from megatron_rl.checkpoint.convert import open_weights
+from megatron_rl.checkpoint.owner import Ownership
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Sample
@@ -52,6 +53,7 @@ class Run:
     counters: dict[str, float] = field(default_factory=dict)  # extra metrics of the current step
     scored: Report = field(default_factory=Report)  # what slow rewards did in it
     actor_has_device: bool = True
+    ownership: Ownership | None = None  # rank 0's, of the run folder
     saver: Saver | None = None  # from the first save on
     save_due: bool = False  # a save was put off, or is to be done after this step
     reference_digests: dict[str, str] | None = None  # checksums of `<run_dir>/reference`, once it is there

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.checkpoint.owner import OwnedError, Ownership
 from megatron_rl.runtime import exit_codes, postmortem, provenance
 from megatron_rl.runtime.progress import PROGRESS, Deadlines
 from megatron_rl.runtime.spawn import ATTEMPT, new_attempt
@@ -22,6 +23,7 @@ from megatron_rl.runtime.watchdog import Watchdog, stacks
 
 if TYPE_CHECKING:
     from megatron_rl.config import Config
+    from megatron_rl.runtime.distributed import Grid
 
 
 def main(command: str, run_dir: str, resume: str = "auto") -> int:
@@ -49,15 +51,25 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
     watchdog = (
         _watch(config, Path(attempt), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if attempt else None
     )
-    grid = distributed.initialize(config.actor.parallel, config.launch.timeout_minutes)
+    try:
+        grid = distributed.initialize(config.actor.parallel, config.launch.timeout_minutes)
+    except Exception as error:
+        if watchdog is None:
+            raise
+        return _fail(error, False, config, watchdog)
     if watchdog is None:  # torchrun
         attempt = grid.broadcast(str(new_attempt(Path(run_dir))) if grid.is_main else "")
         watchdog = _watch(config, Path(attempt), grid.rank, grid.world)
     if grid.is_main:
         provenance.write(watchdog.attempt)
     run = None
+    ownership = Ownership(Path(run_dir)) if grid.is_main else None
     try:
+        _take(ownership, grid)
+        if not _fit(config, grid):
+            return exit_codes.PREFLIGHT
         run = build_run(config, grid, Path(run_dir), command, stop)
+        run.ownership = ownership
         PROGRESS.memory_parts = functools.partial(memory_parts, run)
         {"train": train, "sft": sft, "evaluate": evaluate_only}[command](run, resume)
         run.report.summary()
@@ -67,14 +79,52 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
         return _stop_code(request.signum)
     except Exception as error:
         # Expected failures explain themselves: a traceback would bury the explanation, so it goes to a file only.
-        expected = (ValueError, OSError, CheckpointError, RewardError, SyncError, FloatingPointError)
+        expected = (ValueError, OSError, CheckpointError, RewardError, SyncError, FloatingPointError, OwnedError)
         return _fail(error, isinstance(error, expected), config, watchdog)
     finally:
         if run is not None:
             run.close()
+        if ownership is not None:
+            ownership.release()
         watchdog.stop()
     distributed.shutdown()
     return exit_codes.OK
+
+
+def _take(ownership: Ownership | None, grid: Grid) -> None:
+    """Makes the run folder this run's, on every rank.
+
+    Raises:
+        OwnedError: another run writes there.
+    """
+    former, error = None, None
+    if ownership is not None:
+        try:
+            former = ownership.take()
+        except OwnedError as refusal:
+            error = str(refusal)
+    error = grid.broadcast(error)
+    if error is not None:
+        raise OwnedError(error)
+    if former is not None:
+        print(f"the run folder was left by {former}, which is gone", flush=True)
+
+
+def _fit(config: Config, grid: Grid) -> bool:
+    """Pre-flight, as far as the recipe wants it; what it finds is on the terminal."""
+    from megatron_rl.preflight import preflight
+    from megatron_rl.preflight.run import write_report
+
+    if config.launch.preflight == "off":
+        return True
+    report = preflight(config, grid, full=config.launch.preflight == "full")
+    write_report(report, config, grid.rank)
+    if grid.is_main:
+        print(
+            f"megatron-rl: {report.text()}" if report.failed else report.text(),
+            file=sys.stderr if report.failed else None,
+        )
+    return not report.failed
 
 
 def _watch(config: Config, attempt: Path, rank: int, world: int) -> Watchdog:

@@ -1,0 +1,216 @@
+"""One run folder, one run: a file that says who writes here, kept fresh for as long as that one lives.
+
+A run that finds the file decides by evidence. An owner of the same host and process-id space lives exactly as long as its
+process does. Of any other owner (a requeued job usually comes to another host) only the heartbeat can be seen: whoever has
+beaten within the last minute is alive, and while that minute is not over, the newcomer watches whether it beats again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+FILE = "owner.json"
+BEAT_SECONDS = 10.0
+STALE_SECONDS = 60.0
+
+
+class OwnedError(RuntimeError):
+    """Another run writes into this folder; the message says which."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Attributes:
+    host, pid: of rank 0.
+    started: ticks since boot at which the process was started; tells it from a later one of the same number.
+    space: the host's boot and process-id namespace; a pid means something within the same one only.
+    since: when it took the folder, UTC.
+    """
+
+    host: str
+    pid: int
+    started: int
+    space: str
+    since: str
+
+    @staticmethod
+    def me() -> Owner:
+        pid = os.getpid()
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        return Owner(socket.gethostname(), pid, _started(pid) or 0, _space(), since)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+    def is_gone(self) -> bool | None:
+        """True or False where this machine can tell, otherwise None."""
+        return _started(self.pid) != self.started if self.space == _space() else None
+
+
+class Ownership:
+    """Holds a run folder from `take` to `release`; rank 0 does so for the run.
+
+    Args:
+        folder: the run folder; made if it is not there.
+        beat_seconds, stale_seconds: how often the owner shows that it lives, and after which silence it counts as dead.
+    """
+
+    def __init__(self, folder: Path, beat_seconds: float = BEAT_SECONDS, stale_seconds: float = STALE_SECONDS) -> None:
+        self.path = folder / FILE
+        self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
+        self._me = Owner.me()
+        self._end = threading.Event()
+        self._heart: threading.Thread | None = None
+        self.lost: Owner | None = None  # who took the folder although this run lives: it was halted for too long
+
+    def take(self) -> Owner | None:
+        """Makes this process the owner. Returns whose place it took, if an earlier owner left without a word.
+
+        Raises:
+            OwnedError: another run is alive in this folder.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        former: Owner | None = None
+        while not self._claim():
+            former = self.wait_for_its_end()
+            self._remove(former)
+        self._heart = threading.Thread(target=self._beat, name="run folder's heartbeat", daemon=True)
+        self._heart.start()
+        return former
+
+    def wait_for_its_end(self) -> Owner | None:
+        """Who left the file, once that one is known to be dead; None where the file is gone or cannot be read.
+
+        Raises:
+            OwnedError: it is alive.
+        """
+        found = read(self.path.parent)
+        gone = found.is_gone() if found is not None else None
+        if gone is False:
+            raise OwnedError(_refusal(self.path, found))
+        if gone is None:
+            self._wait_for_silence(found)
+        return found
+
+    def release(self) -> None:
+        """Gives the folder back; nothing happens where this process is not the owner."""
+        if self._heart is None:
+            return
+        self._end.set()
+        self._heart.join()
+        self._heart = None
+        if read(self.path.parent) == self._me:
+            self.path.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raises:
+        OwnedError: another run has taken the folder meanwhile.
+        """
+        if self.lost is not None:
+            raise OwnedError(
+                f"{self.path.parent} was taken over by {self.lost}, while this run stood still; this one ends"
+            )
+
+    def _claim(self) -> bool:
+        """Writes the file unless there is one; whole or not at all, also on NFS."""
+        handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=".owner")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(asdict(self._me), file)
+            os.link(temporary, self.path)
+            return True
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(temporary)
+
+    def _wait_for_silence(self, found: Owner | None) -> None:
+        """Returns when the file has not been touched for `stale_seconds`, by the file system's own clock.
+
+        Raises:
+            OwnedError: it was touched while this watched.
+        """
+        try:
+            first = self.path.stat().st_mtime
+            while self._age() < self._stale_seconds:
+                time.sleep(min(self._beat_seconds / 2, 1.0))
+                if self.path.stat().st_mtime != first:
+                    raise OwnedError(_refusal(self.path, found))
+        except FileNotFoundError:
+            return
+
+    def _age(self) -> float:
+        """Seconds since the owner's last beat: hosts' clocks differ, so a new file of ours says what time it is."""
+        with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".owner") as file:
+            return os.fstat(file.fileno()).st_mtime - self.path.stat().st_mtime
+
+    def _remove(self, found: Owner | None) -> None:
+        """Takes a dead owner's file away, and no other one that may have come since."""
+        aside = self.path.with_name(f".owner.{os.getpid()}.{socket.gethostname()}")
+        try:
+            self.path.rename(aside)
+        except FileNotFoundError:
+            return
+        if read(aside.parent, aside.name) != found:
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, self.path)
+        aside.unlink()
+
+    def _beat(self) -> None:
+        while not self._end.wait(self._beat_seconds):
+            found = read(self.path.parent)
+            if found is not None and found != self._me:
+                self.lost = found
+                return
+            with contextlib.suppress(OSError):  # a disk that is away for a moment is noticed elsewhere
+                os.utime(self.path)
+
+
+def read(folder: Path, name: str = FILE) -> Owner | None:
+    """Who owns the folder; None where nobody does or the file cannot be read."""
+    try:
+        return Owner(**json.loads((folder / name).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def refuse_if_alive(folder: Path) -> None:
+    """For a launcher: looks before anything in the folder is touched. Waits only for an owner on another host that may have
+    died within the last minute.
+
+    Raises:
+        OwnedError: a run is alive in this folder.
+    """
+    if (folder / FILE).exists():
+        Ownership(folder).wait_for_its_end()
+
+
+def _refusal(path: Path, owner: Owner | None) -> str:
+    who = f"belongs to a running job: {owner}" if owner is not None else f"is in use: {path} is being touched"
+    return f"{path.parent} {who}. Stop that run first, or give this one another run_dir"
+
+
+def _started(pid: int) -> int | None:
+    """When a process was started, in ticks since boot; None where there is none (or only what is left of it)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _space() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown {socket.gethostname()} {os.getpid()}"

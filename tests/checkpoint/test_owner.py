@@ -1,0 +1,125 @@
+"""A run folder belongs to one run: a second one is refused, and what a dead one left behind is taken over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.checkpoint.owner import FILE, OwnedError, Owner, Ownership, read, refuse_if_alive
+
+ELSEWHERE = Owner("node7", 4242, 1, "another boot pid:[1]", "2026-01-01T00:00:00+00:00")
+
+
+def leave(folder: Path, owner: Owner, age: float = 0.0) -> Path:
+    """What a run that was killed leaves in its folder."""
+    path = folder / FILE
+    path.write_text(json.dumps(asdict(owner)))
+    then = time.time() - age
+    os.utime(path, (then, then))
+    return path
+
+
+def test_a_second_run_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
+    first = Ownership(tmp_path)
+    assert first.take() is None
+    for attempt in (Ownership(tmp_path).take, lambda: refuse_if_alive(tmp_path)):
+        with pytest.raises(OwnedError, match=rf"process {os.getpid()} on .*, since .* another run_dir"):
+            attempt()
+    first.release()
+    assert not (tmp_path / FILE).exists()
+    refuse_if_alive(tmp_path)
+    assert Ownership(tmp_path).take() is None
+
+
+def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from megatron_rl.checkpoint.owner import *\n"
+        "try: Ownership(Path(sys.argv[1])).take(); print('mine', flush=True); sys.stdin.read()\n"
+        "except OwnedError: print('refused')"
+    )
+    leave(tmp_path, replace(Owner.me(), pid=2**22 - 7))  # and all of them see that its owner is dead
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    contenders = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    said = [contender.stdout.readline().strip() for contender in contenders if contender.stdout is not None]
+    for contender in contenders:
+        contender.communicate(timeout=60)  # the owner holds it until now
+    assert sorted(said) == ["mine", *["refused"] * 5]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE]
+
+
+@pytest.mark.parametrize(
+    "change", [{"pid": 2**22 - 7}, {"started": 1}], ids=["no such process", "its number is reused"]
+)
+def test_a_dead_owner_on_this_host_is_replaced_at_once(tmp_path: Path, change: dict[str, int]) -> None:
+    dead = replace(Owner.me(), **change)
+    leave(tmp_path, dead)
+    begin = time.monotonic()
+    own = Ownership(tmp_path)
+    assert own.take() == dead
+    assert time.monotonic() - begin < 5
+    assert read(tmp_path) is not None
+    own.release()
+
+
+def test_an_owner_elsewhere_that_is_silent_is_replaced(tmp_path: Path) -> None:
+    leave(tmp_path, ELSEWHERE, age=61)
+    assert Ownership(tmp_path).take() == ELSEWHERE
+
+
+def test_an_owner_elsewhere_that_may_just_have_died_is_watched(tmp_path: Path) -> None:
+    leave(tmp_path, ELSEWHERE, age=1)
+    begin = time.monotonic()
+    assert Ownership(tmp_path, beat_seconds=0.2, stale_seconds=3).take() == ELSEWHERE
+    assert time.monotonic() - begin > 1.5
+
+
+def test_an_owner_elsewhere_that_beats_is_not(tmp_path: Path) -> None:
+    path = leave(tmp_path, ELSEWHERE, age=1)
+    end = threading.Event()
+
+    def beat() -> None:
+        while not end.wait(0.3):
+            os.utime(path)
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    try:
+        with pytest.raises(OwnedError, match="process 4242 on node7"):
+            Ownership(tmp_path, beat_seconds=0.2, stale_seconds=30).take()
+    finally:
+        end.set()
+        heart.join()
+    assert read(tmp_path) == ELSEWHERE
+
+
+def test_a_file_that_a_full_disk_cut_short_does_not_lock_the_folder_for_good(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"host": "no')
+    assert Ownership(tmp_path, beat_seconds=0.2, stale_seconds=1).take() is None
+    assert read(tmp_path) is not None
+
+
+def test_the_owner_beats_and_notices_when_the_folder_was_taken_from_it(tmp_path: Path) -> None:
+    own = Ownership(tmp_path, beat_seconds=0.1)
+    own.take()
+    os.utime(tmp_path / FILE, (1, 1))
+    deadline = time.monotonic() + 20
+    while (tmp_path / FILE).stat().st_mtime < 2:
+        assert time.monotonic() < deadline, "no heartbeat"
+        time.sleep(0.05)
+    own.check()
+    leave(tmp_path, ELSEWHERE)
+    while own.lost is None:
+        assert time.monotonic() < deadline, "it did not notice"
+        time.sleep(0.05)
+    with pytest.raises(OwnedError, match="taken over by process 4242 on node7"):
+        own.check()
+    own.release()
+    assert read(tmp_path) == ELSEWHERE, "what is another's is not removed"
