@@ -138,7 +138,12 @@ def read_score(text: str) -> float | None:
         start = text.find("{", following)
     if found is None:
         return None
-    return min(TIERS, key=lambda tier: (round(abs(tier - found), 9), tier))
+    return nearest_tier(found)
+
+
+def nearest_tier(score: float) -> float:
+    """The tier next to a score; of two, the lower."""
+    return min(TIERS, key=lambda tier: (round(abs(tier - score), 9), tier))
 
 
 def _number(value: Any) -> float | None:
