@@ -1,0 +1,45 @@
+"""Public datasets -> rows for the `jsonl` source. A converter takes one row and yields rows, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_rl.tasks.convert.dialogue import STYLES, SYSTEM, Dropped
+from megatron_rl.tasks.convert.maths import dapo_rows, deepscaler_rows, eurus_rows, gsm8k_rows
+from megatron_rl.tasks.convert.tools import (
+    api_bank_rows,
+    read_messages,
+    read_toolace,
+    read_xlam,
+    tool_rows,
+    toolrl_rows,
+)
+from megatron_rl.tasks.files import Row
+
+Converter = Callable[[Row], Iterator[Row | Dropped]]
+
+
+@dataclass(frozen=True)
+class Options:
+    style: str = "toolrl"  # tools: toolrl | chat, how the prompt shows tools and history
+    system: str = SYSTEM  # tools, toolrl style: the system message, with the field {tools}
+    mask_seed: int = 0  # hammer: of the random names
+    ability: str = "math"  # eurus: math | code
+
+
+FORMATS: dict[str, Callable[[Options], Converter]] = {
+    "toolace": lambda o: partial(tool_rows, read=read_toolace, style=o.style, system=o.system),
+    "xlam": lambda o: partial(tool_rows, read=read_xlam, style=o.style, system=o.system),
+    "hammer": lambda o: partial(tool_rows, read=read_xlam, style=o.style, system=o.system, mask_seed=o.mask_seed),
+    "stepwise": lambda o: partial(tool_rows, read=read_messages, style=o.style, system=o.system),
+    "toolrl": lambda o: toolrl_rows,
+    "api_bank": lambda o: api_bank_rows,
+    "gsm8k": lambda o: gsm8k_rows,
+    "dapo_math": lambda o: dapo_rows,
+    "deepscaler": lambda o: deepscaler_rows,
+    "eurus": lambda o: partial(eurus_rows, ability=o.ability),
+}
+
+__all__ = ["FORMATS", "STYLES", "SYSTEM", "Converter", "Dropped", "Options"]

@@ -1,0 +1,354 @@
+"""Tool-calling datasets as dialogues: ToolACE, xLAM, Hammer's masking, OpenAI-style messages, ToolRL's own rows, API-Bank."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import re
+import string
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_rl.rewards.tool_parsers import Call, as_call, parse_tool_calls
+from megatron_rl.tasks.columns import gold_calls
+from megatron_rl.tasks.convert.dialogue import SYSTEM, Dialogue, Dropped, Tool, Turn, decisions
+from megatron_rl.tasks.files import Row, prune
+
+_FIELDS = re.compile(r"</?(tool_call|response)>")
+_CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+
+
+class Unreadable(ValueError):
+    """A row that is not in its format; the message is the reason it is dropped for."""
+
+
+def tool_rows(
+    row: Row, read: Callable[[Row], Dialogue], style: str = "toolrl", system: str = SYSTEM, mask_seed: int | None = None
+) -> Iterator[Row | Dropped]:
+    """The decisions in one row of a dataset."""
+    try:
+        dialogue = read(row)
+    except Unreadable as error:
+        yield Dropped(str(error))
+        return
+    if mask_seed is not None:
+        dialogue = mask(
+            dialogue, random.Random(f"mask, seed {mask_seed}, {json.dumps(row, sort_keys=True, default=str)}")
+        )
+    yield from decisions(dialogue, style, system)
+
+
+# ------------------------------------------------------------------------------------------------------------ readers
+def read_xlam(row: Row) -> Dialogue:
+    """xLAM: `query`, `tools` and `answers`, the latter two as JSON text; no answers: no tool serves the query."""
+    query = row.get("query")
+    if not isinstance(query, str) or not query.strip():
+        raise Unreadable("no query")
+    tools = read_tools(row.get("tools"))
+    answers = _json(row.get("answers"), "answers")
+    calls = _calls(answers if isinstance(answers, list) else None)
+    turn = Turn("assistant", calls=calls) if calls else Turn("assistant", text="None of the tools can do this.")
+    return Dialogue(tools, [Turn("user", query.strip()), turn])
+
+
+def read_toolace(row: Row) -> Dialogue:
+    """ToolACE: `system` with the tools as a JSON list, `conversations` with calls as `[name(key=value), ...]`."""
+    system, said = row.get("system"), row.get("conversations")
+    if not isinstance(system, str) or not isinstance(said, list):
+        raise Unreadable("no system or conversations")
+    tools = read_tools(_first_list(system))
+    names = [tool.name for tool in tools]
+    turns = []
+    for message in said:
+        role, value = message.get("from"), message.get("value")
+        if role not in ("user", "assistant", "tool") or not isinstance(value, str):
+            raise Unreadable("a turn of an unknown kind")
+        if role != "assistant":
+            turns.append(Turn(role, value.strip()))
+            continue
+        calls = read_call_list(value, names)
+        if calls is None and looks_like_calls(value):
+            raise Unreadable("calls that cannot be read")
+        turns.append(Turn(role, calls=calls) if calls is not None else Turn(role, text=value.strip()))
+    return Dialogue(tools, turns)
+
+
+def read_messages(row: Row) -> Dialogue:
+    """OpenAI's format: `messages` (with `tool_calls`, role `tool`) and `tools`, either as JSON text or not."""
+    messages = _json(row.get("messages"), "messages")
+    if not isinstance(messages, list):
+        raise Unreadable("no messages")
+    turns = []
+    for message in prune(messages):
+        role, content = message.get("role"), message.get("content")
+        if role == "system":
+            continue  # the prompt has one of its own
+        if role not in ("user", "assistant", "tool") or not (content is None or isinstance(content, str)):
+            raise Unreadable("a turn of an unknown kind")
+        try:
+            calls = gold_calls(message.get("tool_calls"), "tool_calls") or []
+        except ValueError:
+            raise Unreadable("calls that cannot be read") from None
+        thought = message.get("reasoning_content")
+        turns.append(Turn(role, content, calls, thought if isinstance(thought, str) else None))
+    return Dialogue(read_tools(row.get("tools", [])), turns)
+
+
+# ----------------------------------------------------------------------------------------- rows with a prompt already
+def toolrl_rows(row: Row) -> Iterator[Row | Dropped]:
+    """ToolRL's own rows: the prompt as it is, the gold calls and the reasoning from the tagged output.
+
+    `instruction`, `input`, `output` (the fine-tuning file), or `prompt` and `reward_model.ground_truth` (the RL files).
+    Some reasoning speaks of the tags, which `tool_format` then finds twice: there they lose their brackets.
+    """
+    ground_truth = (row.get("reward_model") or {}).get("ground_truth")
+    if isinstance(row.get("instruction"), str) and isinstance(row.get("input"), str):
+        prompt: Any = [
+            {"role": "system", "content": row["instruction"]},
+            {"role": "user", "content": row["input"]},
+        ]
+        output = row.get("output")
+    else:
+        prompt, output = row.get("prompt"), ground_truth
+    if not prompt or not isinstance(output, str):
+        yield Dropped("no prompt or output")
+        return
+    calls = parse_tool_calls(output) if "<tool_call>" in output else []
+    if calls is None:
+        yield Dropped("calls that cannot be read")
+        return
+    thinking, closed, rest = output.rpartition("</think>")
+    output = _FIELDS.sub(r"\1", thinking) + closed + rest
+    response = _between(rest, "response")
+    thought = _between(output, "think")
+    yield {
+        "prompt": prompt,
+        "tool_calls": calls,
+        "needs_response": response is not None,
+        "answer": response,
+        "metadata": {"rationale": thought} if thought else {},
+        "demonstration": output,
+    }
+
+
+def api_bank_rows(row: Row) -> Iterator[Row | Dropped]:
+    """API-Bank in ToolRL's prompt format: `system`, `user`, and `answer`, a call or a list of calls."""
+    answer = row.get("answer")
+    try:
+        calls = _calls([answer] if isinstance(answer, dict) else answer)
+    except Unreadable as error:
+        yield Dropped(str(error))
+        return
+    if not isinstance(row.get("system"), str) or not isinstance(row.get("user"), str) or not calls:
+        yield Dropped("no system, user or answer")
+        return
+    prompt = [{"role": "system", "content": row["system"]}, {"role": "user", "content": row["user"]}]
+    yield {"prompt": prompt, "tool_calls": calls, "needs_response": False, "metadata": {"other": row.get("other")}}
+
+
+def _between(text: str, tag: str) -> str | None:
+    _, opened, rest = text.partition(f"<{tag}>")
+    inside, closed, _ = rest.partition(f"</{tag}>")
+    return inside.strip() if opened and closed else None
+
+
+# ------------------------------------------------------------------------------------------------- tools and calls
+def read_tools(value: Any) -> list[Tool]:
+    """Tools from a list (or its JSON text) of schemas: OpenAI's, ToolACE's, or xLAM's flat parameters."""
+    tools = []
+    listed = _json(value, "tools")
+    if not isinstance(listed, list):
+        raise Unreadable("tools that cannot be read")
+    for item in listed:
+        if isinstance(item, dict) and isinstance(item.get("function"), dict):
+            item = item["function"]
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+            raise Unreadable("tools that cannot be read")
+        parameters = item.get("parameters") or {}
+        required = item.get("required") or []
+        if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
+            required = parameters.get("required") or required
+            parameters = parameters["properties"]
+        if not isinstance(parameters, dict) or not isinstance(required, list):
+            raise Unreadable("tools that cannot be read")
+        tools.append(Tool(item["name"], str(item.get("description") or ""), parameters, tuple(map(str, required))))
+    return tools
+
+
+def _calls(value: Any) -> list[Call]:
+    if not isinstance(value, list):
+        raise Unreadable("calls that cannot be read")
+    calls = []
+    for item in value:
+        call = as_call(item, ("arguments", "parameters"))
+        if call is None:
+            raise Unreadable("calls that cannot be read")
+        calls.append(call)
+    return calls
+
+
+def _json(value: Any, what: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise Unreadable(f"{what} that cannot be read") from None
+
+
+def _first_list(text: str) -> Any:
+    """The first JSON list of objects in a text."""
+    decoder = json.JSONDecoder()
+    for match in re.finditer(r"\[\s*\{", text):
+        try:
+            return decoder.raw_decode(text, match.start())[0]
+        except (ValueError, RecursionError):
+            continue
+    raise Unreadable("tools that cannot be read")
+
+
+def looks_like_calls(text: str) -> bool:
+    return re.match(r"\s*\[[^\[\]{}\n]{1,100}\(", text) is not None and text.rstrip().endswith("]")
+
+
+def read_call_list(text: str, names: list[str]) -> list[Call] | None:
+    """`[name(key=value, ...), ...]` with Python's or JSON's values; None where it is not that.
+
+    Names are looked up among the tools, since they may hold blanks and brackets of their own.
+    """
+    text = text.strip()
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    rest = text[1:-1].strip()
+    calls = []
+    while rest:
+        name = max((name for name in names if rest.startswith(name + "(")), key=len, default=None)
+        if name is None:
+            match = re.match(r"[\w. /-]+(?=\()", rest)
+            if match is None:
+                return None
+            name = match[0]
+        end = _closing(rest, len(name))
+        if end is None:
+            return None
+        parameters = _keywords(rest[len(name) + 1 : end])
+        if parameters is None:
+            return None
+        calls.append({"name": name.strip(), "parameters": parameters})
+        rest = rest[end + 1 :].lstrip()
+        if rest.startswith(","):
+            rest = rest[1:].lstrip()
+        elif rest:
+            return None
+    return calls or None
+
+
+def _closing(text: str, start: int) -> int | None:
+    """Place of the bracket that closes the one at `start`, outside quotes; None where none does."""
+    depth, quote, at = 0, "", start
+    while at < len(text):
+        character = text[at]
+        if quote:
+            if character == "\\":
+                at += 1
+            elif character == quote:
+                quote = ""
+        elif character in "\"'":
+            quote = character
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+            if depth == 0:
+                return at
+        at += 1
+    return None
+
+
+def _keywords(text: str) -> dict[str, Any] | None:
+    """The values of `key=value, key=value`; keys may hold anything but `=` and `,`."""
+    values: dict[str, Any] = {}
+    rest = text.strip()
+    while rest:
+        key, equals, rest = rest.partition("=")
+        end = _comma(rest)
+        try:
+            values[key.strip()] = _value(rest[:end].strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+        if not equals or not key.strip() or "," in key:
+            return None
+        rest = rest[end + 1 :].strip()
+    return values
+
+
+def _comma(text: str) -> int:
+    """Place of the first comma outside quotes and brackets; the text's length where there is none."""
+    depth, quote, at = 0, "", 0
+    while at < len(text):
+        character = text[at]
+        if quote:
+            if character == "\\":
+                at += 1
+            elif character == quote:
+                quote = ""
+        elif character in "\"'":
+            quote = character
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character == "," and depth == 0:
+            return at
+        at += 1
+    return len(text)
+
+
+def _value(text: str) -> Any:
+    """A value as JSON or Python writes it."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    try:
+        return json.loads(json.dumps(ast.literal_eval(text), allow_nan=False))
+    except TypeError as error:  # what JSON cannot hold
+        raise ValueError(str(error)) from None
+
+
+# --------------------------------------------------------------------------------------------------- Hammer's masking
+def mask(dialogue: Dialogue, rng: random.Random) -> Dialogue:
+    """Function and parameter names replaced by random ones, so that only the descriptions say what they do (Hammer).
+
+    Names of the same parameter in different tools become different; calls are renamed along.
+    """
+    names: dict[str, str] = {}
+    keys: dict[str, dict[str, str]] = {}
+    tools = []
+    for tool in dialogue.tools:
+        names[tool.name] = _random_name(rng)
+        keys[tool.name] = {key: _random_name(rng) for key in tool.parameters}
+        renamed = keys[tool.name]
+        tools.append(
+            Tool(
+                names[tool.name],
+                tool.description,
+                {renamed[key]: value for key, value in tool.parameters.items()},
+                tuple(renamed.get(key, key) for key in tool.required),
+            )
+        )
+
+    def rename(call: Call) -> Call:
+        known = keys.get(call["name"], {})
+        parameters = {known.get(key, key): value for key, value in call["parameters"].items()}
+        return {"name": names.get(call["name"], call["name"]), "parameters": parameters}
+
+    turns = [Turn(t.role, t.text, [rename(call) for call in t.calls], t.thought) for t in dialogue.turns]
+    return Dialogue(tools, turns)
+
+
+def _random_name(rng: random.Random) -> str:
+    return "".join(rng.choices(string.ascii_letters + string.digits, k=rng.randint(4, 10)))
