@@ -64,6 +64,7 @@ REWARDS = [
     ("tool_correctness", {}, TOOLS, (-3, 3)),
     ("tool_correctness", {"matching": "optimal", "names": "set", "same_name": False}, TOOLS, (-3, 3)),
     ("tool_exec", {}, TOOLS, (0, 1)),
+    ("rubric", {}, TOOLS, (0, 1)),
     ("format", {"pattern": "[^#]*#-?[0-9]+"}, {}, (0, 1)),
     ("length", {"limit": 100, "unit": "characters"}, {}, (0, 1)),
     ("chain_sum_steps", {}, SUM, (0, 1)),

@@ -1,0 +1,163 @@
+"""Slow rewards started early, servers that do not answer, and what becomes of a missing score in a row."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.schema import ConditionConfig, RewardConfig
+from megatron_rl.data import Sample
+from megatron_rl.rewards import RewardError, Scorer
+
+from .chat_server import serving
+
+OWN = """
+import time
+
+def slow(seconds=0.02):
+    def score(completion, sample):
+        time.sleep(seconds)
+        return float(len(completion))
+    score.concurrent = True
+    return score
+
+def good():
+    return lambda completion, sample: float("good" in completion)
+
+def forgets():
+    return lambda completion, sample: None
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return str(tmp_path / "own.py")
+
+
+def sample(index: int = 0, task: str = "t") -> Sample:
+    return Sample(id=f"{task}/{index}", task=task, prompt=f"p{index}", prompt_ids=[1])
+
+
+def judge(url: str, **params: Any) -> dict[str, Any]:
+    params = {"urls": url, "model": "m", "backoff_seconds": 0.01, **params}
+    return {"reward": "judge", "params": params}
+
+
+def test_starting_early_changes_nothing_but_the_wait(own: str) -> None:
+    rewards = {"cheap": RewardConfig(reward=f"{own}:good"), "slow": RewardConfig(reward=f"{own}:slow")}
+    texts = ["good" * i for i in range(30)]
+    samples = [sample(i) for i in range(30)]
+    late = Scorer(rewards, workers=2)
+    expected = late.score(texts, samples)
+    assert late.take_report().early == 0
+    early = Scorer(rewards, workers=2)
+    for i in reversed(range(30)):  # rollouts end in any order
+        early.start(("key", i), texts[i], samples[i])
+    time.sleep(2.0)
+    began = time.monotonic()
+    assert early.score(texts, samples, keys=[("key", i) for i in range(30)]) == expected
+    assert time.monotonic() - began < 0.3 < 30 * 0.02 / 2 + 0.1
+    report = early.take_report()
+    assert (report.slow, report.early) == (30, 30)
+
+
+def test_some_started_and_some_not(own: str) -> None:
+    scorer = Scorer({"slow": RewardConfig(reward=f"{own}:slow")}, workers=2)
+    scorer.start(1, "abc", sample(1))
+    rows = scorer.score(["ab", "abc", "abcd"], [sample(i) for i in range(3)], keys=[0, 1, 2])
+    assert [row["slow"] for row in rows] == [2, 3, 4]
+
+
+def test_a_missing_score_is_nan_and_a_gate_without_value_decides_nothing(own: str) -> None:
+    def behave(_: int, body: dict[str, Any]) -> str:
+        return "text:?" if "silent" in body["messages"][-1]["content"] else "score:1.0"
+
+    with serving(behave) as server:
+        rewards = {
+            "judge": RewardConfig(**judge(server.url)),
+            "size": RewardConfig(reward=f"{own}:slow", condition=ConditionConfig(column="judge", at_least=0.9)),
+        }
+        scorer = Scorer(rewards)
+        first, second = scorer.score(["loud", "silent"], [sample(), sample()])
+    assert first == {"judge": 1.0, "size": 4.0}
+    assert math.isnan(second["judge"])
+    assert math.isnan(second["size"])
+    counts, _ = scorer.take_report().remote["judge"]
+    assert (counts.scored, counts.unanswered, counts.nonsense) == (2, 1, 1)
+
+
+def test_a_judge_is_not_asked_where_its_condition_fails_or_its_task_is_another(own: str) -> None:
+    with serving("score:0.5") as server:
+        rewards = {
+            "judge": RewardConfig(**judge(server.url), tasks=["t"], condition=ConditionConfig(column="good")),
+            "good": RewardConfig(reward=f"{own}:good"),
+        }
+        rows = Scorer(rewards).score(["good", "bad", "good"], [sample(), sample(), sample(task="u")])
+        assert [row["judge"] for row in rows] == [0.5, 0.0, 0.0]
+        assert [row["good"] for row in rows] == [1.0, 0.0, 1.0]
+        assert len(server.requests) == 1
+
+
+def test_a_judge_that_gates_another_reward_is_always_asked(own: str) -> None:
+    with serving("score:1.0") as server:
+        rewards = {
+            "judge": RewardConfig(**judge(server.url), condition=ConditionConfig(column="good")),
+            "good": RewardConfig(reward=f"{own}:good"),
+            "size": RewardConfig(reward=f"{own}:slow", condition=ConditionConfig(column="judge")),
+        }
+        assert Scorer(rewards).score(["bad"], [sample()]) == [{"judge": 0.0, "good": 0.0, "size": 3.0}]
+        assert len(server.requests) == 1
+
+
+def test_the_deadline_runs_from_the_last_rollout(own: str) -> None:
+    with serving("hang") as server:
+        scorer = Scorer({"judge": RewardConfig(**judge(server.url, step_seconds=1.0))})
+        scorer.start(0, "a", sample())
+        time.sleep(1.5)  # generation goes on: the question stays open
+        report = scorer._rewards["judge"]._counts  # type: ignore[attr-defined]
+        assert report.unanswered == 0
+        began = time.monotonic()
+        (row,) = scorer.score(["a"], [sample()], keys=[0])
+        assert math.isnan(row["judge"])
+        assert 0.9 < time.monotonic() - began < 20
+        assert scorer.take_report().remote["judge"][0].expired == 1
+
+
+def test_a_judge_with_the_rule_stop_names_sample_and_endpoint() -> None:
+    with serving("status:503") as server:
+        scorer = Scorer({"judge": RewardConfig(**judge(server.url, unanswered="stop", retries=0))})
+        with pytest.raises(RewardError, match=rf"'judge' failed on sample t/7: .*{server.url}.*HTTP 503"):
+            scorer.score(["a"], [sample(7)])
+
+
+def test_a_reward_that_forgets_to_return_is_a_mistake(own: str) -> None:
+    with pytest.raises(RewardError, match="'x' is None on sample t/0"):
+        Scorer({"x": RewardConfig(reward=f"{own}:forgets")}).score(["a"], [sample()])
+
+
+def test_two_ranks_share_answers_and_restart_from_the_folder(tmp_path: Path) -> None:
+    with serving("score:0.25") as server:
+
+        def start() -> list[Scorer]:
+            scorers = [Scorer({"grade": RewardConfig(**judge(server.url))}) for _ in range(2)]
+            for rank, scorer in enumerate(scorers):
+                scorer.open(tmp_path, rank, 2)
+            return scorers
+
+        scorers = start()
+        scorers[0].score(["a"], [sample()])
+        reports = [scorer.take_report() for scorer in scorers]
+        for scorer in scorers:
+            for report in reports:
+                scorer.learn(report)
+        assert scorers[1].score(["a"], [sample()]) == [{"grade": 0.25}]
+        assert start()[1].score(["a"], [sample()]) == [{"grade": 0.25}]
+        assert len(server.requests) == 1
+        assert (tmp_path / "answers" / "grade" / "rank0.jsonl").exists()
+        for scorer in scorers:
+            scorer.close()
