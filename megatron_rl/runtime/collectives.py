@@ -10,7 +10,10 @@ import re
 from typing import Any
 
 # gloo's and torch's words for it
-_GAVE_UP = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout|wait timeout after \d+ms")
+_GAVE_UP = re.compile(
+    r"Timed out waiting \d+ms|Timed out after \d+ seconds waiting|wait timeout after \d+ms|"
+    r"Watchdog caught collective operation timeout"
+)
 
 
 def recent(count: int | None = None) -> list[str]:

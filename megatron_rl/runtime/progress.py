@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 BETWEEN = "between phases"
-START = "start"
+START, END = "start", "end"  # before the first phase; after the last, where all went well
 _SIZE = 4096  # bytes of a heartbeat: one page, written and read in one piece
 
 
@@ -96,7 +96,7 @@ class Progress:
 
     def finish(self) -> None:
         """Nothing more to wait for: what comes is the end of the process."""
-        self._stack = [self._entry("end")]
+        self._stack = [self._entry(END)]
         self.write()
 
     def _entry(self, phase: str) -> _Entry:

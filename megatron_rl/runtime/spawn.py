@@ -297,7 +297,8 @@ class _Group:
             self._signal is not None and code in (-signal.SIGINT, -signal.SIGTERM, *_STOP_CODES)
         )
         if not self._killed:
-            _record_end(self._log_dir, rank, _shell_code(code))
+            oom = code == -signal.SIGKILL and _oom_kills() > self._oom_kills
+            _record_end(self._log_dir, rank, exit_codes.OUT_OF_MEMORY if oom else _shell_code(code))
         if self._failed is None and not told_to and not (self._killed and code == -signal.SIGKILL):
             self._failed = (rank, code)
         if not self._killed:

@@ -74,7 +74,6 @@ class Watchdog:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(2 * self._interval)
         faulthandler.cancel_dump_traceback_later()
-        PROGRESS.finish()
         PROGRESS.detach()
 
     # ------------------------------------------------------------------------------------------------------------ thread

@@ -73,6 +73,7 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
         PROGRESS.memory_parts = functools.partial(memory_parts, run)
         {"train": train, "sft": sft, "evaluate": evaluate_only}[command](run, resume)
         run.report.summary()
+        PROGRESS.finish()
     except StopRequested as request:
         if grid.is_main:
             print(f"megatron-rl: {request}; {_how_to_continue(Path(run_dir))}", file=sys.stderr)

@@ -1,0 +1,49 @@
+"""`megatron-rl preflight RECIPE`: whether these machines are fit for the recipe, with the name of the node that is not."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_rl.config import ConfigError, check, load_recipe
+from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime.spawn import rank_environment, run_ranks
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.steps=5")
+    parser.add_argument("--quick", action="store_true", help="what `train` checks by itself: no bandwidth")
+    parser.add_argument("--json", action="store_true", help="the whole report as JSON")
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, help="how long the ranks wait for each other (default: 3)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 for fit, 3 where a node is not, 2 for a recipe that cannot run anywhere."""
+    from megatron_rl.commands.run_recipe import machine_here
+
+    machine, world = machine_here()
+    command = [sys.executable, "-m", "megatron_rl.preflight.main", args.recipe, *args.overrides]
+    command += ["--minutes", str(args.minutes), *["--quick"] * args.quick, *["--json"] * args.json]
+    try:
+        config = load_recipe(args.recipe, args.overrides)
+        if world is None:
+            config = check(config, machine=machine)
+    except ConfigError as error:
+        print(f"megatron-rl: {error}", file=sys.stderr)
+        return exit_codes.BAD_INPUT
+    if world is not None:
+        os.environ.update(rank_environment(machine.gpus))
+        os.environ.update(world.variables)
+        os.execv(sys.executable, command)
+    assert config.launch.processes is not None
+    with tempfile.TemporaryDirectory(prefix="preflight-") as logs:  # what they say is in the report
+        outcome = run_ranks(command, config.launch.processes, Path(logs), rank_environment(machine.gpus))
+        if outcome.code not in (exit_codes.OK, exit_codes.PREFLIGHT):
+            print(f"megatron-rl: {outcome.message}", file=sys.stderr)
+    return outcome.code

@@ -1,0 +1,34 @@
+"""`megatron-rl status RUN`: what a run is doing or why it stopped, and how to continue. Reads the run folder only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime.run_status import read_status
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument(
+        "--follow", metavar="SECONDS", type=float, help="again every so many seconds, until the run ends"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """0, or 2 for a folder that is no run folder."""
+    while True:
+        try:
+            status = read_status(args.run)
+        except ValueError as error:
+            print(f"megatron-rl: {error}", file=sys.stderr)
+            return exit_codes.BAD_INPUT
+        print(json.dumps(status.as_dict(), indent=1) if args.json else status.text(), flush=True)
+        if args.follow is None or status.state not in ("running", "starting"):
+            return exit_codes.OK
+        time.sleep(max(0.1, args.follow))

@@ -1,0 +1,6 @@
+"""Whether the machines are fit for a job, before it takes a night: every rank looks at its own, rank 0 compares them."""
+
+from megatron_rl.preflight.findings import Finding, Report
+from megatron_rl.preflight.run import preflight
+
+__all__ = ["Finding", "Report", "preflight"]

@@ -1,0 +1,79 @@
+"""What pre-flight has found, as a person and as a program read it. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FAILED, WARNING = "failed", "warning"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be, on one node (or between nodes).
+
+    Attributes:
+        check: what was looked at.
+        level: `failed`: the job must not start; `warning`: it may.
+        node: where; several separated by commas.
+        text: what is wrong, and the remedy.
+    """
+
+    check: str
+    level: str
+    node: str
+    text: str
+
+
+@dataclass
+class Report:
+    """All findings, and what was measured on the way."""
+
+    nodes: list[str]
+    ranks: int
+    checks: list[str]
+    findings: list[Finding] = field(default_factory=list)
+    measured: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return any(finding.level == FAILED for finding in self.findings)
+
+    def text(self) -> str:
+        """Problems only, worst first; then one line."""
+        lines = [
+            f"  {finding.level:<7}  {finding.node:<16}  {finding.check:<12}  {finding.text}"
+            for finding in sorted(self.findings, key=lambda finding: (finding.level, finding.node, finding.check))
+        ]
+        nodes = f"{len(self.nodes)} {'node' if len(self.nodes) == 1 else 'nodes'}"
+        verdict = "NOT FIT" if self.failed else "fit, with warnings" if self.findings else "fit"
+        speed = self.measured.get("allreduce_gb_per_s")
+        lines.append(
+            f"pre-flight: {nodes}, {self.ranks} ranks, {len(self.checks)} checks in {self.seconds:.1f} s: {verdict}"
+            + (f"; all-reduce {speed:.2f} GB/s" if speed else "")
+        )
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        return json.dumps({"fit": not self.failed, **asdict(self)}, indent=1)
+
+    def write(self, path: Path) -> None:
+        """As JSON, in one move."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(self.json(), encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def merged(findings: Sequence[Finding]) -> list[Finding]:
+    """The same finding of several nodes (or ranks of one) in one entry."""
+    nodes: dict[tuple[str, str, str], list[str]] = {}
+    for finding in findings:
+        names = nodes.setdefault((finding.check, finding.level, finding.text), [])
+        if finding.node not in names:
+            names.append(finding.node)
+    return [Finding(check, level, ", ".join(names), text) for (check, level, text), names in nodes.items()]

@@ -1,0 +1,294 @@
+"""What one rank can say about its own node. Needs no torch but for the GPU's memory.
+
+Each check yields (level, sentence) per problem. `FACTS` are what must be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import to_yaml
+from megatron_rl.config.schema import Config, TaskConfig
+from megatron_rl.preflight.findings import FAILED, WARNING
+from megatron_rl.runtime.provenance import versions
+from megatron_rl.tasks.files import files_of, read_jsonl
+
+Problems = Iterator[tuple[str, str]]
+GIB = 2**30
+_HEAD = 2**16  # bytes of each data file that are compared
+_ROWS = 3
+_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.index.json")
+
+
+# --------------------------------------------------------------------------------------------------------------- facts
+def version_facts(config: Config) -> dict[str, str]:
+    return versions()
+
+
+def recipe_facts(config: Config) -> dict[str, str]:
+    return {"the recipe": hashlib.blake2b(to_yaml(config).encode(), digest_size=8).hexdigest()}
+
+
+def model_facts(config: Config) -> dict[str, str]:
+    """Checksums of the model folder's small files, sizes of its large ones."""
+    if config.model.path is None or not Path(config.model.path).expanduser().is_dir():
+        return {}
+    folder = Path(config.model.path).expanduser()
+    small = {path for pattern in _MODEL_FILES for path in folder.glob(pattern)}
+    facts = {str(path): hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() for path in sorted(small)}
+    return facts | {str(path): f"{path.stat().st_size} bytes" for path in sorted(folder.glob("*.safetensors"))}
+
+
+def data_facts(config: Config) -> dict[str, str]:
+    """Size and checksum of the beginning of every file of prompts."""
+    facts = {}
+    for _, task in _file_tasks(config):
+        for path in _files(task):
+            with path.open("rb") as file:
+                head = hashlib.blake2b(file.read(_HEAD), digest_size=8).hexdigest()
+            facts[str(path)] = f"{path.stat().st_size} bytes, {head}"
+    return facts
+
+
+# What has to be the same everywhere: check -> function of the recipe.
+FACTS: dict[str, Callable[[Config], dict[str, str]]] = {
+    "versions": version_facts,
+    "recipe": recipe_facts,
+    "model": model_facts,
+    "data": data_facts,
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+def check_model(config: Config) -> Problems:
+    if config.model.path is None:
+        return
+    folder = Path(config.model.path).expanduser()
+    if not folder.is_dir():
+        yield FAILED, f"model.path {folder} is not there; is its file system mounted?"
+        return
+    for name in ("config.json", "tokenizer_config.json"):
+        if not os.access(folder / name, os.R_OK):
+            yield FAILED, f"model.path {folder}: {name} cannot be read"
+    if not any(folder.glob("*.safetensors")):
+        yield FAILED, f"model.path {folder} has no .safetensors file"
+
+
+def check_data(config: Config) -> Problems:
+    """The first rows of every file."""
+    for key, task in _file_tasks(config):
+        try:
+            files = files_of(str(task.path), f".{task.source}") if task.source in ("jsonl", "parquet") else _files(task)
+        except ValueError as error:
+            yield FAILED, f"{key}.path: {error}"
+            continue
+        if not files:
+            yield FAILED, f"{key}.path: {task.path} has no files"
+        for path in files:
+            try:
+                problem = _first_rows(path)
+            except (OSError, ValueError) as error:
+                problem = str(error)
+            if problem:
+                yield FAILED, f"{key}.path: {path}: {problem}"
+
+
+def _first_rows(path: Path) -> str | None:
+    """What is wrong with the beginning of a file."""
+    if path.suffix == ".parquet":
+        with path.open("rb") as file:
+            head = file.read(4)
+            file.seek(-4, os.SEEK_END)
+            return None if head == file.read(4) == b"PAR1" else "it is not a whole Parquet file"
+    if path.suffix in (".jsonl", ".json"):
+        return None if list(itertools.islice(read_jsonl(path), _ROWS)) else "it is empty"
+    with path.open("rb") as file:
+        return None if file.read(1) else "it is empty"
+
+
+def _file_tasks(config: Config) -> Iterator[tuple[str, TaskConfig]]:
+    for part in ("train", "eval"):
+        for name, task in getattr(config.tasks, part).items():
+            # A dataset's name on the hub looks like a relative path: only what is meant to be a file is looked for.
+            if task.path and (task.source in ("jsonl", "parquet") or Path(task.path).is_absolute()):
+                yield f"tasks.{part}.{name}", task
+
+
+def _files(task: TaskConfig) -> list[Path]:
+    if task.source in ("jsonl", "parquet"):
+        try:
+            return files_of(str(task.path), f".{task.source}")
+        except ValueError:
+            return []
+    return sorted(path for path in Path(str(task.path)).rglob("*") if path.is_file())
+
+
+def check_run_dir(config: Config) -> Problems:
+    """It can be written, and a save fits."""
+    folder = Path(config.run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-") as file:
+            file.write(bytes(2**20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        yield FAILED, f"run_dir {folder}: writing 1 MiB fails: {error.strerror}"
+        return
+    free, needed = shutil.disk_usage(folder).free, checkpoint_bytes(config)
+    if not config.checkpoint.every or needed is None:
+        if free < GIB:
+            yield WARNING, f"run_dir {folder} has {free / GIB:.2f} GiB free"
+        return
+    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1  # one more is written before an old one goes
+    if needed > free:
+        yield (
+            FAILED,
+            f"run_dir {folder} has {free / GIB:.2f} GiB free, one checkpoint needs about {needed / GIB:.2f} GiB",
+        )
+    elif kept * needed > free:
+        yield (
+            WARNING,
+            f"run_dir {folder} has {free / GIB:.2f} GiB free; {kept} checkpoints of about {needed / GIB:.2f} GiB do not "
+            "fit (checkpoint.keep)",
+        )
+
+
+def checkpoint_bytes(config: Config) -> int | None:
+    """Weights, 32-bit master weights and Adam's two moments, from the size of the model folder; None without one."""
+    if config.model.path is None:
+        return None
+    folder = Path(config.model.path).expanduser()
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    width = 4 if config.model.dtype == "float32" else 2
+    return weights // width * (width + (0 if width == 4 else 4) + 8) or None
+
+
+def check_disks(config: Config) -> Problems:
+    """Places that fill up unseen."""
+    places = {"TMPDIR": Path(tempfile.gettempdir())}
+    hub = os.environ.get("HF_HOME")
+    if hub and Path(hub).exists():
+        places["HF_HOME"] = Path(hub)
+    for name, place in places.items():
+        free = shutil.disk_usage(place).free
+        if free < GIB:
+            yield WARNING, f"{name} {place} has {free / GIB:.2f} GiB free"
+        if not os.access(place, os.W_OK):
+            yield FAILED, f"{name} {place} cannot be written"
+    shm = Path("/dev/shm")
+    free = shutil.disk_usage(shm).free if shm.is_dir() else 0
+    if free < GIB // 4:
+        yield (
+            FAILED if free < GIB // 16 else WARNING,
+            f"/dev/shm has {free / 2**20:.0f} MiB free; the engine's and NCCL's processes share memory there (in a "
+            "container: --shm-size)",
+        )
+
+
+def check_limits(config: Config) -> Problems:
+    """ulimits."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < 4096:
+        yield (
+            FAILED if files < 512 else WARNING,
+            f"at most {files} open files per process (ulimit -n); data, sockets and checkpoints of a large job need 4096",
+        )
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if Path("/dev/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
+        yield WARNING, f"locked memory is limited to {locked / 2**20:.0f} MiB (ulimit -l); InfiniBand needs unlimited"
+
+
+def check_endpoints(config: Config) -> Problems:
+    """Judges and reward models that the recipe's rewards ask over HTTP."""
+    for column, reward in config.rewards.items():
+        urls = reward.params.get("urls", [])
+        key = reward.params.get("api_key_env")
+        if key and not os.environ.get(str(key)):
+            yield FAILED, f"rewards.{column}: the environment variable {key} (api_key_env) is not set"
+            continue
+        for url in [urls] if isinstance(urls, str) else urls:
+            problem = _ask(str(url), os.environ.get(str(key)) if key else None)
+            if problem:
+                yield FAILED, f"rewards.{column}: {url}: {problem}"
+
+
+def _ask(url: str, key: str | None) -> str | None:
+    """What is wrong with a server that speaks the OpenAI API; any answer but a refusal will do."""
+    request = urllib.request.Request(f"{url.rstrip('/')}/models", headers={"User-Agent": "megatron-rl"})
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=5.0):
+            return None
+    except urllib.error.HTTPError as error:
+        return f"HTTP {error.code}: the key is refused" if error.code in (401, 403) else None
+    except (OSError, ValueError) as error:
+        return f"not reachable ({getattr(error, 'reason', error)})"
+
+
+def check_gpus(config: Config) -> Problems:
+    """Memory errors, and memory that another process holds."""
+    if shutil.which("nvidia-smi") is None:
+        return
+    fields = "index,ecc.errors.uncorrected.volatile.total,remapped_rows.failure,memory.used,memory.total"
+    done = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], capture_output=True, text=True
+    )
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines()
+        yield FAILED, f"nvidia-smi fails: {said[0] if said else done.returncode}"
+        return
+    yield from gpu_problems(done.stdout, config.rollout.memory_fraction)
+
+
+def gpu_problems(rows: str, memory_fraction: float) -> Problems:
+    """From nvidia-smi's lines `index, uncorrected errors, remapping failed, MiB used, MiB in all`."""
+    for row in rows.splitlines():
+        index, errors, remap, used, total = [cell.strip() for cell in row.split(",")]
+        if errors.isdigit() and int(errors):
+            yield FAILED, f"GPU {index} has {errors} uncorrected memory errors since it was reset; drain the node"
+        if remap in ("1", "Yes"):
+            yield FAILED, f"GPU {index} could not replace damaged memory rows; the board is to be exchanged"
+        if used.isdigit() and total.isdigit() and 1 - int(used) / int(total) < memory_fraction:
+            yield (
+                FAILED,
+                f"GPU {index}: {int(used) / 1024:.1f} of {int(total) / 1024:.1f} GiB are in use by other processes, and the "
+                f"engine wants {memory_fraction:.0%} (rollout.memory_fraction)",
+            )
+
+
+# check -> function; once per rank, or once per node.
+PER_NODE: dict[str, Callable[[Config], Problems]] = {
+    "model": check_model,
+    "data": check_data,
+    "run_dir": check_run_dir,
+    "disks": check_disks,
+    "endpoints": check_endpoints,
+    "gpus": check_gpus,
+}
+PER_RANK: dict[str, Callable[[Config], Problems]] = {"limits": check_limits}
+
+
+def survey(config: Config, first_of_node: bool) -> tuple[list[tuple[str, str, str]], dict[str, dict[str, Any]]]:
+    """(check, level, sentence) per problem of this rank, and the facts to compare."""
+    checks = {**PER_RANK, **(PER_NODE if first_of_node else {})}
+    problems = [(name, level, text) for name, check in checks.items() for level, text in check(config)]
+    facts: dict[str, dict[str, Any]] = {}
+    for name, read in FACTS.items():
+        try:
+            facts[name] = read(config) if first_of_node or name in ("versions", "recipe") else {}
+        except OSError as error:
+            problems.append((name, FAILED, f"{error.filename} cannot be read: {error.strerror}"))
+    return problems, facts

@@ -1,0 +1,124 @@
+"""What one rank of `megatron-rl preflight` runs, with the world in its environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from megatron_rl.config import ConfigError, Machine, check, load_recipe
+from megatron_rl.config.checks import count_gpus
+from megatron_rl.preflight.findings import FAILED
+from megatron_rl.runtime import exit_codes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    rank: int
+    world: int
+    group: Any  # gloo, all ranks
+
+    def all_gather(self, item: T) -> list[T]:
+        import torch.distributed as dist
+
+        out: list[Any] = [None] * self.world
+        dist.all_gather_object(out, item, group=self.group)
+        return out
+
+    def barrier(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier(group=self.group)
+
+
+def main(recipe: str, overrides: Sequence[str], full: bool, minutes: float, as_json: bool) -> int:
+    """Runs on every rank; rank 0 prints the report. The recipe's own problems on this node are findings like any other."""
+    from megatron_rl.preflight.run import preflight, write_report
+
+    config = load_recipe(recipe, overrides)
+    extra = []
+    try:
+        # A launcher has made the world: the layout has to fit it.
+        config = check(config, machine=Machine(gpus=count_gpus(), world_size=int(os.environ["WORLD_SIZE"])))
+    except ConfigError as error:
+        extra = [("recipe", FAILED, line) for line in str(error).splitlines()]
+    try:
+        ranks = meet(minutes)
+    except NobodyCame as error:
+        print(f"megatron-rl: {error}", file=sys.stderr)
+        return exit_codes.PREFLIGHT
+    report = preflight(config, ranks, full, extra)
+    write_report(report, config, ranks.rank)
+    if ranks.rank == 0:
+        print(report.json() if as_json else report.text())
+    import torch.distributed as dist
+
+    ranks.barrier()
+    dist.destroy_process_group()
+    return exit_codes.PREFLIGHT if report.failed else exit_codes.OK
+
+
+class NobodyCame(RuntimeError):
+    """Ranks did not find each other in time; the message names those that are missing, or the address."""
+
+
+def meet(minutes: float) -> _Ranks:
+    """Joins the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        NobodyCame: on rank 0, naming the ranks that are missing; on the others, naming the address that does not answer.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.runtime import device
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    patience, host = timedelta(minutes=minutes), socket.gethostname()
+    # torchrun serves the store itself.
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(address, port, world, serves, patience, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
+        what = f"cannot listen at {address}:{port}" if serves else f"cannot reach rank 0 at {address}:{port}"
+        raise NobodyCame(f"node {host}: {what} within {minutes:g} min: {str(error).splitlines()[0]}") from None
+    store.set(f"preflight/{rank}", host)
+    until = time.monotonic() + patience.total_seconds()
+    while missing := [r for r in range(world) if not store.check([f"preflight/{r}"])]:
+        if time.monotonic() > until:
+            came = sorted({store.get(f"preflight/{r}").decode() for r in range(world) if r not in missing})
+            raise NobodyCame(
+                f"node {host}: {len(missing)} of {world} ranks have not come within {minutes:g} min: "
+                f"{', '.join(map(str, missing))}; ranks came from: {', '.join(came)}"
+            )
+        time.sleep(0.1)
+    if device.has_gpu():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    dist.init_process_group(
+        device.backend(), store=dist.PrefixStore("pg", store), rank=rank, world_size=world, timeout=patience
+    )
+    return _Ranks(rank, world, dist.new_group(backend="gloo", timeout=patience))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.preflight.main")
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--minutes", type=float, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    args = _arguments()
+    sys.exit(main(args.recipe, args.overrides, not args.quick, args.minutes, args.json))

@@ -1,0 +1,203 @@
+"""All ranks together: what each has found, what must be equal, and what only shows between nodes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from megatron_rl.config.schema import Config
+from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Report, merged
+from megatron_rl.preflight.local import FACTS, PER_NODE, PER_RANK, survey
+
+T = TypeVar("T")
+_SKEW = 5.0  # seconds between two clocks that are worth a word
+_SEEN = 10.0  # seconds in which a file must be seen by other nodes
+_SLOW = 0.5  # a pair of nodes slower than this share of the median is named
+
+
+class Ranks(Protocol):
+    """What is needed of the other ranks; `runtime.distributed.Grid` has it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def all_gather(self, item: T) -> list[T]: ...
+
+    def barrier(self) -> None: ...
+
+
+def preflight(config: Config, ranks: Ranks, full: bool, extra: Sequence[tuple[str, str, str]] = ()) -> Report:
+    """Every rank calls it; every rank gets the same report.
+
+    Args:
+        full: also measure bandwidth, which takes seconds.
+        extra: (check, level, sentence) that this rank has found before.
+    """
+    begin = time.monotonic()
+    host = socket.gethostname()
+    hosts = ranks.all_gather(host)
+    nodes = list(dict.fromkeys(hosts))
+    leaders = [hosts.index(node) for node in nodes]
+    problems, facts = survey(config, ranks.rank in leaders)
+    report = Report(
+        nodes, ranks.world, [*dict.fromkeys([*PER_NODE, *PER_RANK, *FACTS, "shared", "clock", "collectives"])]
+    )
+    everything = ranks.all_gather((host, [*extra, *problems], facts))
+    found = [Finding(check, level, node, text) for node, own, _ in everything for check, level, text in own]
+    found += _differences([(node, facts) for node, _, facts in everything])
+    found += _shared(Path(config.run_dir), ranks, hosts)
+    found += _clocks(ranks, hosts, report.measured)
+    found += _collectives(ranks, hosts, report.measured, full)
+    report.findings = merged(found)
+    report.seconds = time.monotonic() - begin
+    return report
+
+
+def _differences(facts: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> list[Finding]:
+    """Nodes whose facts are not those of the majority (of the first, where there is none)."""
+    found = []
+    for check in FACTS:
+        own = [(node, values[check]) for node, values in facts if values.get(check)]
+        for name in sorted({name for _, values in own for name in values}):
+            said = [(node, values.get(name, "missing")) for node, values in own]
+            usual = Counter(value for _, value in said).most_common(1)[0][0]
+            for node, value in said:
+                if value != usual:
+                    found.append(Finding(check, FAILED, node, f"{name} is {value} here and {usual} elsewhere"))
+    return found
+
+
+def _shared(run_dir: Path, ranks: Ranks, hosts: Sequence[str]) -> list[Finding]:
+    """Whether run_dir is one folder: a file of every node is seen by all."""
+    token = ranks.all_gather(secrets.token_hex(4))[0]
+    leaders = {hosts.index(node) for node in hosts}
+    own = run_dir / f".preflight_{token}_{ranks.rank}"
+    if ranks.rank in leaders:
+        try:
+            own.write_text(token, encoding="utf-8")
+        except OSError:
+            own = run_dir / "nowhere"  # `check_run_dir` has said why
+    ranks.barrier()
+    until = time.monotonic() + (_SEEN if len(leaders) > 1 else 0.0)
+    unseen = sorted(leaders)
+    while unseen:
+        unseen = [rank for rank in unseen if not (run_dir / f".preflight_{token}_{rank}").is_file()]
+        if time.monotonic() >= until:
+            break
+        time.sleep(0.05)
+    seen = ranks.all_gather(unseen)
+    if ranks.rank in leaders:
+        own.unlink(missing_ok=True)
+    return [
+        Finding(
+            "shared",
+            FAILED,
+            hosts[rank],
+            f"run_dir {run_dir}: a file written here is not seen on {', '.join(sorted({hosts[r] for r in blind}))}: it has "
+            "to be one folder on a file system that all nodes share",
+        )
+        for rank in sorted(leaders)
+        if (blind := [r for r, missing in enumerate(seen) if rank in missing])
+    ]
+
+
+def _clocks(ranks: Ranks, hosts: Sequence[str], measured: dict[str, Any]) -> list[Finding]:
+    """Differences of the clocks, to about the time that a barrier takes."""
+    ranks.barrier()
+    times = ranks.all_gather(time.time())
+    middle = sorted(times)[len(times) // 2]
+    measured["clock_skew_s"] = round(max(times) - min(times), 3)
+    return [
+        Finding("clock", WARNING, host, f"its clock is {value - middle:+.0f} s from the others'; is NTP running?")
+        for host, value in zip(hosts, times, strict=True)
+        if abs(value - middle) > _SKEW
+    ]
+
+
+def _collectives(ranks: Ranks, hosts: Sequence[str], measured: dict[str, Any], full: bool) -> list[Finding]:
+    """A sum over all ranks that is known beforehand; with `full` how fast it is, and each node's way to the next."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.runtime import device
+
+    gpu = device.has_gpu()
+    length = (2**26 if gpu else 2**22) if full else 2**18
+    n = ranks.world
+    factors = [rank % 8 + 1 for rank in range(n)]  # small: sums of thousands of ranks are exact in 32 bits
+
+    def once() -> tuple[float, bool]:
+        ramp = torch.arange(length, device=device.device(), dtype=torch.float32) % 256
+        mine = ramp * factors[ranks.rank]
+        device.synchronize()
+        ranks.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(mine)
+        device.synchronize()
+        return time.perf_counter() - begin, bool(torch.equal(mine, ramp * sum(factors)))
+
+    runs = [once() for _ in range(4 if full else 1)]
+    seconds, right = min(run[0] for run in runs), all(run[1] for run in runs)
+    told = ranks.all_gather((seconds, right))
+    found = [
+        Finding("collectives", FAILED, hosts[rank], "an all-reduce of known numbers came out wrong on this node")
+        for rank, (_, good) in enumerate(told)
+        if not good
+    ]
+    if full and n > 1:
+        moved = 2 * (n - 1) / n * 4 * length  # bytes per rank, of a ring
+        measured["allreduce_gb_per_s"] = round(moved / max(s for s, _ in told) / 1e9, 3)
+        found += _links(ranks, hosts, measured)
+    return found
+
+
+def _links(ranks: Ranks, hosts: Sequence[str], measured: dict[str, Any]) -> list[Finding]:
+    """Bandwidth from each node to the next, one pair at a time, by the first rank of each."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.runtime import device
+
+    nodes = list(dict.fromkeys(hosts))
+    if len(nodes) < 2:
+        return []
+    data = torch.ones(2**24 if device.has_gpu() else 2**21, device=device.device())
+    speeds: dict[str, float] = {}
+    for sender, receiver in zip(nodes, nodes[1:] + nodes[:1], strict=True):
+        a, b = hosts.index(sender), hosts.index(receiver)
+        seconds = float("inf")
+        for _ in range(3):
+            ranks.barrier()
+            begin = time.perf_counter()
+            if ranks.rank == a:
+                dist.send(data, b)
+            elif ranks.rank == b:
+                dist.recv(data, a)
+            device.synchronize()
+            seconds = min(seconds, time.perf_counter() - begin)
+        speeds[f"{sender} -> {receiver}"] = data.numel() * 4 / ranks.all_gather(seconds)[b] / 1e9
+    measured["links_gb_per_s"] = {name: round(speed, 3) for name, speed in speeds.items()}
+    median = sorted(speeds.values())[len(speeds) // 2]
+    return [
+        Finding("collectives", WARNING, name, f"{speed:.2f} GB/s, {median:.2f} GB/s between other nodes")
+        for name, speed in speeds.items()
+        if speed < _SLOW * median
+    ]
+
+
+def write_report(report: Report, config: Config, rank: int) -> None:
+    """`<run_dir>/preflight.json`, by rank 0; not where the folder cannot be written, which the report says."""
+    if rank == 0 and os.access(config.run_dir, os.W_OK):
+        try:
+            report.write(Path(config.run_dir) / "preflight.json")
+        except OSError as error:
+            report.findings.append(Finding("run_dir", FAILED, report.nodes[0], f"preflight.json: {error.strerror}"))

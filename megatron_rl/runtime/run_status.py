@@ -1,0 +1,257 @@
+"""The state of a run, from its folder alone: recipe, heartbeats, metrics, checkpoints, post-mortems. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.checkpoint import manifest
+from megatron_rl.runtime import exit_codes, postmortem
+from megatron_rl.runtime.progress import END as END_PHASE
+from megatron_rl.runtime.progress import heartbeats
+from megatron_rl.runtime.spawn import END
+
+SILENT_SECONDS = 90.0  # without a heartbeat: six of the slowest beats
+
+_MEANING = {
+    exit_codes.OK: "finished",
+    exit_codes.FAILED: "an error that a new attempt would meet again",
+    exit_codes.BAD_INPUT: "the recipe or its data cannot run",
+    exit_codes.PREFLIGHT: "pre-flight found a node unfit",
+    exit_codes.AGAIN: "stopped on request, with everything saved",
+    exit_codes.STALLED: "it stood still",
+    exit_codes.OUT_OF_MEMORY: "memory ran out",
+    130: "stopped by Ctrl-C",
+    137: "killed (SIGKILL)",
+    143: "stopped by SIGTERM",
+}
+# The last of these in a metrics row says how it goes.
+_SHOWN = (
+    "reward/mean",
+    "response_length/mean",
+    "groups/signal_share",
+    "actor/entropy",
+    "actor/grad_norm",
+    "timing_s/step",
+)
+
+
+@dataclass
+class RunStatus:
+    """Attributes:
+    state: starting | running | silent | finished | stopped | failed | none (no attempt yet).
+    why: for an attempt that has ended: what its exit code means.
+    says: the last error message, or the post-mortem's report.
+    """
+
+    run_dir: str
+    state: str
+    attempt: int = 0
+    code: int | None = None
+    why: str = ""
+    says: list[str] = field(default_factory=list)
+    postmortem: str | None = None
+    stage: str = ""
+    step: int = 0
+    steps: int = 0
+    phase: str = ""
+    phase_seconds: float = 0.0
+    heartbeat_age: float | None = None
+    slowest: str = ""
+    seconds_per_step: float | None = None
+    eta_seconds: float | None = None
+    checkpoint: str | None = None
+    checkpoints: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    continue_with: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        lines = [f"{self.run_dir}: {self._headline()}"]
+        if self.says:
+            lines += ["", *(f"  {line}" for line in self.says), ""]
+        if self.postmortem:
+            lines.append(f"post-mortem   {self.postmortem}")
+        if self.metrics:
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+            lines.append(f"last step     {shown}")
+        if self.evaluation:
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in self.evaluation.items())
+            lines.append(f"evaluation    {shown}")
+        newest = f"{self.checkpoint}, of {self.checkpoints}" if self.checkpoint else "none that is whole"
+        lines.append(f"checkpoint    {newest}")
+        lines.append(f"attempts      {self.attempt}")
+        if self.continue_with:
+            lines.append(f"to continue   {self.continue_with}")
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        where = f"{self.stage} step {self.step} of {self.steps}" if self.stage else "before its first step"
+        if self.state == "none":
+            return "no attempt was made yet"
+        if self.state == "finished":
+            return f"finished, {where}"
+        if self.state == "starting":
+            return f"starting, {self.heartbeat_age or 0:.0f} s ago" if self.phase == "" else f"starting ({self.phase})"
+        if self.state == "running":
+            rate = f"; {self.seconds_per_step:.1f} s per step" if self.seconds_per_step else ""
+            rest = f", {_time(self.eta_seconds)} to go" if self.eta_seconds is not None else ""
+            behind = f"; {self.slowest}" if self.slowest else ""
+            return f"running, {where}, in `{self.phase}` for {_time(self.phase_seconds)}{rate}{rest}{behind}"
+        if self.state == "silent":
+            return (
+                f"SILENT: no heartbeat for {_time(self.heartbeat_age or 0)}, {where}, last seen in `{self.phase}`: its "
+                "processes were killed or its nodes are gone"
+            )
+        return f"{self.state} with exit code {self.code} ({self.why}), {where}"
+
+
+def read_status(run_dir: Path) -> RunStatus:
+    """Raises:
+    ValueError: no recipe.yaml there.
+    """
+    recipe_file = run_dir / "recipe.yaml"
+    if not recipe_file.is_file():
+        raise ValueError(f"{run_dir} is no run folder: it has no recipe.yaml")
+    recipe = yaml.safe_load(recipe_file.read_text(encoding="utf-8"))
+    status = RunStatus(str(run_dir), "none")
+    attempts = _attempts(run_dir)
+    if attempts:
+        status.attempt, attempt = attempts[-1]
+        _read_heartbeats(status, attempt)
+        _read_end(status, attempt)
+        folder = postmortem.folder_of(attempt)
+        if folder.is_dir():
+            status.postmortem = str(folder)
+            if (folder / postmortem.REPORT).is_file():
+                status.says = (folder / postmortem.REPORT).read_text(encoding="utf-8").splitlines()
+    _read_metrics(status, run_dir, recipe)
+    _read_checkpoints(status, run_dir)
+    if status.state in ("stopped", "failed", "silent"):
+        command = _command(attempts[-1][1]) if attempts else "train"
+        status.continue_with = f"megatron-rl {command} {shlex.quote(str(recipe_file))}" + (
+            "" if status.checkpoint else "   (starts over: there is no whole checkpoint)"
+        )
+    return status
+
+
+def _attempts(run_dir: Path) -> list[tuple[int, Path]]:
+    return _numbered(run_dir / "logs", "attempt_")
+
+
+def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
+    """`<prefix><number>` in a folder, in order."""
+    names = ((path.name.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*"))
+    return sorted((int(name), path) for name, path in names if name.isdigit())
+
+
+def _read_heartbeats(status: RunStatus, attempt: Path) -> None:
+    folder = postmortem.heartbeat_folder(attempt)
+    beats = heartbeats(folder) if folder.is_dir() else {}
+    now = time.time()
+    if not beats:
+        status.state, status.heartbeat_age = "starting", now - attempt.stat().st_mtime
+        if status.heartbeat_age > 10 * SILENT_SECONDS:
+            status.state = "silent"
+        return
+    first = beats[min(beats)]
+    status.stage, status.step, status.steps = first["stage"], first["step"], first["steps"]
+    status.phase, status.phase_seconds = first["phase"], now - first["since"]
+    ages = {rank: now - beat["time"] for rank, beat in beats.items()}
+    status.heartbeat_age = min(ages.values())
+    silent = [rank for rank, age in ages.items() if age > SILENT_SECONDS]
+    if status.heartbeat_age > SILENT_SECONDS:
+        status.state = "silent"
+    else:
+        status.state = "running" if first["stage"] else "starting"
+    if all(beat["phase"] == END_PHASE for beat in beats.values()):
+        status.state = "finished"
+    if silent and len(silent) < len(beats):
+        names = ", ".join(f"{rank} on {beats[rank]['host']}" for rank in silent[:8])
+        status.slowest = f"{len(silent)} of {len(beats)} ranks SILENT: {names}"
+
+
+def _read_end(status: RunStatus, attempt: Path) -> None:
+    """How the attempt ended, where its launcher has written that down."""
+    end = attempt / END
+    if not end.is_file():
+        return
+    code, _, who = end.read_text(encoding="utf-8").strip().partition(" ")
+    status.code = int(code)
+    stopped = status.code in (exit_codes.AGAIN, 130, 143)
+    status.state = "finished" if status.code == 0 else "stopped" if stopped else "failed"
+    status.why = _MEANING.get(status.code, f"ended by signal {status.code - 128}" if status.code > 128 else "unknown")
+    if status.code and (match := re.search(r"rank (\d+)", who)):
+        status.says = _last_words(attempt / f"rank_{match[1]}.log")
+
+
+def _last_words(log: Path) -> list[str]:
+    """The message, or the traceback's end, with which a rank ended."""
+    if not log.is_file():
+        return []
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-200:]
+    starts = [number for number, line in enumerate(lines) if line.startswith("megatron-rl: ")]
+    return lines[starts[-1] :][:30] if starts else lines[-5:]
+
+
+def _command(attempt: Path) -> str:
+    """The subcommand that made the attempt."""
+    try:
+        command = json.loads((attempt / "environment.json").read_text(encoding="utf-8"))["command"]
+    except (OSError, ValueError, KeyError):
+        return "train"
+    return command[1] if len(command) > 1 else "train"
+
+
+def _read_metrics(status: RunStatus, run_dir: Path, recipe: dict[str, Any]) -> None:
+    rows = []
+    path = run_dir / "metrics.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # being written
+            break
+    if not rows:
+        return
+    last = rows[-1]
+    status.metrics = {name: last[name] for name in _SHOWN if name in last}
+    evaluated: dict[str, float] = next(
+        (row for row in reversed(rows) if any(name.startswith("eval/") for name in row)), {}
+    )
+    status.evaluation = {name: value for name, value in evaluated.items() if re.fullmatch(r"eval/\w+/avg@\d+", name)}
+    times = [row["timing_s/step"] for row in rows[-20:] if "timing_s/step" in row]
+    if not status.stage or status.state in ("finished", "failed", "stopped"):
+        status.stage = status.stage or "RL"
+        status.step = max(last["step"], 0)
+        status.steps = status.steps or recipe["trainer"]["steps"]
+    if times and status.stage != "SFT":
+        recent = [row["time"] for row in rows[-20:]]
+        whole = (recent[-1] - recent[0]) / max(1, len(recent) - 1)  # with evaluations and saves
+        status.seconds_per_step = max(sum(times) / len(times), whole)
+        status.eta_seconds = status.seconds_per_step * max(0, status.steps - last["step"])
+
+
+def _read_checkpoints(status: RunStatus, run_dir: Path) -> None:
+    found = _numbered(run_dir / "checkpoints", "step_")
+    status.checkpoints = len(found)
+    status.checkpoint = next((path.name for _, path in reversed(found) if manifest.missing(path) is None), None)
+
+
+def _time(seconds: float) -> str:
+    """13, 754, 9000 -> `13 s`, `12 min 34 s`, `2 h 30 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
