@@ -17,6 +17,8 @@ def math_reward(
     wrong: float = 0.0,
     boxes: str = "last",
     require_stop: bool = False,
+    strict: bool = False,
+    gold_after: str | None = None,
     timeout_seconds: float = 5.0,
 ) -> Reward:
     r"""`correct` where the completion's final answer equals the sample's `answer`, else `wrong`.
@@ -30,14 +32,22 @@ def math_reward(
         wrong: value of a wrong one; -1 gives the +-1 reward of DGPO, appendix.
         boxes: of several `\boxed{}`, the `last` is the answer, or `all` of them are, as a set (math-verify's own way).
         require_stop: a response cut at the token limit is wrong.
+        strict: for evaluation; only a closed box counts, and the answer's form as well (`maths_strict`).
+        gold_after: the gold answer is what follows the last such text, for example `####` in GSM8K's solutions.
         timeout_seconds: a comparison that takes longer is stopped; the answer is wrong and counts as a timeout.
     """
     real("correct", correct)
     real("wrong", wrong)
     choice("boxes", boxes, ("last", "all"))
     flag("require_stop", require_stop)
+    flag("strict", strict)
+    if strict and boxes != "last":
+        raise ValueError("boxes = 'all' has no effect with strict: the last box is the answer")
+    if gold_after is not None and not (isinstance(gold_after, str) and gold_after):
+        raise ValueError(f"gold_after = {gold_after!r}, must be text")
     real("timeout_seconds", timeout_seconds, low=0.01)
-    isolated = Isolated("megatron_rl.rewards.maths:same_answer", ("math_verify",), timeout_seconds, on_timeout=0.0)
+    compare = "maths_strict:strictly_same" if strict else "maths:same_answer"
+    isolated = Isolated(f"megatron_rl.rewards.{compare}", ("math_verify",), timeout_seconds, on_timeout=0.0)
 
     def score(completion: str, sample: Mapping[str, Any]) -> float:
         if sample.get("answer") is None:
@@ -45,12 +55,31 @@ def math_reward(
         if require_stop and not stopped(sample):
             return wrong
         text = completion[-_LONGEST:]
+        gold = gold_text(sample["answer"], gold_after)
+        if strict:
+            return correct if isolated(text, gold) else wrong
         if boxes == "last":
             text = text[max(0, text.rfind("\\boxed")) :]
-        return correct if isolated(text, str(sample["answer"])) else wrong
+        return correct if isolated(text, gold) else wrong
 
     score.isolated = isolated  # type: ignore[attr-defined]
     return score
+
+
+def gold_text(answer: Any, after: str | None) -> str:
+    """The gold answer as text: of a list its only entry, or all of them with commas (OlympiadBench's `final_answer`).
+
+    Raises:
+        ValueError: `after` is not in it, or nothing is left.
+    """
+    text = ", ".join(map(str, answer)) if isinstance(answer, list | tuple) else str(answer)
+    if after is not None:
+        _, found, text = text.rpartition(after)
+        if not found:
+            raise ValueError(f"the gold answer {text!r:.200} has no {after!r} (gold_after)")
+    if not text.strip():
+        raise ValueError("the gold answer is empty")
+    return text.strip()
 
 
 def same_answer(completion: str, gold: str) -> bool:

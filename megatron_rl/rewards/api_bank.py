@@ -1,0 +1,52 @@
+"""API-Bank's accuracy, for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.rewards.registry import Reward, choice, register_reward
+from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, as_call, load_json, parse_tool_calls
+
+
+@register_reward("api_bank")
+def api_bank(calls: str = "any") -> Reward:
+    """1 where the completion makes the gold call: the same API with exactly the same parameters, else 0.
+
+    The accuracies of API-Bank's levels 1 to 3 in ToolRL and AWPO (Table 3) are means of it, in ToolRL's prompt format. The
+    gold call is the first of the sample's `tool_calls`. Names and values are compared as JSON: "2" is not 2.
+
+    Args:
+        calls: `any`: one of the lines between the last `<tool_call>` and `</tool_call>` is the gold call, as in ToolRL's
+            released evaluation; lines that are no JSON object are passed over, and an object without name and
+            parameters is read as the parameters alone. `only`: the completion makes one call, in a closed block.
+    """
+    choice("calls", calls, ("any", "only"))
+
+    def score(completion: str, sample: Mapping[str, Any]) -> float:
+        if not sample.get("tool_calls"):
+            raise ValueError("the api_bank reward needs the sample's tool_calls")
+        gold = sample["tool_calls"][0]
+        if calls == "only":
+            return float(
+                _equal(parse_tool_calls(completion), [{"name": gold["name"], "parameters": gold["parameters"]}])
+            )
+        block = completion.rpartition(OPEN)[2].partition(CLOSE)[0]
+        return float(any(_is_gold(load_json(line), gold) for line in block.splitlines()))
+
+    return score
+
+
+def _is_gold(call: Any, gold: Mapping[str, Any]) -> bool:
+    if not isinstance(call, dict):
+        return False
+    if "name" not in call or "parameters" not in call:
+        return _equal(call, gold["parameters"])
+    return as_call(call) is not None and call["name"] == gold["name"] and _equal(call["parameters"], gold["parameters"])
+
+
+def _equal(left: Any, right: Any) -> bool:
+    try:
+        return bool(left == right)
+    except RecursionError:  # JSON nested a thousand deep
+        return False

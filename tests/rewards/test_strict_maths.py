@@ -1,0 +1,128 @@
+"""Strict grading: what it accepts, what it does not, and where the lenient grader differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_rl.rewards import make_reward
+from megatron_rl.rewards.maths import gold_text
+from megatron_rl.rewards.maths_strict import last_box, strictly_same
+from megatron_rl.rewards.registry import Reward
+
+RIGHT = [
+    ("204", "204"),
+    ("27", "27.0"),
+    ("27.0", "27"),
+    ("1,234", "1234"),
+    (r"\$32{,}348", r"\$32,348"),
+    (r"\dfrac{1}{2}", "1/2"),
+    (r"\frac12", r"\frac{1}{2}"),
+    (r"1\frac{1}{2}", r"\frac{3}{2}"),
+    (r"-\frac{1}{2}", r"\frac{-1}{2}"),
+    ("0.5", r"\frac{1}{2}"),
+    ("1.60", "1.6"),
+    (r"7.25\times10^{22}", "7.25e22"),
+    (r"7.2503 \times 10^{22}", "7.25e22"),
+    (r"12\text{ cm}", "12"),
+    ("10 square units", "10"),
+    (r"90^\circ", "90"),
+    (r"50\%", "50"),
+    ("x = 5", "5"),
+    ("2x+1", "y=2x+1"),
+    (r"\text{East}", r"\text{east}"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+    ("[0, 1)", "[0,1)"),
+    (r"(-\infty,1)\cup(3,\infty)", r"(-\infty, 1) \cup (3, \infty)"),
+    ("3, 5", "5,3"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    (r"2\sqrt{2}", r"\sqrt{8}"),
+    ("x^2+2x+1", "(x+1)^2"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1\\2 \end{pmatrix}"),
+    ("42", r"the answer is \boxed{42}"),
+    ("42", "$42$"),
+]
+WRONG = [
+    ("28", "27"),
+    ("-27", "27"),
+    ("54/2", "27"),
+    (r"3\cdot 9", "27"),
+    (r"\sqrt{729}", "27"),
+    ("2^3", "8"),
+    (r"\frac{2}{4}", r"\frac{1}{2}"),
+    (r"\frac{1}{0}", "1"),
+    ("0.333", r"\frac{1}{3}"),
+    ("0.50001", r"\frac12"),
+    ("7.3e22", "7.25e22"),
+    ("1.4142136", r"\sqrt{2}"),
+    ("3.14", r"\pi"),
+    ("0.5", r"50\%"),
+    ("27 or 28", "27"),
+    ("about 27", "27"),
+    ("5, 5", "5"),
+    ("1,1", "1,2"),
+    ("1,2,3", "1,2"),
+    ("(1,234)", "1234"),
+    ("(2,1)", "(1,2)"),
+    ("[0,1]", "[0,1)"),
+    (r"\text{west}", r"\text{east}"),
+    ("", "5"),
+    ("9" * 5000, "3"),
+]
+
+
+@pytest.mark.parametrize(("answer", "gold"), RIGHT)
+def test_the_gold_answer_in_another_writing_is_right(answer: str, gold: str) -> None:
+    assert strictly_same(f"Therefore \\boxed{{{answer}}}.", gold)
+
+
+@pytest.mark.parametrize(("answer", "gold"), WRONG)
+def test_another_value_or_an_unfinished_form_is_wrong(answer: str, gold: str) -> None:
+    assert not strictly_same(f"Therefore \\boxed{{{answer}}}.", gold)
+
+
+@pytest.mark.parametrize("text", ["27", "The answer is 27.", r"\boxed{27", r"\boxed 27", r"\boxed{27} no, \boxed{26}"])
+def test_only_the_last_closed_box_counts(text: str) -> None:
+    assert not strictly_same(text, "27")
+
+
+def test_a_box_ends_at_its_own_brace() -> None:
+    assert last_box(r"\boxed{\{1,\frac{1}{2}\}} and more}") == r"\{1,\frac{1}{2}\}"
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Reward]:
+    reward = make_reward("math", strict=True, timeout_seconds=30)
+    yield reward
+    reward.isolated.close()  # type: ignore[attr-defined]
+
+
+def test_the_reward_grades_strictly(strict: Reward) -> None:
+    assert strict(r"\boxed{x^2+2x+1}", {"answer": "(x+1)^2"}) == 1
+    assert strict(r"The answer is 27.", {"answer": "27"}) == 0
+
+
+def test_its_deadline_holds(strict: Reward) -> None:
+    strict.isolated.timeout_seconds = 1.0  # type: ignore[attr-defined]
+    before = strict.isolated.timeouts  # type: ignore[attr-defined]
+    assert strict(r"\boxed{(x+1)^{9^{9^{9}}}}", {"answer": "(x+1)^{9^{9^{8}}}"}) == 0
+    assert strict.isolated.timeouts == before + 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("answer", "after", "text"),
+    [("4 + 3 = 7\n#### 7", "####", "7"), (["7"], None, "7"), (["7", "8"], None, "7, 8"), (7, None, "7")],
+)
+def test_gold_answers_as_data_sets_store_them(answer: object, after: str | None, text: str) -> None:
+    assert gold_text(answer, after) == text
+
+
+def test_a_gold_answer_without_its_mark_is_refused() -> None:
+    with pytest.raises(ValueError, match="gold_after"):
+        make_reward("math", gold_after="####")(r"\boxed{7}", {"answer": "7"})
+
+
+def test_all_boxes_and_strict_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="boxes"):
+        make_reward("math", strict=True, boxes="all")
