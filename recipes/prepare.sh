@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# recipes/prepare.sh NAME...    downloads datasets and writes them as the recipes read them, to $DATA/<name>/<split>.jsonl
+#
+# On a machine with a network, in the environment of the package. Where there is none, copy $DATA. One name is:
+#   toolrl dapo_math_17k deepscaler eurus2_code gsm8k aime24 aime25 amc23 math500 maze
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+DATA=${DATA:-data}
+PYTHON=${PYTHON:-python}
+
+# prepare FORMAT INPUT OUTPUT [options of tools/prepare_data.py]: INPUT is a file or the name of a dataset on the hub.
+prepare() {
+  local format=$1 input=$2 output=$3
+  shift 3
+  "$PYTHON" tools/prepare_data.py "$format" --input "$input" --output "$DATA/$output" "$@"
+}
+
+# fetch ADDRESS FILE: once
+fetch() {
+  mkdir -p "$(dirname "$DATA/$2")"
+  [[ -s $DATA/$2 ]] || curl --fail --location --silent --show-error --output "$DATA/$2" "$1"
+}
+
+TOOLRL=https://github.com/qiancheng0/ToolRL/raw/main/dataset/rlla_4k
+QWEN_MATH=https://github.com/QwenLM/Qwen2.5-Math/raw/main/evaluation/data
+
+dataset() {
+  case $1 in
+    toolrl) # 4,000 prompts from ToolACE, Hammer and xLAM
+      for split in train test; do
+        fetch "$TOOLRL/$split.parquet" "toolrl/source/$split.parquet"
+        prepare toolrl "$DATA/toolrl/source/$split.parquet" "toolrl/$split.jsonl"
+      done
+      ;;
+    dapo_math_17k) prepare dapo_math BytedTsinghua-SIA/DAPO-Math-17k dapo_math_17k/train.jsonl ;; # repeated rows are dropped
+    deepscaler) prepare deepscaler agentica-org/DeepScaleR-Preview-Dataset deepscaler/train.jsonl ;;
+    eurus2_code)
+      prepare eurus PRIME-RL/Eurus-2-RL-Data eurus2_code/train.jsonl --ability code
+      prepare eurus PRIME-RL/Eurus-2-RL-Data eurus2_code/test.jsonl --ability code --split validation
+      ;;
+    gsm8k)
+      for split in train test; do
+        prepare gsm8k openai/gsm8k "gsm8k/$split.jsonl" --subset main --split "$split"
+      done
+      ;;
+    aime24 | amc23) # columns problem and answer, as DeepScaleR has them
+      fetch "$QWEN_MATH/$1/test.jsonl" "$1/source/test.jsonl"
+      prepare deepscaler "$DATA/$1/source/test.jsonl" "$1/test.jsonl"
+      ;;
+    aime25) prepare deepscaler math-ai/aime25 aime25/test.jsonl --split test ;;
+    math500) prepare deepscaler HuggingFaceH4/MATH-500 math500/test.jsonl --split test ;;
+    maze) "$PYTHON" recipes/shrinkage/maze.py "$DATA/maze" ;; # generated, no download
+    *)
+      echo "recipes/prepare.sh: no dataset $1" >&2
+      sed -n '5s/^# *//p' "${BASH_SOURCE[0]}" >&2
+      exit 2
+      ;;
+  esac
+}
+
+(($#)) || { sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+for name in "$@"; do dataset "$name"; done

@@ -1,0 +1,348 @@
+"""Every recipe of recipes/ as a user on a login node meets it: real shapes, no weights, no GPU, no download."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_rl.cli import main
+from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
+from megatron_rl.planner import GIB, PHASES, Plan, Shape, make_plan
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+MODELS = Path(__file__).parent / "models"
+H100_GIB = 79
+ELSEWHERE = ("cpu", "eval")  # folders with tests of their own
+
+
+def runnable() -> list[str]:
+    """Recipes that can be started: not bases, whose file or folder begins with an underscore."""
+    paths = (path.relative_to(RECIPES) for path in RECIPES.rglob("*.yaml"))
+    return sorted(
+        str(path) for path in paths if path.parts[0] not in ELSEWHERE and "_" not in {p[0] for p in path.parts}
+    )
+
+
+def sweep_lines(path: Path) -> list[list[str]]:
+    lines = (line.strip() for line in path.read_text("utf-8").splitlines())
+    return [line.split() for line in lines if line and not line.startswith("#")]
+
+
+def header(name: str) -> dict[str, str]:
+    """The comment at the top: `# Key: text`, continued by lines that are indented."""
+    fields: dict[str, str] = {}
+    key = ""
+    for line in (RECIPES / name).read_text("utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if match := re.match(r"# ([A-Z][a-z]+): (.*)", line):
+            key = match[1]
+            fields[key] = match[2]
+        elif key:
+            assert line.startswith("#   "), f"{name}: {line!r} belongs to no field of the header"
+            fields[key] += " " + line[4:]
+    return fields
+
+
+def nodes(name: str) -> int:
+    match = re.match(r"(\d+) nodes? x 8 H100 \(80 GB\)", header(name)["Hardware"])
+    assert match, f"{name}: the header's Hardware does not say how many nodes"
+    return int(match[1])
+
+
+@pytest.fixture(autouse=True)
+def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, places: tuple[Path, Path]) -> None:
+    models, data = places
+    monkeypatch.setenv("MODELS", str(models))
+    monkeypatch.setenv("DATA", str(data))
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of models, with the real config.json and empty weights, and of data, with a row in each format."""
+    models, data = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("data")
+    for source in MODELS.iterdir():
+        if source.is_dir():
+            folder = models / source.name
+            folder.mkdir()
+            (folder / "config.json").write_text((source / "config.json").read_text("utf-8"))
+            for name in ("tokenizer.json", "model.safetensors"):
+                (folder / name).touch()
+    for name in runnable():
+        for task in tasks_of(name):
+            if "path" in task:
+                assert task["source"] == "jsonl", f"{name}: {task}"
+                write_row(Path(task["path"].replace("${oc.env:DATA,data}", str(data))))
+    return models, data
+
+
+def tasks_of(name: str) -> Iterator[dict[str, Any]]:
+    for tree in (*base_trees(name), own_tree(name)):
+        for split in ("train", "eval"):
+            yield from (task for task in tree.get("tasks", {}).get(split, {}).values() if task)
+
+
+def write_row(path: Path) -> None:
+    """A row as recipes/prepare.sh leaves it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    row: dict[str, Any] = {"prompt": "How much is 6 times 7?", "answer": "42"}
+    if path.parent.name == "toolrl":
+        calls = [{"name": "add", "parameters": {"a": 1}}]
+        row = {"prompt": [{"role": "user", "content": "Add 1."}], "tool_calls": calls, "needs_response": False}
+    path.write_text(json.dumps(row) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------------------- trees
+def own_tree(name: str) -> dict[str, Any]:
+    tree = yaml.safe_load((RECIPES / name).read_text("utf-8"))
+    tree.pop("base", None)
+    return dict(tree)
+
+
+def base_trees(name: str) -> list[dict[str, Any]]:
+    """The trees of all bases, lowest first."""
+    bases = yaml.safe_load((RECIPES / name).read_text("utf-8")).get("base", [])
+    trees: list[dict[str, Any]] = []
+    for base in [bases] if isinstance(bases, str) else bases:
+        inner = str((RECIPES / name).parent.joinpath(base).resolve().relative_to(RECIPES))
+        trees += [*base_trees(inner), own_tree(inner)]
+    return trees
+
+
+def leaves(tree: dict[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        inner = f"{key}.{name}" if key else name
+        if isinstance(value, dict) and value:
+            yield from leaves(value, inner)
+        else:
+            yield inner, value
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+def checked(name: str, overrides: list[str] | None = None, world: int | None = None) -> Config:
+    world = world or 8 * nodes(name)
+    return check(
+        load_recipe(RECIPES / name, overrides or []),
+        machine=Machine(gpus=8, world_size=world, local_world_size=min(8, world)),
+    )
+
+
+def plan(config: Config, world: int, gib: float = H100_GIB) -> Plan:
+    assert config.model.path is not None
+    model = json.loads((Path(config.model.path) / "config.json").read_text("utf-8"))
+    return make_plan(config, Shape.of(model), world, gib * GIB)
+
+
+@pytest.mark.parametrize("name", runnable())
+def test_a_recipe_is_accepted_by_the_command_on_a_laptop(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = ["train", *(["evaluate"] if any("eval" in tree.get("tasks", {}) for tree in base_trees(name)) else [])]
+    for command in commands:
+        code = main([command, str(RECIPES / name), "--check"])
+        printed = capsys.readouterr()
+        assert code == 0, printed.err
+
+
+@pytest.mark.parametrize("name", runnable())
+def test_a_recipe_divides_and_fits_the_nodes_that_its_header_names(name: str) -> None:
+    made = plan(checked(name), 8 * nodes(name))
+    assert list(made.problems()) == []
+    assert made.full_length_sequences >= 8
+
+
+@pytest.mark.parametrize("name", runnable())
+def test_a_header_says_where_the_recipe_comes_from_and_how_to_start_it(name: str) -> None:
+    fields = header(name)
+    assert {"Reproduces", "Expected", "Hardware", "Model", "Data", "Train"} <= fields.keys()
+    if not fields["Reproduces"].startswith("nothing"):
+        assert re.search(r"Tables? \d|Figure \d", fields["Reproduces"]), fields["Reproduces"]
+        assert "Differs" in fields
+    count = nodes(name)
+    assert fields["Train"].startswith(f"slurm/submit.sh --nodes={count} train recipes/{name}"), fields["Train"]
+    for other in re.findall(r"(?<![\w/.-])[\w.-]+\.(?:yaml|sweep)", " ".join(fields.values())):
+        assert (RECIPES / name).parent.joinpath(other).exists(), f"{name} names {other}, which is not beside it"
+    tree = own_tree(name)
+    assert tree["run_dir"] == f"runs/{name.removesuffix('.yaml')}"
+
+
+@pytest.mark.parametrize(
+    "name", sorted(str(p.relative_to(RECIPES)) for p in RECIPES.rglob("*.yaml") if p.parts[-2] not in ELSEWHERE)
+)
+def test_no_recipe_repeats_what_its_base_says(name: str) -> None:
+    below: dict[str, Any] = {}
+    for tree in base_trees(name):
+        below |= dict(leaves(tree))
+    repeated = [key for key, value in leaves(own_tree(name)) if key in below and below[key] == value]
+    assert repeated == []
+
+
+@pytest.mark.parametrize("name", runnable())
+def test_a_header_prepares_the_data_and_the_model_that_the_recipe_reads(name: str) -> None:
+    fields = header(name)
+    folder = str(checked(name).model.path).rpartition("/")[2]
+    model = (
+        fields["Model"] if not fields["Model"].startswith("as ") else header(sibling(name, fields["Model"]))["Model"]
+    )
+    assert re.fullmatch(rf"hf download [\w-]+/{re.escape(folder)} --local-dir \$MODELS/{re.escape(folder)}", model)
+    config = load_recipe(RECIPES / name)
+    tasks = [*config.tasks.train.values(), *config.tasks.eval.values()]
+    read = {Path(task.path).parent.name for task in tasks if task.path is not None}
+    if read:
+        assert fields["Data"].startswith("recipes/prepare.sh ")
+        assert set(fields["Data"].split()[1:]) == read
+    else:
+        assert fields["Data"].startswith("made by reasoning-gym")
+
+
+def sibling(name: str, text: str) -> str:
+    return str(Path(name).parent / text.split()[1])
+
+
+def test_prepare_makes_every_file_that_recipes_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `echo` in Python's place: which commands it would run. No network: what is fetched is there already."""
+    made: set[str] = set()
+    names = {
+        word for name in runnable() for word in header(name)["Data"].split()[1:] if "prepare.sh" in header(name)["Data"]
+    }
+    for source in (
+        "toolrl/source/train.parquet",
+        "toolrl/source/test.parquet",
+        "aime24/source/test.jsonl",
+        "amc23/source/test.jsonl",
+    ):
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / source).write_text("x")
+    environment = {**os.environ, "DATA": str(tmp_path), "PYTHON": "echo"}
+    result = subprocess.run([RECIPES / "prepare.sh", *sorted(names)], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    prepare_data = importlib.import_module("prepare_data")
+    parser = prepare_data._parser()
+    for line in result.stdout.splitlines():
+        words = line.split()
+        if words[0].endswith("maze.py"):
+            made |= {f"{words[1]}/train.jsonl", f"{words[1]}/test.jsonl"}
+            continue
+        arguments = parser.parse_args(words[1:])
+        assert words[0] == "tools/prepare_data.py"
+        made.add(arguments.output)
+    configs = [load_recipe(RECIPES / name, []) for name in runnable()]
+    tasks = [
+        task for c in configs for task in (*c.tasks.train.values(), *c.tasks.eval.values()) if task.path is not None
+    ]
+    read = {str(tmp_path / Path(task.path).parent.name / Path(task.path).name) for task in tasks if task.path}
+    assert made == read
+
+
+def test_prepare_names_what_it_knows() -> None:
+    result = subprocess.run([RECIPES / "prepare.sh", "gsm9k"], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "no dataset gsm9k" in result.stderr
+    assert "dapo_math_17k" in result.stderr
+
+
+def test_run_folders_are_apart() -> None:
+    folders = [own_tree(name)["run_dir"] for name in runnable()]
+    assert len(set(folders)) == len(folders)
+
+
+def sweeps() -> list[tuple[str, str]]:
+    """Every sweep with the recipe that its comment submits it with."""
+    found = []
+    for path in sorted(RECIPES.rglob("*.sweep")):
+        match = re.search(rf"sweep recipes/{path.relative_to(RECIPES)} recipes/(\S+\.yaml)", path.read_text("utf-8"))
+        assert match, f"{path}: the comment does not say how to submit it"
+        found.append((str(path.relative_to(RECIPES)), match[1]))
+    return found
+
+
+@pytest.mark.parametrize(("sweep", "name"), sweeps())
+def test_every_line_of_a_sweep_is_a_recipe_of_its_own(sweep: str, name: str) -> None:
+    every = [[word for word in line if not word.startswith("seed=")] for line in sweep_lines(RECIPES / sweep)]
+    assert len({" ".join(line) for line in sweep_lines(RECIPES / sweep)}) == len(every)
+    lines = list(map(list, dict.fromkeys(map(tuple, every))))
+    resolved = [checked(name, line) for line in lines]
+    for i, config in enumerate(resolved):
+        assert config not in resolved[:i], f"{sweep}: line {i + 1} is a line before it: {lines[i]}"
+
+
+# ------------------------------------------------------------------------------------------------------ wrong layouts
+WRONG = [
+    ("scale/qwen3-235b-a22b.yaml", "actor.parallel.pipeline=4", "94 layers"),
+    ("scale/qwen3-235b-a22b.yaml", "actor.parallel.virtual_pipeline=2", "94 layers"),
+    ("scale/qwen3-235b-a22b.yaml", "actor.parallel.tensor=8", "key/value heads"),
+    ("scale/qwen3-235b-a22b.yaml", "actor.parallel.expert=32", "data-parallel ranks"),
+    ("scale/qwen3-30b-a3b.yaml", "actor.parallel.expert=3", "must divide"),
+    ("scale/qwen3-32b.yaml", "actor.parallel.tensor=16", "key/value heads"),
+    ("scale/qwen3-14b.yaml", "actor.parallel.pipeline=16", "multiple"),
+    ("scale/qwen3-8b.yaml", "rollout.tensor_parallel=3", "rollout.tensor_parallel"),
+    ("scale/qwen3-8b.yaml", "actor.tokens_per_microbatch=8192", "must hold the longest"),
+    ("dgpo/7b.yaml", "actor.parallel.tensor=8", "attention heads"),
+    ("dgpo/1.5b.yaml", "actor.parallel={tensor: 8, sequence: true}", "key/value heads"),
+    ("shrinkage/math-1.5b.yaml", "rollout.max_tokens=4096", "4096 positions"),
+]
+
+
+@pytest.mark.parametrize(("name", "override", "message"), WRONG)
+def test_a_wrong_layout_is_refused_on_the_real_shape(name: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(name, [override])
+
+
+TOO_LARGE = [
+    ("scale/qwen3-32b.yaml", ["actor.parallel.tensor=2"], 4, "update"),
+    ("scale/qwen3-8b.yaml", ["actor.recompute=none", "actor.tokens_per_microbatch=32768"], 2, "update"),
+    ("scale/qwen3-8b.yaml", ["actor.offload=false"], 1, "generate"),
+    ("scale/qwen3-235b-a22b.yaml", ["rollout.tensor_parallel=8", "rollout.memory_fraction=0.7"], 16, "KV cache"),
+    ("scale/qwen3-235b-a22b.yaml", ["actor.parallel.expert=8"], 8, "update"),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "count", "message"), TOO_LARGE)
+def test_what_does_not_fit_is_said_not_to(name: str, overrides: list[str], count: int, message: str) -> None:
+    problems = list(plan(checked(name, overrides, 8 * count), 8 * count).problems())
+    assert any(message in problem for problem in problems), problems
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+def test_plan_on_a_laptop_without_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MODELS", "/nowhere")
+    recipe = str(RECIPES / "scale/qwen3-235b-a22b.yaml")
+    model = ["--model-config", str(MODELS / "Qwen3-235B-A22B" / "config.json")]
+    assert main(["plan", recipe, "--nodes", "16", *model]) == 0
+    printed = capsys.readouterr().out
+    assert "235.09 B parameters, 22.19 B of them active" in printed
+    assert "it fits" in printed.splitlines()
+    assert "estimates, not measured" in printed
+    assert main(["plan", recipe, "--nodes", "16", "--gpu-memory-gib", "40", *model]) == 1
+    assert "IT DOES NOT FIT" in capsys.readouterr().out
+    assert main(["plan", recipe, "actor.parallel.pipeline=4", "--nodes", "16", *model]) == 2
+    assert "94 layers" in capsys.readouterr().err
+    assert main(["plan", recipe, "--nodes", "16"]) == 2
+    assert "/nowhere/Qwen3-235B-A22B does not exist" in capsys.readouterr().err
+
+
+def test_the_tables_in_the_layouts_page_are_what_plan_says() -> None:
+    rows = re.findall(
+        r"^\| \[(\S+)\]\(\S+\) \| (\d+) \|.*\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$",
+        (ROOT / "docs" / "layouts.md").read_text("utf-8"),
+        re.MULTILINE,
+    )
+    assert {f"scale/{name}" for name, *_ in rows} == {name for name in runnable() if name.startswith("scale/")}
+    for name, count, *written in rows:
+        world = 8 * int(count)
+        made = plan(checked(f"scale/{name}", world=world), world)
+        found = [f"{made.peak(phase) / GIB:.1f}" for phase in PHASES] + [f"{made.full_length_sequences:.0f}"]
+        assert written == found, f"{name} on {count} nodes"
