@@ -19,7 +19,8 @@ def completion(text: str | None, tokens: tuple[int, int] = (100, 7)) -> bytes:
 
 
 class ChatServer:
-    """Do `score:<x>`, `text:<reply>`, `status:<code>[:<retry-after>]`, `drop`, `half`, `trickle`, `hang`, `garbage`, `json`.
+    """Do `score:<x>`, `text:<reply>`, `raw:<body>`, `status:<code>[:<retry-after>]`, `drop`, `half`, `trickle`, `hang`,
+    `garbage` or `json`.
 
     Attributes:
         requests: (path, body, headers) of every request read to its end.
@@ -91,6 +92,8 @@ class ChatServer:
                 await asyncio.sleep(0.05)
         status, extra = "200 OK", ""
         content = b"[1, 2" if kind == "json" else completion(rest)
+        if kind == "raw":
+            content = rest.encode()
         if kind == "score":
             content = completion(f'{{"score": {rest}}}')
         if kind == "status":

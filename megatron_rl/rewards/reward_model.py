@@ -1,0 +1,185 @@
+"""A Bradley-Terry reward model: a sequence classifier with one output, behind vLLM's HTTP server or loaded here."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.rewards.endpoint import EndpointConfig, as_urls
+from megatron_rl.rewards.judge_prompt import as_text
+from megatron_rl.rewards.registry import Reward, choice, register_reward, whole
+from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward
+
+_LOADING = threading.Lock()
+
+
+@register_reward("reward_model")
+def reward_model(
+    urls: Any = None,
+    model: str | None = None,
+    path: str | None = None,
+    squash: str = "none",
+    batch_size: int = 16,
+    max_tokens: int | None = None,
+    device: str = "auto",
+    unanswered: str = "drop",
+    neutral: float = 0.0,
+    api_key_env: str | None = None,
+    max_in_flight: int = 256,
+    request_seconds: float = 60.0,
+    step_seconds: float = 600.0,
+    retries: int = 4,
+    backoff_seconds: float = 0.5,
+    max_requests_per_step: int | None = None,
+    max_requests_per_run: int | None = None,
+) -> Reward:
+    """The model's one output for the conversation of prompt and response: any real number, or in (0, 1) with `sigmoid`.
+
+    A prompt of chat messages becomes a chat with the response as the assistant's, in the reward model's own template; a
+    prompt of text is followed by the response.
+
+    Args:
+        urls: base URL, or several of equal servers, without `/v1`: vLLM's `/classify` is below it. Wants `model`.
+        model: the name under which the servers have it.
+        path: instead of them, a Hugging Face folder, loaded by every rank when it scores its first rollout.
+        squash: `none`, or `sigmoid` of the output.
+        batch_size: `path`: rollouts in one forward pass.
+        max_tokens: `path`: longer conversations lose their beginning; null: the model's own limit.
+        device: `path`: `auto` (the rank's GPU, where there is one), `cpu`, `cuda`.
+        unanswered: `urls`: what a rollout without an answer means, as for the judge: `drop`, `neutral`, `stop`.
+        neutral: its score where the rule is `neutral`, before no squashing.
+        api_key_env: `urls`: NAME of the environment variable with the key.
+        max_in_flight: as for the judge.
+        request_seconds: as for the judge.
+        step_seconds: as for the judge.
+        retries: as for the judge.
+        backoff_seconds: as for the judge.
+        max_requests_per_step: as for the judge.
+        max_requests_per_run: as for the judge.
+    """
+    choice("squash", squash, ("none", "sigmoid"))
+    squashed = _sigmoid if squash == "sigmoid" else float
+    if (urls is None) == (path is None):
+        raise ValueError("give either urls (of a server) or path (of a model folder)")
+    if path is not None:
+        whole("batch_size", batch_size, low=1)
+        choice("device", device, ("auto", "cpu", "cuda"))
+        if max_tokens is not None:
+            whole("max_tokens", max_tokens, low=1)
+        if not (Path(path) / "config.json").exists():
+            raise ValueError(f"path: {path} is not a Hugging Face folder: it has no config.json")
+        return LocalModel(path, squashed, batch_size, max_tokens, device)
+    if not model:
+        raise ValueError("model is missing: the name under which the server has the reward model")
+
+    def render(completion: str, sample: Mapping[str, Any]) -> dict[str, Any]:
+        prompt = sample.get("prompt", "")
+        said: dict[str, Any] = {"input": prompt + completion} if isinstance(prompt, str) else _chat(prompt, completion)
+        return {"model": model, "use_activation": False, **said}
+
+    def read(reply: Mapping[str, Any]) -> tuple[float, str]:
+        try:
+            [value] = reply["data"][0]["probs"]
+            score = squashed(float(value))
+        except (LookupError, TypeError, ValueError):
+            raise Nonsense(f"not the one output of a reward model: {str(reply)[:300]}") from None
+        if not math.isfinite(score):
+            raise Nonsense(f"the output is {value}")
+        return score, ""
+
+    return RemoteReward(
+        EndpointConfig(as_urls(urls), api_key_env, max_in_flight, request_seconds, retries, backoff_seconds),
+        Policy(unanswered, neutral, step_seconds, max_requests_per_step, max_requests_per_run),
+        "/classify",
+        render,
+        read,
+    )
+
+
+def _chat(prompt: Sequence[Mapping[str, Any]], completion: str) -> dict[str, Any]:
+    messages = [*prompt, {"role": "assistant", "content": completion}]
+    return {"messages": messages, "add_generation_prompt": False}
+
+
+def _sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
+
+
+class LocalModel:
+    """A sequence classifier in this process; scores all rollouts at once, after generation.
+
+    Raises:
+        ValueError: at the first call, where the folder's model has not exactly one output.
+    """
+
+    def __init__(
+        self, path: str, squash: Callable[[float], float], batch_size: int, max_tokens: int | None, device: str
+    ) -> None:
+        self.path, self.squash, self.batch_size = path, squash, batch_size
+        self.max_tokens, self.device = max_tokens, device
+        self._loaded: tuple[Any, Any] | None = None
+
+    def __call__(self, completion: str, sample: Mapping[str, Any]) -> float:
+        return self.score_batch([completion], [sample])[0]
+
+    def score_batch(self, completions: Sequence[str], samples: Sequence[Mapping[str, Any]]) -> list[float]:
+        """One score per completion. Batches are of similar lengths, the longest first."""
+        import torch
+
+        model, tokenizer = self._load()
+        limit = self.max_tokens or model.config.max_position_embeddings
+        ids = [
+            self._tokens(tokenizer, completion, sample)[-limit:]
+            for completion, sample in zip(completions, samples, strict=True)
+        ]
+        scores = [0.0] * len(ids)
+        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
+            width = len(ids[batch[0]])
+            tokens = torch.full((len(batch), width), model.config.pad_token_id, dtype=torch.long)
+            mask = torch.zeros(len(batch), width, dtype=torch.long)
+            for row, i in enumerate(batch):
+                tokens[row, : len(ids[i])] = torch.tensor(ids[i], dtype=torch.long)
+                mask[row, : len(ids[i])] = 1
+            with torch.inference_mode():
+                hidden = model.base_model(tokens.to(model.device), attention_mask=mask.to(model.device))[0]
+                last = hidden[torch.arange(len(batch)), mask.sum(1) - 1]  # of each row's last own token
+                logits = model.score(last).float().cpu()
+            for row, i in enumerate(batch):
+                scores[i] = self.squash(float(logits[row, 0]))
+        return scores
+
+    def _tokens(self, tokenizer: Any, completion: str, sample: Mapping[str, Any]) -> list[int]:
+        prompt = sample.get("prompt", "")
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt + completion)["input_ids"]
+        elif tokenizer.chat_template is None:
+            ids = tokenizer(as_text([*prompt, {"role": "assistant", "content": completion}]))["input_ids"]
+        else:
+            messages = _chat(prompt, completion)["messages"]
+            ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        return list(ids) or [tokenizer.eos_token_id]
+
+    def _load(self) -> tuple[Any, Any]:
+        with _LOADING:
+            if self._loaded is None:
+                import torch
+                from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+                tokenizer = AutoTokenizer.from_pretrained(self.path)
+                model = AutoModelForSequenceClassification.from_pretrained(self.path, dtype="auto")
+                if model.config.num_labels != 1 or not hasattr(model, "score"):
+                    outputs = f"{model.config.num_labels} outputs of a {type(model).__name__}"
+                    raise ValueError(
+                        f"{self.path}: {outputs}; a reward model has one, of a decoder with a `score` layer"
+                    )
+                if model.config.pad_token_id is None:
+                    model.config.pad_token_id = tokenizer.pad_token_id or 0  # masked out all the same
+                on_gpu = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+                model.eval().to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+                self._loaded = model, tokenizer
+        return self._loaded

@@ -1,0 +1,56 @@
+"""Folders of tiny random models: a chat model that speaks characters, and a classifier with one output."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+def chat_model(folder: Path) -> Path:
+    from megatron_rl.config.schema import CreateModelConfig
+    from megatron_rl.models import create_model
+
+    characters = "".join(dict.fromkeys(string.printable[:95] + "\n"))
+    sizes = CreateModelConfig(
+        layers=1,
+        hidden_size=32,
+        heads=1,
+        kv_heads=1,
+        head_dim=32,
+        ffn_size=32,
+        vocab_size=128,
+        characters=characters,
+        max_positions=16384,
+    )
+    create_model(folder, sizes, seed=0)
+    return folder
+
+
+def classifier(folder: Path, labels: int = 1) -> Path:
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+
+    tokenizer = AutoTokenizer.from_pretrained(chat_model(folder))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    for path in folder.iterdir():
+        path.unlink()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        num_labels=labels,
+        pad_token_id=0,
+        eos_token_id=1,
+        dtype="float32",
+        initializer_range=0.3,
+    )
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    return folder
