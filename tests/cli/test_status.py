@@ -1,0 +1,166 @@
+"""What `megatron-rl status` makes of a run folder. The folders are written by the product's own writers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_rl.cli import main
+from megatron_rl.runtime import exit_codes, postmortem
+from megatron_rl.runtime.progress import Deadlines, Progress, heartbeats
+from megatron_rl.runtime.run_status import SILENT_SECONDS, read_status
+from megatron_rl.runtime.spawn import new_attempt, run_ranks
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"run_dir": str(folder), "trainer": {"steps": 10}}))
+    return folder
+
+
+def beating(attempt: Path, step: int = 4, phase: str = "update", ranks: int = 2) -> list[Progress]:
+    """Ranks that have begun a phase just now."""
+    found = []
+    for rank in range(ranks):
+        progress = Progress()
+        progress.attach(postmortem.heartbeat_folder(attempt), rank, ranks, Deadlines(60, {}))
+        progress.begin("RL", 0, 10)
+        progress.step = step
+        progress.enter(phase)
+        found.append(progress)
+    return found
+
+
+def age(attempt: Path, seconds: float, ranks: tuple[int, ...] = (0, 1)) -> None:
+    """Makes the heartbeats of these ranks that much older."""
+    for rank, beat in heartbeats(postmortem.heartbeat_folder(attempt)).items():
+        if rank in ranks:
+            beat["time"] -= seconds
+            (postmortem.heartbeat_folder(attempt) / f"rank_{rank}.json").write_text(json.dumps(beat))
+
+
+def metrics(run_dir: Path, rows: list[dict[str, Any]]) -> None:
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "ti')
+
+
+def test_a_running_run_says_where_it_is_and_how_long_it_takes(run_dir: Path) -> None:
+    beating(new_attempt(run_dir))
+    rows = [{"step": n, "time": 100.0 + 30 * n, "timing_s/step": 20.0, "reward/mean": n / 10} for n in range(1, 5)]
+    metrics(run_dir, [{"step": 0, "time": 100.0, "eval/sums/avg@1": 0.25}, *rows])
+    status = read_status(run_dir)
+    assert (status.state, status.step, status.steps, status.phase) == ("running", 4, 10, "update")
+    assert status.seconds_per_step == 30.0, "with what lies between the steps"
+    assert status.eta_seconds == 180.0
+    assert status.metrics["reward/mean"] == 0.4
+    assert status.evaluation == {"eval/sums/avg@1": 0.25}
+    assert status.continue_with is None
+    assert "running, RL step 4 of 10, in `update` for 0 s; 30.0 s per step, 3 min 0 s to go" in status.text()
+
+
+def test_a_rank_without_a_heartbeat_is_named(run_dir: Path) -> None:
+    attempt = new_attempt(run_dir)
+    beating(attempt)
+    age(attempt, SILENT_SECONDS + 1, ranks=(1,))
+    status = read_status(run_dir)
+    assert status.state == "running"
+    assert status.slowest.startswith("1 of 2 ranks SILENT: 1 on ")
+
+
+def test_a_run_whose_machine_is_gone_is_silent_and_can_be_continued(run_dir: Path) -> None:
+    attempt = new_attempt(run_dir)
+    beating(attempt)
+    age(attempt, 3600)
+    status = read_status(run_dir)
+    assert status.state == "silent"
+    assert (
+        status.continue_with == f"megatron-rl train {run_dir}/recipe.yaml   (starts over: there is no whole checkpoint)"
+    )
+    assert "SILENT: no heartbeat for 1 h 0 min, RL step 4 of 10, last seen in `update`" in status.text()
+
+
+def test_a_finished_run(run_dir: Path) -> None:
+    for progress in beating(new_attempt(run_dir), step=10):
+        progress.leave()
+        progress.finish()
+    assert read_status(run_dir).state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "why"),
+    [
+        (exit_codes.STALLED, "failed", "it stood still"),
+        (exit_codes.OUT_OF_MEMORY, "failed", "memory ran out"),
+        (exit_codes.AGAIN, "stopped", "stopped on request, with everything saved"),
+        (-9, "failed", "killed (SIGKILL)"),
+    ],
+)
+def test_an_attempt_that_ended_badly_says_why_in_its_own_words(run_dir: Path, code: int, state: str, why: str) -> None:
+    attempt = new_attempt(run_dir)
+    script = (
+        "import os, sys; print('megatron-rl: the reason', file=sys.stderr); sys.stderr.flush();"
+        f"os.kill(os.getpid(), {-code}) if {code} < 0 else sys.exit({code})"
+    )
+    run_ranks([sys.executable, "-c", script], 1, attempt)
+    beating(attempt)
+    status = read_status(run_dir)
+    assert (status.state, status.why) == (state, why)
+    assert status.says == ["megatron-rl: the reason"]
+    assert status.code == (code if code > 0 else 128 - code)
+    assert status.continue_with is not None
+
+
+def test_a_post_mortem_is_quoted(run_dir: Path) -> None:
+    attempt = new_attempt(run_dir)
+    beating(attempt)
+    folder = postmortem.folder_of(attempt)
+    folder.mkdir(parents=True)
+    (folder / postmortem.REPORT).write_text("the run stands still: rank 1 is behind\n")
+    text = read_status(run_dir).text()
+    assert "rank 1 is behind" in text
+    assert f"post-mortem   {folder}" in text
+
+
+def test_only_the_newest_attempt_counts(run_dir: Path) -> None:
+    first = new_attempt(run_dir)
+    (first / "end").write_text("1 rank 0 on here\n")
+    status = read_status(run_dir)
+    assert (status.state, status.attempt) == ("failed", 1)
+    beating(new_attempt(run_dir))
+    status = read_status(run_dir)
+    assert (status.state, status.attempt, status.code) == ("running", 2, None)
+
+
+def test_the_command_prints_json_and_needs_no_torch(run_dir: Path) -> None:
+    beating(new_attempt(run_dir))
+    code = (
+        "import sys; from megatron_rl.cli import main; code = main(sys.argv[1:]);"
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "status", str(run_dir), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["state"] == "running"
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path)]) == exit_codes.BAD_INPUT
+    assert "is no run folder: it has no recipe.yaml" in capsys.readouterr().err
+
+
+def test_following_ends_with_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for progress in beating(new_attempt(run_dir)):
+        progress.finish()
+    started = time.monotonic()
+    assert main(["status", str(run_dir), "--follow", "60"]) == 0
+    assert time.monotonic() - started < 30
+    assert capsys.readouterr().out.count("finished") == 1
