@@ -25,6 +25,7 @@ load_site() {
   site_setup() { :; }
   # shellcheck source=slurm/site.example.sh
   source "$site"
+  TASKS_PER_NODE=${MEGATRON_RL_TASKS_PER_NODE:-$TASKS_PER_NODE} # of one launch
   [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die "LAUNCHER=$LAUNCHER in $site: srun or torchrun" 2
   [[ $TASKS_PER_NODE =~ ^[1-9][0-9]*$ ]] || die "TASKS_PER_NODE=$TASKS_PER_NODE in $site: a number of processes" 2
 }
@@ -194,11 +195,21 @@ attempt_code() {
 
 # run_recipe COMMAND RECIPE [key=value ...]: a whole job of `train` or `sft`.
 run_recipe() {
-  set -- "$1" "$2" launch.processes=null "${@:3}" # srun says how many there are
-  check_recipe "$@"
+  begin_job "$@"
+  run_and_wait "${COMMAND[@]}"
+  finish_job
+}
+
+# What comes before the ranks. COMMAND is what they are to run.
+begin_job() {
+  COMMAND=("$@" launch.processes=null) # Slurm says how many there are
+  check_recipe "${COMMAND[@]}"
   begin_attempt
   refuse_more_starts_than "$((MAX_REQUEUES_WITHOUT_PROGRESS + 1))"
-  run_and_wait "$@"
+}
+
+# What comes after them: the job's exit code, or a requeue.
+finish_job() {
   local code
   code=$(attempt_code)
   [[ -z $ABANDON ]] || say "the ranks have not stopped in time; this attempt's work since step $(newest_step) is given up"
@@ -212,10 +223,19 @@ run_recipe() {
 
 # The same for what has nothing to save: a requeue (of a failed node) starts it again.
 run_once() {
-  set -- "$1" "$2" launch.processes=null "${@:3}"
-  check_recipe "$@"
-  begin_attempt
-  launch "$@"
+  begin_job "$@"
+  launch "${COMMAND[@]}"
+}
+
+# For batch scripts that bring their own srun, with a `--signal` that goes to the ranks: NeMo-Run's (megatron_rl/launch).
+around_srun() {
+  begin_job "$@"
+  MASTER_ADDR=$(master_address)
+  MASTER_PORT=$(master_port)
+  export MASTER_ADDR MASTER_PORT
+  [[ $1 == train || $1 == sft ]] || return 0
+  NOTICE=USR1 # may have come, unseen by this shell
+  trap 'CODE=$?; trap - EXIT ERR; finish_job' EXIT
 }
 
 requeue() {

@@ -25,6 +25,7 @@ COMMANDS = {
     "evaluate": ("evaluate", "a checkpoint, a Hugging Face folder or a served model on held-out tasks"),
     "plan": ("plan", "where the memory of each GPU goes on a number of nodes, and whether the recipe fits"),
     "convert": ("convert", "Hugging Face folders to Megatron checkpoints and back, losing nothing"),
+    "launch": ("launch", "runs, chains and sweeps through NeMo-Run: here, or on a Slurm cluster"),
     "preflight": ("preflight", "whether these machines are fit for the recipe; names the node that is not"),
     "status": ("status", "what a run is doing, or why it stopped, and how to continue"),
     "report": ("report", "one page on a run, or several side by side: findings, curves, times, rollouts"),

@@ -35,6 +35,11 @@ class StopFlag:
         if signum == signal.SIGINT:
             signal.signal(signum, signal.SIG_DFL)
 
+    def ignore(self) -> None:
+        """The process is about to end by itself: Python takes its handlers away before that, and a signal would kill."""
+        for number in SIGNALS[1:]:
+            signal.signal(number, signal.SIG_IGN)
+
     def check(self, grid: Grid) -> None:
         """All ranks call this together, at a point where what they hold is worth saving.
 

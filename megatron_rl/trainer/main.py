@@ -83,6 +83,7 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
         expected = (ValueError, OSError, CheckpointError, RewardError, SyncError, FloatingPointError, OwnedError)
         return _fail(error, isinstance(error, expected), config, watchdog)
     finally:
+        stop.ignore()
         if run is not None:
             run.close()
         if ownership is not None:

@@ -210,7 +210,7 @@ class Cluster:
     def state(self, number: str) -> str:
         return self.job(number)["JobState"]
 
-    def wait_for_state(self, number: str, *states: str, seconds: float = 180) -> str:
+    def wait_for_state(self, number: str, *states: str, seconds: float = 300) -> str:
         """Waits for one of the states; a requeued job is let start at once (Slurm has it wait two minutes)."""
         deadline = time.monotonic() + seconds
         while True:

@@ -55,14 +55,14 @@ class Job:
             environment={"MEGATRON_RL_SITE": str(site)},
         ).strip()
 
-    def wait_for_step(self, step: int, seconds: float = 150) -> None:
+    def wait_for_step(self, step: int, seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while not any(row["step"] >= step for row in rows(self.run_dir)):
             self.cluster.wait_for_state(self.number, "RUNNING", "COMPLETING")
             assert time.monotonic() < deadline, f"no step {step}:\n{self.cluster.output(self.number)}"
             time.sleep(0.05)
 
-    def wait_for_attempt(self, number: int, seconds: float = 60) -> None:
+    def wait_for_attempt(self, number: int, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while not (self.run_dir / "logs" / f"attempt_{number}").exists():
             self.cluster.wait_for_state(self.number, "PENDING", "RUNNING", "COMPLETING")

@@ -57,34 +57,24 @@ def test_interrupted_jobs_requeue_themselves_and_end_with_the_same_bits(
 ) -> None:
     job = Job(cluster, tmp_path, "--nodes=2", "train", str(write_recipe(tmp_path)))
 
-    job.wait_for_step(1)  # by a person: the signal goes to the ranks
+    job.wait_for_step(1)  # the signal goes to the ranks, as with preemption
     cluster.run("scancel", "--signal=USR1", job.number)
     job.wait_for_attempt(2)
     first_stop = int(job.starts[1]["step"])
     assert 1 <= first_stop < STEPS
 
-    job.wait_for_step(first_stop + 1)  # near the time limit: Slurm's notice goes to the batch script
-    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=2")
+    job.wait_for_step(first_stop + 1)  # the signal goes to the batch script, as before the time limit
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     job.wait_for_attempt(3)
-    second_stop = int(job.starts[2]["step"])
-    assert first_stop < second_stop < STEPS
-    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
-
-    job.wait_for_step(second_stop + 1)  # preempted by a more urgent job
-    urgent = cluster.run(
-        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
-    ).strip()
-    job.wait_for_attempt(4)
-    assert cluster.state(urgent) == "COMPLETED"
-    assert second_stop < int(job.starts[3]["step"]) < STEPS
+    assert first_stop < int(job.starts[2]["step"]) < STEPS
     job.finish()
 
-    assert [start["restart"] for start in job.starts] == ["0", "1", "2", "3"]
-    for attempt in (1, 2, 3):
-        end = (job.run_dir / "logs" / f"attempt_{attempt}" / "end").read_text()
-        assert re.match(r"75 rank [01] on ", end)
-        assert "continues from step_" in (job.run_dir / "logs" / f"attempt_{attempt}" / "rank_0.log").read_text()
-    assert not (job.run_dir / "logs" / "attempt_4" / "end").exists()
+    assert [start["restart"] for start in job.starts] == ["0", "1", "2"]
+    for attempt in (1, 2):
+        logs = job.run_dir / "logs" / f"attempt_{attempt}"
+        assert re.match(r"75 rank [01] on ", (logs / "end").read_text())
+        assert "continues from step_" in (logs / "rank_0.log").read_text()
+    assert not (job.run_dir / "logs" / "attempt_3" / "end").exists()
     assert_same_run(job.run_dir, straight[0].run_dir)
 
 
@@ -94,8 +84,8 @@ def test_a_node_that_goes_down_costs_the_steps_since_the_last_checkpoint(
     job = Job(cluster, tmp_path, "--nodes=2", "train", str(write_recipe(tmp_path)))
     job.wait_for_step(5)
     cluster.power_off("n2")
-    wait_until(lambda: cluster.job(job.number)["Restarts"] == "1", 60, "Slurm's requeue")
-    wait_until(lambda: not ranks_on(cluster, "n1"), 60, "the end of the other node's rank")
+    wait_until(lambda: cluster.job(job.number)["Restarts"] == "1", 120, "Slurm's requeue")
+    wait_until(lambda: not ranks_on(cluster, "n1"), 120, "the end of the other node's rank")
     cluster.start_node("n2")
     job.finish()
     first, second = job.starts
@@ -104,12 +94,30 @@ def test_a_node_that_goes_down_costs_the_steps_since_the_last_checkpoint(
     assert_same_run(job.run_dir, straight[0].run_dir)
 
 
-def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, "--nodes=2", "train", str(write_recipe(tmp_path)))
-    job.wait_for_step(1)
+def test_time_limit_and_preemption_requeue_and_a_persons_cancel_does_not(cluster: Cluster, tmp_path: Path) -> None:
+    endless = str(write_recipe(tmp_path, trainer={**SMALL["trainer"], "steps": 100_000, "eval_every": 0}))
+    job = Job(cluster, tmp_path, "--nodes=2", "train", endless)
+
+    job.wait_for_step(1)  # Slurm looks at time limits twice a minute, and sends the notice where 180 s or less are left
+    minutes = int(cluster.job(job.number)["RunTime"].split(":")[1])
+    cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes + 3}")
+    job.wait_for_attempt(2)
+    assert "SIGUSR1: asking the ranks to save and to stop" in cluster.output(job.number)
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
+
+    stopped_at = int(job.starts[1]["step"])
+    job.wait_for_step(stopped_at + 1)
+    urgent = cluster.run(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
+    ).strip()
+    job.wait_for_attempt(3)
+    assert cluster.state(urgent) == "COMPLETED"
+    assert stopped_at < int(job.starts[2]["step"])
+
+    job.wait_for_step(int(job.starts[2]["step"]) + 1)
     cluster.run("scancel", job.number)
     job.finish("CANCELLED")
-    assert cluster.job(job.number)["Restarts"] == "0"
+    assert cluster.job(job.number)["Restarts"] == "2"
 
 
 def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path) -> None:

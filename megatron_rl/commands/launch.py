@@ -1,0 +1,105 @@
+"""`launch`: runs, chains and sweeps through NeMo-Run, on this machine or on a Slurm cluster."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron_rl
+from megatron_rl import launch
+from megatron_rl.config import ConfigError
+from megatron_rl.launch import plan
+from megatron_rl.runtime import exit_codes
+
+_INSTALL = """\
+`megatron-rl launch` needs NeMo-Run, in an environment of its own (its pins contradict vLLM's; it needs no torch):
+    make launch-setup
+    .venv-launch/bin/megatron-rl launch ...
+Without it, slurm/submit.sh submits the same jobs with nothing but sbatch (docs/slurm.md)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file inside the folder that is packaged")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.steps=5")
+    parser.add_argument("--executor", choices=("slurm", "local"), required=True)
+    parser.add_argument("--command", choices=("train", "sft"), default="train", dest="what", help="default: train")
+    parser.add_argument("--chain", action="store_true", help="convert, train, evaluate and export, one after the other")
+    parser.add_argument("--sweep", type=Path, metavar="FILE", help="a training run per line of overrides in FILE")
+    parser.add_argument("--name", help="of the experiment (default: the recipe's)")
+    parser.add_argument("--dry-run", action="store_true", help="print the batch scripts, submit nothing")
+    local = parser.add_argument_group("local")
+    local.add_argument("--python", help="interpreter that runs the tasks (default: .venv/bin/python)")
+    slurm = parser.add_argument_group("slurm")
+    slurm.add_argument("--nodes", type=int, default=1, metavar="N")
+    slurm.add_argument("--gpus-per-node", type=int, metavar="G", help="processes per node (default: the site's)")
+    slurm.add_argument("--site", type=Path, metavar="FILE", help="the site's settings (default: slurm/site.sh)")
+    slurm.add_argument(
+        "--sbatch", action="append", default=[], metavar="--NAME=VALUE", help="an option of sbatch; repeat"
+    )
+    slurm.add_argument(
+        "--job-dir", metavar="DIR", help="for code and output; shared by all nodes (default: ~/.nemo_run)"
+    )
+    slurm.add_argument("--host", help="login node, reached by SSH; left out, this machine is one")
+    slurm.add_argument("--user", help="on the login node")
+    slurm.add_argument("--identity", metavar="FILE", help="SSH key")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0, or 2 where something is wrong before anything was submitted."""
+    if importlib.util.find_spec("nemo_run") is None:
+        print(f"megatron-rl: {_INSTALL}", file=sys.stderr)
+        return exit_codes.BAD_INPUT
+    try:
+        return _launch(args, Path(megatron_rl.__file__).parents[1])
+    except (ConfigError, launch.LaunchError) as error:
+        print(f"megatron-rl: {error}", file=sys.stderr)
+        return exit_codes.BAD_INPUT
+
+
+def _launch(args: argparse.Namespace, root: Path) -> int:
+    site = launch.read_site(root, args.site) if args.executor == "slurm" else None
+    per_node = (args.gpus_per_node or site.tasks_per_node) if site else None
+    recipe = Path(args.recipe).resolve()
+    if not recipe.is_relative_to(root):
+        raise launch.LaunchError(f"{args.recipe} is not in {root}, which is what is packaged; put the recipe there")
+    os.chdir(root)
+    name = str(recipe.relative_to(root))
+    tasks = _tasks(args, name, args.nodes * per_node if per_node else None, root)
+    if args.job_dir and not args.host:
+        os.environ["NEMORUN_HOME"] = str(Path(args.job_dir).absolute())  # read when NeMo-Run is imported
+    from megatron_rl.launch import nemo
+
+    executor: Any
+    if site is None:
+        executor = nemo.local(root)
+    else:
+        executor = nemo.slurm(site, root, args.nodes, args.gpus_per_node, args.sbatch, _tunnel(args))
+    python = args.python or str(root / ".venv" / "bin" / "python")
+    experiment = nemo.experiment(args.name or Path(name).stem, tasks, executor, python)
+    if args.dry_run:
+        return nemo.show(experiment)
+    return nemo.submit(experiment, wait=args.executor == "local")
+
+
+def _tasks(args: argparse.Namespace, recipe: str, processes: int | None, root: Path) -> list[launch.Task]:
+    if args.chain and args.sweep:
+        raise launch.LaunchError("--chain and --sweep: one or the other")
+    if args.chain:
+        return launch.chain(recipe, args.overrides, processes, root)
+    if args.sweep:
+        return launch.sweep(recipe, plan.read_sweep(args.sweep), args.overrides, processes, root)
+    return [launch.one(args.what, recipe, args.overrides, processes, root)]
+
+
+def _tunnel(args: argparse.Namespace) -> Any:
+    if args.host is None:
+        return None
+    if not args.user or not args.job_dir:
+        raise launch.LaunchError("--host needs --user, and --job-dir with a folder on the cluster")
+    import nemo_run
+
+    return nemo_run.SSHTunnel(host=args.host, user=args.user, job_dir=args.job_dir, identity=args.identity)

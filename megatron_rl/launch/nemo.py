@@ -1,0 +1,198 @@
+"""Tasks as an experiment of NeMo-Run: on this machine, or on Slurm from a login node or from elsewhere over SSH.
+
+The batch script is NeMo-Run's; what happens around its srun (site settings, the recipe's check, logs per attempt, requeue
+and resume) is slurm/lib.sh, as for the scripts in slurm/. Importing this module imports NeMo-Run, which lives in an
+environment of its own (requirements/launch.txt).
+
+    from megatron_rl import launch
+    from megatron_rl.launch import nemo
+    tasks = launch.chain("recipes/my.yaml", ["trainer.steps=100"], processes=16, root=Path.cwd())
+    executor = nemo.slurm(launch.read_site(Path.cwd()), root=Path.cwd(), nodes=2)
+    nemo.experiment("my-chain", tasks, executor).run(detach=True)
+"""
+
+from __future__ import annotations
+
+import copy
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import nemo_run as run
+
+from megatron_rl.launch.plan import LaunchError, Task
+from megatron_rl.launch.site import Site
+
+NOTICE = "USR1@180"  # to the ranks, this many seconds before the time limit
+# Options of sbatch that are fields of SlurmExecutor; the others are passed through as they are.
+_FIELDS = ("account", "partition", "time", "qos", "mem", "constraint", "exclude", "gres", "comment")
+_SHORT = {"-A": "account", "-p": "partition", "-t": "time", "-q": "qos", "-C": "constraint", "-x": "exclude"}
+
+_SETUP = """\
+set +vx
+# the code that was packaged lies beside this job's output
+MEGATRON_RL_HOME=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n 's/.* StdOut=\\([^ ]*\\)\\/[^ ]*.*/\\1/p')/code
+export MEGATRON_RL_HOME
+source "$MEGATRON_RL_HOME/slurm/lib.sh"
+enter_home
+"""
+
+
+@dataclass(kw_only=True)
+class WorkTreePackager(run.Packager):
+    """The work tree as it is: tracked files with uncommitted edits, new files that git does not ignore, and the site file."""
+
+    root: str = ""
+    site: str = ""
+
+    def package(self, path: Path, job_dir: str, name: str) -> str:
+        archive = Path(job_dir) / f"{name}.tar.gz"
+        if not archive.exists():
+            _tar(Path(self.root), Path(self.site), archive)
+        return str(archive)
+
+
+def _tar(root: Path, site: Path, archive: Path) -> None:
+    command = ("git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    listed = subprocess.run(command, capture_output=True, text=True)
+    if listed.returncode:
+        raise LaunchError(f"{root} cannot be packaged: {listed.stderr.strip()}")
+    names = [name for name in listed.stdout.split("\0") if name and (root / name).exists()]
+    rename = f"--transform=s|^{site.name}$|slurm/site.sh|"
+    archived = f"--file={archive}", f"--directory={root}", "--null", "--verbatim-files-from", "--files-from=-"
+    subprocess.run(
+        ("tar", "--create", "--gzip", *archived, rename, f"--directory={site.parent}", site.name),
+        input="\0".join(names),
+        text=True,
+        check=True,
+    )
+
+
+def local(root: Path) -> run.LocalExecutor:
+    """Runs the work tree itself, on this machine, one task after the other."""
+    return run.LocalExecutor(ntasks_per_node=1, env_vars={"MEGATRON_RL_HOME": str(root)})
+
+
+def slurm(
+    site: Site,
+    root: Path,
+    nodes: int = 1,
+    processes_per_node: int | None = None,
+    sbatch: Sequence[str] = (),
+    tunnel: run.SSHTunnel | None = None,
+) -> run.SlurmExecutor:
+    """An executor with the site's settings.
+
+    Args:
+        root: the work tree that is packaged.
+        processes_per_node: instead of the site's TASKS_PER_NODE.
+        sbatch: further options, as on sbatch's command line; they win over the site's.
+        tunnel: how to reach the login node; None where this is one.
+    """
+    options = _options([*site.sbatch, *sbatch])
+    options.pop("nodes", None)
+    fields = {name: options.pop(name) for name in _FIELDS if name in options}
+    signal = options.pop("signal", NOTICE)
+    assert isinstance(signal, str)
+    per_node = processes_per_node or site.tasks_per_node
+    by_torchrun = site.launcher == "torchrun"
+    cpus = site.cpus_per_task
+    if cpus is not None and by_torchrun:
+        cpus *= per_node
+    return run.SlurmExecutor(
+        **fields,
+        nodes=nodes,
+        ntasks_per_node=1 if by_torchrun else per_node,
+        cpus_per_task=cpus,
+        signal=signal.removeprefix("B:"),  # NeMo-Run's batch script does not listen; the ranks do
+        job_name_prefix="megatron-rl.",
+        container_image=site.container_image,
+        container_mounts=list(site.container_mounts),
+        srun_args=[*([f"--cpus-per-task={cpus}"] if cpus else []), *site.srun],
+        additional_parameters={**options, "requeue": True},
+        env_vars={"MEGATRON_RL_TASKS_PER_NODE": str(per_node)},
+        tunnel=tunnel or run.LocalTunnel(job_dir=""),
+        packager=WorkTreePackager(root=str(root), site=str(site.path.resolve())),
+        poll_estimated_start_time=False,
+    )
+
+
+def _options(words: Sequence[str]) -> dict[str, str | bool]:
+    """`--time=1:00 --exclusive -p gpu` as {"time": "1:00", "exclusive": True, "partition": "gpu"}; later ones win."""
+    options: dict[str, str | bool] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word in _SHORT and rest:
+            options[_SHORT[word]] = rest.pop(0)
+            continue
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name:
+            raise LaunchError(f"{word}: write options of sbatch as --name=value")
+        options[name.replace("-", "_")] = value if equals else True
+    return options
+
+
+def experiment(name: str, tasks: Sequence[Task], executor: run.Executor, python: str = "python") -> run.Experiment:
+    """The tasks with their dependencies. Call its `run(detach=True)`, or `dryrun`."""
+    ids: dict[str, str] = {}
+    with run.Experiment(name) as result:
+        for task in tasks:
+            ids[task.name] = result.add(
+                _script(task, executor, python),
+                executor=_sized(task, executor),
+                name=task.name,
+                dependencies=[ids[other] for other in task.after] or None,
+            )
+    return result
+
+
+def show(experiment: run.Experiment) -> int:
+    """Prints every task's batch script (on this machine: its commands); submits nothing."""
+    experiment.dryrun(log=False, delete_exp_dir=False)
+    for job in experiment.jobs:
+        folder = Path(job.executor.job_dir)
+        for path in sorted([*folder.parent.glob(f"{job.id}_sbatch.sh"), *folder.glob("scripts/*.sh")]):
+            print(f"# {path}\n{path.read_text()}")
+    return 0
+
+
+def submit(experiment: run.Experiment, wait: bool) -> int:
+    """Starts the experiment. Slurm's jobs run on by themselves; on this machine the tasks run now.
+
+    Returns 0, or 1 where a task that was waited for has failed.
+    """
+    experiment.run(detach=not wait, sequential=wait, tail_logs=wait)
+    failed = [job.id for job in experiment.jobs if wait and str(job.status(experiment._runner)) != "SUCCEEDED"]
+    for job in experiment.jobs:
+        number = str(job.handle).rpartition("/")[2]
+        print(f"{job.id}: " + (f"Slurm job {number}" if not wait else "failed" if job.id in failed else "done"))
+    return 1 if failed else 0
+
+
+def _script(task: Task, executor: run.Executor, python: str) -> run.Script:
+    words = shlex.join(task.arguments)
+    if not isinstance(executor, run.SlurmExecutor):
+        return run.Script(inline=f'cd "$MEGATRON_RL_HOME" && exec {shlex.quote(python)} -m megatron_rl {words}\n')
+    if task.whole_job:
+        words += " launch.processes=null"
+        if executor.ntasks_per_node == 1 and executor.env_vars["MEGATRON_RL_TASKS_PER_NODE"] != "1":
+            return run.Script(
+                inline='exec bash slurm/torchrun.sh "$SLURM_JOB_NUM_NODES" "$MEGATRON_RL_TASKS_PER_NODE" '
+                + words
+                + "\n"
+            )
+    return run.Script(inline=f"exec python -m megatron_rl {words}\n")
+
+
+def _sized(task: Task, executor: run.Executor) -> run.Executor:
+    sized = copy.deepcopy(executor)
+    if isinstance(sized, run.SlurmExecutor):
+        sized.setup_lines = _SETUP
+        if task.whole_job:
+            sized.setup_lines += f"around_srun {shlex.join(task.arguments)}\n"
+        else:
+            sized.nodes = sized.ntasks_per_node = 1
+    return sized

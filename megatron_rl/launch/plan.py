@@ -1,0 +1,149 @@
+"""What a launch consists of: commands of `megatron-rl`, which of them wait for which, and how large each is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
+from megatron_rl.rewards import check_rewards
+from megatron_rl.tasks import check_tasks
+
+
+class LaunchError(ValueError):
+    """A launch that cannot work; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One job: `megatron-rl <arguments>`. Tasks named in `after` have to end well before it starts."""
+
+    name: str
+    arguments: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    whole_job: bool = True  # False: one process on one node, whatever the launch asks for
+
+    @property
+    def command(self) -> str:
+        return self.arguments[0]
+
+
+def one(command: str, recipe: str, overrides: Sequence[str], processes: int | None, root: Path) -> Task:
+    """A single run, with an absolute run folder."""
+    config = resolve(command, recipe, overrides, processes)
+    return Task(_name(command, recipe), (command, recipe, *overrides, f"run_dir={_run_dir(config, root)}"))
+
+
+def sweep(recipe: str, lines: Sequence[str], overrides: Sequence[str], processes: int | None, root: Path) -> list[Task]:
+    """One training run per line of overrides; each has a run folder named after its line.
+
+    Raises:
+        ConfigError: naming the line that is no valid recipe; nothing is launched then.
+    """
+    tasks = []
+    for number, line in enumerate(lines):
+        words = [*overrides, *shlex.split(line)]
+        try:
+            config = resolve("train", recipe, words, processes)
+        except ConfigError as error:
+            raise ConfigError(f"line {number + 1} of the sweep ({line}): {error}") from None
+        folder = _run_dir(config, root) / f"{number:03d}-{re.sub(r'[^A-Za-z0-9=.,_]+', '_', line)}"
+        tasks.append(Task(f"{_name('train', recipe)}-{number:03d}", ("train", recipe, *words, f"run_dir={folder}")))
+    if not tasks:
+        raise LaunchError("the sweep has no line; give it one line of overrides per run")
+    return tasks
+
+
+def chain(recipe: str, overrides: Sequence[str], processes: int | None, root: Path) -> list[Task]:
+    """Convert, train, evaluate, export: each after the one before has ended well.
+
+    The Hugging Face folder `model.path` becomes a Megatron checkpoint cut for the recipe's layout; training starts from it;
+    the last step's checkpoint is evaluated on the recipe's held-out tasks, and becomes a verified Hugging Face folder.
+    """
+    config = resolve("train", recipe, overrides, processes)
+    path, run_dir, parallel = config.model.path, _run_dir(config, root), config.actor.parallel
+    if path is None:
+        raise LaunchError("a chain starts with a model to convert: set model.path to a Hugging Face folder")
+    if not config.checkpoint.every:
+        raise LaunchError("a chain evaluates and exports the last checkpoint: set checkpoint.every to some steps")
+    if not config.tasks.eval:
+        raise LaunchError("a chain evaluates: the recipe needs tasks.eval (or launch the steps one by one)")
+    converted = run_dir / "megatron"
+    last = run_dir / "checkpoints" / f"step_{config.trainer.steps}"
+    layout = [f"--{name}={getattr(parallel, name)}" for name in ("tensor", "pipeline", "expert")]
+    name = _name("", recipe)
+    return [
+        Task(
+            f"convert{name}",
+            ("convert", "to-megatron", "--hf", path, "--megatron", str(converted), *layout, "--verify"),
+            whole_job=False,
+        ),
+        Task(
+            f"train{name}",
+            ("train", recipe, *overrides, f"run_dir={run_dir}", f"model.path={converted}"),
+            after=(f"convert{name}",),
+        ),
+        Task(
+            f"evaluate{name}",
+            ("evaluate", recipe, "--model", str(last), *overrides, f"run_dir={run_dir / 'evaluation'}"),
+            after=(f"train{name}",),
+        ),
+        Task(
+            f"export{name}",
+            ("convert", "to-hf", "--megatron", str(last), "--hf", str(run_dir / "hf"), "--verify"),
+            after=(f"evaluate{name}",),
+            whole_job=False,
+        ),
+    ]
+
+
+def resolve(command: str, recipe: str, overrides: Sequence[str], processes: int | None) -> Config:
+    """The checked recipe, for this number of processes where it is known.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    machine = Machine(gpus=0, world_size=processes, local_world_size=processes)
+    config = check(load_recipe(recipe, [*overrides, "launch.processes=null"]), command=command, machine=machine)
+    try:
+        check_tasks(config.tasks)
+        check_rewards(config.rewards, {*config.tasks.train, *config.tasks.eval})
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config
+
+
+def read_sweep(path: Path) -> list[str]:
+    """The lines of a sweep file that count."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line]
+
+
+def _run_dir(config: Config, root: Path) -> Path:
+    return root / config.run_dir  # an absolute run_dir stays what it is
+
+
+def _name(command: str, recipe: str) -> str:
+    return f"{command}-{re.sub(r'[^A-Za-z0-9_.]+', '-', Path(recipe).stem)}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m megatron_rl.launch.plan chain ROOT PROCESSES RECIPE [key=value ...]`, for slurm/submit.sh: one job per line,
+    as the name of the batch script, then its arguments as a shell reads them."""
+    _, root, processes, recipe, *overrides = arguments
+    try:
+        tasks = chain(recipe, overrides, int(processes) or None, Path(root))
+    except (ConfigError, LaunchError) as error:
+        print(f"megatron-rl: {error}", file=sys.stderr)
+        return 2
+    for task in tasks:
+        print(shlex.join(task.arguments))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
