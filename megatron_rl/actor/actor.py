@@ -268,12 +268,14 @@ class Actor:
         if device.has_gpu() and self.config.offload:
             for chunk in self.ddp_chunks:
                 chunk.offload_grad_buffers()
-            self.optimizer.offload_to_cpu()
+            if self.optimizer is not None:  # an evaluation has none
+                self.optimizer.offload_to_cpu()
 
     def onload(self) -> None:
         """Undoes `offload`."""
         if device.has_gpu() and self.config.offload:
-            self.optimizer.restore_from_cpu()
+            if self.optimizer is not None:
+                self.optimizer.restore_from_cpu()
             for chunk in self.ddp_chunks:
                 chunk.restore_grad_buffers()
 

@@ -80,6 +80,7 @@ class Run:
             self._start_engine()
 
     def _start_engine(self) -> None:
+        self.actor.offload()  # vLLM wants its whole share of the device free when it starts
         self._engine = Engine(self.config, self.grid, self.folder)
         self._sync = WeightSync(self.config, self.grid, self.actor, self._engine)
         self.engine.sleep()
