@@ -21,7 +21,7 @@ Call = dict[str, Any]  # {"name": str, "parameters": dict}
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THOUGHT = "</think>"
 PYTHON_TAG = "<|python_tag|>"
-_END_TAGS = re.compile(r"(<\|eom_id\|>|<\|eot_id\|>|\s)+\Z")
+_END_TAGS = ("<|eom_id|>", "<|eot_id|>")
 _STARTS_CALL = re.compile(r"\{|\[\s*\{")
 _BETWEEN = re.compile(r"[\s;]*")
 
@@ -99,7 +99,9 @@ def calls_apart(said: str) -> tuple[str, str]:
     The calls are what follows `<|python_tag|>`. That is a special token: where completions are decoded without those, a
     message that begins with an object, or a list of them, is calls.
     """
-    said = _END_TAGS.sub("", said)
+    said = said.rstrip()
+    while said.endswith(_END_TAGS):
+        said = said[: said.rindex("<")].rstrip()
     text, tagged, called = said.partition(PYTHON_TAG)
     if not tagged and _STARTS_CALL.match(said.lstrip()):
         return "", said

@@ -31,11 +31,15 @@ TOOLS: dict[str, Any] = {
 CALLS = "\n".join(json.dumps(call) for call in TOOLS["tool_calls"])
 GOOD = [
     f"<think>t</think>\n<tool_call>\n{CALLS}\n</tool_call>\n<response>r</response>",
+    f"<think>t</think>\nr\n<tool_call>\n{json.dumps(TOOLS['tool_calls'][0])}\n</tool_call>",
+    f"r<|python_tag|>{CALLS}",
+    CALLS,
     "1+3=4 4-5=-1 -1-7=-8#-8",
     "Ava is a fool, and Aiden is a sage.",
 ]
 PIECES = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<response>", "</response>", "\n", "\n\n", " ", "#", "##"),
+    *("<|python_tag|>", "<|eom_id|>", ";", '"arguments": {}'),
     *('{"name": "search", "parameters": {"query": "x"}}', '{"name": "stop"}', '"parameters": {}', "{", "}", "[", "]"),
     *('{"name": ["search"], "parameters": {}}', '{"name": "search", "parameters": null}', "null", "NaN", "-Infinity"),
     *('{"name": "search", "name": "stop", "parameters": {"limit": 1e999}}', "[" * 2000, '{"a":' * 500, "9" * 5000),
@@ -64,6 +68,11 @@ REWARDS = [
     ("tool_correctness", {}, TOOLS, (-3, 3)),
     ("tool_correctness", {"matching": "optimal", "names": "set", "same_name": False}, TOOLS, (-3, 3)),
     ("tool_exec", {}, TOOLS, (0, 1)),
+    ("tool_outcome", {"strict": False, "think": "opened"}, TOOLS, (0, 2)),
+    ("tool_format", {"parser": "hermes"}, TOOLS, (0, 1)),
+    ("tool_format", {"parser": "llama", "think": "none"}, TOOLS, (0, 1)),
+    ("tool_correctness", {"parser": "hermes"}, TOOLS, (-3, 3)),
+    ("tool_correctness", {"parser": "llama"}, TOOLS, (-3, 3)),
     ("rubric", {}, TOOLS, (0, 1)),
     ("format", {"pattern": "[^#]*#-?[0-9]+"}, {}, (0, 1)),
     ("length", {"limit": 100, "unit": "characters"}, {}, (0, 1)),
@@ -118,10 +127,11 @@ def test_ten_thousand_completions(
         "[",
         "1+3=4 ",
         "#-8",
+        "<|eot_id|> ",
         "9",
         " is a ",
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_a_hundred_kilobytes_of_garbage(
     unit: str, name: str, params: dict[str, Any], sample: dict[str, Any], bounds: tuple[float, float]

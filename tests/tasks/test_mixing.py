@@ -27,7 +27,8 @@ def test_any_way_of_taking_gives_the_same_sequence(
 ) -> None:
     tasks = [name for name in weights for _ in range(3)]
     whole = MixedOrder(tasks, weights, seed).take(start, sum(counts))
-    parts, order = [], MixedOrder(tasks, weights, seed)
+    parts: list[int] = []
+    order = MixedOrder(tasks, weights, seed)
     for count in counts:
         parts += order.take(start + len(parts), count)
     assert parts == whole
