@@ -79,11 +79,11 @@ def test_scores_are_those_of_the_calls_whatever_the_format(parser: str, right: s
     correct, execution = (make_reward(name, parser=parser) for name in ("tool_correctness", "tool_exec"))
     assert correct(right, sample) == 3.0
     assert execution(right, sample) == 1.0
-    assert 0 < correct(twice, sample) < 3.0
     assert correct(other, sample) == correct("nothing", sample) == -3.0
     assert correct("nothing", {"tool_calls": []}) == 3.0
     reference = make_reward("tool_correctness")
     tagged = "<think>t</think>\n<tool_call>\n{}\n</tool_call>"
+    assert correct(twice, sample) != 3.0
     assert correct(twice, sample) == reference(tagged.format(f"{JSON_A}\n{JSON_A}"), sample)
 
 

@@ -67,7 +67,9 @@ def test_where_the_tool_is_not_listed_a_plain_answer_is_right() -> None:
 def test_the_working_leads_to_the_numbers() -> None:
     for item in items(200, min_terms=2, max_terms=4, max_calls=1, plain=0.0):
         steps = re.findall(r"(\S+)=(\S+)", item.metadata["rationale"])
-        numbers = [value for value in item.tool_calls[0]["parameters"].values() if type(value) is int]
+        numbers = [
+            value for call in item.tool_calls or () for value in call["parameters"].values() if type(value) is int
+        ]
         assert all(eval(left) == int(right) for left, right in steps)
         assert not numbers or int(steps[-1][1]) == numbers[0]
 
@@ -81,9 +83,8 @@ def test_knobs() -> None:
 
 def test_items_depend_on_seed_and_index_alone() -> None:
     assert items(20) == items(40)[:20]
-    assert not {item.prompt for item in items(300, seed=1, min_terms=3)} == {
-        i.prompt for i in items(300, seed=2, min_terms=3)
-    }
+    one, other = ({item.prompt for item in items(300, seed=seed, min_terms=3)} for seed in (1, 2))
+    assert len(one & other) < 30
 
 
 def test_demonstrations_score_the_most_but_for_the_sloppy_ones() -> None:
@@ -101,7 +102,7 @@ def test_demonstrations_score_the_most_but_for_the_sloppy_ones() -> None:
     assert 120 < sum("<think></think>" not in text for text in texts) < 200
     sloppy = make_writer("tool_world", {"working": 0.4, "sloppy": 0.3})
     formed = [rewards[0][0](sloppy(f"t/{i}", fields[i]), sample(made[i])) for i in range(400)]
-    assert 0.6 < sum(formed) / 400 < 0.8
+    assert 0.6 < formed.count(1.0) / 400 < 0.8
     assert make_reward("rubric")(make_writer("tool_world", {"working": 1.0})("t/0", fields[0]), sample(made[0])) == 1.0
 
 
