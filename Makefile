@@ -1,5 +1,5 @@
 # make train: the quick start. make test: lint, types and tests. Both set up .venv first, once, and again when the
-# requirements change.
+# requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
 #
 #   PYTHON       the interpreter for .venv; 3.11
 #   TORCH_INDEX  where to look for torch first; for PyTorch's own CPU builds https://download.pytorch.org/whl/cpu
@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install
 UV := $(BIN)/uv --quiet pip install --python $(BIN)/python
 TORCH := $(shell sed -n '/^torch==/p' requirements/cpu.txt)
 
-.PHONY: setup train test lint bench clean
+.PHONY: setup launch-setup train test lint bench clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,22 @@ $(STAMP): $(REQUIREMENTS) requirements/check.py pyproject.toml
 
 install = $(UV) $(1) || { echo "uv could not install this; trying pip"; $(PIP) $(1); }
 
+# For `megatron-rl launch`: NeMo-Run in an environment of its own, without torch.
+LAUNCH_STAMP := .venv-launch/.installed
+launch-setup: $(LAUNCH_STAMP)
+
+$(LAUNCH_STAMP): requirements/launch.txt pyproject.toml
+	@echo "setting up .venv-launch"
+	@$(PYTHON) -m venv .venv-launch
+	@.venv-launch/bin/python -m pip --quiet --disable-pip-version-check install uv==0.13.8
+	@$(call launch-install,--no-deps -r requirements/launch.txt)
+	@$(call launch-install,--no-deps --editable .)
+	@.venv-launch/bin/python -c 'import nemo_run'
+	@touch $@
+
+launch-install = .venv-launch/bin/uv --quiet pip install --python .venv-launch/bin/python $(1) || \
+	{ echo "uv could not install this; trying pip"; .venv-launch/bin/python -m pip --quiet --disable-pip-version-check install $(1); }
+
 train: setup
 	@$(BIN)/megatron-rl train recipes/cpu/quickstart.yaml $(ARGS)
 
@@ -53,5 +69,5 @@ bench: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step $(ARGS)
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-launch build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
