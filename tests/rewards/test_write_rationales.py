@@ -1,0 +1,116 @@
+"""Reference rationales for a data set: every row once, resumable, within budget."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .chat_server import serving
+
+spec = importlib.util.spec_from_file_location(
+    "write_rationales", Path(__file__).parents[2] / "tools/write_rationales.py"
+)
+assert spec is not None
+assert spec.loader is not None
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+main = tool.main
+
+ROWS = [
+    {"prompt": f"question {i // 2}", "tool_calls": [{"name": "f", "parameters": {"i": i // 2}}], "id": i, "é": "ü"}
+    for i in range(20)
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def run(data: Path, url: str, *options: str) -> int:
+    arguments = ["--data", str(data), "--out", str(data.parent / "out.jsonl"), "--url", url, "--model", "m"]
+    return main([*arguments, "--retries", "1", "--max-in-flight", "4", *options])
+
+
+def written(data: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (data.parent / "out.jsonl").read_text().splitlines()]
+
+
+def echo(_: int, body: dict[str, Any]) -> str:
+    content = body["messages"][-1]["content"]
+    return f"text:<think>hm</think> because of {content.split('question ')[1].split()[0]}"
+
+
+EXPECTED = [{**row, "rationale": f"because of {row['id'] // 2}"} for row in ROWS]  # type: ignore[operator]
+
+
+def test_every_row_gets_one_and_equal_prompts_are_asked_once(data: Path) -> None:
+    with serving(echo) as server:
+        assert run(data, server.url) == 0
+        assert len(server.requests) == 10
+    assert written(data) == EXPECTED
+    assert not (data.parent / "out.jsonl.partial").exists()
+
+
+def test_what_failed_is_asked_again_and_nothing_else(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def behave(number: int, body: dict[str, Any]) -> str:
+        return "status:500" if "question 3" in body["messages"][-1]["content"] else echo(number, body)
+
+    with serving(behave) as server:
+        assert run(data, server.url) == 1
+    assert "2 rows have no rationale" in capsys.readouterr().err
+    assert not (data.parent / "out.jsonl").exists()
+    with (data.parent / "out.jsonl.partial").open("a") as file:
+        file.write('{"key": "torn')
+    with serving(echo) as server:
+        assert run(data, server.url) == 0
+        assert len(server.requests) == 1
+    assert written(data) == EXPECTED
+
+
+def test_the_budget_ends_it_and_the_next_call_goes_on(data: Path) -> None:
+    with serving(echo) as server:
+        assert run(data, server.url, "--max-requests", "4") == 1
+        assert len(server.requests) == 4
+        assert run(data, server.url, "--max-tokens", "300", "--max-in-flight", "1") == 1  # 107 tokens each
+        assert len(server.requests) == 7
+        assert run(data, server.url, "--keep-missing", "--max-requests", "1") == 1
+        assert sum("rationale" in row for row in written(data)) == 16
+        assert run(data, server.url) == 0
+        assert len(server.requests) == 10
+    assert written(data) == EXPECTED
+
+
+def test_a_dry_run_shows_a_prompt_and_asks_nothing(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--data", str(data), "--out", "x", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "question 0" in shown
+    assert '{"name": "f", "parameters": {"i": 0}}' in shown
+    assert "20 rows. Nothing was asked." in shown
+
+
+def test_parquet_and_other_column_names(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"q": "question 5", "calls": json.dumps([{"name": "g", "parameters": {}}])}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    with serving(echo) as server:
+        options = ("--prompt-column", "q", "--calls-column", "calls", "--column", "why")
+        assert run(tmp_path / "d.parquet", server.url, *options) == 0
+        assert '{"name": "g", "parameters": {}}' in server.requests[0][1]["messages"][-1]["content"]
+    assert written(tmp_path / "d.parquet") == [{**rows[0], "why": "because of 5"}]
+
+
+def test_a_wrong_column_or_a_wrong_model_says_so(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving("status:404") as server:
+        assert run(data, server.url, "--prompt-column", "promt") == 2
+        assert "--prompt-column" in capsys.readouterr().err
+        assert run(data, server.url) == 2
+        assert "HTTP 404" in capsys.readouterr().err
