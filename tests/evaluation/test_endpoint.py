@@ -1,0 +1,190 @@
+"""The endpoint door, against a server that answers by a rule and misbehaves on purpose; the real server is in tests/e2e."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from megatron_rl.cli import main
+from megatron_rl.config.schema import CreateModelConfig, EndpointConfig
+from megatron_rl.data import Sample
+from megatron_rl.evaluation.endpoint import Server, complete, find_server
+from megatron_rl.models import create_model
+from megatron_rl.rewards.endpoint import EndpointError
+from megatron_rl.rollout.sampling import Sampling, rollout_seed
+
+from .server import Rule, answer, serving
+
+SAMPLES = [Sample(f"sums/{i}", "sums", f"{i}+1=", [i, 1, 2]) for i in range(4)]
+DRAWN = Sampling(1.0, 0.9, 16)
+ONCE = EndpointConfig(retries=0, request_seconds=5)
+
+
+def echo(request: dict[str, Any], attempt: int) -> tuple[int, dict[str, Any]]:
+    return answer(request, [request["prompt"][0], 7])
+
+
+def ask(rule: Rule, config: EndpointConfig = ONCE, count: int = 2, sampling: Sampling = DRAWN) -> Any:
+    with serving(rule) as server:
+        return server, complete(Server((server.url,), "tiny"), config, SAMPLES, count, sampling, seed=5, step=-1)
+
+
+def test_each_request_has_the_tokens_and_the_seed_of_its_rollout() -> None:
+    server, (rollouts, failed) = ask(echo)
+    assert not failed
+    assert [(r.sample_id, r.index, r.response_ids.tolist()) for r in rollouts] == [
+        (sample.id, index, [sample.prompt_ids[0], 7]) for sample in SAMPLES for index in range(2)
+    ]
+    sent = {(tuple(request["prompt"]), request["seed"]) for request in server.requests}
+    assert sent == {(tuple(s.prompt_ids), rollout_seed(5, -1, s.id, i)) for s in SAMPLES for i in range(2)}
+    for request in server.requests:  # nothing is left to the model's generation_config.json
+        assert (request["temperature"], request["top_p"], request["max_tokens"]) == (1.0, 0.9, 16)
+        assert (request["top_k"], request["min_p"], request["repetition_penalty"]) == (0, 0.0, 1.0)
+
+
+def test_greedy_requests_have_no_seed() -> None:
+    server, _ = ask(echo, sampling=Sampling(0.0, 1.0, 16), count=1)
+    assert not any("seed" in request for request in server.requests)
+
+
+def test_a_server_that_fails_for_a_while_is_asked_again() -> None:
+    def flaky(request: dict[str, Any], attempt: int) -> tuple[int, dict[str, Any]]:
+        return echo(request, attempt) if attempt > 2 else (503, {"error": "starting"})
+
+    _, (rollouts, failed) = ask(flaky, EndpointConfig(retries=3))
+    assert len(rollouts) == 8
+    assert not failed
+
+
+def broken_for_one(request: dict[str, Any], attempt: int) -> tuple[int, dict[str, Any]]:
+    return (500, {"error": "no"}) if request["prompt"][0] == 2 else echo(request, attempt)
+
+
+def test_what_stays_unanswered_is_named_and_nothing_else_is_lost() -> None:
+    _, (rollouts, failed) = ask(broken_for_one)
+    assert {rollout.sample_id for rollout in rollouts} == {"sums/0", "sums/1", "sums/3"}
+    assert [(one.sample_id, one.index) for one in failed] == [("sums/2", 0), ("sums/2", 1)]
+    assert "HTTP 500" in failed[0].reason
+
+
+def test_an_aborted_response_is_no_response() -> None:
+    _, (rollouts, failed) = ask(lambda request, _: answer(request, [1], finish_reason="abort"))
+    assert (len(rollouts), len(failed)) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"), [({"token_ids": None}, "token ids"), ({"prompt_token_ids": [9, 9]}, "changed the prompt")]
+)
+def test_a_server_that_does_not_keep_to_tokens_is_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ask(lambda request, _: answer(request, [1], **changes))
+
+
+def test_a_server_that_refuses_access_ends_the_evaluation() -> None:
+    with pytest.raises(EndpointError, match="401"):
+        ask(lambda request, _: (401, {"error": "no key"}))
+
+
+def test_the_server_is_looked_at_before_it_is_asked() -> None:
+    with serving(echo, "a", "b", room=100) as server:
+        assert find_server([server.url], "b", ONCE, 100).name == "b"
+        for name, longest, match in ((None, 10, "'a', 'b'"), ("c", 10, "not 'c'"), ("a", 101, "max-model-len 100")):
+            with pytest.raises(ValueError, match=match):
+                find_server([server.url], name, ONCE, longest)
+    with pytest.raises(ValueError, match="OpenAI-compatible"):
+        find_server([server.url], "a", ONCE, 10)
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    create_model(folder, CreateModelConfig(), seed=0)
+    (folder / "model.safetensors").unlink()  # an endpoint has the weights
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(1, 5)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    content = {
+        "run_dir": str(tmp_path / "run"),
+        "tasks": {"eval": {"sums": {"source": "jsonl", "path": str(tmp_path / "sums.jsonl")}}},
+        "rewards": {"correct": {"reward": "format", "params": {"pattern": "[24]"}}},
+        "rollout": {"max_prompt_tokens": 16, "max_tokens": 8},
+        "evaluation": {"endpoint": {"retries": 0}},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def double(model: Path) -> Rule:
+    """Says the sum, as text in the model's tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def rule(request: dict[str, Any], attempt: int) -> tuple[int, dict[str, Any]]:
+        first = int(tokenizer.decode(request["prompt"])[0])
+        return (
+            (500, {})
+            if first == 3
+            else answer(request, tokenizer(str(2 * first), add_special_tokens=False)["input_ids"])
+        )
+
+    return rule
+
+
+def test_failed_requests_are_shown_and_fail_the_command(
+    model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(double(model)) as server:
+        arguments = ["evaluate", str(recipe), "--model", str(model), "--endpoint", server.url]
+        assert main(arguments) == 1
+        shown = capsys.readouterr()
+        assert "1 requests (25.0%) stayed unanswered" in shown.err
+        assert "failed" in shown.out
+        assert main([*arguments, "evaluation.endpoint.max_failed_share=0.25"]) == 0
+    content = json.loads((recipe.parent / "run" / "evaluation.json").read_text())
+    assert content["failed_requests"] == 1
+    assert content["metrics"]["eval/sums/avg@1"]["value"] == pytest.approx(2 / 3), "8 is wrong; the lost one is not"
+    assert content["model"]["served_name"] == "tiny"
+    records = (recipe.parent / "run" / "samples" / "sums.jsonl").read_text().splitlines()
+    assert [json.loads(line)["response"] for line in records] == ["2", "4", "8"]
+    assert (recipe.parent / "run" / "previous_1" / "evaluation.json").exists(), "an earlier evaluation is kept"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--endpoint", "http://127.0.0.1:9/v1"], "--model DIR"),
+        (["--served-name", "tiny"], "without --endpoint"),
+        (["--model", "nowhere"], "does not exist"),
+        (["--model", "."], "neither a Hugging Face folder"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_starts(
+    arguments: list[str], match: str, recipe: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    extra = [] if "--model" in arguments else ["model.create={}"]
+    assert main(["evaluate", str(recipe), *arguments, *extra]) == 2
+    assert match in capsys.readouterr().err
+    assert not (recipe.parent / "run").exists()
+
+
+def test_a_training_runs_folder_is_not_touched(model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recipe.parent / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    with serving(double(model)) as server:
+        arguments = ["evaluate", str(recipe), "--model", str(model), "--endpoint", server.url]
+        assert main([*arguments, f"run_dir={run}"]) == 2
+        assert "holds a training run" in capsys.readouterr().err
+        main(arguments)
+    assert {path.name for path in run.iterdir()} == {"checkpoints", "evaluation"}
+    assert (run / "evaluation" / "endpoint" / "evaluation.json").exists()
