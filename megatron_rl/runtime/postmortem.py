@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.runtime.progress import BETWEEN, PROGRESS, read_heartbeat
+from megatron_rl.runtime.progress import BETWEEN, PROGRESS, beat_interval, read_heartbeat
 
 REPORT = "report.txt"
 STALL = "stall.json"  # written by the first rank that is past a deadline; its presence asks all others for their stacks
@@ -143,7 +143,7 @@ def verdict(
                     f"{_who(facts[rank])} is behind: {where(facts[rank])}; it answers and is at {facts[rank]['at']}"
                 )
     others = [fact for rank, fact in facts.items() if rank in dumps and not any(_who(fact) in line for line in lines)]
-    lines += [f"{names} waits {where}" for names, where in _together(others)]
+    lines += [f"{names} {where}" for names, where in _together(others)]
     limit = f"{stall['limit'] / 60:g} min for `{stall['phase']}`"
     lines.append(stall["why"] or f"the deadline that passed: {limit}, on rank {stall['rank']} (recipe: watchdog)")
     return "\n    ".join(lines)
@@ -195,7 +195,10 @@ def _together(facts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         phase = fact["phase"] if fact["phase"] == BETWEEN else f"in `{fact['phase']}`"
         step = f" of step {fact['step']}" if fact["stage"] else ""
         groups.setdefault(f"{phase}{step}{pending}", []).append(fact["rank"])
-    return [(("rank " if len(ranks) == 1 else "ranks ") + _ranges(ranks), where) for where, ranks in groups.items()]
+    return [
+        (f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {_ranges(ranks)} wait", place)
+        for place, ranks in groups.items()
+    ]
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -216,11 +219,14 @@ def past_deadline(attempt: Path, ranks: Iterable[int], grace: float) -> str | No
     For whoever watches these ranks from outside, on their machine's own clock.
     """
     beats = [read_heartbeat(heartbeat_folder(attempt) / f"rank_{rank}.json") for rank in ranks]
-    late = [beat for beat in beats if beat and beat["deadline"] is not None and time.time() > beat["deadline"] + grace]
-    if not late:
+    late = [(beat, time.time() - beat["deadline"]) for beat in beats if beat and beat["deadline"] is not None]
+    # Ranks notice each other's stall, and tell it, in four beats.
+    if not any(seconds > grace + 4 * beat_interval(beat["world"]) for beat, seconds in late):
         return None
     here = socket.gethostname()
-    text = "\n    ".join(f"{_who(beat)} is behind: {where(beat)}; {_state(beat, here)}" for beat in late)
+    text = "\n    ".join(
+        f"{_who(beat)} is behind: {where(beat)}; {_state(beat, here)}" for beat, seconds in late if seconds > 0
+    )
     with contextlib.suppress(OSError):
         folder_of(attempt).mkdir(parents=True, exist_ok=True)
         (folder_of(attempt) / REPORT).write_text(f"the run stands still: {text}\n", encoding="utf-8")

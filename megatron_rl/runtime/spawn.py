@@ -39,7 +39,6 @@ OWN_MESSAGE = "megatron-rl: "  # how a rank's last words begin, where it knows w
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _TAIL = 40  # lines of a failed rank's log that are shown
 _LOOK = 5.0  # seconds between two looks at the ranks' heartbeats
-_STALL_GRACE = 30.0  # seconds past its deadline that a rank gets to say so itself
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,7 @@ class Graces:
     failure: float = 10.0  # after another rank has failed
     stop: float = 30.0  # after SIGTERM
     linger: float = 60.0  # after rank 0 has ended well
+    stall: float = 30.0  # past a deadline, to say so themselves
 
 
 def rank_environment(gpus: int) -> dict[str, str]:
@@ -307,7 +307,7 @@ class _Group:
 
     def _look_for_stall(self) -> None:
         """Ranks that are long past their deadline, and cannot end themselves."""
-        self._stalled = postmortem.past_deadline(self._log_dir, self._running, _STALL_GRACE)
+        self._stalled = postmortem.past_deadline(self._log_dir, self._running, self._graces.stall)
         if self._stalled is not None:
             for rank in self._running:
                 _record_end(self._log_dir, rank, exit_codes.STALLED)

@@ -23,16 +23,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_rl.runtime import exit_codes, postmortem
-from megatron_rl.runtime.progress import PROGRESS, Deadlines, heartbeats
+from megatron_rl.runtime.progress import PROGRESS, Deadlines, beat_interval, heartbeats
 
-_SLOWEST_BEAT = 15.0  # seconds
-_BEATS_PER_SECOND = 32.0  # of all ranks together: what a shared file system hardly notices
 _PATIENCE = 10.0  # seconds to wait for the report of the rank that writes it
-
-
-def beat_interval(world: int) -> float:
-    """Seconds between two heartbeats of one rank."""
-    return min(_SLOWEST_BEAT, max(1.0, world / _BEATS_PER_SECOND))
 
 
 class Watchdog:
@@ -98,7 +91,7 @@ class Watchdog:
         if self._stacks.tell() or os.fstat(self._stacks.fileno()).st_size:
             self._stacks.truncate(0)
             self._stacks.seek(0)
-        faulthandler.dump_traceback_later(5 * self._interval, file=self._stacks)
+        faulthandler.dump_traceback_later(3 * self._interval, file=self._stacks)
 
     def end_stalled(self, why: str) -> None:
         """Ends the run as stalled from the main thread: a collective has given up waiting. Does not return.

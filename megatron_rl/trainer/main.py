@@ -160,7 +160,11 @@ def _fail(error: Exception, expected: bool, config: Config, watchdog: Watchdog) 
         watchdog.end_stalled(f"a collective gave up after launch.timeout_minutes = {config.launch.timeout_minutes:g}")
     text = f"{type(error).__name__}: {error}"
     out_of_memory = memory.is_out_of_memory(error)
-    table = memory.table(PROGRESS.memory_parts(), memory.in_use(), PROGRESS.memory_peaks())
+    try:
+        parts = PROGRESS.memory_parts()
+    except RuntimeError:  # a device that has failed answers nothing any more
+        parts = {}
+    table = memory.table(parts, memory.in_use(), PROGRESS.memory_peaks())
     about = {"error": text, "versions": provenance.versions(), "memory": table.splitlines(), **_facts(True)}
     with contextlib.suppress(OSError):  # the disk may be what failed
         postmortem.write_rank(watchdog.folder, about, traceback.format_exc() + "\n" + stacks())

@@ -1,13 +1,16 @@
 """A plugin that stops a rank for good in the middle of one of its calls: SIGSTOP, as a debugger or a sick machine would.
 
-`STOP=<phase>:<rank>` in the environment says where. It knows nothing of how the product follows its phases.
+`STOP=<phase>:<rank>` in the environment says where. With `EXHAUST=1` the rank runs out of memory there instead. It knows
+nothing of how the product follows its phases.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -18,10 +21,20 @@ def stop_in(owner: Any, name: str, when: Callable[..., bool] = lambda *args, **k
         if when(*args, **kwargs):
             left[0] -= 1
             if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                exhaust() if "EXHAUST" in os.environ else os.kill(os.getpid(), signal.SIGSTOP)
         return original(*args, **kwargs)
 
     setattr(owner, name, call)
+
+
+def exhaust() -> None:
+    """Allocates more than the address space may grow by."""
+    import torch
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + 2**28
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.zeros(2**30, dtype=torch.uint8)
 
 
 def install(phase: str) -> None:
@@ -32,9 +45,9 @@ def install(phase: str) -> None:
     from megatron_rl.rollout.sync import WeightSync
 
     if phase == "generate":
-        stop_in(Engine, "generate", lambda self, samples, count, sampling, step: step == 1)
+        stop_in(Engine, "generate", lambda self, samples, count, sampling, step, *more: step == 1)
     elif phase == "evaluate":
-        stop_in(Engine, "generate", lambda self, samples, count, sampling, step: step < -1)
+        stop_in(Engine, "generate", lambda self, samples, count, sampling, step, *more: step < -1)
     elif phase == "reward":
         stop_in(Scorer, "score", after=1)  # after the evaluation before the first step
     elif phase == "old_log_prob":

@@ -1,0 +1,76 @@
+"""Peaks per phase are those of the phase; errors that mean "no memory" are known as such."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.config.schema import PHASES, Config
+from megatron_rl.runtime.memory import PhaseMemory, is_out_of_memory, remedies, table
+from megatron_rl.runtime.spawn import _oom_kills
+
+
+def test_a_peak_belongs_to_its_phase_and_to_the_one_around_it() -> None:
+    memory = PhaseMemory()
+    with memory("small"):
+        pass
+    with memory("outer"), memory("large"):
+        torch.ones(2**28, dtype=torch.uint8)  # 256 MiB, gone at once
+    with memory("after"):
+        pass
+    peaks = {phase: both["host"] for phase, both in memory.peaks.items()}
+    assert peaks["large"] > peaks["small"] + 0.2
+    assert peaks["outer"] >= peaks["large"]
+    assert peaks["after"] < peaks["large"] - 0.2
+    metrics = memory.metrics()
+    assert metrics["memory/host_peak_gib"] >= metrics["memory/large/host_peak_gib"] == peaks["large"]
+    assert memory.metrics().keys() == {"memory/host_peak_gib"}, "each step has its own"
+    assert memory.highest["large"]["host"] == peaks["large"], "a post-mortem has them all"
+
+
+def refused_allocation() -> BaseException:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    return caught.value
+
+
+def test_what_torch_and_python_say_is_understood() -> None:
+    assert is_out_of_memory(refused_allocation())
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    wrapped = RuntimeError("the engine failed")
+    wrapped.__cause__ = MemoryError()
+    assert is_out_of_memory(wrapped)
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+    assert not is_out_of_memory(ValueError("the prompt is too long"))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_phase_has_remedies_and_they_are_keys_of_the_recipe(phase: str) -> None:
+    found = remedies(phase, Config())
+    assert found
+    for line in found:
+        keys = line.split(" (now")[0].split(":")[0]
+        section, *path = keys.split(",")[0].split(".")
+        if " " in section:
+            continue  # a sentence about the host
+        place = getattr(Config(), section)
+        for name in path:
+            place = place if name == "*" else place.get(name) if isinstance(place, dict) else getattr(place, name)
+            if place is None:
+                break
+
+
+def test_the_table_is_aligned() -> None:
+    lines = table({"weights": 1.5}, {"host": 10.0}, {"update": {"host": 2.25}}).splitlines()
+    assert [line.split()[-1] for line in lines] == ["1.50", "10.00", "2.25"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_kills_of_the_kernel_are_counted(tmp_path: Path) -> None:
+    events = tmp_path / "memory.events"
+    assert _oom_kills(events) == 0
+    events.write_text("low 0\noom 3\noom_kill 2\noom_group_kill 0\n")
+    assert _oom_kills(events) == 2
