@@ -46,9 +46,6 @@ def test_recipes_in_the_docs_are_good(page: Path, tmp_path: Path, monkeypatch: p
     for code in blocks(page, "python"):
         if "def word_limit" in code:
             Path("my_rewards.py").write_text(code)
-    if page.stem == "data":
-        Path("data").mkdir()
-        Path("data/arithmetic.jsonl").write_text(*blocks(page, "json"))
     for text in blocks(page, "yaml"):
         tree: dict[str, Any] = yaml.safe_load(text)
         rewards = {name: OmegaConf.merge(RewardConfig, entry) for name, entry in tree.get("rewards", {}).items()}
