@@ -60,7 +60,7 @@ def machine_here() -> tuple[Machine, World | None]:
 
 def refuse(error: ConfigError, world: World | None) -> int:
     """Says what is wrong with the recipe and returns the exit code; once per node, since a node may lack what others have."""
-    if world is None or world.variables.get("LOCAL_RANK", "0") == "0":
+    if world is None or world.variables.get("LOCAL_RANK", world.variables["RANK"]) == "0":
         where = "" if world is None else f"on node {socket.gethostname()}: "
         print(f"megatron-rl: {where}{error}", file=sys.stderr)
     return exit_codes.BAD_INPUT

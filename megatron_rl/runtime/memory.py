@@ -51,10 +51,13 @@ class PhaseMemory:
     def metrics(self) -> dict[str, float]:
         """`memory/host_peak_gib`, `memory/device_peak_gib` since the start, and the same per phase since the last call."""
         self._note()
-        found = {f"memory/{where}_peak_gib": value for where, value in self.overall.items()}
+        found = {"memory/host_peak_gib": self.overall["host"]}
+        if "device" in self.overall:
+            found["memory/device_peak_gib"] = self.overall["device"]
         for phase, peaks in self.peaks.items():
-            for where, value in peaks.items():
-                found[f"memory/{phase}/{where}_peak_gib"] = value
+            found[f"memory/{phase}/host_peak_gib"] = peaks["host"]
+            if "device" in peaks:
+                found[f"memory/{phase}/device_peak_gib"] = peaks["device"]
         self.peaks = {}
         return found
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -105,7 +106,7 @@ def test_a_recipe_for_another_machine_can_be_checked_but_not_started(
     assert main(["train", recipe, "actor.fp8={}"]) == 2
 
 
-def test_of_torchruns_processes_only_the_first_complains(
+def test_of_torchruns_processes_only_the_first_of_a_node_complains(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in ("0", "1"):
@@ -113,6 +114,9 @@ def test_of_torchruns_processes_only_the_first_complains(
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert main(["train", recipe, "trainer.step=1"]) == 2
         assert ("did you mean" in capsys.readouterr().err) == (rank == "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the first of another node, which may lack what rank 0's has
+    assert main(["train", recipe, "trainer.step=1"]) == 2
+    assert f"megatron-rl: on node {socket.gethostname()}: " in capsys.readouterr().err
 
 
 def test_a_run_folder_that_cannot_be_made(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
