@@ -58,7 +58,7 @@ in_job() {
   local per_node=$1 nodes=$2
   shift 2
   local options=(--nodes="$nodes" --ntasks="$((nodes * per_node))" --ntasks-per-node="$per_node"
-    --kill-on-bad-exit=1 --export=ALL --input=none)
+    --distribution=block --kill-on-bad-exit=1 --export=ALL --input=none) # block: a node's ranks are neighbours
   # srun does not take these over from the job by itself.
   if [[ -n $CPUS_PER_TASK ]]; then
     options+=(--cpus-per-task="$((per_node == TASKS_PER_NODE ? CPUS_PER_TASK : CPUS_PER_TASK * TASKS_PER_NODE))")

@@ -32,6 +32,10 @@ site_setup() {
   ulimit -n 65536 2> /dev/null || true
 }
 
+# Where the recipes of recipes/ find model folders and prepared data, on the shared file system.
+export MODELS="${MODELS:-$MEGATRON_RL_HOME/models}"
+export DATA="${DATA:-$MEGATRON_RL_HOME/data}"
+
 # Variables for every process.
 export HF_HUB_OFFLINE=1        # compute nodes rarely reach the hub, and thousands of ranks should not ask it
 export NCCL_DEBUG=WARN

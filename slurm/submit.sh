@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # slurm/submit.sh [sbatch options] train|sft|evaluate|convert ARGUMENTS...
 # slurm/submit.sh [sbatch options] sweep FILE RECIPE [key=value ...]
+# slurm/submit.sh [sbatch options] chain RECIPE [key=value ...]     convert, train, evaluate, export
 #
 # sbatch with the site's options (slurm/site.sh), then yours, which win. A recipe that cannot run is refused here already,
 # where there is a Python to check it with. What sbatch prints is printed; with --parsable, only the job's number.
@@ -12,7 +13,7 @@ cd "$MEGATRON_RL_HOME" # recipes and other paths are those that the job sees
 source "$MEGATRON_RL_HOME/slurm/lib.sh"
 
 usage() {
-  sed -n '2,3s/^# //p' "${BASH_SOURCE[0]}" >&2
+  sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}" >&2
   exit 2
 }
 
@@ -32,10 +33,35 @@ while [[ ${1:-} == -* ]]; do
 done
 command=${1:-}
 [[ -n $command && $# -ge 2 ]] || usage
-[[ -r $MEGATRON_RL_HOME/slurm/$command.sbatch ]] || usage
+[[ $command == chain || -r $MEGATRON_RL_HOME/slurm/$command.sbatch ]] || usage
 shift
 load_site
 if [[ -n $VENV && -x $VENV/bin/python ]]; then PATH=$VENV/bin:$PATH; fi
+
+# submit SCRIPT ARGUMENTS...
+processes=(--ntasks-per-node="$TASKS_PER_NODE")
+[[ -z $CPUS_PER_TASK ]] || processes+=(--cpus-per-task="$CPUS_PER_TASK")
+submit() {
+  local script=$1
+  shift
+  sbatch --chdir="$MEGATRON_RL_HOME" ${SITE_SBATCH[@]+"${SITE_SBATCH[@]}"} "${processes[@]}" \
+    ${options[@]+"${options[@]}"} "$MEGATRON_RL_HOME/slurm/$script.sbatch" "$@"
+}
+
+if [[ $command == chain ]]; then
+  plan=$(python -m megatron_rl.launch.plan chain "$MEGATRON_RL_HOME" 0 "$@") || die "nothing was submitted" 2
+  given=(${options[@]+"${options[@]}"}) previous=''
+  while read -r line; do
+    eval "words=($line)" # quoted by Python's shlex
+    options=("${given[@]}" --parsable --kill-on-invalid-dep=yes)
+    # shellcheck disable=SC2154
+    if [[ ${words[0]} == convert ]]; then options+=(--nodes=1 --ntasks-per-node=1); fi
+    [[ -z $previous ]] || options+=("--dependency=afterok:$previous")
+    previous=$(submit "${words[@]}")
+    echo "$previous ${words[0]}"
+  done <<< "$plan"
+  exit
+fi
 
 # What the job is to run: the same words, checked here.
 arguments=("$@")
@@ -64,7 +90,4 @@ if ((${#checked[@]})); then
   fi
 fi
 
-processes=(--ntasks-per-node="$TASKS_PER_NODE")
-[[ -z $CPUS_PER_TASK ]] || processes+=(--cpus-per-task="$CPUS_PER_TASK")
-exec sbatch --chdir="$MEGATRON_RL_HOME" ${SITE_SBATCH[@]+"${SITE_SBATCH[@]}"} "${processes[@]}" \
-  ${options[@]+"${options[@]}"} "$MEGATRON_RL_HOME/slurm/$command.sbatch" "${arguments[@]}"
+submit "$command" "${arguments[@]}"

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import copy
 import shlex
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import nemo_run as run
 
+from megatron_rl.launch.package import pack
 from megatron_rl.launch.plan import LaunchError, Task
 from megatron_rl.launch.site import Site
 
@@ -50,24 +50,8 @@ class WorkTreePackager(run.Packager):
     def package(self, path: Path, job_dir: str, name: str) -> str:
         archive = Path(job_dir) / f"{name}.tar.gz"
         if not archive.exists():
-            _tar(Path(self.root), Path(self.site), archive)
+            pack(Path(self.root), Path(self.site), archive)
         return str(archive)
-
-
-def _tar(root: Path, site: Path, archive: Path) -> None:
-    command = ("git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    listed = subprocess.run(command, capture_output=True, text=True)
-    if listed.returncode:
-        raise LaunchError(f"{root} cannot be packaged: {listed.stderr.strip()}")
-    names = [name for name in listed.stdout.split("\0") if name and (root / name).exists()]
-    rename = f"--transform=s|^{site.name}$|slurm/site.sh|"
-    archived = f"--file={archive}", f"--directory={root}", "--null", "--verbatim-files-from", "--files-from=-"
-    subprocess.run(
-        ("tar", "--create", "--gzip", *archived, rename, f"--directory={site.parent}", site.name),
-        input="\0".join(names),
-        text=True,
-        check=True,
-    )
 
 
 def local(root: Path) -> run.LocalExecutor:
@@ -110,7 +94,7 @@ def slurm(
         job_name_prefix="megatron-rl.",
         container_image=site.container_image,
         container_mounts=list(site.container_mounts),
-        srun_args=[*([f"--cpus-per-task={cpus}"] if cpus else []), *site.srun],
+        srun_args=["--distribution=block", *([f"--cpus-per-task={cpus}"] if cpus else []), *site.srun],
         additional_parameters={**options, "requeue": True},
         env_vars={"MEGATRON_RL_TASKS_PER_NODE": str(per_node)},
         tunnel=tunnel or run.LocalTunnel(job_dir=""),

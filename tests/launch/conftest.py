@@ -1,11 +1,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
 from .cluster import Cluster, missing_programs
+
+
+def need(*programs: str) -> None:
+    """Skips the test where a program is missing; in CI that is a failure."""
+    missing = [name for name in programs if shutil.which(name) is None]
+    if missing and os.environ.get("MEGATRON_RL_CI"):
+        pytest.fail(f"no {', '.join(missing)}")
+    if missing:
+        pytest.skip(f"no {', '.join(missing)}")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,32 @@
+"""The code as it is, in one archive: what is committed, what is edited, what is new."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+from pathlib import Path
+
+from megatron_rl.launch.plan import LaunchError
+
+
+def pack(root: Path, site: Path, archive: Path) -> None:
+    """Writes a .tar.gz of the work tree `root`, with `site` as its slurm/site.sh.
+
+    In it: tracked files with uncommitted edits, and new files that git does not ignore. Not in it: what git ignores (runs,
+    environments), and tracked files that have been deleted.
+
+    Raises:
+        LaunchError: `root` is not a git work tree, or has submodules, whose files git would not list.
+    """
+    if (root / ".gitmodules").exists():
+        raise LaunchError(f"{root} has git submodules, whose files would be left out; launch from a plain work tree")
+    command = ("git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    listed = subprocess.run(command, capture_output=True, text=True)
+    if listed.returncode:
+        raise LaunchError(f"{root} cannot be packaged: {listed.stderr.strip()}")
+    names = sorted({name for name in listed.stdout.split("\0") if name and (root / name).is_file()})
+    with tarfile.open(archive, "w:gz") as tar:
+        for name in names:
+            if name != "slurm/site.sh":
+                tar.add(root / name, arcname=name)
+        tar.add(site, arcname="slurm/site.sh")

@@ -1,0 +1,105 @@
+"""What a launch consists of, what is packaged, and what is refused; no cluster, no NeMo-Run."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import ConfigError
+from megatron_rl.launch import LaunchError, chain, one, read_site, sweep
+from megatron_rl.launch.package import pack
+from megatron_rl.launch.plan import read_sweep
+
+from .conftest import need
+from .jobs import REPOSITORY, write_recipe
+
+
+def test_run_folders_are_absolute_wherever_the_code_is_copied_to(tmp_path: Path) -> None:
+    recipe = str(write_recipe(tmp_path))
+    assert one("train", recipe, ["run_dir=runs/x"], 2, tmp_path).arguments[-1] == f"run_dir={tmp_path}/runs/x"
+    assert one("train", recipe, ["run_dir=/shared/x"], 2, tmp_path).arguments[-1] == "run_dir=/shared/x"
+
+
+def test_a_sweep_has_a_run_folder_for_every_line(tmp_path: Path) -> None:
+    recipe, file = str(write_recipe(tmp_path)), tmp_path / "sweep.txt"
+    file.write_text("# estimators x seeds\nalgorithm.preset=grpo seed=1\n\nalgorithm.preset=rloo seed=1 # a comment\n")
+    first, second = sweep(recipe, read_sweep(file), ["trainer.steps=2"], None, tmp_path)
+    folder = f"run_dir={tmp_path}/run/"
+    common = ("train", recipe, "trainer.steps=2")
+    assert first.arguments == (*common, "algorithm.preset=grpo", "seed=1", f"{folder}000-algorithm.preset=grpo_seed=1")
+    assert second.arguments == (*common, "algorithm.preset=rloo", "seed=1", f"{folder}001-algorithm.preset=rloo_seed=1")
+    with pytest.raises(ConfigError, match=r"line 2 of the sweep \(sed=2\).*sed"):
+        sweep(recipe, ["seed=1", "sed=2"], [], None, tmp_path)
+
+
+def test_a_chain_without_a_model_to_convert_is_refused(tmp_path: Path) -> None:
+    recipe = str(write_recipe(tmp_path))
+    with pytest.raises(LaunchError, match=r"model\.path"):
+        chain(recipe, [], None, tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        chain(recipe, ["model.create=null", "model.path=/nowhere"], None, tmp_path)
+
+
+def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="multiple of"):
+        one("train", str(write_recipe(tmp_path)), ["actor.parallel.tensor=2"], 3, tmp_path)
+
+
+def test_the_code_is_packaged_as_it_is(tmp_path: Path) -> None:
+    root, site = tmp_path / "code", tmp_path / "my site.sh"
+    (root / "sub").mkdir(parents=True)
+    (root / "runs").mkdir()
+    site.write_text("TASKS_PER_NODE=8")
+    for name in ("kept.py", "edited.py", "deleted.py", "sub/with space.py"):
+        (root / name).write_text("committed")
+    (root / ".gitignore").write_text("runs/\nslurm/site.sh\n")
+    git = ("git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (("init", "-q"), ("add", "-A"), ("commit", "-qm", "x")):
+        subprocess.run((*git, *command), check=True)
+    (root / "edited.py").write_text("not committed")
+    (root / "new.py").write_text("not added")
+    (root / "deleted.py").unlink()
+    (root / "runs" / "large").write_text("x")
+    pack(root, site, tmp_path / "a.tar.gz")
+    subprocess.run(("tar", "-xzf", "a.tar.gz", "--one-top-level=out"), cwd=tmp_path, check=True)
+    out = tmp_path / "out"
+    assert {str(path.relative_to(out)): path.read_text() for path in out.rglob("*.*") if path.name != ".gitignore"} == {
+        "kept.py": "committed",
+        "edited.py": "not committed",
+        "new.py": "not added",
+        "sub/with space.py": "committed",
+        "slurm/site.sh": "TASKS_PER_NODE=8",
+    }
+    with tarfile.open(tmp_path / "a.tar.gz") as archive:
+        assert not any(name.startswith("runs") for name in archive.getnames())
+    with pytest.raises(LaunchError, match="not a git repository"):
+        pack(tmp_path, site, tmp_path / "b.tar.gz")
+
+
+def test_the_site_file_is_read_as_the_scripts_read_it(tmp_path: Path) -> None:
+    site = read_site(REPOSITORY, REPOSITORY / "slurm" / "site.example.sh")
+    assert site.sbatch[:2] == ("--partition=gpu", "--account=my-project")
+    assert (site.tasks_per_node, site.cpus_per_task, site.launcher, site.container_image) == (8, 14, "srun", None)
+    with pytest.raises(LaunchError, match=r"copy slurm/site\.example\.sh to it"):
+        read_site(REPOSITORY, tmp_path / "none.sh")
+    (tmp_path / "bad.sh").write_text("LAUNCHER=mpirun")
+    with pytest.raises(LaunchError, match="LAUNCHER=mpirun"):
+        read_site(REPOSITORY, tmp_path / "bad.sh")
+
+
+def test_without_nemo_run_the_command_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_rl.cli import main
+
+    assert main(["launch", str(write_recipe(tmp_path)), "--executor", "local"]) == 2
+    assert "make launch-setup" in capsys.readouterr().err
+
+
+def test_every_script_is_shellcheck_clean() -> None:
+    need("shellcheck")
+    scripts = sorted(str(path) for pattern in ("*.sh", "*.sbatch") for path in (REPOSITORY / "slurm").glob(pattern))
+    assert len(scripts) >= 8
+    done = subprocess.run(["shellcheck", "-x", *scripts, ".ci/run"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

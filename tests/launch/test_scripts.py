@@ -1,0 +1,138 @@
+"""What the batch scripts make of a job, written down: srun's command line and the ranks' meeting point, for 1, 2 and 32
+nodes. Slurm's own programs are stood in for, so that any cluster can be described; test_slurm.py runs them on a real one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .jobs import REPOSITORY, write_recipe
+
+GOLDEN = Path(__file__).parent / "golden"
+# scontrol of a cluster whose nodes gpu<n> have addresses of their own, and an srun that only says what it was asked.
+SCONTROL = """#!/usr/bin/env bash
+case "$1 $2" in
+  "show hostnames") for i in $(seq -f %03g 3 $((2 + SLURM_JOB_NUM_NODES))); do echo "gpu$i"; done ;;
+  "show node") echo "NodeName=$4 Arch=x86_64 NodeAddr=10.0.0.${4#gpu} NodeHostName=$4" ;;
+  "show job") echo "JobId=$4 JobState=RUNNING Reason=None EndTime=2099-01-01T00:00:00 StdOut=/x" ;;
+  *) echo "scontrol $*" >> "$RECORD" ;;
+esac
+"""
+SRUN = """#!/usr/bin/env bash
+{
+  echo "MASTER_ADDR=${MASTER_ADDR:-} MASTER_PORT=${MASTER_PORT:-} ATTEMPT=${MEGATRON_RL_ATTEMPT:-}"
+  printf '%s\\n' srun "$@"
+} >> "$RECORD"
+exit "${SRUN_EXIT:-0}"
+"""
+STAND_INS = {"scontrol": SCONTROL, "srun": SRUN, "squeue": "#!/bin/sh\n", "sleep": "#!/bin/sh\n"}
+
+
+class Batch:
+    """A batch script's run with stand-ins; `record` is what it asked srun and scontrol to do."""
+
+    def __init__(self, folder: Path, script: str, *arguments: str, nodes: int = 1, site: str = "", **own: str) -> None:
+        programs = folder / "bin"
+        programs.mkdir(exist_ok=True)
+        for name, text in STAND_INS.items():
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        (folder / "site.sh").write_text(f"VENV={sys.prefix}\nTASKS_PER_NODE=8\nCPUS_PER_TASK=14\n{site}\n")
+        self.folder, self.path = folder, folder / "record"
+        variables = {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "RECORD": str(self.path),
+            "MEGATRON_RL_HOME": str(REPOSITORY),
+            "MEGATRON_RL_SITE": str(folder / "site.sh"),
+            "SLURM_JOB_ID": "1234",
+            "SLURM_JOB_NUM_NODES": str(nodes),
+            "SLURM_JOB_NODELIST": f"gpu[003-{nodes + 2:03d}]",
+            "SLURM_GPUS_ON_NODE": "8",
+        }
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        command = ["bash", str(REPOSITORY / "slurm" / f"{script}.sbatch"), *arguments]
+        done = subprocess.run(command, env=kept | variables | own, capture_output=True, text=True)
+        self.code, self.stderr = done.returncode, done.stderr
+
+    @property
+    def record(self) -> str:
+        text = self.path.read_text() if self.path.exists() else ""
+        return text.replace(str(self.folder), "FOLDER").replace(str(REPOSITORY), "HOME")
+
+
+def compare(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), f"not as in {path}; if that is right: WRITE_GOLDEN=1, and look at the change"
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 32])
+def test_train(tmp_path: Path, nodes: int) -> None:
+    large = ("trainer.prompts_per_step=512", "sft.batch_size=256")  # a share for every one of 256 ranks
+    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), *large, nodes=nodes)
+    assert batch.code == 0, batch.stderr
+    compare(f"train_{nodes}.txt", batch.record)
+
+
+def test_train_in_a_container(tmp_path: Path) -> None:
+    site = "CONTAINER_IMAGE=/images/rl.sqsh CONTAINER_MOUNTS=/lustre:/lustre\nSITE_SRUN=(--mpi=none)"
+    # The check runs in the container, too; a stand-in for srun prints no recipe, and the job ends there.
+    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), nodes=2, site=site)
+    assert batch.code == 2
+    compare("container.txt", batch.record)
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), nodes=2, site="LAUNCHER=torchrun")
+    assert batch.code == 0, batch.stderr
+    compare("torchrun_2.txt", batch.record)
+
+
+def test_the_last_task_of_an_array_requeues_itself_and_not_the_array(tmp_path: Path) -> None:
+    (tmp_path / "sweep.txt").write_text("seed=1\nseed=2 # last\n")
+    recipe, file = str(write_recipe(tmp_path)), str(tmp_path / "sweep.txt")
+    array = {"SLURM_ARRAY_JOB_ID": "1234", "SLURM_ARRAY_TASK_ID": "1"}  # the task's SLURM_JOB_ID is the whole array's
+    batch = Batch(tmp_path, "sweep", file, recipe, SRUN_EXIT="75", **array)
+    assert "scontrol requeue 1234_1\n" in batch.record
+    assert "\nrun_dir=FOLDER/run/001-seed=2\n" in batch.record
+    assert (tmp_path / "run" / "001-seed=2" / "logs" / "starts").exists()
+
+
+@pytest.mark.parametrize(("code", "again"), [(75, True), (76, True), (0, False), (1, False), (77, False), (137, False)])
+def test_which_ends_are_answered_with_a_requeue(tmp_path: Path, code: int, again: bool) -> None:
+    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), SRUN_EXIT=str(code))
+    assert batch.code == code
+    assert ("scontrol requeue 1234\n" in batch.record) == again
+
+
+def test_requeues_that_bring_no_step_come_to_an_end(tmp_path: Path) -> None:
+    recipe, once = str(write_recipe(tmp_path)), "MAX_REQUEUES_WITHOUT_PROGRESS=1"
+    Batch(tmp_path, "train", recipe, SRUN_EXIT="75", site=once)
+    second = Batch(tmp_path, "train", recipe, SRUN_EXIT="75", site=once)
+    assert second.record.count("scontrol requeue") == 1
+    assert second.code == 1
+    assert "has started 2 times without getting past step none" in second.stderr
+    (tmp_path / "run" / "checkpoints" / "step_10").mkdir(parents=True)  # progress: it may try again
+    assert Batch(tmp_path, "train", recipe, SRUN_EXIT="75", site=once).record.count("scontrol requeue") == 2
+
+
+def test_slurms_own_requeues_count_too(tmp_path: Path) -> None:
+    recipe, once = str(write_recipe(tmp_path)), "MAX_REQUEUES_WITHOUT_PROGRESS=1"
+    for _ in range(3):  # where a node fails, the script has no say at the end
+        batch = Batch(tmp_path, "train", recipe, site=once)
+    assert batch.code == 1
+    assert batch.record.count("srun\n") == 2
+
+
+def test_a_missing_site_file_or_environment_is_named(tmp_path: Path) -> None:
+    recipe = str(write_recipe(tmp_path))
+    missing = Batch(tmp_path, "train", recipe, MEGATRON_RL_SITE=str(tmp_path / "no.sh"))
+    assert (missing.code, "copy slurm/site.example.sh" in missing.stderr) == (2, True)
+    no_python = Batch(tmp_path, "train", recipe, site="VENV=/nowhere")
+    assert (no_python.code, "no /nowhere/bin/python" in no_python.stderr) == (1, True)
