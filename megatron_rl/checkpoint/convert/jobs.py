@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Task(Protocol):
-    """A conversion; pickled into every worker, which plans for itself (the plan follows from the fields)."""
+    """A conversion; pickled into every worker once, which plans for itself (the plan follows from the fields)."""
 
     def identity(self) -> dict[str, Any]:
         """What the result depends on, JSON-serialisable: a conversion continues only where it is the same."""
@@ -108,9 +108,9 @@ def in_parallel(
     queue = context.SimpleQueue()
     listener = threading.Thread(target=_listen, args=(queue, progress), daemon=True)
     listener.start()
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (queue, os.getpid()))
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (function, queue, os.getpid()))
     try:
-        futures = [pool.submit(_call, function, item) for item in items]
+        futures = [pool.submit(_call, item) for item in items]
         wait(futures, return_when=FIRST_EXCEPTION)
         for future in futures:
             if future.done() and future.exception() is not None:
@@ -201,13 +201,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- workers
+_function: Any = None
 _queue: Any = None
 
 
-def _start_worker(queue: Any, parent: int) -> None:
+def _start_worker(function: Callable[[Any, Progress], Any], queue: Any, parent: int) -> None:
     """Ends with its parent, also where that is killed; Ctrl-C is the parent's business."""
-    global _queue
-    _queue = queue
+    global _function, _queue
+    _function, _queue = function, queue
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -217,8 +218,8 @@ def _start_worker(queue: Any, parent: int) -> None:
     torch.set_num_threads(1)
 
 
-def _call(function: Callable[[Any, Progress], Any], item: Any) -> Any:
-    return function(item, _queue.put)
+def _call(item: Any) -> Any:
+    return _function(item, _queue.put)
 
 
 def _listen(queue: Any, progress: Progress) -> None:

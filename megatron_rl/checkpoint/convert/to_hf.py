@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,13 @@ class ToHF:
     any_padding: bool = False
     master: bool = False
 
+    @functools.cached_property
+    def _plan(self) -> _Plan:
+        return _planned(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def identity(self) -> dict[str, Any]:
         return {
             "to": "hf",
@@ -56,10 +63,10 @@ class ToHF:
         }
 
     def files(self) -> list[tuple[str, int, int]]:
-        return [(name, sum(t.nbytes for t in held), len(held)) for name, held in _plan(self).files.items()]
+        return [(name, sum(t.nbytes for t in held), len(held)) for name, held in self._plan.files.items()]
 
     def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
-        held = _plan(self).files[file]
+        held = self._plan.files[file]
         header, offsets = _header(held)
         pieces: dict[str, Piece] = {}
         with (folder / file).open("wb", buffering=0) as out:
@@ -76,7 +83,7 @@ class ToHF:
         return [pieces[tensor.name] for tensor in held]
 
     def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
-        plan = _plan(self)
+        plan = self._plan
         tensors = [tensor for held in plan.files.values() for tensor in held]
         if len(plan.files) > 1:
             total = sum(tensor.nbytes for tensor in tensors)
@@ -98,11 +105,11 @@ class ToHF:
 
     # ------------------------------------------------------------------------------------------------- verification
     def names(self) -> list[str]:
-        return [tensor.name for held in _plan(self).files.values() for tensor in held]
+        return [tensor.name for held in self._plan.files.values() for tensor in held]
 
     def expected(self, name: str, start: int, stop: int) -> Tensor:
         """What rows [start, stop) of a tensor of the result must be."""
-        plan = _plan(self)
+        plan = self._plan
         tensor = plan.tensors[name]
         if plan.scaled(tensor.source):
             return dict(self._produced(tensor.source))[name][start:stop]
@@ -113,7 +120,7 @@ class ToHF:
 
     def _produced(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the file that come from a tensor of the model."""
-        plan = _plan(self)
+        plan = self._plan
         weight = plan.source.read(name, 0, 0, plan.source.shape(name)[0])
         if not plan.scaled(name):
             yield name, weight.to(plan.tensors[name].dtype)
@@ -151,8 +158,7 @@ class _Plan:
         return name + fp8.SCALE in self.tensors
 
 
-@functools.lru_cache(maxsize=1)
-def _plan(task: ToHF) -> _Plan:
+def _planned(task: ToHF) -> _Plan:
     model = Model.read(task.config)
     source = MegatronModel(task.megatron, model.family, model.description, task.any_padding, task.master)
     files: list[list[_Tensor]] = []

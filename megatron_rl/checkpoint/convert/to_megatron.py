@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -52,6 +52,13 @@ class ToMegatron:
     dtype: str = "keep"
     file_bytes: int = 2 * 10**9
 
+    @functools.cached_property
+    def _plan(self) -> _Plan:
+        return _planned(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def identity(self) -> dict[str, Any]:
         return {
             "to": "megatron",
@@ -63,11 +70,11 @@ class ToMegatron:
         }
 
     def files(self) -> list[tuple[str, int, int]]:
-        plan = _plan(self)
+        plan = self._plan
         return [(name, sum(map(plan.nbytes, held)), len(held)) for name, held in plan.files.items()]
 
     def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
-        plan = _plan(self)
+        plan = self._plan
         pieces, checked = [], set()
         with (folder / file).open("wb") as raw:
             out = Hashing(raw)
@@ -88,7 +95,7 @@ class ToMegatron:
         return pieces
 
     def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
-        plan = _plan(self)
+        plan = self._plan
         state = _write_state(folder, f"__{len(plan.files)}_0.distcp")
         metadata = _metadata(plan, pieces, state)
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -124,12 +131,12 @@ class ToMegatron:
 
     # ------------------------------------------------------------------------------------------------- verification
     def names(self) -> list[str]:
-        plan = _plan(self)
+        plan = self._plan
         return [t.name for rule in plan.model.family.weights(plan.model.description) for t in rule.hf]
 
     def expected(self, name: str, start: int, stop: int) -> Tensor:
         """What rows [start, stop) of a Hugging Face tensor must read as after the conversion."""
-        plan = _plan(self)
+        plan = self._plan
         return plan.source.read(name, 0, start, stop).to(plan.target_dtype(name))
 
     def result(self, target: Path) -> WeightSource:
@@ -152,8 +159,7 @@ class _Plan:
         return CASTS.get(self.dtype) or DTYPES[self.source.dtype(name)]
 
 
-@functools.lru_cache(maxsize=1)
-def _plan(task: ToMegatron) -> _Plan:
+def _planned(task: ToMegatron) -> _Plan:
     """Checks the source against its config, and divides the checkpoint into files.
 
     Raises:

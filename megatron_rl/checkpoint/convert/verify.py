@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from blake3 import blake3
@@ -31,8 +31,6 @@ class Verifiable(Protocol):
 
     @property
     def dtype(self) -> str: ...
-
-    def __hash__(self) -> int: ...
 
     def names(self) -> list[str]: ...
 
@@ -66,28 +64,33 @@ def compare(task: Verifiable, target: Path, workers: int) -> list[Compared]:
     groups = [names[at : at + share] for at in range(0, len(names), share)]
     bar = ProgressBar([(name, size, 1) for name, size in sizes.items()], set(), "verifying")
     with bar:
-        results = in_parallel(functools.partial(_compare_group, task, target), groups, workers, bar.advance)
+        results = in_parallel(_Comparison(task, target), groups, workers, bar.advance)
     return [compared for group in results for compared in group]
 
 
-def _compare_group(task: Verifiable, target: Path, names: Sequence[str], progress: Progress) -> list[Compared]:
-    source = _opened(task, target)
-    out = []
-    for name in names:
-        compared = _compare(task, source, name)
-        if compared.expected != compared.found:
-            raise ValueError(
-                f"{name} in {source.file_of(name)} is not what the source holds: checksum {compared.found}, "
-                f"expected {compared.expected}"
-            )
-        progress(compared.nbytes)
-        out.append(compared)
-    return out
+class _Comparison:
+    """Compares a group of tensors; the result is opened once per process."""
 
+    def __init__(self, task: Verifiable, target: Path) -> None:
+        self._task, self._target = task, target
+        self._source: WeightSource | None = None
 
-@functools.lru_cache(maxsize=1)
-def _opened(task: Verifiable, target: Path) -> WeightSource:
-    return task.result(target)
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_task": self._task, "_target": self._target, "_source": None}
+
+    def __call__(self, names: Sequence[str], progress: Progress) -> list[Compared]:
+        source = self._source = self._source or self._task.result(self._target)
+        out = []
+        for name in names:
+            compared = _compare(self._task, source, name)
+            if compared.expected != compared.found:
+                raise ValueError(
+                    f"{name} in {source.file_of(name)} is not what the source holds: checksum {compared.found}, "
+                    f"expected {compared.expected}"
+                )
+            progress(compared.nbytes)
+            out.append(compared)
+        return out
 
 
 def _compare(task: Verifiable, source: WeightSource, name: str) -> Compared:

@@ -1,0 +1,263 @@
+"""What is damaged, misnamed or of another model is refused, with its tensor, file or field named."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import tiny
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.convert import jobs
+from megatron_rl.checkpoint.convert.layout import Layout
+from megatron_rl.checkpoint.convert.source import config_folder, megatron_folder
+from megatron_rl.checkpoint.convert.to_hf import ToHF
+from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
+from megatron_rl.checkpoint.convert.verify import compare
+from megatron_rl.models.files import INDEX
+
+from .convert import to_hf, to_megatron
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`hf` in several files and with checksums, `megatron` in several files; from the same model."""
+    root = tmp_path_factory.mktemp("originals")
+    tiny.write(root / "source", "qwen3", num_hidden_layers=2)
+    to_megatron(root / "source", root / "megatron", Layout(2), file_bytes=20_000)
+    to_hf(root / "megatron", root / "hf", file_bytes=20_000)
+    return root
+
+
+@pytest.fixture
+def hf(originals: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(originals / "hf", tmp_path / "hf"))
+
+
+@pytest.fixture
+def megatron(originals: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(originals / "megatron", tmp_path / "megatron"))
+
+
+def shard_of(folder: Path, name: str) -> Path:
+    return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def set_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refused(task: ToMegatron | ToHF, target: Path, *patterns: str) -> None:
+    """The task fails with a message that matches every pattern, and leaves no target."""
+    with pytest.raises(ValueError, match=patterns[0]) as error:
+        jobs.run(task, target, 1, lambda _: None)
+    for pattern in patterns:
+        assert re.search(pattern, str(error.value)), f"{pattern!r} is not in: {error.value}"
+    assert not target.exists()
+
+
+# ------------------------------------------------------------------------------------------------ Hugging Face as source
+def test_a_truncated_shard(hf: Path, tmp_path: Path) -> None:
+    path = shard_of(hf, DOWN)
+    os.truncate(path, path.stat().st_size - 100)
+    refused(ToMegatron(hf, Layout()), tmp_path / "out", re.escape(path.name), r"model\.[\w.]+ should have \d+ bytes")
+
+
+def test_a_missing_shard(hf: Path, tmp_path: Path) -> None:
+    path = shard_of(hf, DOWN)
+    path.unlink()
+    refused(ToMegatron(hf, Layout()), tmp_path / "out", f"{path.name} is missing", r"it holds model\.")
+
+
+def test_a_flipped_byte_where_the_folder_has_checksums(hf: Path, tmp_path: Path) -> None:
+    piece = next(piece for piece in manifest.read_tensors(hf)[1] if piece.name == DOWN)
+    flip(hf / piece.file, piece.offset + piece.length // 2)
+    refused(ToMegatron(hf, Layout()), tmp_path / "out", f"{piece.file} is damaged in tensor {re.escape(DOWN)}")
+
+
+@pytest.mark.parametrize(("dtype", "pattern"), [(torch.float16, "F16"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_a_tensor_of_another_dtype(hf: Path, tmp_path: Path, dtype: torch.dtype, pattern: str) -> None:
+    path = shard_of(hf, DOWN)
+    held = load_file(path)
+    held[DOWN] = held[DOWN].to(dtype)
+    save_file(held, path)
+    refused(ToMegatron(hf, Layout()), tmp_path / "out", re.escape(DOWN), pattern, re.escape(path.name))
+
+
+def test_a_lone_dtype_that_the_config_does_not_know(hf: Path, tmp_path: Path) -> None:
+    path = shard_of(hf, "lm_head.weight")
+    held = load_file(path)
+    held["lm_head.weight"] = held["lm_head.weight"].half()
+    save_file(held, path)
+    refused(ToMegatron(hf, Layout()), tmp_path / "out", r"lm_head\.weight in .* has dtype F16, but config\.json says")
+
+
+def test_a_renamed_tensor(hf: Path, tmp_path: Path) -> None:
+    path, index = shard_of(hf, DOWN), hf / INDEX
+    held = load_file(path)
+    held["model.layers.1.mlp.down.weight"] = held.pop(DOWN)
+    save_file(held, path)
+    refused(ToMegatron(hf, Layout()), tmp_path / "out", f"{path.name} does not hold {re.escape(DOWN)}")
+    index.write_text(index.read_text().replace(DOWN, "model.layers.1.mlp.down.weight"))
+    refused(ToMegatron(hf, Layout()), tmp_path / "out", f"lacks {re.escape(DOWN)}")
+
+
+# --------------------------------------------------------------------------------------------------- Megatron as source
+def test_a_truncated_file(megatron: Path, tmp_path: Path) -> None:
+    os.truncate(megatron / "__1_0.distcp", 5000)
+    refused(ToHF(megatron, megatron), tmp_path / "out", r"__1_0\.distcp", r"it held tensor \w+\.")
+    (megatron / manifest.TENSORS).unlink()  # a plain checkpoint has no list
+    refused(
+        ToHF(megatron, megatron), tmp_path / "out", r"__1_0\.distcp is cut short", r"tensor \w+\.[\w.]+ ends at byte"
+    )
+
+
+def test_a_missing_file(megatron: Path, tmp_path: Path) -> None:
+    (megatron / "__1_0.distcp").unlink()
+    refused(ToHF(megatron, megatron), tmp_path / "out", r"__1_0\.distcp is missing", r"it held tensor \w+\.")
+    (megatron / manifest.TENSORS).unlink()
+    refused(ToHF(megatron, megatron), tmp_path / "out", r"__1_0\.distcp is missing", r"it holds tensor \w+\.")
+
+
+def test_a_flipped_byte(megatron: Path, tmp_path: Path) -> None:
+    piece = next(p for p in manifest.read_tensors(megatron)[1] if p.name.endswith("mlp.linear_fc2.weight"))
+    flip(megatron / piece.file, piece.offset + piece.length // 2)
+    refused(ToHF(megatron, megatron), tmp_path / "out", f"{piece.file} is damaged in tensor {re.escape(piece.name)}")
+
+
+def test_a_renamed_tensor_of_a_plain_checkpoint(megatron: Path, tmp_path: Path) -> None:
+    (megatron / manifest.TENSORS).unlink()
+    path = megatron / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    name = "decoder.layers.mlp.linear_fc2.weight"
+    metadata.state_dict_metadata["decoder.layers.mlp.fc2.weight"] = metadata.state_dict_metadata.pop(name)
+    for index in [index for index in metadata.storage_data if index.fqn == name]:
+        moved = type(index)("decoder.layers.mlp.fc2.weight", index.offset)
+        metadata.storage_data[moved] = metadata.storage_data.pop(index)
+    path.write_bytes(pickle.dumps(metadata))
+    refused(
+        ToHF(megatron, megatron), tmp_path / "out", f"lacks {name}", r"unexpected decoder\.layers\.mlp\.fc2\.weight"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ another model's config
+FIELDS = {
+    "hidden_size": 64,
+    "num_key_value_heads": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 64,
+    "vocab_size": 59,
+    "num_hidden_layers": 1,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), FIELDS.items(), ids=FIELDS)
+def test_a_config_that_does_not_fit_its_weights(
+    hf: Path, megatron: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    for folder in (hf, megatron):
+        set_config(folder, **{name: value})
+    (megatron / manifest.TENSORS).unlink()  # else the changed config.json itself is what is found
+    refused(ToMegatron(hf, Layout()), tmp_path / "out", name)
+    refused(ToHF(megatron, megatron), tmp_path / "out", name)
+
+
+def test_a_config_with_other_experts(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "qwen3_moe", num_hidden_layers=1)
+    to_megatron(source, tmp_path / "megatron")
+    set_config(source, num_experts=4)
+    refused(ToMegatron(source, Layout()), tmp_path / "out", "num_experts = 4")
+    refused(ToHF(tmp_path / "megatron", source), tmp_path / "out", "num_experts = 4")
+
+
+def test_an_unknown_family(hf: Path, tmp_path: Path) -> None:
+    set_config(hf, architectures=["GemmaForCausalLM"])
+    refused(ToMegatron(hf, Layout()), tmp_path / "out", "GemmaForCausalLM")
+
+
+# ---------------------------------------------------------------------------------------------------- layout and folders
+@pytest.mark.parametrize(
+    ("layout", "pattern"),
+    [
+        (Layout(pipeline=3), r"--pipeline 3: num_hidden_layers = 2"),
+        (Layout(expert=2), r"--expert 2: the model has no experts"),
+        (Layout(tensor=3), r"--tensor 3: num_key_value_heads = 2"),
+        (Layout(tensor=8), r"--tensor 8: num_attention_heads = 4"),
+        (Layout(tensor=0), r"--tensor 0: must be at least 1"),
+    ],
+)
+def test_a_layout_that_the_model_cannot_have(hf: Path, tmp_path: Path, layout: Layout, pattern: str) -> None:
+    refused(ToMegatron(hf, layout), tmp_path / "out", pattern)
+
+
+def test_a_target_that_is_something_else(hf: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="exists and is not the result of this conversion"):
+        jobs.run(ToMegatron(hf, Layout()), tmp_path / "out", 1, lambda _: None)
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_two_conversions_into_one_folder(hf: Path, tmp_path: Path) -> None:
+    partial = tmp_path / ".out.converting"
+    partial.mkdir()
+    with jobs._only_writer(partial, tmp_path / "out"):
+        refused(ToMegatron(hf, Layout()), tmp_path / "out", "another process is converting into .*out")
+
+
+def test_verification_names_a_tensor_that_differs(hf: Path, megatron: Path, tmp_path: Path) -> None:
+    task = to_hf(megatron, tmp_path / "out")
+    piece = next(piece for piece in manifest.read_tensors(tmp_path / "out")[1] if piece.name == DOWN)
+    flip(tmp_path / "out" / piece.file, piece.offset)
+    with pytest.raises(ValueError, match=rf"{re.escape(DOWN)} in .*{piece.file} is not what the source holds"):
+        compare(task, tmp_path / "out", 1)
+
+
+def test_rows_that_hold_values_are_no_padding(originals: Path, tmp_path: Path) -> None:
+    """A config whose vocabulary is smaller than the checkpoint's would cut tokens off."""
+    config = tmp_path / "config"
+    shutil.copytree(originals / "hf", config)
+    set_config(config, vocab_size=tiny.VOCAB - 1)
+    task = ToHF(originals / "megatron", config)
+    refused(task, tmp_path / "out", r"word_embeddings.* vocab_size = 60 of config\.json on are not zero")
+    jobs.run(ToHF(originals / "megatron", config, any_padding=True), tmp_path / "out", 1, lambda _: None)
+
+
+def test_where_a_checkpoint_and_its_config_are_looked_for(megatron: Path, originals: Path, tmp_path: Path) -> None:
+    run = tmp_path / "iterations"
+    shutil.copytree(megatron, run / "iter_0000010")
+    (run / "latest_checkpointed_iteration.txt").write_text("10")
+    assert megatron_folder(run) == run / "iter_0000010"
+    (run / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(ValueError, match="holds the checkpoints iter_0000010: name one"):
+        megatron_folder(run)
+    with pytest.raises(ValueError, match="does not exist"):
+        megatron_folder(tmp_path / "nowhere")
+    step = tmp_path / "run" / "checkpoints" / "step_3"
+    shutil.copytree(megatron, step)
+    assert config_folder(step, None) == step
+    (step / "config.json").unlink()
+    with pytest.raises(ValueError, match="--config"):
+        config_folder(step, None)
+    (tmp_path / "run" / "recipe.yaml").write_text(f"model: {{path: {originals / 'hf'}}}")
+    assert config_folder(step, None) == originals / "hf"

@@ -1,0 +1,83 @@
+"""What the inspection says of a checkpoint, and of two."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from models import tiny
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.checkpoint.convert.inspect import contents, difference
+from megatron_rl.checkpoint.convert.layout import Layout
+
+from .convert import to_hf, to_megatron
+
+_PATH = Path(__file__).parents[2] / "tools" / "inspect_checkpoint.py"
+_SPEC = importlib.util.spec_from_file_location("inspect_checkpoint", _PATH)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+inspect_checkpoint = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(inspect_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`source` -> `megatron` -> `hf`, and `other` with one weight changed."""
+    root = tmp_path_factory.mktemp("inspect")
+    source = tiny.write(root / "source", "qwen3", num_hidden_layers=2)
+    to_megatron(source, root / "megatron", Layout(2))
+    to_hf(root / "megatron", root / "hf")
+    tiny.write(root / "other", "qwen3", num_hidden_layers=2)
+    held = load_file(root / "other" / "model.safetensors")
+    held["model.norm.weight"][3] += 0.5
+    save_file(held, root / "other" / "model.safetensors")
+    return root
+
+
+def test_kinds_layouts_and_sizes(root: Path) -> None:
+    source, megatron = contents(root / "source"), contents(root / "megatron")
+    assert (source.kind, megatron.kind) == ("Hugging Face", "converted checkpoint")
+    assert (
+        megatron.about["layout"] | {"tensor": 2, "vocabulary": 61, "padded_vocabulary": 62} == megatron.about["layout"]
+    )
+    values = source.totals()["model"]["values"]
+    padding = 2 * 32  # a row in embedding and output layer
+    assert megatron.totals()["model"]["values"] == values + padding
+    assert source.totals()["model"]["bytes"] == 4 * values
+
+
+def test_the_difference_of_two_is_found_by_name_and_size(root: Path) -> None:
+    assert difference(root / "source", root / "megatron").identical
+    found = difference(root / "megatron", root / "other")
+    assert not found.identical
+    [changed] = [d for d in found.tensors if d.changed]
+    assert (changed.name, changed.changed, changed.values) == ("model.norm.weight", 1, 32)
+    assert changed.max_abs == pytest.approx(0.5)
+    norm = math.sqrt(sum(float(x) ** 2 for x in load_file(root / "source" / "model.safetensors")["model.norm.weight"]))
+    assert changed.relative == pytest.approx(0.5 / norm)
+
+
+def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_checkpoint.main([str(root / "megatron"), "--tensors", "--check"]) == 0
+    shown = capsys.readouterr().out
+    assert "converted checkpoint" in shown
+    assert "every checksum fits" in shown
+    assert inspect_checkpoint.main([str(root / "hf"), str(root / "other"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["identical"] is False
+    assert inspect_checkpoint.main([str(tmp_path)]) == 2
+    assert "no Megatron checkpoint" in capsys.readouterr().err
+
+
+def test_damage_is_reported_with_its_tensor(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to_megatron(root / "source", tmp_path / "megatron")
+    path = tmp_path / "megatron" / "__0_0.distcp"
+    with path.open("r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        file.write(b"\x55\xaa\x55\xaa")
+    assert inspect_checkpoint.main([str(tmp_path / "megatron"), "--check"]) == 1
+    assert "damaged in tensor" in capsys.readouterr().out
