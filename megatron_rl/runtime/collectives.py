@@ -16,14 +16,12 @@ _GAVE_UP = re.compile(
 )
 
 
-def recent(count: int | None = None) -> list[str]:
-    """The newest collectives, oldest first, for example `all_gather 71 of [0, 1], float32 [2, 8], waiting`."""
-    return [_describe(entry, config) for entry, config in _entries()[-count if count else 0 :]]
-
-
-def pending() -> str | None:
-    """The oldest collective that this rank has entered and not left."""
-    return next((_describe(entry, config) for entry, config in _entries() if not entry["retired"]), None)
+def recent(count: int) -> tuple[list[str], str | None]:
+    """The newest collectives, oldest first, for example `all_gather 71 of [0, 1], float32 [2, 8], waiting`; and the oldest
+    that this rank has entered and not left."""
+    entries = _entries()
+    waiting = next((_describe(entry, config) for entry, config in entries if not entry["retired"]), None)
+    return [_describe(entry, config) for entry, config in entries[-count:]], waiting
 
 
 def _entries() -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -145,8 +145,8 @@ def _facts(full: bool) -> dict[str, Any]:
     """What the runtime knows of this rank: for a heartbeat, or in full for a post-mortem."""
     from megatron_rl.runtime import collectives, memory
 
-    recent = collectives.recent()
-    facts = {"collective": recent[-1] if recent else None, "pending": collectives.pending()}
+    recent, waiting = collectives.recent(64 if full else 1)
+    facts = {"collective": recent[-1] if recent else None, "pending": waiting}
     if not full:
         return facts | {"host_gib": round(memory.in_use()["host, this process"], 2)}
     return facts | {"collectives": recent, "memory_gib": memory.in_use()}
