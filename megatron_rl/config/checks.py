@@ -83,7 +83,7 @@ def check(
         world = machine.world_size or config.launch.processes or 1
         problems = [
             *_check_layout(config, world, machine),
-            *_check_batch(config, world),
+            *(_check_batch(config, world) if command != "evaluate" else ()),
             *_check_gradient_variance(config, world),
             *_check_trainer(config, command),
             *_check_algorithm(config),

@@ -52,6 +52,7 @@ def puzzle(
             _, found, answer = completion.rpartition(after)
             if not found:
                 return 0.0
+            answer = answer.strip()  # some verifiers compare text
         entry = {"question": metadata.get("question"), "answer": sample.get("answer"), "metadata": dict(metadata)}
         grade = verify(answer, entry) if dataset in PLAIN_VERIFIERS else isolated(answer, entry)
         return grade if partial else float(grade >= 1)
