@@ -47,7 +47,11 @@ def model_facts(config: Config) -> dict[str, str]:
     folder = Path(config.model.path).expanduser()
     small = {path for pattern in _MODEL_FILES for path in folder.glob(pattern)}
     facts = {str(path): hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() for path in sorted(small)}
-    return facts | {str(path): f"{path.stat().st_size} bytes" for path in sorted(folder.glob("*.safetensors"))}
+    return facts | {str(path): f"{path.stat().st_size} bytes" for path in _weight_files(folder)}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.distcp")])
 
 
 def data_facts(config: Config) -> dict[str, str]:
@@ -81,8 +85,8 @@ def check_model(config: Config) -> Problems:
     for name in ("config.json", "tokenizer_config.json"):
         if not os.access(folder / name, os.R_OK):
             yield FAILED, f"model.path {folder}: {name} cannot be read"
-    if not any(folder.glob("*.safetensors")):
-        yield FAILED, f"model.path {folder} has no .safetensors file"
+    if not _weight_files(folder):
+        yield FAILED, f"model.path {folder} has neither .safetensors files nor a converted checkpoint's .distcp files"
 
 
 def check_data(config: Config) -> Problems:
@@ -170,7 +174,7 @@ def checkpoint_bytes(config: Config) -> int | None:
     if config.model.path is None:
         return None
     folder = Path(config.model.path).expanduser()
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    weights = sum(path.stat().st_size for path in _weight_files(folder))
     width = 4 if config.model.dtype == "float32" else 2
     return weights // width * (width + (0 if width == 4 else 4) + 8) or None
 

@@ -46,6 +46,7 @@ class Cluster:
             "model": {"create": {}, "dtype": "float32"},
             "tasks": {"train": {"sums": {"source": "jsonl", "path": str(data / "train.jsonl")}}},
             "rewards": {"correct": {"reward": "math"}},
+            "rollout": {"max_prompt_tokens": 64, "max_tokens": 64},
             "trainer": {"eval_every": 0},
             "checkpoint": {"every": 1},
             **changes,

@@ -1,0 +1,154 @@
+"""What one node finds out about itself."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
+from megatron_rl.preflight import local
+from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Report, merged
+from megatron_rl.preflight.run import _differences
+from megatron_rl.runtime.spawn import free_port
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(run_dir=str(tmp_path / "run"))
+
+
+def model_folder(folder: Path, weights: int = 1000) -> Path:
+    folder.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(weights))
+    return folder
+
+
+def test_a_model_folder_must_be_there_and_whole(config: Config, tmp_path: Path) -> None:
+    config.model.path = str(tmp_path / "model")
+    [(level, text)] = local.check_model(config)
+    assert level == FAILED
+    assert f"model.path {tmp_path / 'model'} is not there" in text
+    folder = model_folder(tmp_path / "model")
+    assert list(local.check_model(config)) == []
+    (folder / "model.safetensors").rename(folder / "model.bin")
+    assert "neither .safetensors files" in next(local.check_model(config))[1]
+    (folder / "config.json").unlink()
+    assert "config.json cannot be read" in next(local.check_model(config))[1]
+
+
+def test_another_tokenizer_on_one_node_is_named(config: Config, tmp_path: Path) -> None:
+    config.model.path = str(model_folder(tmp_path / "model"))
+    good = local.model_facts(config)
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"a": 1}')
+    bad = local.model_facts(config)
+    everywhere = [(node, {"model": bad if node == "n2" else good}) for node in ("n1", "n2", "n3")]
+    [finding] = _differences(everywhere)
+    assert (finding.check, finding.level, finding.node) == ("model", FAILED, "n2")
+    assert "tokenizer_config.json is " in finding.text
+
+
+def test_files_of_prompts_are_read_a_little(config: Config, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    config.tasks.train["sums"] = TaskConfig(source="jsonl", path=str(path))
+    path.write_text(json.dumps({"prompt": "1+1="}) + "\n")
+    assert list(local.check_data(config)) == []
+    assert list(local.data_facts(config)) == [str(path)]
+    path.write_text("no json\n")
+    assert "line 1" in next(local.check_data(config))[1] or "rows.jsonl:1" in next(local.check_data(config))[1]
+    path.write_text("")
+    assert "it is empty" in next(local.check_data(config))[1]
+    config.tasks.train["sums"] = TaskConfig(source="parquet", path=str(tmp_path / "rows.parquet"))
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1 cut short")
+    assert "not a whole Parquet file" in next(local.check_data(config))[1]
+
+
+def test_room_for_checkpoints_is_counted_from_the_weights(config: Config, tmp_path: Path) -> None:
+    config.model.path = str(model_folder(tmp_path / "model", 2000))
+    config.model.dtype = "bfloat16"
+    assert local.checkpoint_bytes(config) == 1000 * (2 + 4 + 8)
+    config.model.dtype = "float32"
+    assert local.checkpoint_bytes(config) == 500 * (4 + 8)
+    config.checkpoint.every = 1
+    with (tmp_path / "model" / "model.safetensors").open("wb") as file:
+        file.truncate(2**43)  # takes no room
+    [(level, text)] = local.check_run_dir(config)
+    assert level == FAILED
+    assert "one checkpoint needs about" in text
+
+
+def test_few_open_files_are_named(config: Config) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, before[1]))
+        [(level, text)] = [problem for problem in local.check_limits(config) if "ulimit -n" in problem[1]]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert level == WARNING
+    assert "at most 1000 open files" in text
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Answers 401 without the key."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.headers.get("Authorization") == "Bearer right" else 401)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def judge() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Judge)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+
+
+def test_a_judge_must_answer_and_take_the_key(config: Config, judge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = f"http://127.0.0.1:{free_port()}/v1"
+    config.rewards["quality"] = RewardConfig(
+        reward="judge", params={"urls": [judge, silent], "api_key_env": "JUDGE_KEY"}
+    )
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    [(_, text)] = local.check_endpoints(config)
+    assert "the environment variable JUDGE_KEY (api_key_env) is not set" in text
+    monkeypatch.setenv("JUDGE_KEY", "wrong")
+    texts = [text for _, text in local.check_endpoints(config)]
+    assert texts[0] == f"rewards.quality: {judge}: HTTP 401: the key is refused"
+    assert texts[1].startswith(f"rewards.quality: {silent}: not reachable (")
+    monkeypatch.setenv("JUDGE_KEY", "right")
+    assert len(list(local.check_endpoints(config))) == 1, "only the silent one is left"
+
+
+def test_what_nvidia_smi_says_is_understood() -> None:
+    rows = "0, 0, No, 120, 81559\n1, 3, No, 0, 81559\n2, [N/A], Yes, 0, 81559\n3, 0, No, 60000, 81559\n"
+    found = list(local.gpu_problems(rows, memory_fraction=0.6))
+    assert [text.split(":")[0].split(" has")[0].split(" could")[0] for _, text in found] == ["GPU 1", "GPU 2", "GPU 3"]
+    assert "3 uncorrected memory errors" in found[0][1]
+    assert "58.6 of 79.6 GiB are in use by other processes" in found[2][1]
+
+
+def test_the_report_is_short_worst_first_and_names_nodes_once() -> None:
+    found = [
+        Finding("disks", WARNING, "n1", "TMPDIR is small"),
+        Finding("disks", WARNING, "n2", "TMPDIR is small"),
+        Finding("disks", WARNING, "n1", "TMPDIR is small"),
+        Finding("data", FAILED, "n2", "no file"),
+    ]
+    report = Report(["n1", "n2"], 16, ["data", "disks"], merged(found), {"allreduce_gb_per_s": 41.2}, 3.21)
+    first, second, last = report.text().splitlines()
+    assert first.split() == ["failed", "n2", "data", "no", "file"]
+    assert second.split()[:3] == ["warning", "n1,", "n2"]
+    assert last == "pre-flight: 2 nodes, 16 ranks, 2 checks in 3.2 s: NOT FIT; all-reduce 41.20 GB/s"
+    assert report.failed
+    assert not Report(["n1"], 1, []).failed
