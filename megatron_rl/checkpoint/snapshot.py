@@ -6,9 +6,10 @@ goes on; `write_share` and `finish` touch neither the device nor Megatron's proc
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -25,8 +26,9 @@ from megatron_rl.checkpoint.manifest import Piece
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 
-# Optimizer state is stored whole per parameter, so that it loads at any layout.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+# Optimizer state is stored whole per parameter, under a name that does not say which of Megatron's optimizers (of dense or of
+# expert parameters) has it, so that it loads at any layout.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 @dataclass
@@ -61,7 +63,47 @@ def sharded_state(chunks: list[Any], optimizer: Any, loading: bool) -> dict[str,
     model = sharded_model(chunks)
     # The optimizer wants one flat dictionary of the model's tensors to find its own by.
     flat = model["model0"] if len(chunks) == 1 else model
-    return model | {"optimizer": optimizer.sharded_state_dict(flat, is_loading=loading, metadata=metadata)}
+    with _buckets_in_place():
+        return model | {"optimizer": optimizer.sharded_state_dict(flat, is_loading=loading, metadata=metadata)}
+
+
+@contextlib.contextmanager
+def _buckets_in_place() -> Iterator[None]:
+    """Lets Megatron-Core 0.16 find the distributed optimizer's state where a buffer has several buckets.
+
+    It gathers the buckets without the padding between them, and then looks every parameter up by where it lies with the
+    padding: with tied embeddings over pipeline stages, which have a bucket of their own, it would save shifted state.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.get_parameter_state_dp_zero
+
+    def in_place(self: Any, *arguments: Any, **options: Any) -> Any:
+        state = original(self, *arguments, **options)
+        for number, buffer in enumerate(self.buffers if state is not None else ()):
+            if len(buffer.buckets) > 1:
+                for tensors in state[number].values():
+                    tensors |= {name: _spread(value, buffer) for name, value in tensors.items() if name in _PER_ELEMENT}
+        return state
+
+    DistributedOptimizer.get_parameter_state_dp_zero = in_place
+    try:
+        yield
+    finally:
+        DistributedOptimizer.get_parameter_state_dp_zero = original
+
+
+_PER_ELEMENT = ("param", "exp_avg", "exp_avg_sq")
+
+
+def _spread(joined: Tensor, buffer: Any) -> Tensor:
+    """The buckets of a buffer, joined without padding, each to where it begins in the buffer."""
+    whole, taken = joined.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        size = bucket.numel_unpadded
+        whole[bucket.offset : bucket.offset + size] = joined[taken : taken + size]
+        taken += size
+    return whole
 
 
 class Snapshotter:

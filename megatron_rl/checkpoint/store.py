@@ -45,8 +45,9 @@ def load(folder: Path, chunks: list[Any], optimizer: Any, grid: Grid) -> None:
         loaded = dist_checkpointing.load(tensors, str(folder))
         for i, chunk in enumerate(chunks):
             chunk.load_state_dict(loaded[f"model{i}"], strict=True)
+        common = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
         with _keeping_adam_steps():
-            optimizer.load_state_dict(loaded["optimizer"])
+            optimizer.load_state_dict(_regrouped(loaded["optimizer"], tensors["optimizer"], common))
     _separate_adam_steps(optimizer)
 
 
@@ -100,6 +101,60 @@ def _unfitting(folder: Path, tensors: dict[str, Any], grid: Grid) -> list[str]:
                 f"tensor {name} in {files.get(name, '?')} has the shape {list(tensor.shape)}, the model wants {list(shape)}"
             )
     return problems
+
+
+def _regrouped(loaded: dict[Any, Any], requested: dict[Any, Any], common: dict[Any, Any]) -> dict[Any, Any]:
+    """The optimizer's loaded state where it was saved by another number of Megatron's optimizers.
+
+    With expert parallelism there is one for dense and one for expert parameters, without it one for both. Their tensors have
+    the same names, but groups of parameters and the number of steps, which is the same for all, were saved per optimizer.
+    """
+
+    def numbers(state: dict[Any, Any]) -> list[int]:
+        return sorted(key for key in state if isinstance(key, int))
+
+    if numbers(requested) == numbers(common):
+        return loaded
+    [step] = {float(step) for step in _steps(common)}
+    if not numbers(requested):
+        return _with_groups(
+            {key: value for key, value in loaded.items() if key not in numbers(common)}, requested, step
+        )
+    return {number: _with_groups(loaded[number], requested[number], step) for number in numbers(requested)}
+
+
+def _steps(state: Any) -> Iterator[Any]:
+    """Every number of steps in a saved optimizer state."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            if key in ("step", "common_step"):
+                yield value
+            else:
+                yield from _steps(value)
+    elif isinstance(state, list):
+        for value in state:
+            yield from _steps(value)
+
+
+def _with_groups(loaded: dict[Any, Any], requested: dict[Any, Any], step: float) -> dict[Any, Any]:
+    """Loaded tensors, with the groups of the optimizer that asked for them and the number of steps."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+
+    result = dict(loaded)
+    for key, value in requested.items():
+        if key == "param_groups":
+            groups = [
+                {k: v.unwrap() if isinstance(v, LocalNonpersistentObject) else v for k, v in group.items()}
+                for group in value
+            ]
+            result[key] = [group | ({"step": step} if "step" in group else {}) for group in groups]
+        elif key == "state" or key == "optimizer":
+            result[key] = _with_groups(loaded.get(key, {}), value, step)
+        elif key == "common_step":
+            result[key] = torch.tensor(step)
+        elif key not in result and not isinstance(value, ShardedBase | dict | list):
+            result[key] = value
+    return result
 
 
 @contextlib.contextmanager

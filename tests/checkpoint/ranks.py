@@ -1,0 +1,208 @@
+"""What ranks do in the tests of this folder: an actor at some layout learns, is saved, is loaded at another layout."""
+
+from __future__ import annotations
+
+import io
+import resource
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.actor import Actor
+from megatron_rl.checkpoint import manifest, store
+from megatron_rl.checkpoint.saver import Saver
+from megatron_rl.config.schema import Config, OptimizerConfig, ParallelConfig
+from megatron_rl.runtime import distributed
+from tests.actor.layouts import _Run, make_batch
+
+UPDATES = 8  # the schedule's length: the rate is 0 at its end
+
+
+@dataclass(frozen=True)
+class Layout:
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    expert: int = 1
+    sequence: bool = False
+    distributed: bool = True
+    model: str = "model-False"
+    dtype: str = "float32"
+
+    @property
+    def name(self) -> str:
+        kind = "distributed" if self.distributed else "plain"
+        order = "-sequence" if self.sequence else ""
+        return (
+            f"{self.model}-tp{self.tensor}{order}-pp{self.pipeline}x{self.virtual}-ep{self.expert}-{kind}-{self.dtype}"
+        )
+
+
+def make_actor(root: Path, layout: Layout) -> Actor:
+    config = Config(run_dir=str(root / "run"))
+    config.model.dtype = layout.dtype
+    config.actor.parallel = ParallelConfig(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        virtual_pipeline=layout.virtual,
+        expert=layout.expert,
+        sequence=layout.sequence,
+    )
+    config.actor.optimizer = OptimizerConfig(lr=1e-3, schedule="linear", distributed=layout.distributed)
+    config.actor.tokens_per_microbatch = 96
+    config.actor.logprob_chunk_tokens = 32
+    config.trainer.minibatches = 2
+    config.rollout.max_tokens = 40
+    actor = Actor(config, distributed.initialize(config.actor.parallel, timeout_minutes=5), root / layout.model)
+    actor.start_optimizer(config.actor.optimizer, UPDATES)
+    actor.recipe = config  # type: ignore[attr-defined]
+    return actor
+
+
+def learn(actor: Actor, seed: int) -> dict[str, float]:
+    """Two optimizer steps, by the trainer's own update."""
+    from megatron_rl.algorithms import make_algorithm
+    from megatron_rl.runtime.phases import Phases
+    from megatron_rl.trainer import update as trainer
+
+    algorithm = make_algorithm({"preset": "grpo"}, max_tokens=40)
+    run: Any = _Run(actor.recipe, actor, algorithm, actor.grid, Phases())  # type: ignore[attr-defined]
+    run.stop = _NeverStops()
+    return trainer.update(run, make_batch(seed), None)
+
+
+class _NeverStops:
+    def check(self, grid: Any) -> None:
+        pass
+
+
+def save(actor: Actor, root: Path, step: int, saver: Saver | None = None) -> Saver:
+    saver = saver or Saver(root, actor.grid, asynchronous=False, after=lambda: None)
+    saver.submit(step, saver.take(actor.chunks, actor.optimizer), {"step": step}, {"state.json": b"{}"})
+    return saver
+
+
+def load(actor: Actor, folder: Path, steps: int) -> None:
+    store.load(folder, actor.chunks, actor.optimizer, actor.grid)
+    actor.optimizer_steps = steps
+
+
+def close() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, put together from its pieces."""
+    about, pieces = manifest.read_tensors(folder)
+    whole = {
+        name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for name, t in about.items() if t.dtype != "object"
+    }
+    for piece in pieces:
+        if piece.name in whole:
+            data = (folder / piece.file).read_bytes()[piece.offset : piece.offset + piece.length]
+            part = torch.load(io.BytesIO(data), weights_only=True)
+            place = tuple(slice(at, at + size) for at, size in zip(piece.start, part.shape, strict=True))
+            whole[piece.name][place] = part
+    return whole
+
+
+def save_trained(root: str, layouts: list[Layout]) -> None:
+    """Of every layout: two updates, a checkpoint, two more, and another one."""
+    for layout in layouts:
+        actor, folder = make_actor(Path(root), layout), Path(root) / layout.name
+        learn(actor, 0)
+        saver = save(actor, folder, 1)
+        learn(actor, 1)
+        save(actor, folder, 2, saver)
+        assert [outcome.error for outcome in saver.outcomes()] == [None, None]
+        close()
+
+
+def resume_at(root: str, pairs: list[tuple[Layout, Layout]]) -> None:
+    """(saved at, loaded at): the first checkpoint loaded and saved again, two updates, and the result saved."""
+    for before, after in pairs:
+        actor, folder = make_actor(Path(root), after), Path(root) / f"{before.name}--{after.name}"
+        load(actor, Path(root) / before.name / "step_1", 2)
+        saver = save(actor, folder, 1)
+        learn(actor, 1)
+        save(actor, folder, 2, saver)
+        assert [outcome.error for outcome in saver.outcomes()] == [None, None]
+        close()
+
+
+def save_in_every_way(root: str) -> None:
+    """Synchronous and asynchronous saves of one run, saves that fail, and loading what does not fit; see test_saving."""
+    from megatron_rl.checkpoint import snapshot as snapshots
+
+    folder = Path(root)
+    actor = make_actor(folder, Layout(tensor=2))
+    learn(actor, 0)
+    save(actor, folder / "sync", 1)
+    held, write = threading.Event(), snapshots.write_share
+
+    def write_when_told(*arguments: Any) -> Any:
+        assert held.wait(120)
+        return write(*arguments)
+
+    beside = Saver(folder / "async", actor.grid, asynchronous=True, after=lambda: None)
+    snapshots.write_share = write_when_told
+    save(actor, folder, 1, beside)
+    facts: dict[str, Any] = {"busy": beside.busy(), "there": (folder / "async" / "step_1").exists()}
+    learn(actor, 1)
+    held.set()
+    beside.drain()
+    snapshots.write_share = write
+    facts["busy after"] = beside.busy()
+    save(actor, folder, 2, beside)
+    learn(actor, 2)
+    beside.drain()
+    save(actor, folder, 3, beside)
+    beside.drain()
+    facts["outcomes"] = [(outcome.step, outcome.error) for outcome in beside.outcomes()]
+
+    def broken_on_rank_1(snapshot: Any, place: Path, rank: int) -> Any:
+        if rank == 1:
+            raise OSError(5, "Input/output error", str(place))
+        return write(snapshot, place, rank)
+
+    snapshots.write_share = broken_on_rank_1
+    save(actor, folder, 4, beside)
+    beside.drain()
+    snapshots.write_share = write
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    save(actor, folder, 5, beside)
+    beside.drain()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    if (folder / "tiny").exists():
+        small = Saver(folder / "tiny", actor.grid, asynchronous=True, after=lambda: None)
+        save(actor, folder, 6, small)
+        small.drain()
+        facts["no room"] = [outcome.error for outcome in small.outcomes()]
+    save(actor, folder, 7, beside)
+    beside.drain()
+    facts["failures"] = {outcome.step: outcome.error for outcome in beside.outcomes()}
+    facts["last"] = beside.last_step
+    torch.save(facts, folder / f"facts_{actor.grid.rank}.pt")
+    close()
+
+
+def try_to_load(root: str, layout: Layout, folders: list[str]) -> None:
+    """What loading each of the folders says; the weights must still be those of before."""
+    actor, said = make_actor(Path(root), layout), {}
+    before = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
+    for folder in folders:
+        try:
+            store.load(Path(folder), actor.chunks, actor.optimizer, actor.grid)
+            said[folder] = "loaded"
+        except store.CheckpointError as error:
+            said[folder] = str(error)
+            assert all(torch.equal(before[name], tensor) for name, tensor in actor.iter_hf_weights())
+    torch.save(said, Path(root) / f"said_{layout.name}_{actor.grid.rank}.pt")
+    close()

@@ -1,0 +1,38 @@
+"""Promise 3 at its worst points: killed in the update, while a checkpoint is written, and as it becomes current.
+
+`tools/prove_resume.py` does the same for every preset, at points drawn at random.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tools.prove_resume import Kill, differences, prove
+
+from .conftest import STATEFUL, Finished
+from .job import write_recipe
+
+pytestmark = pytest.mark.slow
+KILLS = [Kill("update", 2, 0.05), Kill("write", 2), Kill("rename", 1)]
+
+
+def test_what_is_killed_three_times_ends_as_what_was_never_killed(tmp_path: Path, straight: Finished) -> None:
+    proof = prove(write_recipe(tmp_path), STATEFUL, tmp_path, KILLS, straight.run_dir)
+    assert proof.killed == KILLS
+    assert proof.differences == []
+
+
+def test_the_comparison_sees_a_difference(tmp_path: Path, straight: Finished) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(straight.run_dir, other)
+    assert differences(straight.run_dir, other) == []
+    metrics = (other / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(metrics.replace('"reward/mean": ', '"reward/mean": 1', 1))
+    weights = other / "export" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    found = differences(straight.run_dir, other)
+    assert any("reward/mean" in text for text in found)
+    assert "export/model.safetensors" in found
