@@ -58,7 +58,8 @@ in_job() {
   local per_node=$1 nodes=$2
   shift 2
   local options=(--nodes="$nodes" --ntasks="$((nodes * per_node))" --ntasks-per-node="$per_node"
-    --distribution=block --kill-on-bad-exit=1 --export=ALL --input=none) # block: a node's ranks are neighbours
+    --distribution=block --kill-on-bad-exit=1 --export=ALL --input=none # block: a node's ranks are neighbours
+    --overlap) # a step that was lost with its node must not keep the next one waiting
   # srun does not take these over from the job by itself.
   if [[ -n $CPUS_PER_TASK ]]; then
     options+=(--cpus-per-task="$((per_node == TASKS_PER_NODE ? CPUS_PER_TASK : CPUS_PER_TASK * TASKS_PER_NODE))")
@@ -216,6 +217,13 @@ finish_job() {
   case $code in
     0) ;;
     "$AGAIN" | "$STALLED") requeue "$code" ;;
+    1 | 1[23]? | 14?) # what ranks end with when another has vanished
+      say "ended with exit code $code; see $MEGATRON_RL_ATTEMPT"
+      if ! nodes_answer; then
+        say "a node of this job does not answer any more"
+        requeue "$code"
+      fi
+      ;;
     *) say "ended with exit code $code; see $MEGATRON_RL_ATTEMPT" ;;
   esac
   exit "$code"
@@ -236,6 +244,12 @@ around_srun() {
   [[ $1 == train || $1 == sft ]] || return 0
   NOTICE=USR1 # may have come, unseen by this shell
   trap 'CODE=$?; trap - EXIT ERR; finish_job' EXIT
+}
+
+# Long before Slurm gives a node up (SlurmdTimeout, minutes), the ranks have noticed.
+nodes_answer() {
+  timeout 120 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+    --input=none true
 }
 
 requeue() {

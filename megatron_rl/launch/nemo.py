@@ -94,7 +94,7 @@ def slurm(
         job_name_prefix="megatron-rl.",
         container_image=site.container_image,
         container_mounts=list(site.container_mounts),
-        srun_args=["--distribution=block", *([f"--cpus-per-task={cpus}"] if cpus else []), *site.srun],
+        srun_args=["--distribution=block", "--overlap", *([f"--cpus-per-task={cpus}"] if cpus else []), *site.srun],
         additional_parameters={**options, "requeue": True},
         env_vars={"MEGATRON_RL_TASKS_PER_NODE": str(per_node)},
         tunnel=tunnel or run.LocalTunnel(job_dir=""),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -87,11 +86,6 @@ def assert_same_run(own: Path, want: Path) -> None:
     for left, right in zip(mine, theirs, strict=True):
         assert left == right
     assert (own / "export" / "model.safetensors").read_bytes() == (want / "export" / "model.safetensors").read_bytes()
-
-
-def newest_state(run_dir: Path) -> dict[str, Any]:
-    newest = max((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-    return json.loads((newest / "state.json").read_text())
 
 
 def submit_refused(cluster: Cluster, folder: Path, *arguments: str) -> str:

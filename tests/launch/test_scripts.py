@@ -27,6 +27,7 @@ SRUN = """#!/usr/bin/env bash
   echo "MASTER_ADDR=${MASTER_ADDR:-} MASTER_PORT=${MASTER_PORT:-} ATTEMPT=${MEGATRON_RL_ATTEMPT:-}"
   printf '%s\\n' srun "$@"
 } >> "$RECORD"
+[[ ${!#} != true ]] || exit "${NODE_LOST:-0}"
 exit "${SRUN_EXIT:-0}"
 """
 STAND_INS = {"scontrol": SCONTROL, "srun": SRUN, "squeue": "#!/bin/sh\n", "sleep": "#!/bin/sh\n"}
@@ -109,6 +110,14 @@ def test_which_ends_are_answered_with_a_requeue(tmp_path: Path, code: int, again
     batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), SRUN_EXIT=str(code))
     assert batch.code == code
     assert ("scontrol requeue 1234\n" in batch.record) == again
+
+
+@pytest.mark.parametrize("code", ["1", "137", "143"])
+def test_ranks_that_fail_because_a_node_is_gone_are_started_again(tmp_path: Path, code: str) -> None:
+    recipe = str(write_recipe(tmp_path))
+    batch = Batch(tmp_path, "train", recipe, nodes=2, SRUN_EXIT=code, NODE_LOST="1")
+    assert "scontrol requeue 1234\n" in batch.record
+    assert "a node of this job does not answer any more" in batch.stderr
 
 
 def test_requeues_that_bring_no_step_come_to_an_end(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from e2e.job import rows, variable
 
 from .cluster import NODES, Cluster, wait_until
-from .jobs import SMALL, Job, assert_same_run, submit_refused, write_recipe, write_site
+from .jobs import REPOSITORY, SMALL, Job, assert_same_run, submit_refused, write_recipe, write_site
 
 pytestmark = pytest.mark.slow
 STEPS = SMALL["trainer"]["steps"]
@@ -118,6 +118,59 @@ def test_time_limit_and_preemption_requeue_and_a_persons_cancel_does_not(cluster
     cluster.run("scancel", job.number)
     job.finish("CANCELLED")
     assert cluster.job(job.number)["Restarts"] == "2"
+
+
+def test_ranks_of_a_node_are_neighbours_whatever_the_clusters_default(cluster: Cluster, tmp_path: Path) -> None:
+    show = "import os; from megatron_rl.runtime.world import outer_world as w; v = w(os.environ).variables;"
+    show += "print(v['RANK'], v['LOCAL_RANK'], os.environ['SLURMD_NODENAME'], v['MASTER_ADDR'], v['WORLD_SIZE'])"
+    script = tmp_path / "job.sh"
+    script.write_text(
+        f"#!/usr/bin/env bash\nset -euo pipefail\nexport MEGATRON_RL_HOME={REPOSITORY} SLURM_DISTRIBUTION=cyclic\n"
+        f"source {REPOSITORY}/slurm/lib.sh\nenter_home\nMASTER_ADDR=$(master_address)\nexport MASTER_ADDR\n"
+        f'in_job 2 2 python -c "{show}"\n'
+    )
+    site = write_site(tmp_path, tasks_per_node=2)
+    number = cluster.run(
+        *("sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", f"--output={tmp_path}/out", str(script)),
+        environment={"MEGATRON_RL_SITE": str(site)},
+    ).strip()
+    cluster.wait_for_state(number, "COMPLETED")
+    assert sorted((tmp_path / "out").read_text().splitlines()) == [
+        f"{rank} {rank % 2} n{1 + rank // 2} 127.0.0.1 4" for rank in range(4)
+    ]
+
+
+def test_a_sweep_runs_a_line_per_array_task(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "sweep.txt").write_text("# two seeds\nseed=11\nseed=12\n")
+    recipe = write_recipe(tmp_path, trainer={**SMALL["trainer"], "steps": 1})
+    job = Job(cluster, tmp_path, "sweep", str(tmp_path / "sweep.txt"), str(recipe))
+    (tmp_path / "sweep.txt").write_text("seed=99\n")  # edited while the tasks wait
+    for task, seed in enumerate((11, 12)):
+        cluster.wait_for_state(f"{job.number}_{task}", "COMPLETED")
+        folder = job.run_dir / f"00{task}-seed={seed}"
+        assert f"\nseed: {seed}\n" in (folder / "recipe.yaml").read_text()
+        assert rows(folder)[-1]["step"] == 1
+        assert (folder / "logs" / "starts").read_text().split()[2] == f"{job.number}_{task}"
+
+
+def test_a_chain_converts_trains_evaluates_and_exports(
+    cluster: Cluster, tmp_path: Path, straight: tuple[Job, dict[str, list[int]]]
+) -> None:
+    recipe = write_recipe(tmp_path, trainer={**SMALL["trainer"], "steps": 2}, checkpoint={"every": 1})
+    model = straight[0].run_dir / "export"
+    chain = Job(cluster, tmp_path, "--nodes=2", "chain", str(recipe), "model.create=null", f"model.path={model}")
+    jobs = dict(reversed(line.split()) for line in chain.number.splitlines() if "convert" not in line)
+    numbers = [line.split()[0] for line in chain.number.splitlines()]
+    assert [line.split()[1] for line in chain.number.splitlines()] == ["convert", "train", "evaluate", "convert"]
+    for number, before in zip(numbers[1:], numbers, strict=False):
+        assert cluster.job(number)["Dependency"].startswith(f"afterok:{before}")
+    for number in numbers:
+        cluster.wait_for_state(number, "COMPLETED")
+    run = chain.run_dir
+    assert cluster.job(jobs["train"])["NumNodes"] == "2"
+    assert rows(run / "evaluation")[-1].keys() & {"eval/held_out/avg@1"}
+    assert (run / "hf" / "model.safetensors").read_bytes() == (run / "export" / "model.safetensors").read_bytes()
+    assert (run / "hf" / "model.safetensors").read_bytes() != (model / "model.safetensors").read_bytes()
 
 
 def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path) -> None:
