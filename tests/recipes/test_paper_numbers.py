@@ -237,7 +237,7 @@ def test_mazes_are_as_the_paper_describes_them(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.chdir(RECIPES.parent)
     monkeypatch.syspath_prepend(str(RECIPES / "shrinkage"))
-    import maze  # type: ignore[import-not-found]
+    import maze
 
     maze.main(tmp_path, {"test": 20, "train": 50})
     rows = [json.loads(line) for split in ("test", "train") for line in (tmp_path / f"{split}.jsonl").open()]

@@ -146,7 +146,7 @@ def test_parameters_of_a_rank_are_those_of_the_model_that_is_built(
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_gradients_and_optimizer_state_take_the_planned_bytes(number: int, built: list[list[dict[str, int]]]) -> None:
-    plan, _ = planned(CASES[number])  # type: ignore[arg-type]
+    plan, _ = planned(CASES[number])
     sizes = {part.name: part.bytes for part in plan.components}
     fullest = max(built[number], key=lambda rank: rank["parameters"])
     # Megatron starts every tensor at a multiple of 64 elements and makes shards equal: under 2 % of even a tiny model.
