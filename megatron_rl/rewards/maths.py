@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.rewards.isolation import Isolated
 from megatron_rl.rewards.registry import Reward, choice, flag, real, register_reward, stopped
 
+_POWER = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d+)\s*")
 _LONGEST = 100_000  # characters of a completion that are looked at, from its end
 
 
@@ -91,6 +93,9 @@ def same_answer(completion: str, gold: str) -> bool:
 
     from math_verify import parse, verify
 
+    # 7e37, as Minerva writes it, is 7 times e times 37 in LaTeX.
+    if (power := _POWER.fullmatch(gold)) is not None:
+        gold = f"{power[1]} \\times 10^{{{power[2]}}}"
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs that its timeouts are off: ours is outside
     target = parse(
         gold if any(mark in gold for mark in ("$", "\\boxed", "\\(", "\\[")) else f"${gold}$", parsing_timeout=None

@@ -49,6 +49,7 @@ def puzzle() -> Iterator[Reward]:
         (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
         (r"The answer is $\sqrt{8}$.", r"$2\sqrt{2}$", 1),
         ("The answer is 1,234.", 1234, 1),
+        (r"\boxed{3.0 \times 10^8}", "3e8", 1),
         (r"\boxed{13}", "12", 0),
         ("I do not know", "12", 0),
         ("", "12", 0),
