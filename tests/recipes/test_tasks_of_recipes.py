@@ -94,7 +94,7 @@ def scores(recipe: str, response: str) -> tuple[str, dict[str, float]]:
     }
     text = response.format(answer=sample.answer) if "{" in response and sample.tool_calls is None else response
     found = {
-        column: float(made(reward.reward, json.dumps(reward.params))(text, facts))  # type: ignore[arg-type]
+        column: float(made(reward.reward, json.dumps(reward.params))(text, facts))
         for column, reward in config.rewards.items()
         if reward.reward not in ("judge", "length")
     }
