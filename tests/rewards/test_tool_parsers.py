@@ -121,6 +121,13 @@ def test_thinking_where_it_should_be(parser: str, calls: bool, response: bool, t
         assert [reward(wrong_text, sample) for wrong_text in texts] == [0.0] * len(texts)
 
 
+@pytest.mark.parametrize("text", [f"{HERMES_A} done", f"{HERMES_A} then {HERMES_B}", f"{HERMES_A}</tool_call>"])
+def test_nothing_stands_between_or_behind_hermes_calls(text: str) -> None:
+    for response in (False, True):
+        sample = {"tool_calls": [A, B], "needs_response": response}
+        assert make_reward("tool_format", parser="hermes", think="none")(text, sample) == 0.0
+
+
 def test_toolrls_fields_with_thinking_begun_in_the_prompt_or_without() -> None:
     sample = {"tool_calls": [A]}
     block = f"<tool_call>\n{JSON_A}\n</tool_call>"
