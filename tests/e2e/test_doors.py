@@ -1,0 +1,80 @@
+"""One trained model through the three doors of `megatron-rl evaluate`: its checkpoint, its export, a vLLM server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Finished
+from .job import RECIPE, Job, rows, samples
+from .serving import VllmServer
+
+pytestmark = pytest.mark.slow
+SAMPLED = ("trainer.eval_rollouts=4", "trainer.eval_temperature=1.0")
+STEPS = RECIPE["trainer"]["steps"]
+
+
+def evaluated(folder: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """evaluation.json and the responses of one evaluation."""
+    job = Job(folder, *arguments, command="evaluate")
+    job.succeed()
+    responses = [json.loads(line) for line in (job.run_dir / "samples" / "held_out.jsonl").read_text().splitlines()]
+    return json.loads((job.run_dir / "evaluation.json").read_text()), responses
+
+
+@pytest.fixture(scope="module")
+def doors(straight: Finished, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], list[Any]]]:
+    folder, run = tmp_path_factory.mktemp("doors"), straight.run_dir
+    options = ("--dtype", "float32", "--generation-config", "vllm", "--max-model-len", "64")
+    seeded = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192")
+    server = VllmServer(run / "export", folder / "server.log", *options, *seeded)
+    try:
+        found = {
+            "checkpoint": evaluated(folder / "a", "--model", str(run / "checkpoints" / f"step_{STEPS}"), *SAMPLED),
+            "folder": evaluated(folder / "b", "--model", str(run / "export"), *SAMPLED),
+        }
+        asking = ("--model", str(run / "export"), "--endpoint", server.url())
+        found["endpoint"] = evaluated(folder / "c", *asking, *SAMPLED)
+        found["greedy"] = evaluated(folder / "d", *asking)
+        return found
+    finally:
+        server.stop()
+
+
+def test_sampled_with_one_seed_all_doors_draw_the_same_responses(doors: dict[str, Any]) -> None:
+    results = {door: doors[door] for door in ("checkpoint", "folder", "endpoint")}
+    for door, (content, _) in results.items():
+        assert content["model"]["door"] == door
+        assert content["failed_requests"] == 0
+    metrics = [content["metrics"] for content, _ in results.values()]
+    assert metrics[0] == metrics[1] == metrics[2]
+    texts = [[record["response"] for record in records] for _, records in results.values()]
+    assert texts[0] == texts[1] == texts[2]
+    assert len(texts[0]) == 64
+    assert len(set(texts[0])) > 16, "the responses were sampled"
+
+
+def test_greedy_a_server_answers_as_the_run_itself_did(doors: dict[str, Any], straight: Finished) -> None:
+    content, records = doors["greedy"]
+    last = rows(straight.run_dir)[-1]
+    assert content["metrics"]["eval/held_out/avg@1"]["value"] == last["eval/held_out/avg@1"]
+    own = samples(straight.run_dir, f"eval_held_out_step_{STEPS}.jsonl")
+    assert [record["response"] for record in records] == [record["response"] for record in own]
+
+
+def test_a_checkpoint_brings_its_own_recipe_and_its_results_lie_below_its_run(straight: Finished) -> None:
+    from megatron_rl.commands import evaluate
+    from megatron_rl.config import Machine
+
+    checkpoint = straight.run_dir / "checkpoints" / f"step_{STEPS}"
+    args = evaluate.argparse.Namespace(
+        command="evaluate", recipe=None, overrides=[], model=str(checkpoint), endpoint=None, served_name=None
+    )
+    config, found = evaluate._resolve(args, Machine(gpus=0))
+    assert config.run_dir == str(straight.run_dir / "evaluation" / checkpoint.name)
+    assert config.tasks.eval.keys() == {"held_out"}
+    assert found is not None
+    assert found.folder == checkpoint
