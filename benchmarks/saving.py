@@ -88,10 +88,10 @@ def measure(folder: Path, layers: int, hidden: int, saves: int) -> None:
         counted = outcomes[1:]
         blocked[asynchronous] = median(outcome.blocked for outcome in counted)
         size = counted[0].num_bytes / 2**30
+        waited, kind = blocked[asynchronous], "asynchronous" if asynchronous else "synchronous"
         print(
-            f"{'asynchronous' if asynchronous else 'synchronous'}: {size:.2f} GiB, training waited {blocked[asynchronous]:.2f} s "
-            f"({blocked[asynchronous] / size:.2f} s/GiB; the first time {outcomes[0].blocked:.2f} s), written in "
-            f"{median(outcome.seconds for outcome in counted):.2f} s"
+            f"{kind}: {size:.2f} GiB, training waited {waited:.2f} s ({waited / size:.2f} s/GiB; the first time "
+            f"{outcomes[0].blocked:.2f} s), written in {median(outcome.seconds for outcome in counted):.2f} s"
             + (f", an update beside it took {median(beside):.2f} s" if beside else "")
         )
     print(f"asynchronous saves keep training waiting {blocked[True] / blocked[False]:.0%} as long as synchronous ones")

@@ -86,11 +86,9 @@ class Saver:
             target=self._write, args=(step, snapshot, about, files), name=f"saving step {step}", daemon=True
         )
         self._thread = work
-        begin = time.perf_counter()
         work.start()
         if not self._asynchronous:
             self.drain()
-        self._blocked += time.perf_counter() - begin
 
     def drain(self) -> None:
         """Returns when nothing is being written any more."""
@@ -100,7 +98,9 @@ class Saver:
 
     def outcomes(self) -> list[Outcome]:
         """The saves that have ended since this was last asked, oldest first; the same on every rank, sooner or later."""
-        ended, self._outcomes = self._outcomes, []
+        ended = []
+        while self._outcomes:  # the writer may add to it meanwhile
+            ended.append(self._outcomes.pop(0))
         return ended
 
     def _write(self, step: int, snapshot: Snapshot, about: dict[str, Any], files: dict[str, bytes]) -> None:
@@ -112,7 +112,9 @@ class Saver:
             error = f"{type(failure).__name__}: {failure}"
         if error is not None and self.last_step == step:
             self.last_step = None
-        self._outcomes.append(Outcome(step, error, self._blocked, time.perf_counter() - begin, num_bytes))
+        seconds = time.perf_counter() - begin
+        blocked = self._blocked if self._asynchronous else self._blocked + seconds
+        self._outcomes.append(Outcome(step, error, blocked, seconds, num_bytes))
 
     def _try(
         self, step: int, snapshot: Snapshot, about: dict[str, Any], files: dict[str, bytes]

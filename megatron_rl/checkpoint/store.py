@@ -148,10 +148,10 @@ def _with_groups(loaded: dict[Any, Any], requested: dict[Any, Any], step: float)
                 for group in value
             ]
             result[key] = [group | ({"step": step} if "step" in group else {}) for group in groups]
-        elif key == "state" or key == "optimizer":
+        elif key == "optimizer":
             result[key] = _with_groups(loaded.get(key, {}), value, step)
-        elif key == "common_step":
-            result[key] = torch.tensor(step)
+        elif key == "state":
+            result[key] = loaded[key] | {"common_step": torch.tensor(step)}
         elif key not in result and not isinstance(value, ShardedBase | dict | list):
             result[key] = value
     return result
