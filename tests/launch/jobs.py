@@ -63,7 +63,7 @@ class Job:
 
     def wait_for_attempt(self, number: int, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
-        while not (self.run_dir / "logs" / f"attempt_{number}").exists():
+        while len(self.starts) < number:
             self.cluster.wait_for_state(self.number, "PENDING", "RUNNING", "COMPLETING")
             self.cluster.wait_for_state(self.number, "RUNNING", "COMPLETING")
             assert time.monotonic() < deadline, f"no attempt {number}:\n{self.cluster.output(self.number)}"
@@ -75,7 +75,8 @@ class Job:
     @property
     def starts(self) -> list[dict[str, str]]:
         """One record per start: job, restart, attempt, step, nodes."""
-        lines = (self.run_dir / "logs" / "starts").read_text().splitlines()
+        path = self.run_dir / "logs" / "starts"
+        lines = path.read_text().splitlines() if path.exists() else []
         return [dict(zip(words[1::2], words[2::2], strict=True)) for words in map(str.split, lines)]
 
 
