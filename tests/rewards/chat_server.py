@@ -58,6 +58,9 @@ class ChatServer:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         line, *rest = head.strip().split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (one.partition(":") for one in rest)}
+        if not line.startswith("POST"):  # somebody looks whether there is a server
+            writer.write(b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n")
+            return True
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
         number = len(self.requests)
         self.requests.append((line.split()[1], body, headers))
