@@ -114,7 +114,8 @@ def _convert(task: ToMegatron | ToHF, target: Path, workers: int, results: Any) 
 def measure(root: Path, gigabytes: float, workers: Sequence[int]) -> dict[str, Any]:
     source = root / "hf"
     total, largest = make_model(source, gigabytes)
-    copies, rows = [copy(source, root / "copy")], []
+    copies = [copy(source, root / "copy")]
+    rows: list[dict[str, Any]] = []
     for count in workers:
         there, back = root / f"megatron-{count}", root / f"back-{count}"
         tasks: list[tuple[str, ToMegatron | ToHF, Path]] = [

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,9 +113,13 @@ def in_parallel(
     try:
         futures = [pool.submit(_call, item) for item in items]
         wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            if future.done() and future.exception() is not None:
-                raise future.exception()  # type: ignore[misc]
+        failed = next((error for f in futures if f.done() and (error := f.exception()) is not None), None)
+        if isinstance(failed, BrokenProcessPool):
+            raise OSError(
+                "a worker process was killed (by hand, or for want of memory: try fewer --workers)"
+            ) from failed
+        if failed is not None:
+            raise failed
         return [future.result() for future in futures]
     finally:
         pool.shutdown(cancel_futures=True)

@@ -167,18 +167,21 @@ def _logits(side: tuple[Path, Path | None], progress: Progress, master: bool) ->
     folder, config = side
     vocab = Model.read(config or folder).description.dims["vocab"]
     tokens = torch.randint(vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    return _transformers(folder, tokens) if config is None else _megatron(folder, config, tokens, master)
+    return _transformers(folder, tokens) if config is None else megatron_logits(folder, config, tokens, master)
 
 
 def _transformers(folder: Path, tokens: Tensor) -> Tensor:
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         return model(tokens).logits[0]
 
 
-def _megatron(folder: Path, config: Path, tokens: Tensor, master: bool) -> Tensor:
+def megatron_logits(folder: Path, config: Path, tokens: Tensor, master: bool = False) -> Tensor:
+    """Logits [length, padded vocabulary] of tokens [1, length]; makes a process group of its own."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -195,15 +198,16 @@ def _megatron(folder: Path, config: Path, tokens: Tensor, master: bool) -> Tenso
         chunks = build_model(model.description.transformer, model.description.model, ActorConfig(), torch.float32)
         source = MegatronModel(folder, model.family, model.description, any_padding=True, master=master)
         load_hf_weights(chunks, model.family, model.hf_config, source, ParallelGroups.from_megatron())
-        offsets = torch.tensor([0, _TOKENS], dtype=torch.int32)
+        length = tokens.shape[1]
+        offsets = torch.tensor([0, length], dtype=torch.int32)
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=offsets,
             cu_seqlens_kv=offsets,
-            max_seqlen_q=_TOKENS,
-            max_seqlen_kv=_TOKENS,
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
         )
-        positions = torch.arange(_TOKENS)[None]
+        positions = torch.arange(length)[None]
         logits = chunks[0](tokens, positions, attention_mask=None, packed_seq_params=packed)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
