@@ -164,11 +164,15 @@ def _who(fact: Mapping[str, Any]) -> str:
 
 
 def where(fact: Mapping[str, Any]) -> str:
-    """Phase and step of a heartbeat, in words."""
+    """Phase and step of a heartbeat, and for how long, in words."""
+    return f"{place(fact)}, for {fact['time'] - fact['since']:.0f} s when last heard of"
+
+
+def place(fact: Mapping[str, Any]) -> str:
+    """Phase and step of a heartbeat."""
     phase = fact["phase"] if fact["phase"] == BETWEEN else f"in `{fact['phase']}`"
     step = f" of {fact['stage']} step {fact['step']}" if fact["stage"] else ""
-    seconds = fact["time"] - fact["since"]
-    return f"{phase}{step}, for {seconds:.0f} s when last heard of"
+    return f"{phase}{step}"
 
 
 def _state(fact: Mapping[str, Any], here: str) -> str:

@@ -366,7 +366,7 @@ class _Group:
 
     def _describe_oom_kill(self, rank: int) -> str:
         beat = heartbeats(postmortem.heartbeat_folder(self._log_dir)).get(rank)
-        doing = "before its first heartbeat" if beat is None else postmortem.where(beat)
+        doing = "before its first heartbeat" if beat is None else postmortem.place(beat)
         return f"rank {rank} was killed by the system because host memory ran out, {doing} (docs/out-of-memory.md)"
 
 

@@ -171,7 +171,7 @@ def _fail(error: Exception, expected: bool, config: Config, watchdog: Watchdog) 
     place = watchdog.folder / f"rank_{PROGRESS.rank}.txt"
     if out_of_memory:
         help_ = "\n".join(f"  {line}" for line in memory.remedies(PROGRESS.phase, config))
-        where = postmortem.where(PROGRESS.record())
+        where = postmortem.place(PROGRESS.record())
         print(
             f"megatron-rl: out of memory {where}, on rank {PROGRESS.rank} (node {PROGRESS.host}): {text}\n"
             f"memory in GiB:\n{_indented(table)}\nwhat would help here, what costs least first:\n{help_}\n"

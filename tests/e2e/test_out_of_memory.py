@@ -28,10 +28,9 @@ def test_the_message_has_the_phase_the_table_and_the_knobs(tmp_path: Path) -> No
     assert message.startswith("in `update` of RL step 1")
     assert "on rank 1 (node " in message.splitlines()[0]
     assert "can't allocate memory" in message
-    table = dict(
-        line.rsplit(maxsplit=1) for line in message.split("memory in GiB:\n")[1].split("what would")[0].splitlines()
-    )
-    table = {name.strip(): float(value) for name, value in table.items()}
+    shown = message.split("memory in GiB:\n")[1].split("what would")[0].splitlines()
+    rows = [line.rsplit(maxsplit=1) for line in shown if line.strip()]
+    table = {name.strip(): float(value) for name, value in rows}
     assert table["engine's KV cache"] == 0.1
     assert 0 < table["peak in generate, host"] < 10
     assert table["in use, host, this process"] > 0.05

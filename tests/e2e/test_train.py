@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 import yaml
 
 from megatron_rl.config import load_recipe
+from megatron_rl.runtime.run_status import read_status
 
 from .conftest import Finished
 from .job import RECIPE, rows, samples
@@ -56,7 +58,12 @@ def test_the_run_folder_is_complete(straight: Finished) -> None:
     )
     assert list((folder / "tensorboard").glob("events.*"))
     logs = folder / "logs" / "attempt_1"
-    assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
+    assert sorted(path.name for path in logs.glob("*.log")) == ["rank_0.log", "rank_1.log"]
+    assert json.loads((logs / "environment.json").read_text())["versions"]["megatron-core"]
+    assert not (folder / "postmortem").exists()
+    status = read_status(folder)
+    assert (status.state, status.step, status.checkpoint) == ("finished", STEPS, f"step_{STEPS}")
+    assert status.continue_with is None
     assert "Traceback" not in (logs / "rank_0.log").read_text() + (logs / "rank_1.log").read_text()
     assert [row["step"] for row in rows(folder, "sft/metrics.jsonl")] == [10, 20, 30]
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= {
