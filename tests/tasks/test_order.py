@@ -21,7 +21,8 @@ def test_an_epoch_has_every_prompt_once_and_the_next_is_shuffled_anew() -> None:
 @given(st.integers(1, 12), st.integers(-5, 5), st.lists(st.integers(0, 20), max_size=6))
 def test_any_way_of_taking_gives_the_same_sequence(size: int, seed: int, counts: list[int]) -> None:
     whole = PromptOrder(size, seed).take(0, sum(counts))
-    parts, order = [], PromptOrder(size, seed)
+    parts: list[int] = []
+    order = PromptOrder(size, seed)
     for count in counts:
         parts += order.take(len(parts), count)
     assert parts == whole
