@@ -60,17 +60,19 @@ def test_every_row_gets_one_and_equal_prompts_are_asked_once(data: Path) -> None
 
 def test_what_failed_is_asked_again_and_nothing_else(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def behave(number: int, body: dict[str, Any]) -> str:
-        return "status:500" if "question 3" in body["messages"][-1]["content"] else echo(number, body)
+        content = body["messages"][-1]["content"]
+        return "status:500" if "question 3" in content or "question 4" in content else echo(number, body)
 
     with serving(behave) as server:
         assert run(data, server.url) == 1
-    assert "2 rows have no rationale" in capsys.readouterr().err
+    assert "4 rows have no rationale" in capsys.readouterr().err
     assert not (data.parent / "out.jsonl").exists()
     with (data.parent / "out.jsonl.partial").open("a") as file:
         file.write('{"key": "torn')
     with serving(echo) as server:
+        assert run(data, server.url, "--max-requests", "1") == 1  # its answer must not be lost in the unfinished line
         assert run(data, server.url) == 0
-        assert len(server.requests) == 1
+        assert len(server.requests) == 2
     assert written(data) == EXPECTED
 
 
