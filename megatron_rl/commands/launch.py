@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def _launch(args: argparse.Namespace, root: Path) -> int:
     recipe = Path(args.recipe).resolve()
     if not recipe.is_relative_to(root):
         raise launch.LaunchError(f"{args.recipe} is not in {root}, which is what is packaged; put the recipe there")
+    if site and subprocess.run(("git", "-C", str(root), "check-ignore", "--quiet", str(recipe))).returncode == 0:
+        raise launch.LaunchError(f"git ignores {args.recipe}, so it would not be packaged; put the recipe elsewhere")
     os.chdir(root)
     name = str(recipe.relative_to(root))
     tasks = _tasks(args, name, args.nodes * per_node if per_node else None, root)
@@ -86,20 +89,23 @@ def _launch(args: argparse.Namespace, root: Path) -> int:
 
 
 def _tasks(args: argparse.Namespace, recipe: str, processes: int | None, root: Path) -> list[launch.Task]:
+    remote = args.host is not None
+    if remote:
+        if not args.user or not args.job_dir:
+            raise launch.LaunchError("--host needs --user, and --job-dir with a folder on the cluster")
+        root = Path(args.job_dir)  # where a relative run_dir is, there
     if args.chain and args.sweep:
         raise launch.LaunchError("--chain and --sweep: one or the other")
     if args.chain:
-        return launch.chain(recipe, args.overrides, processes, root)
+        return launch.chain(recipe, args.overrides, processes, root, remote)
     if args.sweep:
-        return launch.sweep(recipe, plan.read_sweep(args.sweep), args.overrides, processes, root)
-    return [launch.one(args.what, recipe, args.overrides, processes, root)]
+        return launch.sweep(recipe, plan.read_sweep(args.sweep), args.overrides, processes, root, remote)
+    return [launch.one(args.what, recipe, args.overrides, processes, root, remote)]
 
 
 def _tunnel(args: argparse.Namespace) -> Any:
     if args.host is None:
         return None
-    if not args.user or not args.job_dir:
-        raise launch.LaunchError("--host needs --user, and --job-dir with a folder on the cluster")
     import nemo_run
 
     return nemo_run.SSHTunnel(host=args.host, user=args.user, job_dir=args.job_dir, identity=args.identity)

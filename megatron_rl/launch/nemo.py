@@ -13,7 +13,6 @@ environment of its own (requirements/launch.txt).
 
 from __future__ import annotations
 
-import copy
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -172,7 +171,7 @@ def _script(task: Task, executor: run.Executor, python: str) -> run.Script:
 
 
 def _sized(task: Task, executor: run.Executor) -> run.Executor:
-    sized = copy.deepcopy(executor)
+    sized = executor.clone()
     if isinstance(sized, run.SlurmExecutor):
         sized.setup_lines = _SETUP
         if task.whole_job:

@@ -13,6 +13,8 @@ from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.rewards import check_rewards
 from megatron_rl.tasks import check_tasks
 
+_MISSING = "does not exist|[Nn]o such file"  # in a problem with a path
+
 
 class LaunchError(ValueError):
     """A launch that cannot work; the message says what to change."""
@@ -32,13 +34,17 @@ class Task:
         return self.arguments[0]
 
 
-def one(command: str, recipe: str, overrides: Sequence[str], processes: int | None, root: Path) -> Task:
+def one(
+    command: str, recipe: str, overrides: Sequence[str], processes: int | None, root: Path, remote: bool = False
+) -> Task:
     """A single run, with an absolute run folder."""
-    config = resolve(command, recipe, overrides, processes)
+    config = resolve(command, recipe, overrides, processes, remote)
     return Task(_name(command, recipe), (command, recipe, *overrides, f"run_dir={_run_dir(config, root)}"))
 
 
-def sweep(recipe: str, lines: Sequence[str], overrides: Sequence[str], processes: int | None, root: Path) -> list[Task]:
+def sweep(
+    recipe: str, lines: Sequence[str], overrides: Sequence[str], processes: int | None, root: Path, remote: bool = False
+) -> list[Task]:
     """One training run per line of overrides; each has a run folder named after its line.
 
     Raises:
@@ -48,7 +54,7 @@ def sweep(recipe: str, lines: Sequence[str], overrides: Sequence[str], processes
     for number, line in enumerate(lines):
         words = [*overrides, *shlex.split(line)]
         try:
-            config = resolve("train", recipe, words, processes)
+            config = resolve("train", recipe, words, processes, remote)
         except ConfigError as error:
             raise ConfigError(f"line {number + 1} of the sweep ({line}): {error}") from None
         folder = _run_dir(config, root) / f"{number:03d}-{re.sub(r'[^A-Za-z0-9=.,_]+', '_', line)}"
@@ -58,13 +64,13 @@ def sweep(recipe: str, lines: Sequence[str], overrides: Sequence[str], processes
     return tasks
 
 
-def chain(recipe: str, overrides: Sequence[str], processes: int | None, root: Path) -> list[Task]:
+def chain(recipe: str, overrides: Sequence[str], processes: int | None, root: Path, remote: bool = False) -> list[Task]:
     """Convert, train, evaluate, export: each after the one before has ended well.
 
     The Hugging Face folder `model.path` becomes a Megatron checkpoint cut for the recipe's layout; training starts from it;
     the last step's checkpoint is evaluated on the recipe's held-out tasks, and becomes a verified Hugging Face folder.
     """
-    config = resolve("train", recipe, overrides, processes)
+    config = resolve("train", recipe, overrides, processes, remote)
     path, run_dir, parallel = config.model.path, _run_dir(config, root), config.actor.parallel
     if path is None:
         raise LaunchError("a chain starts with a model to convert: set model.path to a Hugging Face folder")
@@ -101,14 +107,26 @@ def chain(recipe: str, overrides: Sequence[str], processes: int | None, root: Pa
     ]
 
 
-def resolve(command: str, recipe: str, overrides: Sequence[str], processes: int | None) -> Config:
+def resolve(command: str, recipe: str, overrides: Sequence[str], processes: int | None, remote: bool = False) -> Config:
     """The checked recipe, for this number of processes where it is known.
+
+    With `remote`, folders and files that are not here are left to the job, which checks the recipe again before it starts.
 
     Raises:
         ConfigError: one line per problem.
     """
-    machine = Machine(gpus=0, world_size=processes, local_world_size=processes)
-    config = check(load_recipe(recipe, [*overrides, "launch.processes=null"]), command=command, machine=machine)
+    config = load_recipe(recipe, [*overrides, "launch.processes=null"])
+    try:
+        return _check(config, command, processes)
+    except ConfigError as error:
+        elsewhere = all(re.search(_MISSING, line) for line in str(error).splitlines())
+        if remote and elsewhere:
+            return config
+        raise
+
+
+def _check(config: Config, command: str, processes: int | None) -> Config:
+    config = check(config, command=command, machine=Machine(0, processes, processes))
     try:
         check_tasks(config.tasks)
         check_rewards(config.rewards, {*config.tasks.train, *config.tasks.eval})

@@ -26,8 +26,7 @@ def launch(tmp_path: Path):
     """Runs `megatron-rl launch` on a recipe that lies inside the work tree, as it must."""
     if not PYTHON.exists():
         (pytest.fail if os.environ.get("MEGATRON_RL_CI") else pytest.skip)("no .venv-launch; make launch-setup")
-    recipe = REPOSITORY / "runs" / f"test-{os.getpid()}.yaml"
-    recipe.parent.mkdir(exist_ok=True)
+    recipe = Path(__file__).parent / f"test-{os.getpid()}.yaml"  # not committed, and packaged nevertheless
 
     def run(*arguments: str, environment: Mapping[str, str] = os.environ, **sections: object) -> tuple[int, str]:
         recipe.write_text(yaml.safe_dump({**SMALL, "run_dir": str(tmp_path / "run"), **sections}, sort_keys=False))
@@ -80,6 +79,19 @@ def test_a_recipe_that_cannot_run_is_refused(launch, tmp_path: Path) -> None:
     command = [str(PYTHON), "-m", "megatron_rl", "launch", str(outside), "--executor", "slurm", "--site", site]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, "is what is packaged" in done.stderr) == (2, True)
+
+
+def test_from_a_laptop(launch, tmp_path: Path) -> None:
+    site = REPOSITORY / "slurm" / "site.example.sh"
+    remote = ("--host", "login.invalid", "--user", "me", "--job-dir", "/lustre/me", "--dry-run")
+    no_model = {**SMALL["model"], "create": None, "path": "/lustre/models/qwen"}
+    options = ("--executor", "slurm", "--site", str(site), *remote, "run_dir=runs/x")
+    code, text = launch(*options, environment={**os.environ, "NEMORUN_HOME": str(tmp_path)}, model=no_model)
+    assert code == 0, text
+    assert re.search(r"#SBATCH --output=/lustre/me/test-\d+/", text)
+    assert "run_dir=/lustre/me/runs/x" in text
+    code, text = launch(*options, "trainer.stepz=1", environment={**os.environ, "NEMORUN_HOME": str(tmp_path)})
+    assert (code, "trainer.stepz" in text) == (2, True)
 
 
 def test_on_this_machine(launch, tmp_path: Path) -> None:
