@@ -253,10 +253,18 @@ nodes_answer() {
 }
 
 requeue() {
-  if ! scontrol show job --oneliner "$(job_name)" | grep -q ' JobState=RUNNING '; then
-    say "stopped; not requeued, since it was not the batch system that asked (scancel, or past the time limit)"
-    return
-  fi
+  case $(scontrol show job --oneliner "$(job_name)" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p') in
+    RUNNING) ;;
+    PENDING | REQUEUE*) # a node failed, and Slurm was faster; if this script ended by itself, that would be the job's end
+      say "Slurm has requeued the job, which continues after step $(newest_step)"
+      sleep 300
+      return
+      ;;
+    *)
+      say "stopped; not requeued, since it was not the batch system that asked (scancel, or past the time limit)"
+      return
+      ;;
+  esac
   refuse_more_starts_than "$MAX_REQUEUES_WITHOUT_PROGRESS"
   say "exit code $1: job $(job_name) is requeued, and continues after step $(newest_step)"
   scontrol requeue "$(job_name)" || {
