@@ -255,13 +255,9 @@ nodes_answer() {
 requeue() {
   case $(scontrol show job --oneliner "$(job_name)" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p') in
     RUNNING) ;;
-    PENDING | REQUEUE*) # a node failed, and Slurm was faster; if this script ended by itself, that would be the job's end
-      say "Slurm has requeued the job, which continues after step $(newest_step)"
+    *) # cancelled, past its limit, or requeued by Slurm for a lost node: an exit of ours must not become the job's end
+      say "stopped; what becomes of the job has been decided by Slurm"
       sleep 300
-      return
-      ;;
-    *)
-      say "stopped; not requeued, since it was not the batch system that asked (scancel, or past the time limit)"
       return
       ;;
   esac
