@@ -66,7 +66,8 @@ def _show_contents(console: Console, found: Contents, tensors: bool) -> None:
         facts.add_row(key, _text(value))
     for part, total in found.totals().items():
         dtypes = ", ".join(f"{dtype} {_size(count)}" for dtype, count in sorted(total["dtypes"].items()))
-        facts.add_row({"model": "weights", "optimizer": "optimizer state"}[part], f"{total['tensors']} tensors, {total['values']:,} values, {dtypes}")
+        what = {"model": "weights", "optimizer": "optimizer state"}[part]
+        facts.add_row(what, f"{total['tensors']} tensors, {total['values']:,} values, {dtypes}")
     facts.add_row("files", f"{len(found.files)}, {_size(sum(found.files.values()))}")
     console.print(facts)
     if tensors:

@@ -106,7 +106,7 @@ def arm(kill: Kill) -> None:
             passing(name)
             enter(name)
 
-        PROGRESS.enter = entered  # type: ignore[method-assign]
+        PROGRESS.enter = entered  # type: ignore[method-assign, assignment]
 
 
 def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,8 @@ def create_model(folder: str | Path, config: CreateModelConfig, seed: int) -> No
 
     Matrices, embedding and output layer are normal with standard deviation `init_std`, whatever the depth; norms are 1.
     The tokenizer maps every word of `words` and every other character of `characters` to one token, after `<pad>` (0) and
-    `<eos>` (1); where several words begin, the longest counts. It adds no token by itself. Rows up to `vocab_size` are named `<unused_i>`, so that every id decodes.
+    `<eos>` (1); where several words begin, the longest counts. It adds no token by itself. Rows up to `vocab_size` are named
+    `<unused_i>`, so that every id decodes.
 
     Raises:
         ValueError: sizes that no Qwen3 model can have, or characters that do not fit the vocabulary.
