@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import to_yaml
+from megatron_rl.config.checks import reward_columns
+from megatron_rl.config.methods import load_plugins
 from megatron_rl.config.schema import Config, TaskConfig
 from megatron_rl.preflight.findings import FAILED, WARNING
 from megatron_rl.runtime.provenance import versions
@@ -215,31 +217,51 @@ def check_limits(config: Config) -> Problems:
 
 
 def check_endpoints(config: Config) -> Problems:
-    """Judges and reward models that the recipe's rewards ask over HTTP."""
-    for column, reward in config.rewards.items():
-        urls = reward.params.get("urls", [])
+    """Judges and reward models that the run will ask over HTTP.
+
+    Of several equal servers one that is silent is a warning. So are all of them where this run folder has kept answers: a
+    judge that goes away during a run does not end it (its `unanswered` decides), nor does it keep it from going on.
+    """
+    for column in _computed(config):
+        reward = config.rewards[column]
+        urls = reward.params.get("urls") or []
         key = reward.params.get("api_key_env")
         if key and not os.environ.get(str(key)):
             yield FAILED, f"rewards.{column}: the environment variable {key} (api_key_env) is not set"
             continue
-        for url in [urls] if isinstance(urls, str) else urls:
-            problem = _ask(str(url), os.environ.get(str(key)) if key else None)
-            if problem:
-                yield FAILED, f"rewards.{column}: {url}: {problem}"
+        urls = [urls] if isinstance(urls, str) else urls
+        answers = {str(url): _ask(str(url), os.environ.get(str(key)) if key else None) for url in urls}
+        kept = any((Path(config.run_dir) / "answers" / column).glob("rank*.jsonl"))
+        silent = all(level for level, _ in answers.values())
+        for url, (level, problem) in answers.items():
+            if level == WARNING and silent and not kept:
+                level = FAILED
+            elif level == WARNING and silent:
+                problem += "; what it has answered before is kept, for the rest `unanswered` decides"
+            if level:
+                yield level, f"rewards.{column}: {url}: {problem}"
 
 
-def _ask(url: str, key: str | None) -> str | None:
-    """What is wrong with a server that speaks the OpenAI API; any answer but a refusal will do."""
+def _computed(config: Config) -> list[str]:
+    try:
+        load_plugins(config.algorithm.plugins)
+        return reward_columns(config)
+    except ValueError:  # the check of the recipe says what is wrong
+        return list(config.rewards)
+
+
+def _ask(url: str, key: str | None) -> tuple[str, str]:
+    """Level and problem of a server that speaks the OpenAI API; empty for any answer but a refusal."""
     request = urllib.request.Request(f"{url.rstrip('/')}/models", headers={"User-Agent": "megatron-rl"})
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(request, timeout=5.0):
-            return None
+            return "", ""
     except urllib.error.HTTPError as error:
-        return f"HTTP {error.code}: the key is refused" if error.code in (401, 403) else None
+        return (FAILED, f"HTTP {error.code}: the key is refused") if error.code in (401, 403) else ("", "")
     except (OSError, ValueError) as error:
-        return f"not reachable ({getattr(error, 'reason', error)})"
+        return WARNING, f"not reachable ({getattr(error, 'reason', error)})"
 
 
 def check_gpus(config: Config) -> Problems:

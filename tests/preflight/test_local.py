@@ -127,7 +127,27 @@ def test_a_judge_must_answer_and_take_the_key(config: Config, judge: str, monkey
     assert texts[0] == f"rewards.quality: {judge}: HTTP 401: the key is refused"
     assert texts[1].startswith(f"rewards.quality: {silent}: not reachable (")
     monkeypatch.setenv("JUDGE_KEY", "right")
-    assert len(list(local.check_endpoints(config))) == 1, "only the silent one is left"
+    [(level, text)] = local.check_endpoints(config)
+    assert (level, silent in text) == (WARNING, True), "requests go to the other one"
+
+
+def test_a_silent_judge_keeps_a_run_from_starting_but_not_from_going_on(config: Config) -> None:
+    silent = [f"http://127.0.0.1:{free_port()}/v1" for _ in range(2)]
+    config.rewards["quality"] = RewardConfig(reward="judge", params={"urls": silent})
+    assert [level for level, _ in local.check_endpoints(config)] == [FAILED, FAILED]
+    kept = Path(config.run_dir) / "answers" / "quality"
+    kept.mkdir(parents=True)
+    assert [level for level, _ in local.check_endpoints(config)] == [FAILED, FAILED], "nothing is kept there yet"
+    (kept / "rank0.jsonl").write_text('{"key": "a", "score": 1.0, "reply": ""}\n')
+    assert [level for level, _ in local.check_endpoints(config)] == [WARNING, WARNING]
+
+
+def test_a_judge_that_no_estimator_asks_may_be_silent(config: Config) -> None:
+    params = {"urls": f"http://127.0.0.1:{free_port()}/v1"}
+    config.rewards["judge"] = RewardConfig(reward="judge", when_needed=True, params=params)
+    assert not list(local.check_endpoints(config))
+    config.algorithm.estimator.name = "awpo"
+    assert [level for level, _ in local.check_endpoints(config)] == [FAILED]
 
 
 def test_what_nvidia_smi_says_is_understood() -> None:
