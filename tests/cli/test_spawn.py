@@ -28,6 +28,9 @@ import os, signal, sys, time
 from pathlib import Path
 rank = int(os.environ["RANK"])
 folder = Path(sys.argv[1])
+def wait_for_rank_0():
+    while not (folder / "pid_0").exists():
+        time.sleep(0.01)
 def here(name="pid"):
     (folder / f"{name}_{rank}.tmp").write_text(str(os.getpid()))
     (folder / f"{name}_{rank}.tmp").rename(folder / f"{name}_{rank}")
@@ -99,6 +102,7 @@ def test_a_failure_ends_the_others_and_is_told(launch) -> None:
     launched = launch("""
         here()
         if rank == 1:
+            wait_for_rank_0()
             raise ValueError("what went wrong")
         time.sleep(60)
     """)
@@ -153,6 +157,7 @@ def test_whoever_does_not_end_when_asked_is_killed_with_its_children(launch) -> 
         (folder / f"child_{rank}").write_text(str(child.pid))
         here()
         if rank == 1:
+            wait_for_rank_0()
             sys.exit(3)
         time.sleep(60)
     """)
