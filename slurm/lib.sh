@@ -255,9 +255,13 @@ nodes_answer() {
 requeue() {
   case $(scontrol show job --oneliner "$(job_name)" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p') in
     RUNNING) ;;
-    *) # cancelled, past its limit, or requeued by Slurm for a lost node: an exit of ours must not become the job's end
-      say "stopped; what becomes of the job has been decided by Slurm"
-      sleep 300
+    CANCELLED | TIMEOUT | DEADLINE | COMPLETED | FAILED) # the job's end, whatever this script does
+      say "stopped; Slurm has ended the job"
+      return
+      ;;
+    *) # requeued by Slurm, for a lost node or a preemption: an exit of ours must not become the job's end
+      say "stopped; Slurm has requeued the job"
+      sleep 300 # Slurm ends this script
       return
       ;;
   esac

@@ -63,7 +63,7 @@ TCPTimeout=5
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {nodes}
-PartitionName=normal Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60 OverSubscribe=NO
+PartitionName=normal Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=300 OverSubscribe=NO
 PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF OverSubscribe=NO
 """
 _NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 CoresPerSocket=8 RealMemory=4000"
@@ -99,7 +99,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 120, what: obje
 
 
 class Cluster:
-    """Two nodes, n1 and n2, of eight processors each; partitions `normal` (preemptible, 60 s of grace) and `urgent`."""
+    """Two nodes, n1 and n2, of eight processors each; partitions `normal` (preemptible, 300 s of grace) and `urgent`."""
 
     def __init__(self) -> None:
         end_leftovers()

@@ -18,7 +18,7 @@ SCONTROL = """#!/usr/bin/env bash
 case "$1 $2" in
   "show hostnames") for i in $(seq -f %03g 3 $((2 + SLURM_JOB_NUM_NODES))); do echo "gpu$i"; done ;;
   "show node") echo "NodeName=$4 Arch=x86_64 NodeAddr=10.0.0.${4#gpu} NodeHostName=$4" ;;
-  "show job") echo "JobId=$4 JobState=RUNNING Reason=None EndTime=2099-01-01T00:00:00 StdOut=/x" ;;
+  "show job") echo "JobId=$4 JobState=${JOB_STATE:-RUNNING} Reason=None EndTime=2099-01-01T00:00:00 StdOut=/x" ;;
   *) echo "scontrol $*" >> "$RECORD" ;;
 esac
 """
@@ -30,7 +30,12 @@ SRUN = """#!/usr/bin/env bash
 [[ ${!#} != true ]] || exit "${NODE_LOST:-0}"
 exit "${SRUN_EXIT:-0}"
 """
-STAND_INS = {"scontrol": SCONTROL, "srun": SRUN, "squeue": "#!/bin/sh\n", "sleep": "#!/bin/sh\n"}
+STAND_INS = {
+    "scontrol": SCONTROL,
+    "srun": SRUN,
+    "squeue": "#!/bin/sh\n",
+    "sleep": '#!/bin/sh\necho "sleep $1" >> "$RECORD"\n',
+}
 
 
 class Batch:
@@ -110,6 +115,14 @@ def test_which_ends_are_answered_with_a_requeue(tmp_path: Path, code: int, again
     batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), SRUN_EXIT=str(code))
     assert batch.code == code
     assert ("scontrol requeue 1234\n" in batch.record) == again
+
+
+@pytest.mark.parametrize(("state", "waits"), [("CANCELLED", False), ("TIMEOUT", False), ("PENDING", True)])
+def test_where_slurm_has_decided_the_script_does_not_requeue(tmp_path: Path, state: str, waits: bool) -> None:
+    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), SRUN_EXIT="75", JOB_STATE=state)
+    assert batch.code == 75
+    assert "scontrol requeue" not in batch.record
+    assert ("sleep 300\n" in batch.record) == waits  # of a job that Slurm has requeued, an exit would be the end
 
 
 @pytest.mark.parametrize("code", ["1", "137", "143"])
