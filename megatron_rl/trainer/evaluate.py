@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,8 @@ def evaluate_only(run: Run, resume: str) -> None:
         model = {"door": "checkpoint", "path": str(folder), "step": store.read_state(folder)["progress"]["step"]}
     run.start_engine()
     run.report.begin("evaluation", 0, 1)
-    finish(run.report, model, *_answer(run, step=0), begin)
+    summaries, responses = _answer(run, step=0)
+    finish(run.report, model, summaries, responses, run.take_counters(), begin)
 
 
 def finish(
@@ -81,12 +82,18 @@ def finish(
     model: dict[str, Any],
     summaries: Sequence[TaskSummary],
     responses: dict[str, Responses],
+    counters: Mapping[str, float],
     begin: float,
 ) -> None:
-    """Writes what an evaluation found: `metrics.jsonl`, `evaluation.json`, `samples/<task>.jsonl`; and prints the table."""
+    """Writes what an evaluation found: `metrics.jsonl`, `evaluation.json`, `samples/<task>.jsonl`; and prints the table.
+
+    Args:
+        counters: what slow rewards did, for `metrics.jsonl`.
+        begin: when the evaluation began, in seconds since the epoch.
+    """
     config, run_dir = report.config, report.run_dir
     across = overall(config, summaries)
-    report.log(0, metrics_of(summaries, across))
+    report.log(0, {**metrics_of(summaries, across), **counters})
     if not report.active:
         return
     for summary in summaries:

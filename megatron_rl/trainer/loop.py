@@ -35,7 +35,8 @@ def train(run: Run, resume: str) -> None:
     """RL from the recipe's start (after its SFT warm-up, if it has one) or from a checkpoint, to `trainer.steps`."""
     config = run.config
     total_updates = config.trainer.steps * config.trainer.minibatches * config.trainer.epochs
-    if not load_checkpoint(run, resume, config.actor.optimizer, total_updates):
+    resumed = load_checkpoint(run, resume, config.actor.optimizer, total_updates)
+    if not resumed:
         if config.sft.steps:
             supervise(run)
         if run.algorithm.needs_reference:
@@ -50,9 +51,9 @@ def train(run: Run, resume: str) -> None:
         return
     run.start_engine()
     run.report.begin("RL", state.step, config.trainer.steps)
-    if state.step == 0:
+    if not resumed:  # a checkpoint, also that of step 0, was written after this
         scores = evaluate(run, step=0)
-        run.report.log(0, scores)
+        run.report.log(0, scores | run.take_counters())
         if config.checkpoint.every:
             run.hand_device_to_actor()
             save(run, scores)
@@ -112,13 +113,14 @@ def step(run: Run) -> None:
     run.state.step = number
 
     seconds = run.phases.take()
-    metrics = estimate.metrics | reward_metrics(table) | response_metrics(rollouts) | learned | run.take_counters()
+    metrics = estimate.metrics | reward_metrics(table) | response_metrics(rollouts) | learned
     metrics |= save_metrics(run)
     metrics |= (
         {"sync/logprob_max_diff": mismatch} | throughput(rollouts, seconds) | seconds | run.phases.memory.metrics()
     )
     if (config.trainer.eval_every and number % config.trainer.eval_every == 0) or number == config.trainer.steps:
         metrics |= evaluate(run, number)
+    metrics |= run.take_counters()
     run.report.log(number, metrics)
     run.report.samples(number, samples, rollouts, estimate.advantages)
     if log is not None:

@@ -23,6 +23,7 @@ from megatron_rl.runtime.distributed import Grid
 from megatron_rl.tasks import filter_by_length, load_tasks
 from megatron_rl.trainer.evaluate import Responses, evaluation_seed_step, finish
 from megatron_rl.trainer.report import Reporter
+from megatron_rl.trainer.sample import scoring_metrics
 
 _ALONE = Grid(rank=0, world=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dp=1, dp_rank=0, host_group=None)
 _SHOWN = 3  # reasons of failed requests that are printed
@@ -49,7 +50,7 @@ def evaluate_served(config: Config, urls: Sequence[str], name: str | None) -> in
         tasks = _load(config, report, tokenizer)
         report.start_over()
         report.begin("evaluation", 0, 1)
-        summaries, responses, failures = _answer(config, report, tokenizer, server, tasks)
+        summaries, responses, failures, counters = _answer(config, report, tokenizer, server, tasks)
     except (ValueError, OSError, EndpointError, RewardError) as error:
         report.close()
         print(f"megatron-rl: {error}", file=sys.stderr)
@@ -59,7 +60,7 @@ def evaluate_served(config: Config, urls: Sequence[str], name: str | None) -> in
         print("megatron-rl: stopped; the evaluation is not complete and nothing was written", file=sys.stderr)
         return 128 + signal.SIGINT
     model = {"door": "endpoint", "urls": list(server.urls), "served_name": server.name, "tokenizer": config.model.path}
-    finish(report, model, summaries, responses, begin)
+    finish(report, model, summaries, responses, counters, begin)
     report.summary()
     report.close()
     return _verdict(config, failures, sum(summary.responses for summary in summaries))
@@ -79,10 +80,21 @@ def _load(config: Config, report: Reporter, tokenizer: Any) -> dict[str, list[Sa
 
 def _answer(
     config: Config, report: Reporter, tokenizer: Any, server: Server, tasks: dict[str, list[Sample]]
+) -> tuple[list[TaskSummary], dict[str, Responses], list[Unanswered], dict[str, float]]:
+    scorer = Scorer(config.rewards, make_algorithm(config.algorithm).estimator.needs.columns)
+    scorer.open(report.run_dir, _ALONE.rank, _ALONE.world)
+    try:
+        summaries, responses, failures = _answer_and_score(config, report, tokenizer, server, tasks, scorer)
+        return summaries, responses, failures, scoring_metrics(scorer.take_report())
+    finally:
+        scorer.close()
+
+
+def _answer_and_score(
+    config: Config, report: Reporter, tokenizer: Any, server: Server, tasks: dict[str, list[Sample]], scorer: Scorer
 ) -> tuple[list[TaskSummary], dict[str, Responses], list[Unanswered]]:
     trainer = config.trainer
     sampling = Sampling(trainer.eval_temperature, trainer.eval_top_p, config.rollout.max_tokens)
-    scorer = Scorer(config.rewards, make_algorithm(config.algorithm).estimator.needs.columns)
     summaries: list[TaskSummary] = []
     responses: dict[str, Responses] = {}
     failures: list[Unanswered] = []

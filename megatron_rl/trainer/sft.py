@@ -74,7 +74,7 @@ def _train(run: Run, start: int, whole: bool) -> None:
             run.state.step = step
             if step == config.steps and run.eval_samples:
                 run.start_engine()
-                metrics |= evaluate(run, step)
+                metrics |= evaluate(run, step) | run.take_counters()
         if step % config.log_every == 0 or step == config.steps:
             run.report.log_sft(step, metrics)
         if snapshot is not None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rewards import chat_server
 from transformers import AutoTokenizer
 
 from megatron_rl.cli import main
@@ -125,8 +128,11 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
+ONE_MAY_FAIL = "evaluation.endpoint.max_failed_share=0.25"
+
+
 def double(model: Path) -> Rule:
-    """Says the sum, as text in the model's tokens."""
+    """Says the sum, as text in the model's tokens; fails for 3."""
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def rule(request: dict[str, Any], attempt: int) -> tuple[int, dict[str, Any]]:
@@ -149,7 +155,7 @@ def test_failed_requests_are_shown_and_fail_the_command(
         shown = capsys.readouterr()
         assert "1 requests (25.0%) stayed unanswered" in shown.err
         assert "failed" in shown.out
-        assert main([*arguments, "evaluation.endpoint.max_failed_share=0.25"]) == 0
+        assert main([*arguments, ONE_MAY_FAIL]) == 0
     content = json.loads((recipe.parent / "run" / "evaluation.json").read_text())
     assert content["failed_requests"] == 1
     assert content["metrics"]["eval/sums/avg@1"]["value"] == pytest.approx(2 / 3), "8 is wrong; the lost one is not"
@@ -188,3 +194,51 @@ def test_a_training_runs_folder_is_not_touched(model: Path, recipe: Path, capsys
         main(arguments)
     assert {path.name for path in run.iterdir()} == {"checkpoints", "evaluation"}
     assert (run / "evaluation" / "endpoint" / "evaluation.json").exists()
+
+
+def test_a_judge_is_asked_once_also_by_the_next_evaluation(model: Path, recipe: Path) -> None:
+    def grade(number: int, body: dict[str, Any]) -> str:
+        return f"score:{(0.25, 1.0, 0.5)[number]}"
+
+    def last_row() -> dict[str, float]:
+        return dict(json.loads((recipe.parent / "run" / "metrics.jsonl").read_text().splitlines()[-1]))
+
+    with serving(double(model)) as server, chat_server.serving(grade) as judge:
+        arguments = ["evaluate", str(recipe), "--model", str(model), "--endpoint", server.url, ONE_MAY_FAIL]
+        arguments += ["rewards.judge.reward=judge"]
+        arguments += ["rewards.judge.params.model=m", f"rewards.judge.params.urls={judge.url}"]
+        assert main(arguments) == 0
+        first = last_row()
+        assert (first["judge/scored"], first["judge/requests"], len(judge.requests)) == (3, 3, 3)
+        samples = recipe.parent / "run" / "samples" / "sums.jsonl"
+        grades = [json.loads(line)["rewards"]["judge"] for line in samples.read_text().splitlines()]
+        assert sorted(grades) == [0.25, 0.5, 1.0]
+
+        assert main(arguments) == 0
+        again = last_row()
+        assert (again["judge/scored"], again["judge/requests"], len(judge.requests)) == (3, 0, 3)
+        assert [json.loads(line)["rewards"]["judge"] for line in samples.read_text().splitlines()] == grades
+
+
+# Runs the command line where neither Megatron-Core nor vLLM can be imported.
+WITHOUT_ENGINE = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("megatron", "vllm", "transformer_engine"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent())
+from megatron_rl.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_machine_without_megatron_and_vllm_can_ask_a_server(model: Path, recipe: Path) -> None:
+    with serving(double(model)) as server:
+        arguments = ["evaluate", str(recipe), "--model", str(model), "--endpoint", server.url, ONE_MAY_FAIL]
+        command = [sys.executable, "-c", WITHOUT_ENGINE, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (recipe.parent / "run" / "evaluation.json").exists()
