@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.gather import StandIns
 from megatron_rl.checkpoint.manifest import Piece
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
@@ -63,7 +64,7 @@ def sharded_state(chunks: list[Any], optimizer: Any, loading: bool) -> dict[str,
     model = sharded_model(chunks)
     # The optimizer wants one flat dictionary of the model's tensors to find its own by.
     flat = model["model0"] if len(chunks) == 1 else model
-    with _buckets_in_place():
+    with _buckets_in_place() if loading else contextlib.nullcontext():
         return model | {"optimizer": optimizer.sharded_state_dict(flat, is_loading=loading, metadata=metadata)}
 
 
@@ -71,8 +72,8 @@ def sharded_state(chunks: list[Any], optimizer: Any, loading: bool) -> dict[str,
 def _buckets_in_place() -> Iterator[None]:
     """Lets Megatron-Core 0.16 find the distributed optimizer's state where a buffer has several buckets.
 
-    It gathers the buckets without the padding between them, and then looks every parameter up by where it lies with the
-    padding: with tied embeddings over pipeline stages, which have a bucket of their own, it would save shifted state.
+    It makes room for the buckets without the padding between them, and then looks every parameter up by where it lies with
+    the padding: with tied embeddings over pipeline stages, which have a bucket of their own, it would load shifted state.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -131,8 +132,10 @@ class Snapshotter:
         )
 
         grid = self._grid
+        stand_ins = StandIns()
         with device.megatron():
-            state = sharded_state(chunks, optimizer, loading=False)
+            with stand_ins.in_use():
+                state = sharded_state(chunks, optimizer, loading=False)
             # Whether every shard has exactly one rank that writes it cannot change within a run.
             sharded, common = save_preprocess(state, validate_access_integrity=not self._buffers)
             self._divide(sharded)
@@ -145,9 +148,20 @@ class Snapshotter:
         items: list[tuple[MetadataIndex, Tensor | bytes]] = []
         for item in planner.finish_plan(plan).items:
             data = planner.resolve_data(item)
-            items.append(
-                (item.index, self._copy(item.index, data) if isinstance(data, Tensor) else bytes(data.getbuffer()))
-            )
+            if not isinstance(data, Tensor):
+                items.append((item.index, bytes(data.getbuffer())))
+                continue
+            host = self._host(item.index, data)
+            items.append((item.index, host))
+            if data in stand_ins and data.is_contiguous():
+                stand_ins.want(data, host)
+            elif stand_ins and item.index.fqn.startswith("optimizer.state."):
+                raise RuntimeError(
+                    f"the optimizer's {item.index.fqn} is not laid out as its parameter; it cannot be saved"
+                )
+            else:
+                host.copy_(data.detach(), non_blocking=True)
+        stand_ins.gather(optimizer)
         device.synchronize()
         return Snapshot(items, _pickled(common) if grid.is_main else b"", metadata)
 
@@ -165,13 +179,13 @@ class Snapshotter:
             self._division = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
         self._division.apply_saving_parallelization(sharded)
 
-    def _copy(self, index: MetadataIndex, tensor: Tensor) -> Tensor:
-        """The tensor's values in host memory; complete after the device has been synchronised."""
+    def _host(self, index: MetadataIndex, tensor: Tensor) -> Tensor:
+        """Host memory for the tensor's values."""
         buffer = self._buffers.get(index)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.has_gpu())
             self._buffers[index] = buffer
-        return buffer.copy_(tensor.detach(), non_blocking=True)
+        return buffer
 
 
 def write_share(snapshot: Snapshot, folder: Path, rank: int) -> list[Written]:
