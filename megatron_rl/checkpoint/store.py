@@ -22,6 +22,7 @@ from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 
 _STEP = re.compile(r"step_(\d+)")
+_HYPERPARAMETERS = ("betas", "eps", "weight_decay")  # of a group of parameters; the learning rate is set at every step
 _SHOWN = 3  # damaged or unfitting tensors that a message names
 
 
@@ -31,6 +32,8 @@ class CheckpointError(RuntimeError):
 
 def load(folder: Path, chunks: list[Any], optimizer: Any, grid: Grid) -> None:
     """Fills the model chunks and the optimizer from `folder`, whatever layout it was saved at; every rank calls it.
+
+    The optimizer's state is the checkpoint's; its betas, epsilon and weight decay stay what they are.
 
     Raises:
         CheckpointError: on every rank, before anything is changed, if its tensors are not those of this model and optimizer.
@@ -45,10 +48,13 @@ def load(folder: Path, chunks: list[Any], optimizer: Any, grid: Grid) -> None:
         loaded = dist_checkpointing.load(tensors, str(folder))
         for i, chunk in enumerate(chunks):
             chunk.load_state_dict(loaded[f"model{i}"], strict=True)
+        own = [{key: group[key] for key in _HYPERPARAMETERS} for group in optimizer.param_groups]
         common = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
         with _keeping_adam_steps():
             optimizer.load_state_dict(_regrouped(loaded["optimizer"], tensors["optimizer"], common))
     _separate_adam_steps(optimizer)
+    for group, kept in zip(optimizer.param_groups, own, strict=True):
+        group |= kept
 
 
 def load_model(folder: Path, chunks: list[Any]) -> None:

@@ -204,5 +204,10 @@ def try_to_load(root: str, layout: Layout, folders: list[str]) -> None:
         except store.CheckpointError as error:
             said[folder] = str(error)
             assert all(torch.equal(before[name], tensor) for name, tensor in actor.iter_hf_weights())
+    changed = OptimizerConfig(lr=1e-3, betas=[0.5, 0.6], eps=1e-5, weight_decay=0.3, distributed=layout.distributed)
+    actor.start_optimizer(changed, UPDATES)
+    load(actor, Path(folders[-1]), 2)
+    groups = actor.optimizer.param_groups
+    said["groups"] = str([(tuple(group["betas"]), group["eps"], group["weight_decay"]) for group in groups])
     torch.save(said, Path(root) / f"said_{layout.name}_{actor.grid.rank}.pt")
     close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -216,7 +217,8 @@ def said(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
         folders[name] = str(folder)
     spawn(try_to_load, 2, str(root), Layout(tensor=2), [*folders.values(), str(root / "sync" / "step_1")])
     first = torch.load(root / f"said_{Layout(tensor=2).name}_1.pt")
-    return {name: first[folder] for name, folder in folders.items()} | {"good": first[str(root / "sync" / "step_1")]}
+    rest = {"good": first[str(root / "sync" / "step_1")], "groups": first["groups"]}
+    return {name: first[folder] for name, folder in folders.items()} | rest
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -224,6 +226,12 @@ def test_what_does_not_fit_the_model_is_refused_by_tensor_and_file(said: dict[st
     assert said["good"] == "loaded"
     for part in CHANGES[change][1]:
         assert part in said[change]
+
+
+def test_the_recipes_betas_epsilon_and_weight_decay_win_over_the_checkpoints(said: dict[str, str]) -> None:
+    groups = ast.literal_eval(said["groups"])
+    assert groups
+    assert set(groups) == {((0.5, 0.6), 1e-5, 0.3)}
 
 
 # ------------------------------------------------------------------------------------------------------------ retention
