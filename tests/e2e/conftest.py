@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,12 @@ from .job import Job, processes_of, segments, variable
 
 # An estimator with a state, a reference policy, several updates per step: what a resume has to bring back.
 STATEFUL = ("algorithm.preset=awpo", "algorithm.kl.coef=0.01")
+
+
+@pytest.fixture(autouse=True)
+def no_job_outlives_its_test() -> Iterator[None]:
+    yield
+    Job.end_all()
 
 
 @dataclass

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -61,6 +61,8 @@ def write_recipe(folder: Path) -> Path:
 class Job:
     """A running `megatron-rl` command with its ranks."""
 
+    started: ClassVar[list[Job]] = []
+
     def __init__(
         self, folder: Path, *arguments: str, command: str = "train", environment: Mapping[str, str] | None = None
     ) -> None:
@@ -73,6 +75,15 @@ class Job:
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
         )
         self.stdout = self.stderr = ""
+        Job.started.append(self)
+
+    @classmethod
+    def end_all(cls) -> None:
+        """Kills what still runs: jobs of tests that failed before they came to the end."""
+        while cls.started:
+            job = cls.started.pop()
+            if job.process.poll() is None:
+                job.kill()
 
     def ranks(self) -> dict[int, int]:
         """Rank -> process id of the ranks that run."""

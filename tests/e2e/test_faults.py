@@ -75,8 +75,12 @@ def test_a_full_disk_costs_a_run_that_goes_on_only_the_save(folder: Path) -> Non
     for pid in ranks:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     job.wait_for(lambda: checkpoints(job)[-1] > failed)
+    metrics = job.run_dir / "metrics.jsonl"
+    job.wait_for(
+        lambda: metrics.stat().st_size > 30_000
+    )  # longer than the ranks' logs, which can still be written then
     for pid in ranks:  # not even a row of metrics.jsonl has room now
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (metrics.stat().st_size, resource.RLIM_INFINITY))
     assert job.finish() == 1
     assert "could not save" in job.stdout
     assert "training goes on" in job.stdout
