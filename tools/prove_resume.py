@@ -5,7 +5,9 @@ python tools/prove_resume.py RECIPE [--kills 10] [--presets all|a,b] [--steps 4]
 For every preset: one run without interruption, and one whose processes are all killed with SIGKILL at points drawn at
 random (while it generates, rewards, trains, saves, syncs, writes a checkpoint, makes it current) and that is started again
 after each. Then metrics (all but times and memory), samples, every tensor of the last checkpoint (weights and optimizer), the
-estimator's state and the export are compared. Writes `table.md`; ends with 1 where anything differs.
+estimator's state and the export are compared. In every run Python's, NumPy's and torch's generators get another random state
+at every phase, so that a state which a checkpoint would have to carry shows. Writes `table.md`; ends with 1 where anything
+differs.
 """
 
 from __future__ import annotations
@@ -71,11 +73,31 @@ class Proof:
 
 # --------------------------------------------------------------------------------------------------------- in a rank
 def as_rank(run_dir: str, kill: Kill | None) -> int:
+    scramble()
     if kill is not None and os.environ["RANK"] == "0":
         arm(kill)
     from megatron_rl.trainer.main import main as run_rank
 
     return run_rank("train", run_dir, "auto")
+
+
+def scramble() -> None:
+    """Gives every generator of random numbers another state whenever a phase begins: a run may depend on none of them."""
+    import numpy as np
+    import torch
+
+    from megatron_rl.runtime.progress import PROGRESS
+
+    enter = PROGRESS.enter
+
+    def entered(phase: str) -> None:
+        seed = int.from_bytes(os.urandom(4), "little")
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        enter(phase)
+
+    PROGRESS.enter = entered  # type: ignore[method-assign]
 
 
 def arm(kill: Kill) -> None:
