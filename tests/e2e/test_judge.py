@@ -1,0 +1,57 @@
+"""A judge over HTTP in a real run: asked while others generate, counted once, and not asked again by a resumed run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rewards.chat_server import serving
+
+from .job import Job, rows
+
+
+def grade(number: int, body: dict[str, Any]) -> str:
+    """By the candidate's length alone, so that the order of requests plays no part; some never get an answer."""
+    candidate = body["messages"][-1]["content"].rpartition("\n</candidate_")[0].rpartition(">\n")[2]
+    return "text:hm" if len(candidate) % 7 == 6 else f"score:{(0.0, 0.25, 0.5, 0.75, 0.9, 1.0)[len(candidate) % 6]}"
+
+
+def test_a_run_with_a_judge_and_its_resume_without_one(tmp_path: Path) -> None:
+    options = ("algorithm.preset=awpo", "sft.steps=10", "trainer.steps=3", "trainer.eval_every=0", "checkpoint.every=1")
+    options += ("rewards.judge.reward=judge", "rewards.judge.params.model=m")
+    with serving(grade) as server:
+        job = Job(tmp_path / "a", *options, f"rewards.judge.params.urls={server.url}")
+        assert job.finish() == 0, job.stderr
+        asked = len(server.requests)
+    assert sum(row["judge/requests"] for row in rows(job.run_dir)) == asked, "evaluations included"
+    steps = {row["step"]: row for row in rows(job.run_dir) if row["step"]}
+    for row in steps.values():
+        assert row["judge/scored"] >= 32
+        assert row["judge/scored"] == row["judge/cache_hits"] + row["judge/requests"]
+        assert row["judge/requests"] == row["judge/replies"]
+        assert row["judge/unanswered"] == row["judge/nonsense"]
+        assert 0 < row["reward_overlap/share"] <= 1
+    assert sum(row["judge/nonsense"] for row in steps.values()) > 0
+    sampled = [json.loads(line) for line in (job.run_dir / "samples" / "step_1.jsonl").read_text().splitlines()]
+    assert {record["rewards"]["judge"] for record in sampled} <= {None, 0.0, 0.25, 0.5, 0.75, 0.9, 1.0}
+
+    # The same run as it was after step 1, and a judge that is broken: what was graded needs none.
+    again = tmp_path / "b" / "run"
+    shutil.copytree(job.run_dir, again)
+    for later in ("step_2", "step_3"):
+        shutil.rmtree(again / "checkpoints" / later)
+    with serving("status:500") as broken:
+        resumed = Job(tmp_path / "b", *options, f"rewards.judge.params.urls={broken.url}")
+        assert resumed.finish() == 0, resumed.stderr
+        assert not broken.requests
+    for row in rows(resumed.run_dir):
+        if row["step"] < 2:
+            continue
+        assert row["judge/requests"] == 0
+        first = steps[row["step"]]
+        for name in ("mean", "judge"):
+            assert row[f"reward/{name}"] == first[f"reward/{name}"], name
+        for name in ("judge/unanswered", "advantage/std", "actor/grad_norm", "awpo/w_mix"):
+            assert row[name] == first[name], name
