@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,9 +12,16 @@ import time
 import urllib.request
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_us() -> None:
+    """Also where pytest is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
 
 class VllmServer:
-    """Starts at once; `url` waits until it answers. `stop` ends it."""
+    """Starts at once; `url` waits until it answers (on a busy machine minutes). `stop` ends it."""
 
     def __init__(self, folder: Path, log: Path, *options: str) -> None:
         with socket.socket() as probe:
@@ -27,23 +36,22 @@ class VllmServer:
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_DO_NOT_TRACK": "1",
         }
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(folder),
-            "--port",
-            str(port),
-        ]
-        command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--enforce-eager", *options]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32"]
+        command += ["--enforce-eager", *options]
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_end_with_us,
             )
 
-    def url(self, seconds: float = 300) -> str:
+    def url(self, seconds: float = 600) -> str:
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -59,5 +67,5 @@ class VllmServer:
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, 9)
+            os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

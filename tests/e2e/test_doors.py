@@ -28,7 +28,7 @@ def evaluated(folder: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[
 @pytest.fixture(scope="module")
 def doors(straight: Finished, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], list[Any]]]:
     folder, run = tmp_path_factory.mktemp("doors"), straight.run_dir
-    options = ("--dtype", "float32", "--generation-config", "vllm", "--max-model-len", "64")
+    options = ("--generation-config", "vllm", "--max-model-len", "64")
     seeded = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192")
     server = VllmServer(run / "export", folder / "server.log", *options, *seeded)
     try:
