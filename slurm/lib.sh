@@ -213,13 +213,15 @@ begin_job() {
 finish_job() {
   local code
   code=$(attempt_code)
+  ((code != 0)) || exit 0
+  leave_to_slurm "$code"
   [[ -z $ABANDON ]] || say "the ranks have not stopped in time; this attempt's work since step $(newest_step) is given up"
   case $code in
-    0) ;;
     "$AGAIN" | "$STALLED") requeue "$code" ;;
     1 | 1[23]? | 14?) # what ranks end with when another has vanished
       say "ended with exit code $code; see $MEGATRON_RL_ATTEMPT"
       if ! nodes_answer; then
+        leave_to_slurm "$code"
         say "a node of this job does not answer any more"
         requeue "$code"
       fi
@@ -227,6 +229,19 @@ finish_job() {
     *) say "ended with exit code $code; see $MEGATRON_RL_ATTEMPT" ;;
   esac
   exit "$code"
+}
+
+# Ends this script with exit code $1 where what becomes of the job has been decided already.
+leave_to_slurm() {
+  case $(scontrol show job --oneliner "$(job_name)" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p') in
+    RUNNING | "") return 0 ;; # 0: a plain return is not one in an EXIT trap
+    CANCELLED | TIMEOUT | DEADLINE | COMPLETED | FAILED) say "stopped; Slurm has ended the job" ;;
+    *) # for a lost node or a preemption: an exit of ours must not become the job's end
+      say "stopped; Slurm has requeued the job"
+      sleep 300 # Slurm ends this script
+      ;;
+  esac
+  exit "$1"
 }
 
 # The same for what has nothing to save: a requeue (of a failed node) starts it again.
@@ -253,23 +268,11 @@ nodes_answer() {
 }
 
 requeue() {
-  case $(scontrol show job --oneliner "$(job_name)" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p') in
-    RUNNING) ;;
-    CANCELLED | TIMEOUT | DEADLINE | COMPLETED | FAILED) # the job's end, whatever this script does
-      say "stopped; Slurm has ended the job"
-      return
-      ;;
-    *) # requeued by Slurm, for a lost node or a preemption: an exit of ours must not become the job's end
-      say "stopped; Slurm has requeued the job"
-      sleep 300 # Slurm ends this script
-      return
-      ;;
-  esac
   refuse_more_starts_than "$MAX_REQUEUES_WITHOUT_PROGRESS"
   say "exit code $1: job $(job_name) is requeued, and continues after step $(newest_step)"
   scontrol requeue "$(job_name)" || {
     say "Slurm did not requeue it; the same submission continues the run"
-    return
+    return 0
   }
   sleep 300 # Slurm ends this script now; if it ended by itself, that would be the end of the job
 }

@@ -62,7 +62,7 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
         watchdog = _watch(config, Path(attempt), grid.rank, grid.world)
     if grid.is_main:
         provenance.write(watchdog.attempt)
-    run = None
+    run, code = None, exit_codes.OK
     ownership = Ownership(Path(run_dir)) if grid.is_main else None
     try:
         _take(ownership, grid)
@@ -77,7 +77,7 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
     except StopRequested as request:
         if grid.is_main:
             print(f"megatron-rl: {request}; {_how_to_continue(Path(run_dir))}", file=sys.stderr)
-        return _stop_code(request.signum)
+        code = _stop_code(request.signum)
     except Exception as error:
         # Expected failures explain themselves: a traceback would bury the explanation, so it goes to a file only.
         expected = (ValueError, OSError, CheckpointError, RewardError, SyncError, FloatingPointError, OwnedError)
@@ -89,8 +89,10 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
         if ownership is not None:
             ownership.release()
         watchdog.stop()
+    # All end together: srun kills the ranks that are left at once after an exit code other than 0, NeMo-Run's after a minute.
+    grid.barrier()
     distributed.shutdown()
-    return exit_codes.OK
+    return code
 
 
 def _take(ownership: Ownership | None, grid: Grid) -> None:

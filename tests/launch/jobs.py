@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {
     "rollout": {**RECIPE["rollout"], "tensor_parallel": 1},
     "actor": {**RECIPE["actor"], "parallel": {"tensor": 1}},
     "sft": {**RECIPE["sft"], "steps": 20},
-    "trainer": {**RECIPE["trainer"], "steps": 16, "eval_every": 8},
+    "trainer": {**RECIPE["trainer"], "steps": 10, "eval_every": 5},
     "checkpoint": {"every": 4, "keep": 100},
 }
 

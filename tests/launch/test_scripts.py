@@ -4,6 +4,7 @@ nodes. Slurm's own programs are stood in for, so that any cluster can be describ
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,16 @@ def test_where_slurm_has_decided_the_script_does_not_requeue(tmp_path: Path, sta
     assert batch.code == 75
     assert "scontrol requeue" not in batch.record
     assert ("sleep 300\n" in batch.record) == waits  # of a job that Slurm has requeued, an exit would be the end
+
+
+@pytest.mark.parametrize(("code", "again"), [(75, True), (0, False), (1, False)])
+def test_a_batch_script_that_brings_its_own_srun_is_requeued_too(tmp_path: Path, code: int, again: bool) -> None:
+    words = shlex.join(("train", str(write_recipe(tmp_path))))
+    library = f'source "$MEGATRON_RL_HOME/slurm/lib.sh"\nenter_home\naround_srun {words}\n'
+    (tmp_path / "nemo.sbatch").write_text(f"set -e\nset +e\n{library}\nsrun x\nexitcode=$?\nset -e\nexit $exitcode\n")
+    batch = Batch(tmp_path, str(tmp_path / "nemo"), SRUN_EXIT=str(code))
+    assert batch.code == code
+    assert ("scontrol requeue 1234\n" in batch.record) == again
 
 
 @pytest.mark.parametrize("code", ["1", "137", "143"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,18 +20,31 @@ pytestmark = pytest.mark.slow
 STEPS = SMALL["trainer"]["steps"]
 
 
-def ranks_on(cluster: Cluster, node: str) -> list[int]:
-    """The ranks that train on a node, by their command line."""
-    found = []
+def ranks_on(cluster: Cluster, node: str) -> dict[int, int]:
+    """Rank -> process id of the ranks that train on a node, by their command line."""
+    found = {}
     for pid in cluster.processes_on(node):
         path = Path(f"/proc/{pid}/cmdline")
+        words = path.read_bytes() if path.exists() else b""
         if (
-            path.exists()
-            and b"megatron_rl.trainer.main" in path.read_bytes()
-            and b"multiprocessing" not in path.read_bytes()
+            b"megatron_rl.trainer.main" in words
+            and b"multiprocessing" not in words
+            and b"torch.distributed" not in words
         ):
-            found.append(int(variable(pid, "RANK") or -1))
-    return sorted(found)
+            found[int(variable(pid, "RANK") or -1)] = pid
+    return found
+
+
+@contextlib.contextmanager
+def halted(cluster: Cluster) -> Iterator[None]:
+    """Keeps the job on n1 where it is until Slurm has done what is to interrupt it."""
+    (pid,) = ranks_on(cluster, "n1").values()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +53,7 @@ def straight(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tupl
     folder = tmp_path_factory.mktemp("straight")
     job = Job(cluster, folder, "--nodes=2", "train", str(write_recipe(folder)))
     job.wait_for_step(1)
-    seen = {node: ranks_on(cluster, node) for node in NODES}
+    seen = {node: list(ranks_on(cluster, node)) for node in NODES}
     job.finish()
     return job, seen
 
@@ -53,20 +70,38 @@ def test_one_job_trains_across_two_nodes(straight: tuple[Job, dict[str, list[int
     ]
 
 
-def test_interrupted_jobs_requeue_themselves_and_end_with_the_same_bits(
+def test_time_limit_and_preemption_requeue_the_job_and_it_ends_with_the_same_bits(
     cluster: Cluster, tmp_path: Path, straight: tuple[Job, dict[str, list[int]]]
 ) -> None:
     job = Job(cluster, tmp_path, "--nodes=2", "train", str(write_recipe(tmp_path)))
 
-    job.wait_for_step(1)  # the signal goes to the ranks, as with preemption
-    cluster.run("scancel", "--signal=USR1", job.number)
+    job.wait_for_step(1)  # Slurm looks at time limits twice a minute, and sends the notice where 180 s or less are left
+    with halted(cluster):
+        minutes = int(cluster.job(job.number)["RunTime"].split(":")[1])
+        cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes + 3}")
+        told = "SIGUSR1: asking the ranks to save and to stop"
+        wait_until(lambda: told in cluster.output(job.number), 90, "the notice")
+    wait_until(lambda: cluster.job(job.number)["Restarts"] == "1", 120, "the requeue")
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
     job.wait_for_attempt(2)
     first_stop = int(job.starts[1]["step"])
     assert 1 <= first_stop < STEPS
 
-    job.wait_for_step(first_stop + 1)  # the signal goes to the batch script, as before the time limit
-    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait_for_step(first_stop + 1)
+    with halted(cluster):
+        end = cluster.job(job.number)["EndTime"]
+        urgent = cluster.run(
+            "sbatch",
+            "--parsable",
+            "--partition=urgent",
+            "--nodes=2",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap=true",
+        ).strip()
+        wait_until(lambda: cluster.job(job.number)["EndTime"] != end, 60, "preemption")
     job.wait_for_attempt(3)
+    assert cluster.state(urgent) == "COMPLETED"
     assert first_stop < int(job.starts[2]["step"]) < STEPS
     job.finish()
 
@@ -84,7 +119,8 @@ def test_a_node_that_goes_down_costs_the_steps_since_the_last_checkpoint(
 ) -> None:
     job = Job(cluster, tmp_path, "--nodes=2", "train", str(write_recipe(tmp_path)))
     job.wait_for_step(5)
-    cluster.power_off("n2")
+    with halted(cluster):
+        cluster.power_off("n2")
     wait_until(lambda: cluster.job(job.number)["Restarts"] == "1", 120, "Slurm's requeue")
     wait_until(lambda: not ranks_on(cluster, "n1"), 120, "the end of the other node's rank")
     cluster.start_node("n2")
@@ -95,30 +131,14 @@ def test_a_node_that_goes_down_costs_the_steps_since_the_last_checkpoint(
     assert_same_run(job.run_dir, straight[0].run_dir)
 
 
-def test_time_limit_and_preemption_requeue_and_a_persons_cancel_does_not(cluster: Cluster, tmp_path: Path) -> None:
-    endless = str(write_recipe(tmp_path, trainer={**SMALL["trainer"], "steps": 100_000, "eval_every": 0}))
-    job = Job(cluster, tmp_path, "--nodes=2", "train", endless)
-
-    job.wait_for_step(1)  # Slurm looks at time limits twice a minute, and sends the notice where 180 s or less are left
-    minutes = int(cluster.job(job.number)["RunTime"].split(":")[1])
-    cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes + 3}")
-    job.wait_for_attempt(2)
-    assert "SIGUSR1: asking the ranks to save and to stop" in cluster.output(job.number)
-    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
-
-    stopped_at = int(job.starts[1]["step"])
-    job.wait_for_step(stopped_at + 1)
-    urgent = cluster.run(
-        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
-    ).strip()
-    job.wait_for_attempt(3)
-    assert cluster.state(urgent) == "COMPLETED"
-    assert stopped_at < int(job.starts[2]["step"])
-
-    job.wait_for_step(int(job.starts[2]["step"]) + 1)
+def test_a_persons_cancel_is_the_jobs_end(cluster: Cluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, "--nodes=2", "train", str(write_recipe(tmp_path)))
+    wait_until(lambda: ranks_on(cluster, "n1") and ranks_on(cluster, "n2"), 120, "ranks on both nodes")
     cluster.run("scancel", job.number)
     job.finish("CANCELLED")
-    assert cluster.job(job.number)["Restarts"] == "2"
+    wait_until(lambda: not cluster.processes_on("n1"), 60, "the end of the job's processes")
+    assert cluster.job(job.number)["Restarts"] == "0"
+    assert "Slurm has ended the job" in cluster.output(job.number)
 
 
 def test_ranks_of_a_node_are_neighbours_whatever_the_clusters_default(cluster: Cluster, tmp_path: Path) -> None:
@@ -178,16 +198,21 @@ def test_a_chain_converts_trains_evaluates_and_exports(
     assert any((exported[name] != start[name]).any() for name in start)
 
 
-def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path) -> None:
-    site = write_site(tmp_path, tasks_per_node=2, launcher="torchrun")
-    recipe = write_recipe(tmp_path, actor={**SMALL["actor"], "parallel": {"tensor": 2}})
-    job = Job(cluster, tmp_path, "--nodes=1", "train", str(recipe), site=site)
+def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path, straight: tuple[Job, dict[str, list[int]]]) -> None:
+    site = write_site(tmp_path, launcher="torchrun")
+    job = Job(cluster, tmp_path, "--nodes=2", "train", str(write_recipe(tmp_path)), site=site)
     job.wait_for_step(1)
-    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    with halted(cluster):  # the signal goes to the batch script, as before the time limit
+        cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+        told = "SIGUSR1: asking the ranks to save and to stop"
+        wait_until(lambda: told in cluster.output(job.number), 60, "the script's message")
     job.wait_for_attempt(2)
-    assert int(job.starts[1]["step"]) >= 1
+    assert 1 <= int(job.starts[1]["step"]) < STEPS
     job.finish()
-    assert {path.name for path in (job.run_dir / "logs").glob("attempt_*/rank_1.log")} == {"rank_1.log"}
+    for attempt in (1, 2):
+        logs = job.run_dir / "logs" / f"attempt_{attempt}"
+        assert {path.name for path in logs.glob("rank_*.log")} == {"rank_0.log", "rank_1.log"}
+    assert_same_run(job.run_dir, straight[0].run_dir)
 
 
 def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(cluster: Cluster, tmp_path: Path) -> None:
