@@ -1,12 +1,16 @@
-"""vLLM's CPU worker with a shared-memory name of our own.
+"""vLLM's CPU worker, with two things of vLLM 0.32 put right.
 
-vLLM 0.32 names the segment of its CPU collectives after the init method, which under the external launcher is the same for
-every run on the machine: two runs at once, or one after a crash, would meet in one segment.
+It names the segment of its CPU collectives after the init method, which under the external launcher is the same for every run
+on the machine: two runs at once, or one after a crash, would meet in one segment.
+
+And it packs the experts' weights for its CPU kernels only when a layer is first set up, so that a mixture of experts computes
+with garbage after new weights.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -18,3 +22,10 @@ class ColocatedCpuWorker(CPUWorker):
         # Read for the name only: the process group exists already. The port is unique to the run.
         self.distributed_init_method = f"env://:{SEGMENT_PREFIX}{os.environ['MASTER_PORT']}"
         super().init_device()
+
+    def reload_weights(self, *args: Any, **options: Any) -> None:
+        for layer in self.model_runner.model.modules():
+            method: Any = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None  # an expert layer without a kernel is set up again, packing included
+        super().reload_weights(*args, **options)
