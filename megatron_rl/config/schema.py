@@ -202,7 +202,7 @@ class OptimizerConfig:
     warmup_steps: int = 0  # optimizer steps of linear warm-up
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # decoupled, as in AdamW; of all parameters, norms and biases included
     clip_grad: float = 1.0
     distributed: bool = True  # Megatron's DistributedOptimizer: state sharded over data-parallel ranks
 
