@@ -231,16 +231,14 @@ finish_job() {
   exit "$code"
 }
 
-# Ends this script with exit code $1 where what becomes of the job has been decided already.
+# Waits for Slurm to end this script, at the latest after its KillWait, where what becomes of the job has been decided:
+# cancelled, past its limit, or requeued for a lost node. There an exit of ours must not become the job's end.
 leave_to_slurm() {
   case $(scontrol show job --oneliner "$(job_name)" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p') in
     RUNNING | "") return 0 ;; # 0: a plain return is not one in an EXIT trap
-    CANCELLED | TIMEOUT | DEADLINE | COMPLETED | FAILED) say "stopped; Slurm has ended the job" ;;
-    *) # for a lost node or a preemption: an exit of ours must not become the job's end
-      say "stopped; Slurm has requeued the job"
-      sleep 300 # Slurm ends this script
-      ;;
   esac
+  say "stopped; what becomes of the job has been decided by Slurm"
+  sleep 300
   exit "$1"
 }
 

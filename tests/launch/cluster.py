@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 NODES = ("n1", "n2")
+SPARE = "n3"  # known to Slurm, and down until a test starts it
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 _PR_SET_PDEATHSIG = 1
 _PREFIX = "mrl-slurm-"
@@ -63,7 +64,7 @@ TCPTimeout=5
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {nodes}
-PartitionName=normal Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=300 OverSubscribe=NO
+PartitionName=normal Nodes=n1,n2,n3 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=300 OverSubscribe=NO
 PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF OverSubscribe=NO
 """
 _NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 CoresPerSocket=8 RealMemory=4000"
@@ -99,7 +100,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 120, what: obje
 
 
 class Cluster:
-    """Two nodes, n1 and n2, of eight processors each; partitions `normal` (preemptible, 300 s of grace) and `urgent`."""
+    """Nodes n1 and n2, of eight processors each, and a spare; partitions `normal` (preemptible, 300 s of grace), `urgent`."""
 
     def __init__(self) -> None:
         end_leftovers()
@@ -113,14 +114,14 @@ class Cluster:
     def start(self) -> None:
         folder, host = self.folder, socket.gethostname()
         folder.chmod(0o755)
-        for name in ("state", "spool-n1", "spool-n2"):
+        for name in ("state", *(f"spool-{node}" for node in (*NODES, SPARE))):
             (folder / name).mkdir()
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        ports = _free_ports(3)
+        ports = _free_ports(4)
         nodes = "\n".join(
-            _NODE.format(name=name, host=host, port=port) for name, port in zip(NODES, ports[1:], strict=True)
+            _NODE.format(name=name, host=host, port=port) for name, port in zip((*NODES, SPARE), ports[1:], strict=True)
         )
         self.config.write_text(_CONFIG.format(folder=folder, host=host, controller_port=ports[0], nodes=nodes))
         self._daemon(
@@ -139,7 +140,7 @@ class Cluster:
         return f"a cluster with idle nodes (now {self.states()}; logs: " + "\n".join(tails) + ")"
 
     def stop(self) -> None:
-        for name in ("n1", "n2", "slurmctld", "munged"):
+        for name in (*NODES, SPARE, "slurmctld", "munged"):
             self.kill(name)
         _kill_all(_processes(f"SLURM_CONF={self.config}"))
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -201,7 +202,8 @@ class Cluster:
             capture_output=True,
             text=True,
         )
-        return dict(line.split() for line in done.stdout.splitlines())  # type: ignore[misc]
+        found = dict(line.split() for line in done.stdout.splitlines())
+        return {name: found[name] for name in NODES if name in found}
 
     def job(self, number: str) -> dict[str, str]:
         """What `scontrol show job` says of a job or array task: JobState, Restarts, Reason, ExitCode, ..."""
