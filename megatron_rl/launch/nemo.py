@@ -8,7 +8,7 @@ environment of its own (requirements/launch.txt).
     from megatron_rl.launch import nemo
     tasks = launch.chain("recipes/my.yaml", ["trainer.steps=100"], processes=16, root=Path.cwd())
     executor = nemo.slurm(launch.read_site(Path.cwd()), root=Path.cwd(), nodes=2)
-    nemo.experiment("my-chain", tasks, executor).run(detach=True)
+    nemo.submit(nemo.experiment("my-chain", tasks, executor), wait=False)
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def slurm(
     """
     options = _options([*site.sbatch, *sbatch])
     options.pop("nodes", None)
-    fields = {name: options.pop(name) for name in _FIELDS if name in options}
+    fields = {"account": None} | {name: options.pop(name) for name in _FIELDS if name in options}
     signal = options.pop("signal", NOTICE)
     assert isinstance(signal, str)
     per_node = processes_per_node or site.tasks_per_node
@@ -119,9 +119,9 @@ def _options(words: Sequence[str]) -> dict[str, str | bool]:
 
 
 def experiment(name: str, tasks: Sequence[Task], executor: run.Executor, python: str = "python") -> run.Experiment:
-    """The tasks with their dependencies. Call its `run(detach=True)`, or `dryrun`."""
+    """The tasks with their dependencies. Give it to `submit` or `show`."""
     ids: dict[str, str] = {}
-    with run.Experiment(name) as result:
+    with run.Experiment(name, skip_status_at_exit=True) as result:
         for task in tasks:
             ids[task.name] = result.add(
                 _script(task, executor, python),
@@ -147,7 +147,8 @@ def submit(experiment: run.Experiment, wait: bool) -> int:
 
     Returns 0, or 1 where a task that was waited for has failed.
     """
-    experiment.run(detach=not wait, sequential=wait, tail_logs=wait)
+    with experiment:
+        experiment.run(detach=not wait, sequential=wait, tail_logs=wait)
     failed = [job.id for job in experiment.jobs if wait and str(job.status(experiment._runner)) != "SUCCEEDED"]
     for job in experiment.jobs:
         number = str(job.handle).rpartition("/")[2]
