@@ -75,7 +75,8 @@ def slurm(
         tunnel: how to reach the login node; None where this is one.
     """
     options = _options([*site.sbatch, *sbatch])
-    options.pop("nodes", None)
+    for name in ("nodes", "output", "error"):  # NeMo-Run's own: the job finds its code beside its output
+        options.pop(name, None)
     fields = {"account": None} | {name: options.pop(name) for name in _FIELDS if name in options}
     signal = options.pop("signal", NOTICE)
     assert isinstance(signal, str)
