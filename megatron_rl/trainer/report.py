@@ -276,7 +276,10 @@ class Reporter:
     def close(self) -> None:
         self._progress.stop()
         for tracker in self._trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except OSError as error:  # the disk that ended the run: metrics.jsonl has what is lost here
+                self.warn(f"the newest metrics are missing in {type(tracker).__name__}: {error}")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
