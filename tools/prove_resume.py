@@ -44,7 +44,7 @@ POINTS = (
     "write",
     "rename",
 )
-_CLOCK = ("timing_s/", "perf/", "memory/", "checkpoint/")
+_CLOCK = ("timing_s/", "perf/", "memory/", "checkpoint/", "reward_overlap/")
 _KILLED = 128 + signal.SIGKILL
 
 
