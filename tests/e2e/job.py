@@ -176,5 +176,5 @@ def untimed(row: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in row.items()
-        if key != "time" and not key.startswith(("timing_s/", "perf/", "memory/", "checkpoint/"))
+        if key != "time" and not key.startswith(("timing_s/", "perf/", "memory/", "checkpoint/", "reward_overlap/"))
     }
