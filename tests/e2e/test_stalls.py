@@ -50,7 +50,8 @@ class Jobs:
     def start(self, number: int) -> Job | None:
         if number not in self.started and number < len(STALLS):
             phase, rank = STALLS[number]
-            self.started[number] = stalled_job(self.folder / phase, phase, rank)
+            self.started[number] = job = stalled_job(self.folder / phase, phase, rank)
+            Job.started.remove(job)  # it outlives the test before its own; the fixture below ends it
         return self.started.get(number)
 
 
