@@ -136,6 +136,11 @@ def _check_sizes(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
             f"`rollout.tensor_parallel` ({rollout.tensor_parallel}) must divide the model's {kv_heads} key/value "
             "heads, or be a multiple of them"
         )
+    if experts is not None and parallel.tensor > 1 and not parallel.sequence:
+        yield (
+            f"Megatron-Core trains experts with tensor parallelism only where sequences are split too: set "
+            f"actor.parallel.sequence=true, or `actor.parallel.tensor` ({parallel.tensor}) to 1"
+        )
     if experts is None and parallel.expert > 1:
         yield f"`actor.parallel.expert` is {parallel.expert}, but the model has no experts; set it to 1"
     elif experts is not None and experts % parallel.expert:

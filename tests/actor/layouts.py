@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,7 @@ class _Run:
     algorithm: Any
     grid: Any
     phases: Any
+    stop: Any = field(default_factory=lambda: SimpleNamespace(check=lambda grid: None))  # nobody asks it to stop
 
 
 def distance(own: Tensor, want: Tensor) -> float:

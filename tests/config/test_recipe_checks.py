@@ -239,6 +239,9 @@ def test_experts(recipe, model: Path) -> None:
     (model / "config.json").write_text(json.dumps({**sizes, "num_experts": 6, "moe_intermediate_size": 32}))
     assert check(recipe("model.path=model", "actor.parallel.expert=3"), machine=CPU).launch.processes == 3
     assert any("6 experts" in p for p in problems(recipe("model.path=model", "actor.parallel.expert=4")))
+    split = ("model.path=model", "actor.parallel.tensor=2", "rollout.tensor_parallel=2")
+    assert any("set actor.parallel.sequence=true" in p for p in problems(recipe(*split)))
+    check(recipe(*split, "actor.parallel.sequence=true"), machine=CPU)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
