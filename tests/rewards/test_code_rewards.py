@@ -34,7 +34,7 @@ def block(code: str, language: str = "python") -> str:
     ],
 )
 def test_programs_that_print(code: str, passed: float, clean: float) -> None:
-    params = {"cpu_seconds": 1, "total_seconds": 2}
+    params = {"cpu_seconds": 1, "total_seconds": 8}
     sample = {"metadata": {"tests": DOUBLE}}
     start = time.monotonic()
     assert make_reward("code_pass_rate", **params)(block(code), sample) == passed
