@@ -256,3 +256,12 @@ def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
         json.dump(content, file, indent=indent, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until renames in the folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.checkpoint import snapshot as snapshots
+from megatron_rl.checkpoint.manifest import sync_folder
 from megatron_rl.checkpoint.snapshot import Snapshot, Snapshotter
-from megatron_rl.checkpoint.store import sync_folder
 from megatron_rl.runtime.distributed import Grid
 
 # Dead ranks are the launcher's business; a slow disk is no reason to give up a checkpoint.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -264,12 +263,3 @@ def score_of(folder: Path, score: str) -> float | None:
     except (OSError, ValueError):
         return None
     return scores.get(score)
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until renames in the folder are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -87,7 +87,7 @@ def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> b
         if target.is_dir():
             target.rmdir()
         partial.rename(target)
-        _sync_folder(target.parent)
+        manifest.sync_folder(target.parent)
     return True
 
 
@@ -195,14 +195,6 @@ def _write_one(task: Task, folder: Path, file: str, progress: Progress) -> None:
 
 def _run_all(task: Task, files: Sequence[str], folder: Path, workers: int, progress: Progress) -> None:
     in_parallel(functools.partial(_write_one, task, folder), files, workers, progress)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --------------------------------------------------------------------------------------------------------------- workers

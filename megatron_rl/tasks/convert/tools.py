@@ -244,8 +244,8 @@ def read_call_list(text: str, names: list[str]) -> list[Call] | None:
     return calls or None
 
 
-def _closing(text: str, start: int) -> int | None:
-    """Place of the bracket that closes the one at `start`, outside quotes; None where none does."""
+def _unquoted(text: str, start: int = 0) -> Iterator[tuple[int, str, int]]:
+    """Place, character, and depth of brackets after it, for every character outside quotes from `start` on."""
     depth, quote, at = 0, "", start
     while at < len(text):
         character = text[at]
@@ -256,14 +256,16 @@ def _closing(text: str, start: int) -> int | None:
                 quote = ""
         elif character in "\"'":
             quote = character
-        elif character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-            if depth == 0:
-                return at
+        else:
+            depth += (character in "([{") - (character in ")]}")
+            yield at, character, depth
         at += 1
-    return None
+
+
+def _closing(text: str, start: int) -> int | None:
+    """Place of the bracket that closes the one at `start`, outside quotes; None where none does."""
+    found = (at for at, character, depth in _unquoted(text, start) if character in ")]}" and depth == 0)
+    return next(found, None)
 
 
 def _keywords(text: str) -> dict[str, Any] | None:
@@ -285,24 +287,7 @@ def _keywords(text: str) -> dict[str, Any] | None:
 
 def _comma(text: str) -> int:
     """Place of the first comma outside quotes and brackets; the text's length where there is none."""
-    depth, quote, at = 0, "", 0
-    while at < len(text):
-        character = text[at]
-        if quote:
-            if character == "\\":
-                at += 1
-            elif character == quote:
-                quote = ""
-        elif character in "\"'":
-            quote = character
-        elif character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif character == "," and depth == 0:
-            return at
-        at += 1
-    return len(text)
+    return next((at for at, character, depth in _unquoted(text) if character == "," and depth == 0), len(text))
 
 
 def _value(text: str) -> Any:
