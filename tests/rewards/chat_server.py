@@ -20,7 +20,7 @@ def completion(text: str | None, tokens: tuple[int, int] = (100, 7)) -> bytes:
 
 class ChatServer:
     """Do `score:<x>`, `text:<reply>`, `raw:<body>`, `status:<code>[:<retry-after>]`, `drop`, `half`, `trickle`, `hang`,
-    `garbage` or `json`.
+    `garbage`, `json` or `together:<n>` (1.0 to all, once n are waiting).
 
     Attributes:
         requests: (path, body, headers) of every request read to its end.
@@ -93,6 +93,10 @@ class ChatServer:
                 writer.write(b" ")
                 await writer.drain()
                 await asyncio.sleep(0.05)
+        if kind == "together":
+            while self.most_open < int(rest):
+                await asyncio.sleep(0.01)
+            kind, rest = "score", "1.0"
         status, extra = "200 OK", ""
         content = b"[1, 2" if kind == "json" else completion(rest)
         if kind == "raw":
