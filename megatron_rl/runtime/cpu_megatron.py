@@ -76,6 +76,8 @@ _TORCH_CUDA: dict[str, Any] = {
 
 
 _all_to_all_single = torch.distributed.all_to_all_single
+_all_gather = torch.distributed.all_gather
+_reduce_scatter = torch.distributed.reduce_scatter
 
 
 def _all_to_all_with_lists(
@@ -94,10 +96,37 @@ def _all_to_all_with_lists(
     return _all_to_all_single(output, input, sizes(output_split_sizes), sizes(input_split_sizes), group, async_op)
 
 
+def _all_gather_unequal(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+    """With tensor and expert parallelism at once, ranks gather different numbers of tokens, which gloo refuses: pads them."""
+    longest = max(part.shape[0] for part in tensor_list)
+    if all(part.shape[0] == longest for part in tensor_list):
+        _all_gather(tensor_list, tensor.contiguous(), group)
+        return
+    padded = tensor.new_zeros(longest, *tensor.shape[1:])
+    padded[: tensor.shape[0]] = tensor
+    gathered = [torch.empty_like(padded) for _ in tensor_list]
+    _all_gather(gathered, padded, group)
+    for part, whole in zip(tensor_list, gathered, strict=True):
+        part.copy_(whole[: part.shape[0]])
+
+
+def _reduce_scatter_unequal(output: torch.Tensor, input_list: list[torch.Tensor], group: Any = None) -> None:
+    """The way back of `_all_gather_unequal`: the sum of all parts everywhere, of which each rank keeps its own."""
+    longest = max(part.shape[0] for part in input_list)
+    if all(part.shape[0] == longest for part in input_list):
+        _reduce_scatter(output, [part.contiguous() for part in input_list], group=group)
+        return
+    total = torch.cat(input_list)
+    torch.distributed.all_reduce(total, group=group)
+    output.copy_(total.split([part.shape[0] for part in input_list])[torch.distributed.get_rank(group)])
+
+
 def _replacements() -> dict[tuple[Any, str], Any]:
     cuda = _TORCH_CUDA | {name: _typed_constructor(dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()}
     return {(torch.cuda, name): value for name, value in cuda.items()} | {
-        (torch.distributed, "all_to_all_single"): _all_to_all_with_lists
+        (torch.distributed, "all_to_all_single"): _all_to_all_with_lists,
+        (torch.distributed, "all_gather"): _all_gather_unequal,
+        (torch.distributed, "reduce_scatter"): _reduce_scatter_unequal,
     }
 
 

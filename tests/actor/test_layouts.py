@@ -48,6 +48,7 @@ FOUR = [
     Layout("TP 2 PP 2", tensor=2, pipeline=2),
     Layout("TP 2 sequence PP 2 virtual 2 tied", tensor=2, sequence=True, pipeline=2, virtual=2, tied=True),
     Layout("PP 2 DP 2 corrected", pipeline=2, section=CORRECTED),
+    Layout("TP 2 EP 2", tensor=2, sequence=True, experts=True, expert=2),
 ]
 
 

@@ -47,6 +47,7 @@ ON_FOUR = [
     (TP2, Layout(pipeline=2, virtual=2)),
     (TP2_PLAIN, Layout(tensor=4, distributed=False)),
     (EXPERTS, Layout(model="model-experts", expert=4)),
+    (EXPERTS, Layout(model="model-experts", tensor=2, expert=2, sequence=True)),
 ]
 
 
