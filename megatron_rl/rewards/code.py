@@ -237,6 +237,7 @@ def _grader(cpu_seconds: int, memory_mib: int, total_seconds: float, max_tests: 
 
 def _concurrent(score: Reward) -> Reward:
     score.concurrent = True  # type: ignore[attr-defined]
+    score.timeout_seconds = None  # type: ignore[attr-defined]  # the sandbox has its own
     return score
 
 

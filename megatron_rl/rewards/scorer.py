@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -15,11 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.names import unknown_name
-from megatron_rl.rewards.registry import Reward, make_reward
+from megatron_rl.rewards.calls import Call, CallPool
+from megatron_rl.rewards.registry import Reward, make_reward, real
 from megatron_rl.rewards.remote import Counts, RemoteReward
 
 if TYPE_CHECKING:
     from megatron_rl.data import Sample
+
+
+_CALL_SECONDS = 60.0  # deadline of a `concurrent` reward that does not say `timeout_seconds`
 
 
 class RewardError(RuntimeError):
@@ -31,7 +36,7 @@ class Report:
     """What one process's rewards did since the last report.
 
     Attributes:
-        timeouts: per reward with a deadline of its own: calls that ran into it.
+        timeouts: per reward whose calls have a deadline: calls that ran into it.
         remote: per reward that asks a server: its counts, and answers that other ranks may use.
         slow, early: calls to slow rewards; those of them that had ended when the last rollout was there.
     """
@@ -66,6 +71,7 @@ class Scorer:
 
     A reward is slow where it waits for other processes or machines: it asks a server (it has a method `submit`), runs in a
     helper process (`isolated`) or says so (`concurrent`). Slow rewards run in threads and can be started early (`start`).
+    A call of a `concurrent` one that takes longer than its `timeout_seconds` is given up: no value, and counted.
     The others run in the caller's thread, which they would only hold up if they ran beside it; a reward with a method
     `score_batch` gets all rollouts at once.
 
@@ -90,8 +96,9 @@ class Scorer:
                 raise ValueError(f"rewards.{name}.condition.column: {problem}")
         self._remote = {name: r for name, r in self._rewards.items() if isinstance(r, RemoteReward)}
         self._slow = {name for name, reward in self._rewards.items() if _is_slow(reward)}
-        self._workers = workers or _processor_share()
-        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._helpers: dict[str, ThreadPoolExecutor] = {}
+        self._calls = CallPool(workers or _processor_share())
+        self._late = {n: 0 for n, r in self._rewards.items() if _is_threaded(r) and _call_seconds(r) is not None}
         self._started: dict[Hashable, _Started] = {}
         self._report = Report()
         self._timeouts = self._all_timeouts()
@@ -166,7 +173,7 @@ class Scorer:
 
     def _start(self, completion: str, sample: Sample, mapping: Mapping[str, Any]) -> _Started:
         started = _Started({}, {})
-        in_pool = []
+        in_turn: dict[str, Call] = {}
         for name in self._rewards:
             if name not in self._slow or not self._applies(name, sample):
                 continue
@@ -177,17 +184,11 @@ class Scorer:
             if isinstance(reward, RemoteReward):
                 started.futures[name] = reward.submit(completion, mapping)
             elif hasattr(reward, "isolated"):  # its calls take turns, so a thread of its own is enough
-                started.futures[name] = self._pool(name, 1).submit(reward, completion, mapping)
+                started.futures[name] = self._helper(name).submit(reward, completion, mapping)
             else:
-                in_pool.append(name)
-        if in_pool:  # one after the other in one thread: rewards on one program share its run
-
-            def run(names: Sequence[str] = in_pool) -> dict[str, Any]:
-                return {name: self._rewards[name](completion, mapping) for name in names}
-
-            future = self._pool("", self._workers).submit(run)
-            for name in in_pool:
-                started.futures[name] = future
+                in_turn[name] = Call(functools.partial(reward, completion, mapping), _call_seconds(reward))
+        if in_turn:  # one after the other: rewards on one program share its run
+            started.futures |= dict.fromkeys(in_turn, self._calls.submit(in_turn))
         self._report.slow += len(started.futures)
         return started
 
@@ -230,11 +231,7 @@ class Scorer:
         self._wait_for_servers(started, began)
         for i, one in enumerate(started):
             for name, future in one.futures.items():
-                with self._naming(name, samples[i]):
-                    answer = future.result()
-                if name not in self._remote and not hasattr(self._rewards[name], "isolated"):
-                    answer = answer[name]
-                rows[i] |= named_scores(name, self._rewards[name], answer, samples[i].id)
+                rows[i] |= self._result(name, future, samples[i])
         return [self._conditioned(row) for row in rows]
 
     def _lacks(self, row: Mapping[str, float], name: str) -> bool:
@@ -252,6 +249,21 @@ class Scorer:
         with self._naming(name, sample):
             score = reward(completion, mapping)
         return named_scores(name, reward, score, sample.id)
+
+    def _result(self, name: str, future: Future[Any], sample: Sample) -> dict[str, float]:
+        """A slow reward's columns; NaN where its call was late."""
+        reward = self._rewards[name]
+        with self._naming(name, sample):
+            answer = future.result()
+            if _is_threaded(reward):
+                outcome = answer[name]
+                if outcome.error is not None:
+                    raise outcome.error
+                if outcome.late:
+                    self._late[name] += 1
+                    return dict.fromkeys(columns_of(name, reward), math.nan)
+                answer = outcome.value
+        return named_scores(name, reward, answer, sample.id)
 
     def _call_batch(
         self,
@@ -292,10 +304,10 @@ class Scorer:
             text = f"{type(error).__name__}: {error}"
             raise RewardError(f"the reward {name!r} failed on sample {sample.id}: {text}") from error
 
-    def _pool(self, name: str, workers: int) -> ThreadPoolExecutor:
-        if name not in self._pools:
-            self._pools[name] = ThreadPoolExecutor(workers, thread_name_prefix=f"reward {name}")
-        return self._pools[name]
+    def _helper(self, name: str) -> ThreadPoolExecutor:
+        if name not in self._helpers:
+            self._helpers[name] = ThreadPoolExecutor(1, thread_name_prefix=f"reward {name}")
+        return self._helpers[name]
 
     # ------------------------------------------------------------------------------------------------ part of a run
     def open(self, run_dir: Path, rank: int, world: int) -> None:
@@ -323,18 +335,33 @@ class Scorer:
             self._remote[name].learn(counts, answers)
 
     def _all_timeouts(self) -> dict[str, int]:
-        return {name: reward.isolated.timeouts for name, reward in self._rewards.items() if hasattr(reward, "isolated")}
+        isolated = {n: reward.isolated.timeouts for n, reward in self._rewards.items() if hasattr(reward, "isolated")}
+        return isolated | self._late
 
     def close(self) -> None:
         """Ends connections and threads; what has not begun is dropped."""
-        for pool in self._pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
+        for helper in self._helpers.values():
+            helper.shutdown(wait=False, cancel_futures=True)
+        for one in self._started.values():
+            for future in one.futures.values():
+                future.cancel()
         for reward in self._remote.values():
             reward.close()
 
 
+def _is_threaded(reward: Reward) -> bool:
+    has_own = isinstance(reward, RemoteReward) or hasattr(reward, "isolated")
+    return not has_own and getattr(reward, "concurrent", False)
+
+
 def _is_slow(reward: Reward) -> bool:
-    return isinstance(reward, RemoteReward) or hasattr(reward, "isolated") or getattr(reward, "concurrent", False)
+    return isinstance(reward, RemoteReward) or hasattr(reward, "isolated") or _is_threaded(reward)
+
+
+def _call_seconds(reward: Reward) -> float | None:
+    """The deadline of a `concurrent` reward's call; None: it has limits of its own. ValueError where it is no such number."""
+    seconds = getattr(reward, "timeout_seconds", _CALL_SECONDS)
+    return None if seconds is None else real("its attribute timeout_seconds", seconds, low=0.01)
 
 
 def _processor_share() -> int:

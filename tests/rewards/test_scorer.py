@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,29 @@ from megatron_rl.rewards import RewardError, Scorer
 from .chat_server import serving
 
 OWN = """
+import threading
 import time
 
 def slow(seconds=0.02):
     def score(completion, sample):
         time.sleep(seconds)
         return float(len(completion))
+    score.concurrent = True
+    return score
+
+def hangs(seconds=None):
+    def score(completion, sample):
+        if "hang" in completion:
+            threading.Event().wait()
+        return {"length": float(len(completion))}
+    score.concurrent, score.columns = True, ("length",)
+    if seconds is not None:
+        score.timeout_seconds = seconds
+    return score
+
+def fails():
+    def score(completion, sample):
+        raise TimeoutError("of its own")
     score.concurrent = True
     return score
 
@@ -133,6 +152,44 @@ def test_a_judge_with_the_rule_stop_names_sample_and_endpoint() -> None:
         scorer = Scorer({"judge": RewardConfig(**judge(server.url, unanswered="stop", retries=0))})
         with pytest.raises(RewardError, match=rf"'judge' failed on sample t/7: .*{server.url}.*HTTP 503"):
             scorer.score(["a"], [sample(7)])
+
+
+def test_a_call_that_hangs_is_given_up_counted_and_in_nobodys_way(own: str) -> None:
+    rewards = {
+        "remote": RewardConfig(reward=f"{own}:hangs", params={"seconds": 0.5}),
+        "slow": RewardConfig(reward=f"{own}:slow"),  # in the same thread, after it
+    }
+    scorer = Scorer(rewards, workers=2)
+    texts = ["hang", "ab", "hang?", "hang!", "abc"]
+    scorer.start(0, texts[0], sample(0))
+    rows = scorer.score(texts, [sample(i) for i in range(5)], keys=range(5))
+    assert [row["slow"] for row in rows] == [4, 2, 5, 5, 3]
+    assert [rows[i]["remote.length"] for i in (1, 4)] == [2, 3]
+    assert all(math.isnan(rows[i]["remote.length"]) for i in (0, 2, 3))
+    assert scorer.take_report().timeouts == {"remote": 3, "slow": 0}
+    assert scorer.score(["ok"], [sample()]) == [{"remote.length": 2, "slow": 2}], "the threads that hang hold no slot"
+    assert scorer.take_report().timeouts == {"remote": 0, "slow": 0}
+
+
+def test_threads_that_hang_do_not_keep_the_process(own: str) -> None:
+    program = f"""
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.data import Sample
+from megatron_rl.rewards import Scorer
+scorer = Scorer({{"x": RewardConfig(reward="{own}:hangs", params={{"seconds": 0.1}})}})
+print(scorer.score(["hang"], [Sample(id="a", task="t", prompt="p", prompt_ids=[1])]))
+scorer.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[{'x.length': nan}]\n", "")
+
+
+def test_an_error_of_a_concurrent_reward_is_its_own_and_a_bad_deadline_is_refused(own: str) -> None:
+    rewards = {"slow": RewardConfig(reward=f"{own}:slow"), "x": RewardConfig(reward=f"{own}:fails")}
+    with pytest.raises(RewardError, match="'x' failed on sample t/3: TimeoutError: of its own"):
+        Scorer(rewards).score(["a"], [sample(3)])
+    with pytest.raises(ValueError, match="timeout_seconds = 0, must be a number"):
+        Scorer({"x": RewardConfig(reward=f"{own}:hangs", params={"seconds": 0})})
 
 
 def test_a_reward_that_forgets_to_return_is_a_mistake(own: str) -> None:
