@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +37,20 @@ def load(folder: Path, chunks: list[Any], optimizer: Any, grid: Grid) -> None:
     Raises:
         CheckpointError: on every rank, before anything is changed, if its tensors are not those of this model and optimizer.
     """
-    from megatron.core import dist_checkpointing
-
     with device.megatron():
         tensors = sharded_state(chunks, optimizer, loading=True)
-        problems = _unfitting(folder, tensors, grid)
+        try:
+            saved, pieces = manifest.read_tensors(folder)
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        masters = _find_masters(tensors["optimizer"], saved)
+        problems = _unfitting(tensors | {"masters": masters}, saved, pieces, grid)
         if problems:
             raise CheckpointError(f"{folder} does not fit this recipe: {shown(problems)}")
-        loaded = dist_checkpointing.load(tensors, str(folder))
-        for i, chunk in enumerate(chunks):
-            chunk.load_state_dict(loaded[f"model{i}"], strict=True)
+        state = _load_optimizer(folder, tensors, masters, chunks)
         own = [{key: group[key] for key in _HYPERPARAMETERS} for group in optimizer.param_groups]
-        common = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
         with _keeping_adam_steps():
-            optimizer.load_state_dict(_regrouped(loaded["optimizer"], tensors["optimizer"], common))
+            optimizer.load_state_dict(state)
     _separate_adam_steps(optimizer)
     for group, kept in zip(optimizer.param_groups, own, strict=True):
         group |= kept
@@ -71,7 +71,9 @@ def whole(folder: Path) -> str | None:
     return manifest.missing(folder)
 
 
-def _unfitting(folder: Path, tensors: dict[str, Any], grid: Grid) -> list[str]:
+def _unfitting(
+    tensors: dict[str, Any], found: Mapping[str, manifest.Tensor], pieces: Sequence[manifest.Piece], grid: Grid
+) -> list[str]:
     """Tensors that the checkpoint lacks, has beyond those wanted, or has with another shape or dtype; by name and file."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -88,14 +90,12 @@ def _unfitting(folder: Path, tensors: dict[str, Any], grid: Grid) -> list[str]:
     wanted: dict[str, tuple[tuple[int, ...] | None, str]] = {}
     for part in grid.all_gather(own):
         wanted |= part
-    try:
-        found, pieces = manifest.read_tensors(folder)
-    except ValueError as error:
-        return [str(error)]
     files = {piece.name: piece.file for piece in reversed(pieces)}
     problems = [f"it has no tensor {name}" for name in sorted(wanted.keys() - found.keys())]
     problems += [
-        f"{files.get(name, '?')} has tensor {name}, which the model has not" for name in sorted(found.keys() - wanted)
+        f"{files.get(name, '?')} has tensor {name}, which the model has not"
+        for name in sorted(found.keys() - wanted)
+        if not _is_copy(name, found)
     ]
     for name in sorted(wanted.keys() & found.keys()):
         (shape, dtype), tensor = wanted[name], found[name]
@@ -108,24 +108,81 @@ def _unfitting(folder: Path, tensors: dict[str, Any], grid: Grid) -> list[str]:
     return problems
 
 
-def _regrouped(loaded: dict[Any, Any], requested: dict[Any, Any], common: dict[Any, Any]) -> dict[Any, Any]:
-    """The optimizer's loaded state where it was saved by another number of Megatron's optimizers.
+# ----------------------------------------------------------------------------------------------------------- optimizer
+# The distributed and the plain optimizer name their fp32 weights differently; the plain one of an fp32 model has none
+# beside the model's.
+_MASTER = re.compile(r"optimizer\.state\.(?:fp32_)?param\.(.+)")
 
-    With expert parallelism there is one for dense and one for expert parameters, without it one for both. Their tensors have
-    the same names, but groups of parameters and the number of steps, which is the same for all, were saved per optimizer.
+
+def _find_masters(wanted: Any, saved: Mapping[str, manifest.Tensor]) -> dict[Any, Any]:
+    """Has the optimizer ask for its fp32 weights by the name that the checkpoint has them under.
+
+    Those that are there as the model's own fp32 weights only are taken out of `wanted` and returned, as deep in it as they
+    were: Megatron reads every tensor once per request.
+
+    Args:
+        wanted: an optimizer's sharded state, or a dictionary or list in it.
+        saved: the checkpoint's tensors.
     """
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
 
-    def numbers(state: dict[Any, Any]) -> list[int]:
-        return sorted(key for key in state if isinstance(key, int))
+    elsewhere: dict[Any, Any] = {}
+    for key, value in list(wanted.items() if isinstance(wanted, dict) else enumerate(wanted)):
+        if isinstance(value, dict | list):
+            inner = _find_masters(value, saved)
+            if inner:
+                elsewhere[key] = inner
+        elif isinstance(value, ShardedBase) and (match := _MASTER.fullmatch(value.key)) and value.key not in saved:
+            names = [f"optimizer.state.{kind}.{match[1]}" for kind in ("param", "fp32_param")]
+            name = next((name for name in names if name in saved), None)
+            if name is not None:
+                value.key = name
+            elif match[1] in saved and saved[match[1]].dtype == "float32":
+                value.key = match[1]
+                elsewhere[key] = wanted.pop(key)
+    return elsewhere
 
-    if numbers(requested) == numbers(common):
-        return loaded
+
+def _is_copy(name: str, saved: Mapping[str, manifest.Tensor]) -> bool:
+    """Whether a tensor is the optimizer's copy of an fp32 weight of the model, which nobody has to read."""
+    match = _MASTER.fullmatch(name)
+    return match is not None and match[1] in saved and saved[match[1]].dtype == "float32"
+
+
+def _load_optimizer(
+    folder: Path, tensors: dict[str, Any], masters: dict[Any, Any], chunks: list[Any]
+) -> dict[Any, Any]:
+    """Fills the model chunks; returns the optimizer's state as Megatron's optimizer wants it.
+
+    What is no tensor (groups of parameters, number of steps) was saved in the form of the optimizers that there were then:
+    plain or distributed, one for all parameters or, with expert parallelism, one for dense and one for expert parameters.
+    Where there are others now, only tensors are taken, which have the same names, and the number of steps, the same for all.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import merge
+
+    wanted = tensors["optimizer"]
+    common = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
+    alike = _form(common) == _form(wanted)
+    key = "optimizer" if alike else "optimizer now"  # Megatron merges what it finds under the same key
+    models = {name: value for name, value in tensors.items() if name != "optimizer"}
+    loaded = dist_checkpointing.load(models | {key: wanted}, str(folder))
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{i}"], strict=True)
+    state = loaded[key]
+    if masters:
+        merge(state, dist_checkpointing.load({"masters": masters}, str(folder))["masters"])
+    if alike:
+        return state
     [step] = {float(step) for step in _steps(common)}
-    if not numbers(requested):
-        return _with_groups(
-            {key: value for key, value in loaded.items() if key not in numbers(common)}, requested, step
-        )
-    return {number: _with_groups(loaded[number], requested[number], step) for number in numbers(requested)}
+    return _with_groups(state, wanted, step)
+
+
+def _form(state: dict[Any, Any]) -> tuple[Any, ...]:
+    """Of an optimizer's state: its numbered parts, and whether they are distributed optimizers."""
+    numbers = sorted(key for key in state if isinstance(key, int))
+    parts = [state[number] for number in numbers] or [state]
+    return (*numbers, all("param_state_sharding_type" in part for part in parts))
 
 
 def _steps(state: Any) -> Iterator[Any]:
@@ -152,8 +209,8 @@ def _with_groups(loaded: dict[Any, Any], requested: dict[Any, Any], step: float)
                 {k: v.unwrap() if isinstance(v, LocalNonpersistentObject) else v for k, v in group.items()}
                 for group in value
             ]
-            result[key] = [group | ({"step": step} if "step" in group else {}) for group in groups]
-        elif key == "optimizer":
+            result[key] = [group | ({"step": type(group["step"])(step)} if "step" in group else {}) for group in groups]
+        elif key == "optimizer" or isinstance(key, int):
             result[key] = _with_groups(loaded.get(key, {}), value, step)
         elif key == "state":
             result[key] = loaded[key] | {"common_step": torch.tensor(step)}

@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.actor.layouts import make_models
 from tests.actor.processes import spawn
-from tests.checkpoint.ranks import Layout, contents, resume_at, save_trained
+from tests.checkpoint.ranks import Layout, resume_at, save_trained
+from tests.checkpoint.ranks import contents as read
 
 pytestmark = pytest.mark.slow
 TP2, TP2_PLAIN = Layout(tensor=2), Layout(tensor=2, distributed=False)
-BF16 = Layout(tensor=2, dtype="bfloat16")
+BF16, BF16_PLAIN = (Layout(tensor=2, dtype="bfloat16", distributed=kind) for kind in (True, False))
 EXPERTS = Layout(model="model-experts", expert=2)
 EXPERTS_PLAIN = Layout(model="model-experts", expert=2, distributed=False)
 TIED = Layout(tensor=2, model="model-True")
 TIED_PLAIN = Layout(tensor=2, model="model-True", distributed=False)
-SAVED = [TP2, TP2_PLAIN, BF16, EXPERTS, EXPERTS_PLAIN, TIED, TIED_PLAIN]
+SAVED = [TP2, TP2_PLAIN, BF16, BF16_PLAIN, EXPERTS, EXPERTS_PLAIN, TIED, TIED_PLAIN]
 ON_TWO = [
     (TP2, TP2),
     (TP2, Layout(pipeline=2)),
@@ -40,6 +42,13 @@ ON_TWO = [
     (EXPERTS_PLAIN, Layout(model="model-experts", distributed=False)),
     (TIED, Layout(pipeline=2, model="model-True")),
     (TIED_PLAIN, Layout(pipeline=2, model="model-True", distributed=False)),
+    # to the other optimizer
+    (TP2, Layout(pipeline=2, distributed=False)),
+    (TP2_PLAIN, Layout()),
+    (BF16, BF16_PLAIN),
+    (BF16_PLAIN, Layout(dtype="bfloat16")),
+    (EXPERTS, EXPERTS_PLAIN),
+    (EXPERTS_PLAIN, Layout(model="model-experts")),
 ]
 ON_FOUR = [
     (TP2, Layout(tensor=4)),
@@ -59,6 +68,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spawn(resume_at, 2, str(folder), ON_TWO)
     spawn(resume_at, 4, str(folder), ON_FOUR)
     return folder
+
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    """Tensors of a checkpoint, the optimizer's fp32 weights under one name whichever optimizer it was."""
+    tensors = {name.replace(".fp32_param.", ".param."): tensor for name, tensor in read(folder).items()}
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
+    if not any(
+        name.startswith("optimizer.state.param.") for name in tensors
+    ):  # an fp32 model's weights are the optimizer's
+        tensors |= {f"optimizer.state.param.{name}": tensor for name, tensor in weights.items()}
+    return tensors
 
 
 @pytest.mark.parametrize(("before", "after"), ON_TWO + ON_FOUR, ids=lambda layout: layout.name)
