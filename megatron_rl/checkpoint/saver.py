@@ -167,6 +167,7 @@ class Saver:
         """Rank 0: what is left to write, and the rename that makes it current. Returns what went wrong."""
         try:
             for name, content in files.items():
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 snapshots.write_file(temporary / name, content)
             snapshots.finish(snapshot, temporary, shares, about)
             _replace(temporary, self.root / f"step_{step}")

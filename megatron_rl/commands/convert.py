@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"megatron-rl convert: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT
     except OSError as error:
-        print(f"megatron-rl convert: {error}; the same command continues", file=sys.stderr)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "make room, then the same command continues" if full else "the same command continues"
+        print(f"megatron-rl convert: {error}; {remedy}", file=sys.stderr)
         return exit_codes.FAILED
     except KeyboardInterrupt:
         print("megatron-rl convert: stopped; the same command continues", file=sys.stderr)

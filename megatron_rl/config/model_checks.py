@@ -45,7 +45,10 @@ def _check_folder(folder: Path) -> Iterator[str]:
         if not isinstance(config, dict):
             yield f"`model.path`: {folder / 'config.json'} does not hold a JSON object"
     except FileNotFoundError:
-        yield f"`model.path`: {folder} has no config.json; it must be a Hugging Face model folder"
+        remedy = "it must be a Hugging Face model folder, or a checkpoint of a run (runs/<name>/checkpoints/step_<n>)"
+        if (folder / ".metadata").is_file():
+            remedy = f"convert it first: megatron-rl convert to-hf --megatron {folder} --hf DIR"
+        yield f"`model.path`: {folder} has no config.json; {remedy}"
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         yield f"`model.path`: {folder / 'config.json'} cannot be read: {error}"
     if not any((folder / name).is_file() for name in _TOKENIZERS):

@@ -109,14 +109,18 @@ def _write(
     copy_companions(source, folder)
 
 
+def companions(source: Path) -> dict[str, Path]:
+    """Tokenizer, generation config, chat templates and licence of a model folder: every file by its name in the folder."""
+    found = [path for pattern in _COMPANIONS for path in source.glob(pattern)]
+    files = [file for path in found for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    return {file.relative_to(source).as_posix(): file for file in files}
+
+
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copies tokenizer, generation config, chat templates and licence of a model folder."""
-    for pattern in _COMPANIONS:
-        for path in source.glob(pattern):
-            if path.is_dir():
-                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
-            else:
-                shutil.copyfile(path, folder / path.name)
+    """Copies them to another folder."""
+    for name, path in companions(source).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
 
 
 def _write_json(path: Path, content: object) -> None:

@@ -22,6 +22,7 @@ from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import OptimizerConfig
 from megatron_rl.models import export_hf
+from megatron_rl.models.export import companions
 from megatron_rl.runtime import device
 from megatron_rl.trainer.context import Run, State
 
@@ -99,6 +100,8 @@ def submit(run: Run, snapshot: Snapshot, scores: Mapping[str, float]) -> None:
         "state.json": (json.dumps(state, indent=1, sort_keys=True) + "\n").encode(),
         "recipe.yaml": to_yaml(run.config).encode(),
     }
+    if run.grid.is_main:
+        files |= {"config.json": _model_config(run), **_companions(run.folder)}
     _saver(run).submit(run.state.step, snapshot, about, files)
 
 
@@ -196,6 +199,19 @@ def _versions() -> dict[str, str]:
     return found
 
 
+# With these a checkpoint is a model folder: another run's `model.path`, or the source of a conversion, wherever it lies.
+def _model_config(run: Run) -> bytes:
+    config = dict(run.actor.hf_config)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = run.config.model.dtype
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+@functools.lru_cache(maxsize=1)
+def _companions(folder: Path) -> dict[str, bytes]:
+    """Tokenizer, generation config and chat templates: name -> content."""
+    return {name: path.read_bytes() for name, path in companions(folder).items()}
+
+
 def _model(run: Run) -> dict[str, Any]:
     """The fields of the Hugging Face configuration that a number, a word or nothing stands behind."""
     return {
@@ -231,6 +247,12 @@ def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_upd
             f"{folder} was written by `megatron-rl {state['command']}`; give this run another run_dir, or --resume never"
         )
     _check_model(run, folder)
+    estimator = state["algorithm"]["estimator"]
+    if estimator != run.algorithm.estimator.name:
+        raise CheckpointError(
+            f"{folder} is of a run with the estimator {estimator!r}, the recipe's is {run.algorithm.estimator.name!r}; to "
+            f"start a new run from its weights, give it another run_dir and model.path={folder}"
+        )
     _note_changes(run, folder)
     if run.algorithm.needs_reference:
         _load_reference(run, state["reference"])

@@ -48,6 +48,7 @@ def train(run: Run, resume: str) -> None:
             f"all {config.trainer.steps} steps were done before; to train on, raise trainer.steps; to start again, choose "
             "another run_dir or --resume never"
         )
+        export(run)  # the one before may have failed
         return
     run.start_engine()
     run.report.begin("RL", state.step, config.trainer.steps)

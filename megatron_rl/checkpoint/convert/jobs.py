@@ -81,9 +81,8 @@ def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> b
         with bar:
             _run_all(task, remaining, partial, max(1, min(workers, len(remaining))), bar.advance)
         pieces = [piece for name, _, _ in files for piece in _read_marker(partial, name) or []]
-        shutil.rmtree(partial / _MARKERS)
-        (partial / _TASK).unlink()
-        task.finish(partial, pieces)
+        with _markers_aside(partial):
+            task.finish(partial, pieces)
         if target.is_dir():
             target.rmdir()
         partial.rename(target)
@@ -152,6 +151,24 @@ def _only_writer(partial: Path, target: Path) -> Iterator[None]:
         os.close(lock)
 
 
+@contextmanager
+def _markers_aside(partial: Path) -> Iterator[None]:
+    """The folder without what is no part of the result; it comes back where the block fails."""
+    aside = partial.with_name(f"{partial.name}.markers")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    for name in (_TASK, _MARKERS):
+        (partial / name).rename(aside / name)
+    try:
+        yield
+    except BaseException:
+        for name in (_MARKERS, _TASK):
+            (aside / name).rename(partial / name)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 def _taken_up(partial: Path, identity: dict[str, Any], say: Callable[[str], None]) -> set[str]:
     """The files that an interrupted run of the same task left whole; what another task left is removed."""
     task = partial / _TASK
@@ -185,7 +202,12 @@ def _read_marker(partial: Path, file: str) -> list[Piece] | None:
 
 
 def _write_one(task: Task, folder: Path, file: str, progress: Progress) -> None:
-    pieces = task.write(file, folder, progress)
+    try:
+        pieces = task.write(file, folder, progress)
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(folder / file)) from error  # writing by descriptor names no file
     path = folder / _MARKERS / f"{file}.json"
     temporary = path.with_suffix(".tmp")
     rows = [[p.name, list(p.start), p.file, p.offset, p.length, p.digest] for p in pieces]

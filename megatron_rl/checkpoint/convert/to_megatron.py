@@ -85,9 +85,11 @@ class ToMegatron:
                         checked.add(tensor.name)
                 offset = out.position
                 out.begin()
-                torch.save(
-                    assemble(chunk, plan.source).to(plan.dtypes[chunk.name]).view(chunk.size), cast(BinaryIO, out)
-                )
+                values = assemble(chunk, plan.source).to(plan.dtypes[chunk.name]).view(chunk.size)
+                try:
+                    torch.save(values, cast(BinaryIO, out))
+                except RuntimeError as error:  # torch's writer does not say why
+                    raise (out.failure or error) from None
                 pieces.append(Piece(chunk.name, chunk.start, file, offset, out.position - offset, out.digest()))
                 progress(plan.nbytes(chunk))
             raw.flush()
