@@ -66,13 +66,19 @@ class Counts:
         0  # of them, those that asked what had been asked before: in this step, this run, or before a restart
     )
     unanswered: int = 0  # of them, those without a score
-    nonsense: int = 0  # of the unanswered: the reply held no score
+    nonsense: int = 0  # of the unanswered, each for one reason: the reply held no score
+    refused: int = 0  # ... a server refused the request as it is, for example as too long
+    failed: int = 0  # ... no reply, after all retries
     expired: int = 0  # ... the step's deadline came first
     over_budget: int = 0  # ... the budget was used up
+    reason: str = ""  # of one of the unanswered
     traffic: Traffic = field(default_factory=Traffic)
 
     def __iadd__(self, other: Counts) -> Counts:
+        self.reason = self.reason or other.reason
         for entry in fields(self):
+            if entry.name == "reason":
+                continue
             total = getattr(self, entry.name)
             total += getattr(other, entry.name)  # Traffic adds in place
             setattr(self, entry.name, total)
@@ -161,7 +167,10 @@ class RemoteReward:
         if verdict.score is not None:
             return verdict.score
         self._counts.unanswered += 1
+        self._counts.reason = self._counts.reason or verdict.reason
         self._counts.nonsense += verdict.kind == "nonsense"
+        self._counts.refused += verdict.kind == "refused"
+        self._counts.failed += verdict.kind == "failed"
         self._counts.expired += verdict.kind == "expired"
         self._counts.over_budget += verdict.kind == "budget"
         if self.policy.unanswered == "stop":

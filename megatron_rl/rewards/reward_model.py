@@ -47,7 +47,7 @@ def reward_model(
         path: instead of them, a Hugging Face folder, loaded by every rank when it scores its first rollout.
         squash: `none`, or `sigmoid` of the output.
         batch_size: `path`: rollouts in one forward pass.
-        max_tokens: `path`: longer conversations lose their beginning; null: the model's own limit.
+        max_tokens: longer conversations lose their beginning; null: the limit of the model, or of its server.
         device: `path`: `auto` (the rank's GPU, where there is one), `cpu`, `cuda`.
         unanswered: `urls`: what a rollout without an answer means, as for the judge: `drop`, `neutral`, `stop`.
         neutral: its score where the rule is `neutral`, before no squashing.
@@ -64,11 +64,11 @@ def reward_model(
     squashed = _sigmoid if squash == "sigmoid" else float
     if (urls is None) == (path is None):
         raise ValueError("give either urls (of a server) or path (of a model folder)")
+    if max_tokens is not None:
+        whole("max_tokens", max_tokens, low=1)
     if path is not None:
         whole("batch_size", batch_size, low=1)
         choice("device", device, ("auto", "cpu", "cuda"))
-        if max_tokens is not None:
-            whole("max_tokens", max_tokens, low=1)
         if not (Path(path) / "config.json").exists():
             raise ValueError(f"path: {path} is not a Hugging Face folder: it has no config.json")
         return LocalModel(path, squashed, batch_size, max_tokens, device)
@@ -78,7 +78,9 @@ def reward_model(
     def render(completion: str, sample: Mapping[str, Any]) -> dict[str, Any]:
         prompt = sample.get("prompt", "")
         said: dict[str, Any] = {"input": prompt + completion} if isinstance(prompt, str) else _chat(prompt, completion)
-        return {"model": model, "use_activation": False, **said}
+        # -1: the model's own limit. What is cut is the beginning, as in a folder's model.
+        cut = {"truncate_prompt_tokens": max_tokens or -1, "truncation_side": "left"}
+        return {"model": model, "use_activation": False, **cut, **said}
 
     def read(reply: Mapping[str, Any]) -> tuple[float, str]:
         try:

@@ -20,6 +20,7 @@ from megatron_rl.algorithms import StepEstimate
 from megatron_rl.config.schema import Config
 from megatron_rl.data import RewardTable, Rollout, Sample
 from megatron_rl.report import read_run, render
+from megatron_rl.rewards import Report as Scored
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.progress import PROGRESS
 from megatron_rl.trainer.record import write_step
@@ -64,6 +65,7 @@ class Reporter:
         self._seconds: dict[str, float] = {}
         self._stage_seconds: dict[str, float] = {}
         self._stage: tuple[str, float] | None = None
+        self._missing: set[str] = set()  # rewards whose missing scores were spoken of
         self._trackers: list[Tracker] = []
         self._progress = Progress(
             SpinnerColumn(),
@@ -130,6 +132,16 @@ class Reporter:
     def warn(self, text: str) -> None:
         """A line that stays and is seen."""
         self.console.print(f"[bold yellow]{text}[/bold yellow]")
+
+    def missing_scores(self, scored: Scored) -> None:
+        """Says why a server gave a rollout no score, once per reward; how often is in the metrics."""
+        for column, (counts, _) in scored.remote.items():
+            if counts.unanswered and column not in self._missing:
+                self._missing.add(column)
+                self.warn(
+                    f"{column}: {counts.unanswered} of {counts.scored} rollouts have no score from the server: "
+                    f"{counts.reason} (further ones are counted by {column}/unanswered and its neighbours)"
+                )
 
     def begin(self, stage: str, done: int, total: int) -> None:
         """A stage of `total` steps, `done` of which are behind."""

@@ -92,6 +92,7 @@ def score(run: Run, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> N
         run.scorer.learn(report)
         run.scored += report
     run.counters |= scoring_metrics(run.scored)
+    run.report.missing_scores(run.scored)
 
 
 def scoring_metrics(report: Report) -> dict[str, float]:
@@ -106,6 +107,8 @@ def scoring_metrics(report: Report) -> dict[str, float]:
             f"{column}/cache_hits": float(counts.cache_hits),
             f"{column}/unanswered": float(counts.unanswered),
             f"{column}/nonsense": float(counts.nonsense),
+            f"{column}/refused": float(counts.refused),
+            f"{column}/failed": float(counts.failed),
             f"{column}/expired": float(counts.expired),
             f"{column}/over_budget": float(counts.over_budget),
             f"{column}/requests": float(traffic.requests),

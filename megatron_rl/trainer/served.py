@@ -85,7 +85,9 @@ def _answer(
     scorer.open(report.run_dir, _ALONE.rank, _ALONE.world)
     try:
         summaries, responses, failures = _answer_and_score(config, report, tokenizer, server, tasks, scorer)
-        return summaries, responses, failures, scoring_metrics(scorer.take_report())
+        scored = scorer.take_report()
+        report.missing_scores(scored)
+        return summaries, responses, failures, scoring_metrics(scored)
     finally:
         scorer.close()
 

@@ -34,6 +34,7 @@ def test_a_run_with_a_judge_and_its_resume_without_one(tmp_path: Path) -> None:
         assert row["judge/unanswered"] == row["judge/nonsense"]
         assert 0 < row["reward_overlap/share"] <= 1
     assert sum(row["judge/nonsense"] for row in steps.values()) > 0
+    assert job.stdout.count("rollouts have no score from the server: the reply holds no score: 'hm'") == 1
     sampled = [json.loads(line) for line in (job.run_dir / "samples" / "step_1.jsonl").read_text().splitlines()]
     assert {record["rewards"]["judge"] for record in sampled} <= {None, 0.0, 0.25, 0.5, 0.75, 0.9, 1.0}
 

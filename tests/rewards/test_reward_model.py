@@ -85,8 +85,9 @@ def test_behind_a_server_it_speaks_vllms_classify() -> None:
         path, body, _ = server.requests[0]
         assert path == "/classify"
         messages = [*CHAT, {"role": "assistant", "content": "a"}]
-        assert body == {"model": "rm", "use_activation": False, "messages": messages, "add_generation_prompt": False}
-        assert server.requests[1][1] == {"model": "rm", "use_activation": False, "input": "p b"}
+        always = {"model": "rm", "use_activation": False, "truncate_prompt_tokens": -1, "truncation_side": "left"}
+        assert body == {**always, "messages": messages, "add_generation_prompt": False}
+        assert server.requests[1][1] == {**always, "input": "p b"}
 
 
 @pytest.mark.parametrize(
