@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import megatron_rl
 from megatron_rl import launch
 from megatron_rl.config import ConfigError
 from megatron_rl.launch import plan
+from megatron_rl.launch.package import name_in
 from megatron_rl.runtime import exit_codes
 
 _INSTALL = """\
@@ -46,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
     slurm.add_argument("--host", help="login node, reached by SSH; left out, this machine is one")
     slurm.add_argument("--user", help="on the login node")
+    slurm.add_argument("--port", type=int, help="of the login node's SSH server (default: 22, or ~/.ssh/config's)")
     slurm.add_argument("--identity", metavar="FILE", help="SSH key")
+    slurm.add_argument(
+        "--pre-command", metavar="COMMAND", help="on the login node, before every command there: 'module load slurm'"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,18 +66,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace, root: Path) -> int:
-    site = launch.read_site(root, args.site) if args.executor == "slurm" else None
-    per_node = (args.gpus_per_node or site.tasks_per_node) if site else None
-    recipe = Path(args.recipe).resolve()
-    if not recipe.is_relative_to(root):
-        raise launch.LaunchError(f"{args.recipe} is not in {root}, which is what is packaged; put the recipe there")
-    if site and subprocess.run(("git", "-C", str(root), "check-ignore", "--quiet", str(recipe))).returncode == 0:
-        raise launch.LaunchError(f"git ignores {args.recipe}, so it would not be packaged; put the recipe elsewhere")
-    os.chdir(root)
-    name = str(recipe.relative_to(root))
-    tasks = _tasks(args, name, args.nodes * per_node if per_node else None, root)
+    for option in ("site", "sweep", "identity"):  # files of the folder that the command was given in
+        if getattr(args, option):
+            setattr(args, option, Path(getattr(args, option)).expanduser().absolute())
     if args.job_dir and not args.host:
         os.environ["NEMORUN_HOME"] = str(Path(args.job_dir).absolute())  # read when NeMo-Run is imported
+    site = launch.read_site(root, args.site) if args.executor == "slurm" else None
+    per_node = (args.gpus_per_node or site.tasks_per_node) if site else None
+    name = name_in(root, Path(args.recipe), packaged=site is not None)
+    os.chdir(root)
+    tasks = _tasks(args, name, args.nodes * per_node if per_node else None, root)
     from megatron_rl.launch import nemo
 
     executor: Any
@@ -108,4 +110,11 @@ def _tunnel(args: argparse.Namespace) -> Any:
         return None
     import nemo_run
 
-    return nemo_run.SSHTunnel(host=args.host, user=args.user, job_dir=args.job_dir, identity=args.identity)
+    return nemo_run.SSHTunnel(
+        host=args.host,
+        user=args.user,
+        port=args.port,
+        job_dir=args.job_dir,
+        identity=str(args.identity) if args.identity else None,
+        pre_command=args.pre_command,
+    )

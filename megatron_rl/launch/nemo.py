@@ -14,11 +14,13 @@ environment of its own (requirements/launch.txt).
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import nemo_run as run
+from invoke.exceptions import UnexpectedExit
 
 from megatron_rl.launch.package import pack
 from megatron_rl.launch.plan import LaunchError, Task
@@ -36,6 +38,7 @@ MEGATRON_RL_HOME=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n 's/.* S
 export MEGATRON_RL_HOME
 source "$MEGATRON_RL_HOME/slurm/lib.sh"
 enter_home
+unset SLURM_UNBUFFEREDIO # of NeMo-Run's: srun would give the ranks a terminal, and the log their progress bars
 """
 
 
@@ -147,14 +150,64 @@ def submit(experiment: run.Experiment, wait: bool) -> int:
     """Starts the experiment. Slurm's jobs run on by themselves; on this machine the tasks run now.
 
     Returns 0, or 1 where a task that was waited for has failed.
+
+    Raises:
+        LaunchError: the login node, or its sbatch, has refused; the message has its words, and names the jobs of this
+            experiment that are in the queue already.
     """
     with experiment:
-        experiment.run(detach=not wait, sequential=wait, tail_logs=wait)
+        try:
+            for job in experiment.jobs:
+                if isinstance(job.executor, run.SlurmExecutor) and isinstance(job.executor.tunnel, run.SSHTunnel):
+                    log_in(job.executor.tunnel)
+                    break  # one login node for all
+            experiment.run(detach=not wait, sequential=wait, tail_logs=wait)
+        except UnexpectedExit as error:
+            numbers = [str(job.handle).rpartition("/")[2] for job in experiment.jobs if job.handle]
+            queued = f"\nin the queue already: {' '.join(numbers)} (scancel them)" if numbers else ""
+            raise LaunchError(_failed(error) + queued) from None
     failed = [job.id for job in experiment.jobs if wait and str(job.status(experiment._runner)) != "SUCCEEDED"]
     for job in experiment.jobs:
         number = str(job.handle).rpartition("/")[2]
         print(f"{job.id}: " + (f"Slurm job {number}" if not wait else "failed" if job.id in failed else "done"))
     return 1 if failed else 0
+
+
+def log_in(tunnel: run.SSHTunnel) -> None:
+    """Connects, and sees that jobs can be submitted from there, before anything is copied.
+
+    Raises:
+        LaunchError: it cannot be reached, does not let us in, or lacks what NeMo-Run needs there.
+    """
+    where = f"{tunnel.user}@{tunnel.host}" + (f" (port {tunnel.port})" if tunnel.port else "")
+    if tunnel.identity and not Path(tunnel.identity).is_file():
+        raise LaunchError(f"--identity {tunnel.identity}: no such file")
+    for program in ("ssh", "rsync"):
+        if shutil.which(program) is None:
+            raise LaunchError(f"NeMo-Run copies the code with rsync over ssh: install {program} on this machine")
+    try:
+        tunnel.connect()
+    except SystemExit:  # NeMo-Run's answer, after the key, the agent's keys and a password
+        key = f"the key {tunnel.identity}" if tunnel.identity else "a key of yours"
+        raise LaunchError(f"{where} does not let you in: neither {key} nor a password was accepted") from None
+    except (OSError, ValueError) as error:  # ValueError: a file that is no key
+        raise LaunchError(f"{where} cannot be reached: {error}") from None
+    folder, file = shlex.quote(tunnel.job_dir), shlex.quote(f"{tunnel.job_dir}/.writable")
+    for command, remedy in (
+        (f"mkdir -p {folder} && touch {file} && rm {file}", "--job-dir has to be a folder there that you may write to"),
+        ("sbatch --version", "sbatch is not found by commands over ssh: give the login node a --pre-command"),
+        ("rsync --version", "install rsync there: NeMo-Run copies the code with it"),
+    ):
+        try:
+            tunnel.run(command)
+        except UnexpectedExit as error:
+            raise LaunchError(f"{where}: {_failed(error)}\n{remedy}") from None
+
+
+def _failed(error: UnexpectedExit) -> str:
+    """What a command that NeMo-Run ran has said, without the pages around it."""
+    result = error.result
+    return f"{result.command!r} failed ({result.exited}): {(result.stderr or result.stdout).strip()}"
 
 
 def _script(task: Task, executor: run.Executor, python: str) -> run.Script:
@@ -176,6 +229,8 @@ def _sized(task: Task, executor: run.Executor) -> run.Executor:
     sized = executor.clone()
     if isinstance(sized, run.SlurmExecutor):
         sized.setup_lines = _SETUP
+        if task.after:  # what can never start any more leaves the queue
+            sized.additional_parameters = {**(sized.additional_parameters or {}), "kill_on_invalid_dep": "yes"}
         if task.whole_job:
             sized.setup_lines += f"around_srun {shlex.join(task.arguments)}\n"
         else:

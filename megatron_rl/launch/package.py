@@ -9,6 +9,20 @@ from pathlib import Path
 from megatron_rl.launch.plan import LaunchError
 
 
+def name_in(root: Path, recipe: Path, packaged: bool) -> str:
+    """The recipe's path from `root`, which is where the jobs read it.
+
+    Raises:
+        LaunchError: it lies elsewhere, or git ignores it although the work tree is to be `packaged`.
+    """
+    path = recipe.resolve()
+    if not path.is_relative_to(root):
+        raise LaunchError(f"{recipe} is not in {root}, which is what is packaged; put the recipe there")
+    if packaged and subprocess.run(("git", "-C", str(root), "check-ignore", "--quiet", str(path))).returncode == 0:
+        raise LaunchError(f"git ignores {recipe}, so it would not be packaged; put the recipe elsewhere")
+    return str(path.relative_to(root))
+
+
 def pack(root: Path, site: Path, archive: Path) -> None:
     """Writes a .tar.gz of the work tree `root`, with `site` as its slurm/site.sh.
 
