@@ -1,0 +1,119 @@
+"""What ranks do in test_runs: whole runs without an engine, stopped and continued, or started from another's checkpoint."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.checkpoint.store import CheckpointError
+from megatron_rl.config import Config, check, load_recipe
+from megatron_rl.config.checks import Machine
+from megatron_rl.runtime import distributed
+from megatron_rl.runtime.stop import StopRequested
+from megatron_rl.trainer.checkpointing import finish_saves, load_checkpoint, save
+from megatron_rl.trainer.context import Run, build_run
+from megatron_rl.trainer.loop import train
+from megatron_rl.trainer.sft import sft
+from tests.checkpoint.ranks import Layout, close
+
+STEPS, STOPPED = 6, 3
+
+
+class _StopsAfter:
+    """What a signal does that comes in step `step`."""
+
+    def __init__(self, step: int) -> None:
+        self._left = step
+
+    def check(self, grid: distributed.Grid) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise StopRequested(signal.SIGTERM)
+
+
+def start(root: Path, name: str, layout: Layout, *overrides: str, command: str = "sft") -> Run:
+    """A run in `root/name` by `root/recipe.yaml`, as far as one is built before it begins."""
+    kind = f"{{distributed: {str(layout.distributed).lower()}}}"
+    own = [f"actor.parallel={{tensor: {layout.tensor}, pipeline: {layout.pipeline}}}", f"actor.optimizer={kind}"]
+    config: Config = load_recipe(
+        root / "recipe.yaml", [f"run_dir={root / name}", *own, f"sft.optimizer={kind}", *overrides]
+    )
+    config = check(config, command=command, machine=Machine(gpus=0))
+    grid = distributed.initialize(config.actor.parallel, timeout_minutes=5)
+    return build_run(config, grid, Path(config.run_dir), command)
+
+
+def end(run: Run) -> None:
+    run.close()
+    close()
+
+
+def run_in_every_way(root_: str, layouts: list[Layout]) -> None:
+    """An SFT run without a stop; one that is stopped, and continued at each of the layouts; and what `_begin_anew` and
+    `_export_without_room` do."""
+    root, before = Path(root_), layouts[0]
+    run = start(root, "straight", before)
+    sft(run, "auto")
+    end(run)
+    run = start(root, "stopped", before)
+    run.stop = _StopsAfter(STOPPED)  # type: ignore[assignment]
+    try:
+        sft(run, "auto")
+    except StopRequested:
+        end(run)
+    for layout in layouts:
+        if int(torch.distributed.get_rank()) == 0:
+            shutil.copytree(root / "stopped", root / layout.name)
+        torch.distributed.barrier()
+        run = start(root, layout.name, layout)
+        sft(run, "auto")
+        end(run)
+    _begin_anew(root, Layout(pipeline=2))
+    _export_without_room(root, before)
+
+
+def _begin_anew(root: Path, layout: Layout) -> None:
+    """A checkpoint as another run's model, and as what a run with another estimator is asked to continue."""
+    folder, facts = root / "straight" / "checkpoints" / f"step_{STEPS}", {}
+    run = start(root, "anew", layout, f"model.path={folder}", "algorithm.preset=rloo")
+    facts["weights"] = dict(run.actor.iter_hf_weights())
+    facts["step"] = run.state.step
+    end(run)
+    run = start(root, "continued", layout, "algorithm.preset=rloo")
+    try:
+        load_checkpoint(run, str(folder), run.config.sft.optimizer, STEPS)
+    except CheckpointError as error:
+        facts["refusal"] = str(error)
+    end(run)
+    if int(torch.distributed.get_rank()) == 0:
+        torch.save(facts, root / "anew.pt")
+
+
+def _export_without_room(root: Path, layout: Layout) -> None:
+    """All steps done and saved, but no export: there is no room for it, and then there is."""
+    run = start(root, "full", layout, "trainer.steps=1", command="train")
+    run.actor.start_optimizer(run.config.actor.optimizer, 1)
+    run.state.step = 1
+    save(run)
+    finish_saves(run)
+    end(run)
+    facts: dict[str, Any] = {}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (20_000, limits[0]):
+        run = start(root, "full", layout, "trainer.steps=1", command="train")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            train(run, "auto")
+        except CheckpointError as error:
+            facts["error"] = str(error)
+            facts["left"] = sorted(path.name for path in (root / "full").glob("*export*"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        end(run)
+        torch.distributed.barrier()
+    torch.save(facts, root / f"full_{torch.distributed.get_rank()}.pt")
