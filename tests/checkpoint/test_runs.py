@@ -15,8 +15,8 @@ from megatron_rl.checkpoint import store
 from megatron_rl.checkpoint.convert import open_weights
 from tests.actor.processes import spawn
 from tests.checkpoint.ranks import Layout
-from tests.checkpoint.whole_runs import STEPS, STOPPED, run_in_every_way
 from tests.checkpoint.test_layouts import contents
+from tests.checkpoint.whole_runs import STEPS, STOPPED, run_in_every_way
 from tests.conversion.convert import tensors, to_hf
 from tests.e2e.job import RECIPE
 
