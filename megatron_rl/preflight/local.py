@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -264,11 +265,29 @@ def _ask(url: str, key: str | None) -> tuple[str, str]:
         return WARNING, f"not reachable ({getattr(error, 'reason', error)})"
 
 
+# What the driver writes to the kernel log about a GPU, by NVIDIA's numbers: those that are not a program's own fault.
+_XID = re.compile(r"^(?:\[ *(\d+)\.\d+\] )?NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)", re.MULTILINE)
+_XIDS = {
+    48: "an uncorrectable memory error",
+    64: "damaged memory rows that could not be replaced",
+    74: "an NVLink error",
+    79: "the GPU fell off the bus",
+    95: "an uncontained memory error",
+    119: "its system processor does not answer",
+    120: "its system processor failed",
+}
+
+
 def check_gpus(config: Config) -> Problems:
-    """Memory errors, and memory that another process holds."""
+    """Memory errors, memory that another process holds, and what the kernel log says where it may be read."""
     if shutil.which("nvidia-smi") is None:
         return
-    fields = "index,ecc.errors.uncorrected.volatile.total,remapped_rows.failure,memory.used,memory.total"
+    if shutil.which("dmesg"):
+        kernel_log = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace")
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        yield from xid_problems(kernel_log.stdout, uptime)  # empty where the system keeps its log from users
+    fields = "index,ecc.errors.uncorrected.volatile.total,remapped_rows.failure,remapped_rows.pending"
+    fields += ",memory.used,memory.total"
     done = subprocess.run(
         ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], capture_output=True, text=True
     )
@@ -280,19 +299,33 @@ def check_gpus(config: Config) -> Problems:
 
 
 def gpu_problems(rows: str, memory_fraction: float) -> Problems:
-    """From nvidia-smi's lines `index, uncorrected errors, remapping failed, MiB used, MiB in all`."""
+    """From nvidia-smi's lines `index, uncorrected errors, remapping failed, remapping pending, MiB used, MiB in all`."""
     for row in rows.splitlines():
-        index, errors, remap, used, total = [cell.strip() for cell in row.split(",")]
+        index, errors, remap, pending, used, total = [cell.strip() for cell in row.split(",")]
         if errors.isdigit() and int(errors):
             yield FAILED, f"GPU {index} has {errors} uncorrected memory errors since it was reset; drain the node"
         if remap in ("1", "Yes"):
             yield FAILED, f"GPU {index} could not replace damaged memory rows; the board is to be exchanged"
+        if pending in ("1", "Yes"):
+            yield (
+                WARNING,
+                f"GPU {index} has damaged memory rows that it replaces when it is reset; have the node drained",
+            )
         if used.isdigit() and total.isdigit() and 1 - int(used) / int(total) < memory_fraction:
             yield (
                 FAILED,
                 f"GPU {index}: {int(used) / 1024:.1f} of {int(total) / 1024:.1f} GiB are in use by other processes, and the "
                 f"engine wants {memory_fraction:.0%} (rollout.memory_fraction)",
             )
+
+
+def xid_problems(kernel_log: str, uptime: float) -> Problems:
+    """The newest Xid error of each kind and GPU, from dmesg's lines. Warnings: a reset since then is not in the log."""
+    newest = {(bus, int(code)): seconds for seconds, bus, code in _XID.findall(kernel_log)}
+    for (bus, code), seconds in newest.items():
+        if code in _XIDS:
+            when = f" {(uptime - int(seconds)) / 3600:.1f} h ago" if seconds else ""
+            yield WARNING, f"the GPU at {bus} had Xid {code}{when}: {_XIDS[code]}; unless it was reset, drain the node"
 
 
 # check -> function; once per rank, or once per node.

@@ -151,11 +151,29 @@ def test_a_judge_that_no_estimator_asks_may_be_silent(config: Config) -> None:
 
 
 def test_what_nvidia_smi_says_is_understood() -> None:
-    rows = "0, 0, No, 120, 81559\n1, 3, No, 0, 81559\n2, [N/A], Yes, 0, 81559\n3, 0, No, 60000, 81559\n"
+    rows = "0, 0, No, No, 120, 81559\n1, 3, No, No, 0, 81559\n2, [N/A], Yes, No, 0, 81559\n3, 0, No, No, 60000, 81559\n"
     found = list(local.gpu_problems(rows, memory_fraction=0.6))
     assert [text.split(":")[0].split(" has")[0].split(" could")[0] for _, text in found] == ["GPU 1", "GPU 2", "GPU 3"]
     assert "3 uncorrected memory errors" in found[0][1]
     assert "58.6 of 79.6 GiB are in use by other processes" in found[2][1]
+    ((level, text),) = local.gpu_problems("5, 0, No, Yes, 0, 81559\n", memory_fraction=0.6)
+    assert (level, "GPU 5" in text, "reset" in text) == (WARNING, True, True)
+
+
+def test_xid_errors_are_read_from_the_kernel_log() -> None:
+    log = """\
+[    0.000000] Linux version 6.1.0
+[ 3600.100000] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+[ 7200.250000] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+[ 7300.000001] NVRM: Xid (PCI:0000:86:00): 31, pid=4242, name=python, Ch 00000008, intr 00000000. MMU Fault
+[10000.500000] audit: NVRM: Xid (PCI:0000:00:00): 48, quoted by another line
+NVRM: Xid (0000:af:00): 95, pid=77, Uncontained ECC error
+"""
+    found = list(local.xid_problems(log, uptime=10800.0))
+    assert [level for level, _ in found] == [WARNING, WARNING]
+    assert "0000:3b:00 had Xid 79 1.0 h ago: the GPU fell off the bus" in found[0][1]
+    assert "0000:af:00 had Xid 95: an uncontained memory error" in found[1][1]
+    assert not list(local.xid_problems("", uptime=1.0))
 
 
 def test_the_report_is_short_worst_first_and_names_nodes_once() -> None:
