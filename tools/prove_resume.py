@@ -21,6 +21,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -286,7 +287,7 @@ def draw(random_: random.Random, kills: int, steps: int, seconds: Mapping[str, f
         seconds: how long each point takes.
     """
     parts = [part for _ in range(kills) for part in POINTS][:kills]
-    counts = [2 if i < steps - 1 else 1 for i in range(kills)]
+    counts = [2 if i < steps - 2 else 1 for i in range(kills)]
     random_.shuffle(parts)
     random_.shuffle(counts)
     points = [random_.choice(POINTS[part]) for part in parts]
@@ -297,12 +298,12 @@ def draw(random_: random.Random, kills: int, steps: int, seconds: Mapping[str, f
 
 
 def durations(run_dir: Path) -> dict[str, float]:
-    """Mean seconds of every point in a finished run."""
+    """Median seconds of every point in a finished run."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     names = {point: f"timing_s/{point}" for points in POINTS.values() for point in points}
     names["write"] = "checkpoint/write_s"
     taken = {point: [row[name] for row in rows if name in row] for point, name in names.items()}
-    return {point: sum(values) / len(values) for point, values in taken.items() if values}
+    return {point: statistics.median(values) for point, values in taken.items() if values}
 
 
 def prove(
