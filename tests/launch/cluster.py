@@ -1,7 +1,7 @@
 """A real Slurm on this host: munged, slurmctld and two slurmd, in a folder and on ports of their own.
 
-`Cluster.stop` ends what it started. Where the tests are killed, the daemons die with them, and the next cluster ends what
-jobs have been left over.
+`Cluster.stop` ends what it started. Where the tests are killed, the daemons die with them, and a watcher (this file, run as
+a script) ends the jobs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -92,6 +93,11 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _hear_of_parents_death() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until `watch` waits for it
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 120, what: object = "what was waited for") -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -108,7 +114,11 @@ class Cluster:
             tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir="/tmp")
         )  # sockets: short path
         self.config = folder / "slurm.conf"
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {
+            "watcher": subprocess.Popen(
+                (sys.executable, __file__, str(folder)), preexec_fn=_hear_of_parents_death, start_new_session=True
+            )
+        }
 
     # ------------------------------------------------------------------------------------------------- bringing up, down
     def start(self) -> None:
@@ -142,8 +152,8 @@ class Cluster:
     def stop(self) -> None:
         for name in (*NODES, SPARE, "slurmctld", "munged"):
             self.kill(name)
-        _kill_all(_processes(f"SLURM_CONF={self.config}"))
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _clear(self.folder)
+        self.kill("watcher")
 
     def _daemon(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as out:
@@ -267,10 +277,23 @@ def _kill_all(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _clear(folder: Path) -> None:
+    """Ends what runs on a cluster without daemons, and removes its folder."""
+    deadline = time.monotonic() + 20
+    while (left := _processes(f"SLURM_CONF={folder / 'slurm.conf'}")) and time.monotonic() < deadline:
+        _kill_all(left)  # what one of them has just started is seen the next time
+        time.sleep(0.1)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def end_leftovers() -> None:
-    """Jobs of clusters whose tests were killed."""
+    """Jobs of clusters whose tests were killed together with their watcher."""
     for folder in Path("/tmp").glob(f"{_PREFIX}*"):
         owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            _kill_all(_processes(f"SLURM_CONF={folder / 'slurm.conf'}"))
-            shutil.rmtree(folder, ignore_errors=True)
+            _clear(folder)
+
+
+if __name__ == "__main__":
+    signal.sigwait({signal.SIGTERM})  # the tests' process has gone
+    _clear(Path(sys.argv[1]))
