@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -207,9 +208,13 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def whole_folder(folder: str | Path) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` (replacing it) when the block ends well, and is removed otherwise."""
+    """A temporary folder that becomes `folder` (replacing it) when the block ends well, and is removed otherwise.
+
+    What a process that was killed in here left is removed first.
+    """
     target = Path(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     previous = target.with_name(f".{target.name}.{os.getpid()}.old")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -223,3 +228,15 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         target.rename(previous)
     temporary.rename(target)
     shutil.rmtree(previous, ignore_errors=True)
+
+
+def _remove_left(target: Path) -> None:
+    """Removes temporary folders of processes that are gone; a whole one that was just out of the way comes back."""
+    for path in target.parent.glob(".*"):
+        match = re.fullmatch(rf"\.{re.escape(target.name)}\.(\d+)\.(tmp|old)", path.name)
+        if match is None or Path(f"/proc/{match[1]}").exists():
+            continue
+        if match[2] == "old" and not target.exists():
+            path.rename(target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)

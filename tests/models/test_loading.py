@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,29 @@ def test_a_disk_too_small_for_the_export(tmp_path: Path, folder: Path, parallel:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_left_is_removed(tmp_path: Path, folder: Path, parallel: ParallelGroups) -> None:
+    config = read_hf_config(folder)
+    chunks = load(folder, parallel)
+    gone, kept = subprocess.Popen(["true"]), tmp_path / f".m.{os.getppid()}.tmp"
+    gone.wait()
+    kept.mkdir()  # of a process that lives
+    (tmp_path / f".m.{gone.pid}.tmp").mkdir()
+    (tmp_path / f".m.{gone.pid}.tmp" / "0.safetensors").write_text("half")
+    (tmp_path / f".m.{gone.pid}.old").mkdir()
+    (tmp_path / f".m.{gone.pid}.old" / "config.json").write_text("of the export before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(RuntimeError, match=r"export to .* failed"):
+            export_hf(tmp_path / "m", chunks, family_for(config), config, parallel, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "m" / "config.json").read_text() == "of the export before"
+    export_hf(tmp_path / "m", chunks, family_for(config), config, parallel, folder)
+    assert (tmp_path / "m" / WEIGHTS).exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([kept.name, "m"])
 
 
 def test_transformer_engines_names(folder: Path, parallel: ParallelGroups) -> None:
