@@ -102,3 +102,24 @@ def test_on_this_machine(launch, tmp_path: Path) -> None:
     )
     assert code == 0, text
     assert rows(tmp_path / "run")[-1]["step"] == 1
+
+
+def test_nemo_runs_own_command_line_finds_the_site_and_the_commands(tmp_path: Path) -> None:
+    if not PYTHON.exists():
+        (pytest.fail if os.environ.get("MEGATRON_RL_CI") else pytest.skip)("no .venv-launch; make launch-setup")
+    own = {"NEMORUN_HOME": str(tmp_path / "jobs"), "MEGATRON_RL_SITE": str(write_site(tmp_path))}
+    overrides = f"overrides=trainer.steps=2 seed=7 run_dir={tmp_path}/run"
+    done = subprocess.run(
+        (
+            *(str(PYTHON.with_name("nemo")), "megatron_rl", "train", "recipe=recipes/cpu/quickstart.yaml", overrides),
+            *("run.executor=site", "run.executor.nodes=2", "--dryrun", "--yes"),
+        ),
+        cwd=REPOSITORY,
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "#SBATCH --nodes=2\n" in done.stdout
+    assert "around_srun train recipes/cpu/quickstart.yaml trainer.steps=2 seed=7" in done.stdout
