@@ -76,11 +76,13 @@ def _resolve(args: argparse.Namespace, machine: Machine) -> tuple[Config, _Check
     overrides = []
     if args.model is not None:
         folder = Path(args.model).expanduser()
-        if (folder / "config.json").is_file():
-            overrides.append(f"model.path={folder}")
-        elif (folder / "manifest.json").is_file() and not args.endpoint:
+        is_model, is_checkpoint = (folder / "config.json").is_file(), (folder / "manifest.json").is_file()
+        of_a_run = (folder.resolve().parent.parent / "recipe.yaml").is_file()
+        if is_checkpoint and (of_a_run or not is_model) and not args.endpoint:
             checkpoint = _checkpoint(folder.resolve())
             overrides += [f"model.path={checkpoint.model}", f"model.dtype={checkpoint.dtype}"]
+        elif is_model:  # a Hugging Face folder, or a converted one
+            overrides.append(f"model.path={folder}")
         else:
             raise ConfigError(_no_model(folder, bool(args.endpoint)))
     recipe = args.recipe or (checkpoint.recipe if checkpoint else None)

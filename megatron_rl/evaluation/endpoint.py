@@ -11,7 +11,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Server:
 
     urls: tuple[str, ...]
     name: str
+    root: str = ""  # where the first of them says it has the model from
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, l
         ValueError: a server that does not answer or does not serve that model, or not with room for `longest` tokens.
     """
     settings = _settings(tuple(urls), config)
+    root = ""
     for url in settings.urls:
         models = {str(model.get("id")): model for model in _models(url.rstrip("/"), config.api_key_env)}
         if name is None and len(models) == 1:
@@ -61,6 +63,7 @@ def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, l
         if name is None or name not in models:
             wanted = "--served-name chooses one" if name is None else f"not {name!r}"
             raise ValueError(f"{url} serves {', '.join(map(repr, models)) or 'no model'}; {wanted}")
+        root = root or str(models[name].get("root", ""))
         room = models[name].get("max_model_len")
         if isinstance(room, int) and room < longest:
             raise ValueError(
@@ -68,7 +71,7 @@ def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, l
                 f"{longest}: serve it with room for them, or lower the recipe's limits"
             )
     assert name is not None
-    return Server(settings.urls, name)
+    return Server(settings.urls, name, root)
 
 
 def _models(url: str, api_key_env: str | None) -> list[dict[str, Any]]:
@@ -105,28 +108,38 @@ def complete(
     seed: int,
     step: int,
     done: Callable[[bool], None] = lambda answered: None,
+    there: Mapping[tuple[str, int], Rollout] | None = None,
+    keep: Callable[[Rollout], None] = lambda rollout: None,
 ) -> tuple[list[Rollout], list[Unanswered]]:
     """`count` responses to every sample, by sample, then index, without texts; and the requests that got none.
 
     Args:
         seed, step: as in `rollout_seed`.
-        done: called after every request, with whether it was answered; from another thread.
+        done: called for every response, with whether it was answered; from another thread.
+        there: responses that are not asked for again, by sample id and index.
+        keep: called with every response as it comes; from another thread, one at a time.
 
     Raises:
         EndpointError: the server refuses access, or does not know the model.
         ValueError: the server does not return token ids.
     """
+    there = there or {}
     requests = [(sample, index) for sample in samples for index in range(count)]
 
     async def everything() -> list[Rollout | Unanswered]:
         endpoint = http.Endpoint(_settings(server.urls, config))
 
         async def one(sample: Sample, index: int) -> Rollout | Unanswered:
+            if (sample.id, index) in there:
+                done(True)
+                return there[sample.id, index]
             body = _body(server.name, sample, sampling, rollout_seed(seed, step, sample.id, index))
             try:
                 answer: Rollout | Unanswered = _rollout(sample, index, await endpoint.post("/completions", body))
             except http.Unanswered as error:
                 answer = Unanswered(sample.id, index, str(error))
+            if isinstance(answer, Rollout):
+                keep(answer)
             done(isinstance(answer, Rollout))
             return answer
 

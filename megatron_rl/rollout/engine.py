@@ -6,7 +6,7 @@ make the same calls with the same arguments, and vLLM's schedulers, being determ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ class Engine:
         sampling: Sampling,
         step: int,
         finished: Callable[[Rollout], None] | None = None,
+        there: Container[tuple[str, int]] = (),
     ) -> list[Rollout]:
         """`count` rollouts of every sample, over all engines; every rank gets all of them, by sample, then index.
 
@@ -94,29 +95,28 @@ class Engine:
         what else is in the batch.
 
         `finished` hears of every rollout of this rank's engine as it ends, on every rank of the engine in the same order.
+        Rollouts that are `there`, by sample id and index, are not drawn; the same ones on every rank.
         """
         from vllm import SamplingParams
 
-        own = samples[self.index :: self.engines]
-        requests, params = [], []
-        for sample in own:
-            for index in range(count):
-                requests.append({"prompt_token_ids": sample.prompt_ids})
-                params.append(
-                    SamplingParams(
-                        temperature=sampling.temperature,
-                        top_p=sampling.top_p,
-                        max_tokens=sampling.max_tokens,
-                        seed=rollout_seed(self.seed, step, sample.id, index) if sampling.temperature > 0 else None,
-                        logprobs=0,
-                        flat_logprobs=True,
-                        detokenize=False,
-                    )
-                )
+        own = [(s, i) for s in samples[self.index :: self.engines] for i in range(count) if (s.id, i) not in there]
+        requests = [{"prompt_token_ids": sample.prompt_ids} for sample, _ in own]
+        params = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_tokens=sampling.max_tokens,
+                seed=rollout_seed(self.seed, step, sample.id, index) if sampling.temperature > 0 else None,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for sample, index in own
+        ]
         rollouts = []
         for number, output in self._run(requests, params):
             if self.is_leader or finished is not None:
-                rollouts.append(_rollout(own[number // count], number % count, output.outputs[0]))
+                rollouts.append(_rollout(*own[number], output.outputs[0]))
                 if finished is not None:
                     finished(rollouts[-1])
         parts = self.grid.all_gather(rollouts if self.is_leader else [])

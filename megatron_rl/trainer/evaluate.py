@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl.checkpoint import store
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.data import Rollout, Sample
+from megatron_rl.evaluation import kept
 from megatron_rl.evaluation.output import results_table, write_responses, write_results
 from megatron_rl.evaluation.summary import TaskSummary, metrics_of, overall, summarize
 from megatron_rl.rollout.sampling import Sampling
@@ -26,21 +27,23 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     A rollout counts as right where the reward `trainer.eval_reward` is at least `trainer.eval_threshold`.
     k = `trainer.eval_rollouts`; one rollout at temperature 0 is greedy decoding.
     """
-    summaries, responses = _answer(run, step)
+    summaries, responses = _answer(run, step, {}, None)
     if step in (0, run.config.trainer.steps):
         for task, (samples, rollouts) in responses.items():
             run.report.eval_samples(step, task, samples, rollouts)
     return metrics_of(summaries, overall(run.config, summaries))
 
 
-def _answer(run: Run, step: int) -> tuple[list[TaskSummary], dict[str, Responses]]:
+def _answer(
+    run: Run, step: int, there: kept.Kept, keep: kept.Keeper | None
+) -> tuple[list[TaskSummary], dict[str, Responses]]:
     trainer = run.config.trainer
     sampling = Sampling(trainer.eval_temperature, trainer.eval_top_p, run.config.rollout.max_tokens)
     summaries: list[TaskSummary] = []
     responses: dict[str, Responses] = {}
     for task, samples in run.eval_samples.items():
         with run.phases.untimed("evaluate", f"evaluating {task}"):
-            rollouts = generate(run, samples, trainer.eval_rollouts, sampling, evaluation_seed_step(step))
+            rollouts = generate(run, samples, trainer.eval_rollouts, sampling, evaluation_seed_step(step), there, keep)
             score(run, samples, rollouts)
         summaries.append(summarize(run.config, task, samples, rollouts))
         responses[task] = (samples, rollouts)
@@ -62,19 +65,45 @@ def evaluate_only(run: Run, resume: str) -> None:
         CheckpointError: the checkpoint is not whole.
     """
     begin = time.time()
-    run.report.start_over()
     model: dict[str, Any] = {"door": "folder", "path": str(run.folder)}
     if resume != "never":
         folder = Path(resume)
         if (problem := store.whole(folder)) is not None:
             raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}")
+        model = {"door": "checkpoint", "path": str(folder), "step": store.read_state(folder)["progress"]["step"]}
+    there: kept.Kept = {}
+    if run.grid.is_main:
+        origin = kept.origin(run.config, {**model, "files": kept.files_of(Path(model["path"]))})
+        there = take_up(run.report, origin, [sample for samples in run.eval_samples.values() for sample in samples])
+    there = run.grid.broadcast(there)
+    if resume != "never":
         run.report.phase(f"loading {folder.name}")
         store.load_model(folder, run.actor.chunks)
-        model = {"door": "checkpoint", "path": str(folder), "step": store.read_state(folder)["progress"]["step"]}
     run.start_engine()
     run.report.begin("evaluation", 0, 1)
-    summaries, responses = _answer(run, step=0)
+    path = run.report.run_dir / kept.FOLDER / f"engine{run.engine.index}.jsonl"
+    keep = kept.Keeper(path) if run.engine.is_leader else None
+    summaries, responses = _answer(run, 0, there, keep)
+    if keep is not None:
+        keep.close()
     finish(run.report, model, summaries, responses, run.take_counters(), begin)
+    run.grid.barrier()
+    if run.grid.is_main:
+        kept.discard(run.report.run_dir / kept.FOLDER)
+
+
+def take_up(report: Reporter, origin: Mapping[str, Any], samples: Sequence[Sample]) -> kept.Kept:
+    """Responses of an interrupted evaluation that had the same origin; what else is in the run folder is moved away."""
+    folder = report.run_dir / kept.FOLDER
+    differing = kept.differences(folder, origin)
+    if differing:
+        report.warn(f"an interrupted evaluation is not continued, for it had another {', '.join(differing)}")
+    report.start_over(but=None if differing else kept.FOLDER)
+    kept.begin(folder, origin)
+    there = kept.read(folder, samples)
+    if there:
+        report.note(f"continuing an interrupted evaluation: {len(there)} responses are in {folder}")
+    return there
 
 
 def finish(

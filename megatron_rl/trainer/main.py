@@ -76,7 +76,7 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
         PROGRESS.finish()
     except StopRequested as request:
         if grid.is_main:
-            print(f"megatron-rl: {request}; {_how_to_continue(Path(run_dir))}", file=sys.stderr)
+            print(f"megatron-rl: {request}; {_how_to_continue(Path(run_dir), command)}", file=sys.stderr)
         code = _stop_code(request.signum)
     except Exception as error:
         # Expected failures explain themselves: a traceback would bury the explanation, so it goes to a file only.
@@ -198,9 +198,11 @@ def _stop_code(signum: int) -> int:
     return exit_codes.AGAIN if from_batch else 128 + signum
 
 
-def _how_to_continue(run_dir: Path) -> str:
+def _how_to_continue(run_dir: Path, command: str) -> str:
     from megatron_rl.checkpoint.store import newest as newest_checkpoint
 
+    if command == "evaluate":
+        return "the same command continues with the responses that are there"
     newest = newest_checkpoint(run_dir / "checkpoints")
     if newest is None:
         return "there is no checkpoint to continue from (see checkpoint.every)"

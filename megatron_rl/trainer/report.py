@@ -49,6 +49,7 @@ _OUTPUTS = (
     "tensorboard",
     "reference",
     "export",
+    "responses",
 )
 
 
@@ -82,11 +83,11 @@ class Reporter:
         self._progress.start()
 
     # ------------------------------------------------------------------------------------------------ where a run begins
-    def start_over(self) -> None:
-        """A run without a checkpoint to continue from. What an earlier one left in the folder is moved, not overwritten."""
+    def start_over(self, but: str | None = None) -> None:
+        """A run without a checkpoint to continue from. What an earlier one left there, `but` one thing, is moved away."""
         if not self.active:
             return
-        left = [name for name in _OUTPUTS if (self.run_dir / name).exists()]
+        left = [name for name in _OUTPUTS if (self.run_dir / name).exists() and name != but]
         if left:
             number = 1 + sum(1 for _ in self.run_dir.glob("previous_*"))
             archive = self.run_dir / f"previous_{number}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,13 +23,34 @@ def next_prompts(run: Run, count: int) -> list[Sample]:
     return [run.train_samples[index] for index in indices]
 
 
-def generate(run: Run, samples: Sequence[Sample], count: int, sampling: Sampling, step: int) -> list[Rollout]:
+def generate(
+    run: Run,
+    samples: Sequence[Sample],
+    count: int,
+    sampling: Sampling,
+    step: int,
+    kept: Mapping[tuple[str, int], Rollout] | None = None,
+    keep: Callable[[Rollout], None] | None = None,
+) -> list[Rollout]:
     """`count` rollouts per sample, decoded; ordered by sample, then index; the same on every rank.
 
     The recipe's slow rewards start with each rollout that ends, while others are still being generated.
+
+    Args:
+        kept: rollouts that are there already, by sample id and index; the same on every rank.
+        keep: hears of every other one of this rank's engine as it ends.
     """
     PROGRESS.samples = [sample.id for sample in samples]
-    rollouts = run.engine.generate(samples, count, sampling, step, _start_scoring(run, samples))
+    listeners = [one for one in (_start_scoring(run, samples), keep) if one is not None]
+
+    def finished(rollout: Rollout) -> None:
+        for listener in listeners:
+            listener(rollout)
+
+    kept = kept or {}
+    drawn = run.engine.generate(samples, count, sampling, step, finished if listeners else None, kept)
+    by_key = {**kept, **{(rollout.sample_id, rollout.index): rollout for rollout in drawn}}
+    rollouts = [by_key[sample.id, index] for sample in samples for index in range(count)]
     texts = run.tokenizer.batch_decode(
         [rollout.response_ids for rollout in rollouts], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )

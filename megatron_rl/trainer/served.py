@@ -13,6 +13,7 @@ from typing import Any
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Sample
+from megatron_rl.evaluation import kept
 from megatron_rl.evaluation.endpoint import Server, Unanswered, complete, find_server
 from megatron_rl.evaluation.summary import TaskSummary, summarize
 from megatron_rl.rewards import RewardError, Scorer
@@ -21,7 +22,7 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import exit_codes
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.tasks import filter_by_length, load_tasks
-from megatron_rl.trainer.evaluate import Responses, evaluation_seed_step, finish
+from megatron_rl.trainer.evaluate import Responses, evaluation_seed_step, finish, take_up
 from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.sample import scoring_metrics
 
@@ -48,19 +49,22 @@ def evaluate_served(config: Config, urls: Sequence[str], name: str | None) -> in
         assert config.model.path is not None  # the command has seen to it
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         tasks = _load(config, report, tokenizer)
-        report.start_over()
+        served = {"name": server.name, "root": server.root, "tokenizer": kept.files_of(Path(config.model.path))}
+        there = take_up(report, kept.origin(config, served), [s for samples in tasks.values() for s in samples])
         report.begin("evaluation", 0, 1)
-        summaries, responses, failures, counters = _answer(config, report, tokenizer, server, tasks)
+        summaries, responses, failures, counters = _answer(config, report, tokenizer, server, tasks, there)
     except (ValueError, OSError, EndpointError, RewardError) as error:
         report.close()
         print(f"megatron-rl: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT if isinstance(error, ValueError) else exit_codes.FAILED
     except KeyboardInterrupt:
         report.close()
-        print("megatron-rl: stopped; the evaluation is not complete and nothing was written", file=sys.stderr)
+        print("megatron-rl: stopped; the same command continues with the responses that are there", file=sys.stderr)
         return 128 + signal.SIGINT
     model = {"door": "endpoint", "urls": list(server.urls), "served_name": server.name, "tokenizer": config.model.path}
     finish(report, model, summaries, responses, counters, begin)
+    if not failures:
+        kept.discard(report.run_dir / kept.FOLDER)
     report.summary()
     report.close()
     return _verdict(config, failures, sum(summary.responses for summary in summaries))
@@ -79,21 +83,37 @@ def _load(config: Config, report: Reporter, tokenizer: Any) -> dict[str, list[Sa
 
 
 def _answer(
-    config: Config, report: Reporter, tokenizer: Any, server: Server, tasks: dict[str, list[Sample]]
+    config: Config,
+    report: Reporter,
+    tokenizer: Any,
+    server: Server,
+    tasks: dict[str, list[Sample]],
+    there: kept.Kept,
 ) -> tuple[list[TaskSummary], dict[str, Responses], list[Unanswered], dict[str, float]]:
     scorer = Scorer(config.rewards, make_algorithm(config.algorithm).estimator.needs.columns)
     scorer.open(report.run_dir, _ALONE.rank, _ALONE.world)
+    keep = kept.Keeper(report.run_dir / kept.FOLDER / "engine0.jsonl")
     try:
-        summaries, responses, failures = _answer_and_score(config, report, tokenizer, server, tasks, scorer)
+        summaries, responses, failures = _answer_and_score(
+            config, report, tokenizer, server, tasks, scorer, there, keep
+        )
         scored = scorer.take_report()
         report.missing_scores(scored)
         return summaries, responses, failures, scoring_metrics(scored)
     finally:
+        keep.close()
         scorer.close()
 
 
 def _answer_and_score(
-    config: Config, report: Reporter, tokenizer: Any, server: Server, tasks: dict[str, list[Sample]], scorer: Scorer
+    config: Config,
+    report: Reporter,
+    tokenizer: Any,
+    server: Server,
+    tasks: dict[str, list[Sample]],
+    scorer: Scorer,
+    there: kept.Kept,
+    keep: kept.Keeper,
 ) -> tuple[list[TaskSummary], dict[str, Responses], list[Unanswered]]:
     trainer = config.trainer
     sampling = Sampling(trainer.eval_temperature, trainer.eval_top_p, config.rollout.max_tokens)
@@ -110,6 +130,8 @@ def _answer_and_score(
             config.seed,
             evaluation_seed_step(0),
             _Counter(report, task, len(samples) * trainer.eval_rollouts),
+            there,
+            keep,
         )
         report.note(f"{task}: {len(rollouts)} responses, {len(failed)} requests failed")
         failures += failed
@@ -153,7 +175,8 @@ def _verdict(config: Config, failures: Sequence[Unanswered], answered: int) -> i
     shown = "; ".join(f"{count} x {reason}" for reason, count in reasons)
     print(
         f"megatron-rl: {len(failures)} requests ({share:.1%}) stayed unanswered and are in none of the numbers: {shown}"
-        + (f" (more than evaluation.endpoint.max_failed_share = {allowed:g})" if share > allowed else ""),
+        + (f" (more than evaluation.endpoint.max_failed_share = {allowed:g})" if share > allowed else "")
+        + "; the same command asks for these again, and for no others",
         file=sys.stderr,
     )
     return exit_codes.FAILED if share > allowed else exit_codes.OK

@@ -13,20 +13,34 @@ from .job import RECIPE, Job, rows, samples
 from .serving import VllmServer
 
 pytestmark = pytest.mark.slow
+Evaluated = tuple[dict[str, Any], list[dict[str, Any]], str]
 SAMPLED = ("trainer.eval_rollouts=4", "trainer.eval_temperature=1.0")
 STEPS = RECIPE["trainer"]["steps"]
 
 
-def evaluated(folder: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """evaluation.json and the responses of one evaluation."""
+def evaluated(folder: Path, *arguments: str) -> Evaluated:
+    """One evaluation's evaluation.json, responses and terminal."""
     job = Job(folder, *arguments, command="evaluate")
     job.succeed()
     responses = [json.loads(line) for line in (job.run_dir / "samples" / "held_out.jsonl").read_text().splitlines()]
-    return json.loads((job.run_dir / "evaluation.json").read_text()), responses
+    return json.loads((job.run_dir / "evaluation.json").read_text()), responses, job.stdout
+
+
+def interrupted_and_continued(folder: Path, *arguments: str) -> Evaluated:
+    """As `evaluated`, but a first attempt fails in its rewards, and some of its 64 responses are lost."""
+    folder.mkdir()
+    (folder / "bad.py").write_text("def bad():\n    return lambda completion, sample: None\n")
+    failing = Job(folder, *arguments, f"rewards.bad.reward={folder}/bad.py:bad", command="evaluate")
+    assert failing.finish() == 1, failing.stderr
+    [kept] = (folder / "run" / "responses").glob("*.jsonl")
+    lines = kept.read_text().splitlines()
+    assert len(lines) == 64
+    kept.write_text("\n".join(lines[10:50]) + "\n" + lines[50][:30])
+    return evaluated(folder, *arguments)
 
 
 @pytest.fixture(scope="module")
-def doors(straight: Finished, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], list[Any]]]:
+def doors(straight: Finished, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Evaluated]:
     folder, run = tmp_path_factory.mktemp("doors"), straight.run_dir
     options = ("--generation-config", "vllm", "--max-model-len", "64")
     seeded = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192")
@@ -34,7 +48,7 @@ def doors(straight: Finished, tmp_path_factory: pytest.TempPathFactory) -> dict[
     try:
         found = {
             "checkpoint": evaluated(folder / "a", "--model", str(run / "checkpoints" / f"step_{STEPS}"), *SAMPLED),
-            "folder": evaluated(folder / "b", "--model", str(run / "export"), *SAMPLED),
+            "folder": interrupted_and_continued(folder / "b", "--model", str(run / "export"), *SAMPLED),
         }
         asking = ("--model", str(run / "export"), "--endpoint", server.url())
         found["endpoint"] = evaluated(folder / "c", *asking, *SAMPLED)
@@ -46,19 +60,24 @@ def doors(straight: Finished, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 def test_sampled_with_one_seed_all_doors_draw_the_same_responses(doors: dict[str, Any]) -> None:
     results = {door: doors[door] for door in ("checkpoint", "folder", "endpoint")}
-    for door, (content, _) in results.items():
+    for door, (content, _, _) in results.items():
         assert content["model"]["door"] == door
         assert content["failed_requests"] == 0
-    metrics = [content["metrics"] for content, _ in results.values()]
+    metrics = [content["metrics"] for content, _, _ in results.values()]
     assert metrics[0] == metrics[1] == metrics[2]
-    texts = [[record["response"] for record in records] for _, records in results.values()]
+    texts = [[record["response"] for record in records] for _, records, _ in results.values()]
     assert texts[0] == texts[1] == texts[2]
     assert len(texts[0]) == 64
     assert len(set(texts[0])) > 16, "the responses were sampled"
 
 
+def test_an_interrupted_evaluation_draws_only_what_is_missing(doors: dict[str, Any]) -> None:
+    assert "continuing an interrupted evaluation: 40 responses" in doors["folder"][2]
+    assert "continuing" not in doors["checkpoint"][2]
+
+
 def test_greedy_a_server_answers_as_the_run_itself_did(doors: dict[str, Any], straight: Finished) -> None:
-    content, records = doors["greedy"]
+    content, records, _ = doors["greedy"]
     last = rows(straight.run_dir)[-1]
     assert content["metrics"]["eval/held_out/avg@1"]["value"] == last["eval/held_out/avg@1"]
     own = samples(straight.run_dir, f"eval_held_out_step_{STEPS}.jsonl")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers import AutoTokenizer
 from megatron_rl.cli import main
 from megatron_rl.config.schema import CreateModelConfig, EndpointConfig
 from megatron_rl.data import Sample
+from megatron_rl.evaluation import kept
 from megatron_rl.evaluation.endpoint import Server, complete, find_server
 from megatron_rl.models import create_model
 from megatron_rl.rewards.endpoint import EndpointError
@@ -218,6 +221,90 @@ def test_a_judge_is_asked_once_also_by_the_next_evaluation(model: Path, recipe: 
         again = last_row()
         assert (again["judge/scored"], again["judge/requests"], len(judge.requests)) == (3, 0, 3)
         assert [json.loads(line)["rewards"]["judge"] for line in samples.read_text().splitlines()] == grades
+
+
+def test_an_evaluation_that_was_killed_asks_only_for_what_is_missing(
+    model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, release = recipe.parent / "run", threading.Event()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def by_seed(request: dict[str, Any], attempt: int) -> tuple[int, dict[str, Any]]:
+        return answer(request, tokenizer(str(request["seed"] % 1000), add_special_tokens=False)["input_ids"])
+
+    def some(request: dict[str, Any], attempt: int) -> tuple[int, dict[str, Any]]:
+        if tokenizer.decode(request["prompt"])[0] in "34":
+            release.wait(60)
+        return by_seed(request, attempt)
+
+    def command(url: str, *more: str) -> list[str]:
+        sampled = ["trainer.eval_rollouts=3", "trainer.eval_temperature=1.0"]
+        return ["evaluate", str(recipe), "--model", str(model), "--endpoint", url, *sampled, *more]
+
+    def responses() -> list[str]:
+        return (run / "samples" / "sums.jsonl").read_text().splitlines()
+
+    with serving(by_seed) as server:
+        assert main(command(server.url)) == 0
+        expected = responses()
+        assert len(expected) == len(server.requests) == 12
+        assert not (run / "responses").exists()
+
+    with serving(some) as server:
+        process = subprocess.Popen([sys.executable, "-m", "megatron_rl", *command(server.url)])
+        left = run / "responses" / "engine0.jsonl"
+        deadline = time.monotonic() + 120
+        while not left.exists() or left.read_text().count("\n") < 6:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+        release.set()
+    assert not (run / "evaluation.json").exists()
+    lines = left.read_text().splitlines()
+    left.write_text("\n".join(lines[:5]) + "\n" + lines[5][:20])  # as a kill in the middle of a write leaves it
+    saved, origin = left.read_text(), (left.parent / "origin.json").read_text()
+
+    def again(*more: str) -> int:
+        with serving(by_seed) as server:
+            assert main(command(server.url, *more)) == 0
+            return len(server.requests)
+
+    assert again() == 7
+    assert "continuing an interrupted evaluation: 5 responses" in capsys.readouterr().out
+    assert responses() == expected
+    assert not (run / "responses").exists()
+
+    def leave() -> None:
+        left.parent.mkdir()
+        left.write_text(saved)
+        (left.parent / "origin.json").write_text(origin)
+
+    leave()
+    data = recipe.parent / "sums.jsonl"
+    data.write_text(data.read_text().replace("1+1=", "7+7="))
+    assert again() == 12 - 5 + "".join(lines[:5]).count("sums/0")  # another prompt under a known name
+
+    for change in ("trainer.eval_temperature=0.5", "seed=8", "rollout.max_tokens=7"):
+        leave()
+        assert again(change) == 12
+        key = change.partition("=")[0]
+        assert f"an interrupted evaluation is not continued, for it had another {key}" in capsys.readouterr().out
+
+
+def test_what_is_kept_after_a_torn_line_is_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "engine0.jsonl"
+    path.write_text('{"sample": "sums/1", "roll')
+    _, (rollouts, _) = ask(echo)
+    keeper = kept.Keeper(path)
+    for rollout in rollouts:
+        keeper(rollout)
+    keeper.close()
+    found = kept.read(tmp_path, SAMPLES[1:])
+    assert {key: rollout.response_ids.tolist() for key, rollout in found.items()} == {
+        (sample.id, index): [sample.prompt_ids[0], 7] for sample in SAMPLES[1:] for index in range(2)
+    }
 
 
 # Runs the command line where neither Megatron-Core nor vLLM can be imported.

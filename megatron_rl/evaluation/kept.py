@@ -1,0 +1,124 @@
+"""Responses of an evaluation that is under way, on disk, so that one that was interrupted goes on where it was.
+
+`<run_dir>/responses/` has `origin.json`, what the responses depend on beside their prompts, and a file of JSON lines per
+engine. Every response has a seed of its own, so those that are still to be drawn do not depend on those that are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data import Rollout, Sample
+from megatron_rl.runtime import provenance
+
+FOLDER = "responses"
+Kept = dict[tuple[str, int], Rollout]  # by sample id and index
+
+
+def origin(config: Config, model: Mapping[str, Any]) -> dict[str, Any]:
+    """What the responses of an evaluation depend on, beside their prompts.
+
+    Args:
+        model: what is known of who answers, with JSON values.
+    """
+    trainer, rollout = config.trainer, config.rollout
+    return {
+        "model": dict(model),
+        "dtype": config.model.dtype,
+        "rollout.tensor_parallel": rollout.tensor_parallel,
+        "rollout.max_tokens": rollout.max_tokens,
+        "trainer.eval_temperature": trainer.eval_temperature,
+        "trainer.eval_top_p": trainer.eval_top_p,
+        "seed": config.seed,
+        "versions": provenance.versions(),
+    }
+
+
+def files_of(folder: Path) -> dict[str, list[int]]:
+    """Size in bytes and time of the last change in ns of every file below a model's folder: another model has others."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+
+
+def differences(folder: Path, now: Mapping[str, Any]) -> list[str] | None:
+    """Keys of `now` in which the evaluation that left responses in `folder` was another; None where there are none."""
+    try:
+        then = json.loads((folder / "origin.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:  # killed while it was written, before the first response
+        return ["origin.json"]
+    return sorted(key for key in {*now, *then} if now.get(key) != then.get(key))
+
+
+def read(folder: Path, samples: Sequence[Sample]) -> Kept:
+    """The responses to these very prompts; those to others, and a killed process's last line, are passed over."""
+    by_id = {sample.id: sample for sample in samples}
+    kept: Kept = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            sample = by_id.get(row["sample"])
+            if sample is not None and row["prompt"] == _digest(sample.prompt_ids):
+                kept[sample.id, row["rollout"]] = Rollout(
+                    sample_id=sample.id,
+                    index=row["rollout"],
+                    prompt_ids=np.asarray(sample.prompt_ids, dtype=np.int64),
+                    response_ids=np.asarray(row["response_ids"], dtype=np.int64),
+                    logprobs=np.empty(0, dtype=np.float32),  # an evaluation does not look at them
+                    finish_reason=row["finish_reason"],
+                )
+    return kept
+
+
+def begin(folder: Path, now: Mapping[str, Any]) -> None:
+    """Writes `origin.json` where it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "origin.json").exists():
+        temporary = folder / "origin.tmp"
+        temporary.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, folder / "origin.json")
+
+
+class Keeper:
+    """Appends responses to one file. Call it from one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        if self._file.tell():
+            self._file.write("\n")  # after a killed process's last line
+
+    def __call__(self, rollout: Rollout) -> None:
+        row = {
+            "sample": rollout.sample_id,
+            "rollout": rollout.index,
+            "prompt": _digest(rollout.prompt_ids.tolist()),
+            "response_ids": rollout.response_ids.tolist(),
+            "finish_reason": rollout.finish_reason,
+        }
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def discard(folder: Path) -> None:
+    """The evaluation is complete: its responses are in `samples/`."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    return hashlib.blake2b(json.dumps(list(map(int, tokens))).encode(), digest_size=8).hexdigest()
