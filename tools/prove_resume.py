@@ -58,14 +58,16 @@ Start = Callable[[str, str, Path, "Kill | None"], int]
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to every rank, `delay` seconds after the `count`-th time that rank 0 comes to `point` since its start."""
+    """SIGKILL to every rank, `delay` seconds after the `count`-th time that rank 0 comes to `point` in this start, from step
+    `step` on."""
 
     point: str
     count: int = 1
     delay: float = 0.0
+    step: int = 0
 
     def __str__(self) -> str:
-        return f"{self.point} {self.count} + {self.delay:.2f} s"
+        return f"{self.point} {self.count} + {self.delay:.2f} s from step {self.step} on"
 
 
 @dataclass
@@ -123,12 +125,13 @@ def arm(kill: Kill, others: Callable[[], Sequence[int]]) -> None:
 
     def passing(name: str) -> None:
         nonlocal seen
-        seen += name == kill.point
-        if name == kill.point and seen == kill.count:
-            if kill.delay:
-                threading.Timer(kill.delay, die).start()
-            else:
-                die()
+        if name != kill.point or PROGRESS.step < kill.step:
+            return
+        seen += 1
+        if seen == kill.count and kill.delay:
+            threading.Timer(kill.delay, die).start()
+        elif seen == kill.count:
+            die()
 
     from megatron_rl.checkpoint import saver
     from megatron_rl.checkpoint import snapshot as snapshots
@@ -278,23 +281,21 @@ def resolved(recipe: Path, overrides: Sequence[str], run_dir: Path, command: str
 
 
 def draw(random_: random.Random, kills: int, steps: int, seconds: Mapping[str, float]) -> list[Kill]:
-    """Kills in every part of a step equally often, in random order, at a random moment of a longer phase.
-
-    One that comes when its point is seen for the second time lets the run get one step further, so there are fewer of them
-    than steps: no kill finds the run done.
+    """Kills in every part of a step equally often, in random order, at a random moment of a longer phase, from the first step
+    to the last but one: where one lets the run get a step further, the next still finds it running.
 
     Args:
         seconds: how long each point takes.
     """
     parts = [part for _ in range(kills) for part in POINTS][:kills]
-    counts = [2 if i < steps - 2 else 1 for i in range(kills)]
     random_.shuffle(parts)
-    random_.shuffle(counts)
-    points = [random_.choice(POINTS[part]) for part in parts]
-    delays = [
-        random_.uniform(0, 0.9) * taken if (taken := seconds.get(point, 0.0)) > _SHORT else 0.0 for point in points
-    ]
-    return [Kill(*drawn) for drawn in zip(points, counts, [round(delay, 4) for delay in delays], strict=True)]
+    drawn = []
+    for i, part in enumerate(parts):
+        point = random_.choice(POINTS[part])
+        taken = seconds.get(point, 0.0)
+        delay = round(random_.uniform(0, 0.9) * taken, 4) if taken > _SHORT else 0.0
+        drawn.append(Kill(point, 1, delay, i * steps // kills))
+    return drawn
 
 
 def durations(run_dir: Path) -> dict[str, float]:
@@ -392,7 +393,7 @@ def compared(run_dir: Path) -> str:
     pieces = len(manifest.read_tensors(last)[1]) if last else 0
     numbers = sum(len(row) for row in _rows(run_dir))
     samples = sum(path.read_bytes().count(b"\n") for path in (run_dir / "samples").glob("*.jsonl"))
-    return f"{numbers} metrics, {samples} samples, {pieces} tensors"
+    return f"{numbers} metrics, {samples} samples, {pieces} pieces of tensors"
 
 
 def table(proofs: Sequence[Proof]) -> str:
