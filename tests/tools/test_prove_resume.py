@@ -1,0 +1,28 @@
+"""The kills that prove_resume draws reach every part of a step, all through the run."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from tools.prove_resume import POINTS, draw
+
+SECONDS = {"generate": 2.0, "update": 1.0, "sync": 0.01, "write": 0.5}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kills_are_spread_over_parts_and_steps(seed: int) -> None:
+    kills = draw(random.Random(seed), 10, 4, SECONDS)
+    parts = Counter(part for kill in kills for part, points in POINTS.items() if kill.point in points)
+    assert parts == dict.fromkeys(POINTS, 2)
+    assert [kill.step for kill in kills] == sorted(kill.step for kill in kills)
+    assert {kill.step for kill in kills} == {0, 1, 2, 3}, "one after the last step would find the run done"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_kill_comes_while_its_phase_lasts(seed: int) -> None:
+    for kill in draw(random.Random(seed), 10, 4, SECONDS):
+        assert 0 <= kill.delay < max(SECONDS.get(kill.point, 0.0), 1e-9)
+        assert kill.delay == 0 or SECONDS[kill.point] > 0.05
