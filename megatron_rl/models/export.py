@@ -60,9 +60,7 @@ def export_hf(
         except OSError as error:
             problem = f"export to {folder} failed: {error}"
     if parallel.dp.rank == 0 or parallel.ep.size > 1:  # other replicas' groups would gather for nobody
-        for (
-            _
-        ) in weights:  # the processes that don't write, and what a failed writer left: all must take part to the end
+        for _ in weights:  # of processes that don't write, and what a failed writer left: all take part to the end
             pass
     if dist.is_initialized():
         shared = [problem]
@@ -110,9 +108,12 @@ def _write(
 
 
 def companions(source: Path) -> dict[str, Path]:
-    """Tokenizer, generation config, chat templates and licence of a model folder: every file by its name in the folder."""
+    """Tokenizer, generation config, chat templates and licence of a model folder: every file by its name in the folder.
+
+    A link that leads nowhere is among them, so that copying it fails: a model without its tokenizer is no copy.
+    """
     found = [path for pattern in _COMPANIONS for path in source.glob(pattern)]
-    files = [file for path in found for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    files = [file for path in found for file in (path.rglob("*") if path.is_dir() else [path]) if not file.is_dir()]
     return {file.relative_to(source).as_posix(): file for file in files}
 
 
