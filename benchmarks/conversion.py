@@ -29,8 +29,9 @@ from rich.table import Table
 
 from megatron_rl.checkpoint.convert import jobs
 from megatron_rl.checkpoint.convert.layout import Layout
-from megatron_rl.checkpoint.convert.to_hf import ToHF, _header, _Tensor, _write_at
+from megatron_rl.checkpoint.convert.to_hf import ToHF, _header, _Tensor
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
+from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.models import family_for
 
 SHARE, TENSORS, EXTRA = 0.6, 4, 10**9  # the goals
@@ -68,14 +69,13 @@ def make_model(folder: Path, gigabytes: float) -> tuple[int, int]:
     (folder / "config.json").write_text(json.dumps(config))
     noise = memoryview(os.urandom(2**25 + 2**16))
     header, offsets = _header(held)
-    with (folder / "model.safetensors").open("wb", buffering=0) as file:
-        _write_at(file.fileno(), header, 0)
+    with WriteBehind(folder / "model.safetensors") as file:
+        file.write_at(header, 0)
         for number, tensor in enumerate(held):
             at = offsets[tensor.name]
             for start in range(0, tensor.nbytes, 2**25):
                 shift = (number * 31 + start // 2**25 * 7) % 2**16
-                _write_at(file.fileno(), noise[shift : shift + min(2**25, tensor.nbytes - start)], at + start)
-        os.fsync(file.fileno())
+                file.write_at(noise[shift : shift + min(2**25, tensor.nbytes - start)], at + start)
     return total, max(tensor.nbytes for tensor in held)
 
 

@@ -7,7 +7,8 @@ import socket
 from collections.abc import Callable
 
 import torch
-import torch.multiprocessing as mp
+
+from tests import ranks
 
 
 def spawn(function: Callable[..., None], world: int, *arguments: object) -> None:
@@ -15,7 +16,7 @@ def spawn(function: Callable[..., None], world: int, *arguments: object) -> None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_rank, (world, port, function, arguments), nprocs=world)
+    ranks.start(_rank, world, world, port, function, arguments)
 
 
 def _rank(rank: int, world: int, port: int, function: Callable[..., None], arguments: tuple[object, ...]) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from megatron_rl.models import ModelDescription, ParallelGroups, padded_vocab_size
+from tests import ranks
 
 
 def start(
@@ -97,4 +97,4 @@ def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def spawn(function: Callable[..., None], world: int, folder: Path, *arguments: object) -> None:
     """Run `function(rank, world, rendezvous file, *arguments)` in `world` processes; an error in one is raised here."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    mp.spawn(function, (world, str(folder / "rendezvous"), *arguments), nprocs=world)
+    ranks.start(function, world, world, str(folder / "rendezvous"), *arguments)

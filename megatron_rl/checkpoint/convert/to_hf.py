@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron_rl.checkpoint.convert.jobs import Progress, made_by
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import Model, fingerprint
 from megatron_rl.checkpoint.convert.to_megatron import CASTS
+from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import Piece
 from megatron_rl.models.export import copy_companions
 from megatron_rl.models.files import DTYPE_NAMES, DTYPES, INDEX, SafetensorsFolder, WeightSource
@@ -69,17 +69,16 @@ class ToHF:
         held = self._plan.files[file]
         header, offsets = _header(held)
         pieces: dict[str, Piece] = {}
-        with (folder / file).open("wb", buffering=0) as out:
-            _write_at(out.fileno(), header, 0)
+        with WriteBehind(folder / file) as out:
+            out.write_at(header, 0)
             for name in dict.fromkeys(tensor.source for tensor in held):
                 for key, values in self._produced(name):
                     data = values.contiguous().view(-1).view(torch.uint8).numpy().data
-                    _write_at(out.fileno(), data, offsets[key])
+                    out.write_at(data, offsets[key])
                     pieces[key] = Piece(
                         key, (0,) * values.dim(), file, offsets[key], values.nbytes, manifest.digest(data)
                     )
                     progress(values.nbytes)
-            os.fsync(out.fileno())
         return [pieces[tensor.name] for tensor in held]
 
     def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
@@ -207,13 +206,6 @@ def _header(held: Sequence[_Tensor]) -> tuple[bytes, dict[str, int]]:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + begin for name, begin in begins.items()}
-
-
-def _write_at(file: int, data: bytes | memoryview, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(file, view[: 2**30], offset)
-        view, offset = view[count:], offset + count
 
 
 def _write_json(path: Path, content: object) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -29,6 +28,7 @@ from megatron_rl.checkpoint.convert.jobs import Progress, made_by
 from megatron_rl.checkpoint.convert.layout import Chunk, Layout, aliases, chunks, padded, state_names
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import HFFolder, Model, fingerprint
+from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import Hashing, Piece
 from megatron_rl.models.export import copy_companions
 from megatron_rl.models.files import DTYPE_NAMES, DTYPES, INDEX, WeightSource
@@ -76,7 +76,7 @@ class ToMegatron:
     def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
         plan = self._plan
         pieces, checked = [], set()
-        with (folder / file).open("wb") as raw:
+        with WriteBehind(folder / file) as raw:
             out = Hashing(raw)
             for chunk in plan.files[file]:
                 for tensor in chunk.rule.hf:
@@ -92,8 +92,6 @@ class ToMegatron:
                     raise (out.failure or error) from None
                 pieces.append(Piece(chunk.name, chunk.start, file, offset, out.position - offset, out.digest()))
                 progress(plan.nbytes(chunk))
-            raw.flush()
-            os.fsync(raw.fileno())
         return pieces
 
     def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:

@@ -1,0 +1,23 @@
+"""Ranks of the tests: forked from a process that has imported torch and Megatron-Core, which is most of their start."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+
+import torch.multiprocessing as mp
+
+_IMPORTED = (
+    "megatron_rl.actor.actor",
+    "megatron_rl.checkpoint.store",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.dist_checkpointing",
+    "transformers",
+)
+
+
+def start(function: Callable[..., None], world: int, *arguments: object) -> None:
+    """Runs `function(rank, *arguments)` in `world` processes; raises what one raised."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
+    mp.start_processes(function, arguments, nprocs=world, start_method="forkserver")
