@@ -33,13 +33,21 @@ def test_a_flush_that_fails_is_not_lost(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(write_behind.os, "fdatasync", full)
-    with pytest.raises(OSError, match="No space left"), WriteBehind(tmp_path / "a") as file:
-        file.write(bytes(1000))
-        for _ in range(writes_after):
-            file.write(bytes(1000))
+
+    def write() -> None:
+        with WriteBehind(tmp_path / "a") as file:
+            for _ in range(1 + writes_after):
+                file.write(bytes(1000))
+
+    with pytest.raises(OSError, match="No space left"):
+        write()
 
 
 def test_an_error_of_the_writers_own_is_the_one_that_is_raised(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), WriteBehind(tmp_path / "a") as file:
-        file.write(bytes(5000))
-        raise KeyError("x")
+    def write() -> None:
+        with WriteBehind(tmp_path / "a") as file:
+            file.write(bytes(5000))
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        write()
