@@ -58,7 +58,8 @@ class PromptOrder:
 class MixedOrder:
     """An endless order over several tasks' prompts that gives each task its share, whatever its size.
 
-    Every window of positions has each task exactly as often as its weight says, evenly spread. The window is the shortest
+    Every window of positions has each task exactly as often as its weight says, evenly spread: any stretch has each task
+    within 2 of its share. The window is the shortest
     in which the weights come out as whole numbers, at most `WINDOW`; weights that do not fit are rounded to one in
     `WINDOW`, and no task to nothing. Each task has epochs of its own: its prompts in a `PromptOrder`. A pure function of
     (seed, position), as `PromptOrder` is.
@@ -116,9 +117,25 @@ def window_counts(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def spread(counts: Mapping[str, int]) -> list[str]:
-    """A window with each name as often as it counts, each evenly spread."""
-    places = [((Fraction(2 * k + 1, 2 * count)), name) for name, count in counts.items() for k in range(count)]
-    return [name for _, name in sorted(places)]
+    """A window with each name as often as it counts, each evenly spread.
+
+    After n places every name has come within 1 of its share of n, as no simpler rule guarantees for more than two names:
+    of those that are due, the one whose turn runs out first (Tijdeman, "The chairman assignment problem", 1980).
+    """
+    if len(counts) == 1:
+        return [name for name, count in counts.items() for _ in range(count)]
+    total = sum(counts.values())
+    shares = {name: Fraction(count, total) for name, count in counts.items()}
+    slack = Fraction(1, 2 * len(counts) - 2)
+    came = dict.fromkeys(counts, 0)
+    window = []
+    for n in range(1, total + 1):
+        behind = {name: share * n - came[name] for name, share in shares.items()}
+        due = [name for name in counts if behind[name] >= slack]
+        name = min(due, key=lambda name: ((1 - slack - behind[name]) / shares[name], name))
+        came[name] += 1
+        window.append(name)
+    return window
 
 
 def make_order(tasks: Sequence[str], weights: Mapping[str, float] | None, seed: int) -> Order:
