@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.rewards.registry import Reward, choice, register_reward
-from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, as_call, load_json, parse_tool_calls
+from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, as_call, json_lines, load_json, parse_tool_calls
 
 
 @register_reward("api_bank")
@@ -32,7 +32,7 @@ def api_bank(calls: str = "any") -> Reward:
                 _equal(parse_tool_calls(completion), [{"name": gold["name"], "parameters": gold["parameters"]}])
             )
         block = completion.rpartition(OPEN)[2].partition(CLOSE)[0]
-        return float(any(_is_gold(load_json(line), gold) for line in block.splitlines()))
+        return float(any(_is_gold(load_json(line), gold) for line in json_lines(block)))
 
     return score
 

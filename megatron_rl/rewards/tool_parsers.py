@@ -44,6 +44,11 @@ def load_json(text: str) -> Any:
         return None
 
 
+def json_lines(text: str) -> list[str]:
+    """A text's lines. Unlike `str.splitlines`, none ends at U+2028 and its like, which JSON allows within a string."""
+    return re.split(r"[\r\n]+", text)
+
+
 def after_thinking(completion: str) -> str:
     """What follows the last `</think>`; all of it where there is none."""
     return completion.rpartition(THOUGHT)[2]
@@ -62,7 +67,7 @@ def parse_tool_calls(completion: str) -> list[Call] | None:
     if not (opened and closed):
         return None
     calls = []
-    for line in block.splitlines():
+    for line in json_lines(block):
         if not line.strip():
             continue
         call = as_call(load_json(line))

@@ -91,6 +91,16 @@ def test_a_tag_that_is_only_thought_of_calls_nothing() -> None:
     assert parse_tool_calls(f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>\n<think>t</think>") == [CALL]
 
 
+@pytest.mark.parametrize("value", ["a\u2028b", "a\u2029b", "a\x85b"])  # line ends to Python, but not in JSON
+def test_a_line_separator_within_a_string_does_not_end_the_call(value: str) -> None:
+    gold = [{"name": "a", "parameters": {"x": value}}, CALL]
+    raw = "\r\n".join(json.dumps(call, ensure_ascii=False) for call in gold)
+    text = completion([]).replace("<tool_call>", f"<tool_call>\n{raw}")
+    assert parse_tool_calls(text) == gold
+    assert make_reward("tool_correctness")(text, {"tool_calls": gold}) == 3.0
+    assert make_reward("api_bank")(text, {"tool_calls": gold}) == 1.0
+
+
 @pytest.mark.parametrize(
     "block",
     [
