@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import re
 import threading
 import time
@@ -14,7 +16,12 @@ from typing import Any
 from megatron_rl.rewards.registry import Reward, real, register_reward
 from megatron_rl.rewards.sandbox import Limits, run_program
 
-_FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# A block of any language, so that its end is not taken for the beginning of another; code on one line is none. The beginning
+# of a Python block is not the end of one that was left open.
+_FENCE = re.compile(
+    r"```[^`\n]*```|```([^`\n]*)\n(.*?)(?:(?=```[ \t]*(?:python3?|py)\b[^`\n]*\n)|```)", re.DOTALL | re.IGNORECASE
+)
+_PYTHON = ("python", "python3", "py")
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ def code_pass_rate(
 ) -> Reward:
     """Share of the tests that the completion's program passes, in [0, 1] (GDPO, section 4.3).
 
-    The program is the last fenced code block; 0 where there is none. It runs in a sandbox, once per test.
+    The program is the last fenced code block (`extract_code`); 0 where there is none. It runs in a sandbox, once per test.
 
     Args:
         cpu_seconds: CPU time of one test, whole seconds; the time on the clock may be twice that, and a second.
@@ -83,9 +90,17 @@ def code_bug(
 
 
 def extract_code(completion: str) -> str | None:
-    """The last fenced block that is Python, or names no language; None where there is none."""
-    blocks = _FENCE.findall(completion)
-    return blocks[-1] if blocks else None
+    """The last fenced block that says it is Python, else the last that names no language; None where there is none."""
+    unnamed = None
+    for block in reversed(list(_FENCE.finditer(completion))):
+        info, code = block.groups()
+        if code is None:
+            continue
+        language = info.strip().lower().partition(" ")[0]
+        if language in _PYTHON:
+            return str(code)
+        unnamed = code if unnamed is None and not language else unnamed
+    return unnamed
 
 
 def read_tests(source: Any) -> Tests:
@@ -175,7 +190,10 @@ def _same(value: Any, expected: Any) -> bool:
         return value is expected
     if isinstance(value, float) or isinstance(expected, float):
         numbers = isinstance(value, int | float) and isinstance(expected, int | float)
-        return numbers and (value == expected or abs(value - expected) <= 1e-6 * max(1.0, abs(expected)))
+        try:
+            return numbers and math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-6)
+        except OverflowError:  # a whole number beyond what a float can hold
+            return False
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(_same(a, b) for a, b in zip(value, expected, strict=True))
     if isinstance(value, dict) and isinstance(expected, dict):
@@ -229,7 +247,8 @@ def _grader(cpu_seconds: int, memory_mib: int, total_seconds: float, max_tests: 
         if code is None:
             return None
         tests = Tests(tests.inputs[:max_tests], tests.outputs[:max_tests], tests.function)
-        key = (code, repr(tests), limits, total_seconds)
+        what = repr((code, tests, limits, total_seconds))  # tests can be megabytes: only a hash is kept
+        key = hashlib.blake2b(what.encode(errors="surrogatepass"), digest_size=16).digest()
         return _REPORTS.get(key, code, tests, limits, total_seconds)
 
     return grade

@@ -64,8 +64,16 @@ def test_no_program_scores_nothing() -> None:
 
 def test_the_last_block_is_the_program() -> None:
     assert extract_code(block("a = 1") + block("b = 2", "py") + block("echo", "bash")) == "b = 2\n"
-    assert extract_code(block("a = 1") + block("b = 2", "")) == "b = 2\n"
+    assert extract_code(block("a = 1") + block("Output: 1", "")) == "a = 1\n"  # what it prints is no program
+    assert extract_code(block("a = 1", "") + block("b = 2", "")) == "b = 2\n"
     assert extract_code("```python\nnot closed") is None
+
+
+def test_blocks_of_other_languages_do_not_hide_the_program() -> None:
+    for before in (block("1 2", "text"), block("int main() {}", "c++"), "take ```a + b```\nhere:\n"):
+        assert extract_code(before + block("print(1)")) == "print(1)\n"
+        assert extract_code(before) is None
+    assert extract_code("```text\nnot closed\n" + block("print(1)")) == "print(1)\n"
 
 
 def test_only_the_first_tests() -> None:
@@ -96,6 +104,7 @@ def test_two_rewards_run_the_program_once() -> None:
         ("1.0", "1", True),
         ("nan", "nan", True),
         ("YES", "Yes", False),
+        ("1.5", "INF", False),
         ("", "", True),
         ("1", "", False),
     ],
@@ -123,6 +132,7 @@ def test_outputs(printed: str, expected: str, same: bool) -> None:
         (None, 0, False),
         ([1, 2], [2, 1], False),
         ("x", "[", False),
+        (10**400, 1.5, False),
     ],
 )
 def test_results(value: Any, expected: Any, same: bool) -> None:
