@@ -86,7 +86,7 @@ def reward_model(
         try:
             [value] = reply["data"][0]["probs"]
             score = squashed(float(value))
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, OverflowError):
             raise Nonsense(f"not the one output of a reward model: {str(reply)[:300]}") from None
         if not math.isfinite(score):
             raise Nonsense(f"the output is {value}")

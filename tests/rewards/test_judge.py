@@ -67,6 +67,7 @@ def adds_up(counts: Counts) -> None:
         ('{"score": -0.1}', None),
         ('{"score": true}', None),
         ('{"score": NaN}', None),
+        ('{"score": 1' + "0" * 400 + "}", None),  # more than a float can hold
         ('{"score": null}', None),
         ('{"grade": {"score": 0.5}}', 0.5),
         ('{"score": 0.5, "dimensions": {"score": 0.0}}', 0.5),

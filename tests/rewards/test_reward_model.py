@@ -73,15 +73,15 @@ def test_a_classifier_with_more_outputs_is_no_reward_model(tmp_path: Path) -> No
 
 
 def test_behind_a_server_it_speaks_vllms_classify() -> None:
-    replies = iter([[2.0], [0.1, 0.9], ["nan"], [-1.0]])
+    replies = iter([[2.0], [0.1, 0.9], ["nan"], [-1.0], [10**400]])
 
     def behave(_: int, body: dict[str, Any]) -> str:
         return "raw:" + json.dumps({"data": [{"index": 0, "label": "LABEL_0", "probs": next(replies)}]})
 
     with serving(behave) as server:
         reward = make_reward("reward_model", urls=server.url.removesuffix("/v1"), model="rm", retries=0)
-        given = [reward(text, {"prompt": CHAT if text == "a" else "p "}) for text in ("a", "b", "c", "d")]
-        assert given == [2.0, None, None, -1.0]  # two outputs and a NaN are no answer
+        given = [reward(text, {"prompt": CHAT if text == "a" else "p "}) for text in "abcde"]
+        assert given == [2.0, None, None, -1.0, None]  # two outputs, a NaN and what no float can hold are no answer
         path, body, _ = server.requests[0]
         assert path == "/classify"
         messages = [*CHAT, {"role": "assistant", "content": "a"}]
