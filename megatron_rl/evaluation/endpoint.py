@@ -122,6 +122,7 @@ def complete(
     Raises:
         EndpointError: the server refuses access, or does not know the model.
         ValueError: the server does not return token ids.
+        OSError: what `keep` raised, on a full disk for example.
     """
     there = there or {}
     requests = [(sample, index) for sample in samples for index in range(count)]
@@ -146,7 +147,7 @@ def complete(
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(sample, index)) for sample, index in requests]
-        except* (http.EndpointError, ValueError) as errors:
+        except* (http.EndpointError, ValueError, OSError) as errors:
             raise errors.exceptions[0] from None
         finally:
             await endpoint.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -122,20 +123,22 @@ def _cell(estimate: Estimate | None, is_share: bool) -> str:
 def write_responses(
     path: Path, samples: Sequence[Sample], rollouts: Sequence[Rollout], right_if: tuple[str, float]
 ) -> None:
-    """`samples/<task>.jsonl`: one line per response, with its prompt, gold answer, rewards and verdict."""
+    """`samples/<task>.jsonl`: one line per response, with its prompt, gold answer, rewards and verdict; null: no value."""
     by_id = {sample.id: sample for sample in samples}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for rollout in rollouts:
             sample = by_id[rollout.sample_id]
+            rewards = {name: None if math.isnan(value) else value for name, value in rollout.rewards.items()}
+            deciding = rewards[right_if[0]]
             record = {
                 "sample": sample.id,
                 "rollout": rollout.index,
                 "prompt": sample.prompt,
                 "response": rollout.text,
                 "answer": sample.answer if sample.answer is not None else sample.tool_calls,
-                "right": rollout.rewards[right_if[0]] >= right_if[1],
-                "rewards": rollout.rewards,
+                "right": None if deciding is None else deciding >= right_if[1],
+                "rewards": rewards,
                 "finish_reason": rollout.finish_reason,
                 "tokens": len(rollout.response_ids),
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -94,6 +95,14 @@ def test_a_server_that_does_not_keep_to_tokens_is_refused(changes: dict[str, Any
 def test_a_server_that_refuses_access_ends_the_evaluation() -> None:
     with pytest.raises(EndpointError, match="401"):
         ask(lambda request, _: (401, {"error": "no key"}))
+
+
+def test_a_full_disk_is_said_as_it_is() -> None:
+    def keep(_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with serving(echo) as server, pytest.raises(OSError, match="No space left"):
+        complete(Server((server.url,), "tiny"), ONCE, SAMPLES, 2, DRAWN, seed=5, step=-1, keep=keep)
 
 
 def test_the_server_is_looked_at_before_it_is_asked() -> None:

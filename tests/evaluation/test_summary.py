@@ -100,6 +100,13 @@ def test_responses_without_a_verdict_are_in_no_number() -> None:
     assert metrics_of([summary], {})["eval/sums/unscored"] == 1
 
 
+def test_a_response_without_a_verdict_is_null_in_the_samples(tmp_path: Path) -> None:
+    answers = responses("sums", [(1.0, 1.0, 10)], [(NAN, 1.0, 10)])
+    write_responses(tmp_path / "sums.jsonl", *answers, ("correct", 1.0))
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "sums.jsonl").open()]
+    assert [(row["right"], row["rewards"]["correct"]) for row in rows] == [(True, 1.0), (None, None)]
+
+
 @pytest.mark.parametrize("prompts", [[[]], [[(NAN, 1.0, 10)]]])
 def test_nothing_to_evaluate_is_an_error(prompts: list[list[tuple[float, float, int]]]) -> None:
     with pytest.raises(ValueError, match="sums"):
