@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, THOUGHT, calls_apart
+from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, THINK, THOUGHT, calls_apart
 
-THINK = "<think>"
 THINKING = ("required", "opened", "none")
 _RESPONSE = ("<response>", "</response>")
 

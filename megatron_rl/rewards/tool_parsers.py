@@ -19,7 +19,7 @@ from typing import Any
 Call = dict[str, Any]  # {"name": str, "parameters": dict}
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-THOUGHT = "</think>"
+THINK, THOUGHT = "<think>", "</think>"
 PYTHON_TAG = "<|python_tag|>"
 _END_TAGS = ("<|eom_id|>", "<|eot_id|>")
 _STARTS_CALL = re.compile(r"\{|\[\s*\{")
@@ -78,9 +78,12 @@ def parse_tool_calls(completion: str) -> list[Call] | None:
 
 
 def toolrl_calls(completion: str) -> list[Call] | None:
-    if OPEN not in completion and CLOSE not in completion:
-        return []
-    return parse_tool_calls(completion)
+    """`parse_tool_calls`; [] where nothing but the thinking mentions the tags, and holds no calls."""
+    calls = parse_tool_calls(completion)
+    head, closed, said = completion.partition(THOUGHT)
+    before, opened, _ = head.partition(THINK)
+    outside = (before if opened else "") + said if closed else completion
+    return [] if calls is None and OPEN not in outside and CLOSE not in outside else calls
 
 
 def hermes_calls(completion: str) -> list[Call] | None:

@@ -89,6 +89,16 @@ def test_a_tag_that_is_only_thought_of_calls_nothing() -> None:
     assert make_reward("tool_correctness")(text, {"tool_calls": [CALL]}) == 3.0
     assert make_reward("tool_format")(text, {"tool_calls": [CALL]}) == 0.0  # each tag once, as in the released code
     assert parse_tool_calls(f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>\n<think>t</think>") == [CALL]
+    for thought in ("<think>no <tool_call> is needed</think>", "neither <tool_call> nor </tool_call></think>"):
+        assert make_reward("tool_correctness")(f"{thought}\n<response>r</response>", {"tool_calls": []}) == 3.0
+        assert make_reward("tool_exec")(f"{thought}\n<response>r</response>", {"tool_calls": [CALL]}) == 0.0
+    for broken in (
+        "<tool_call><think>t</think>",
+        "<think>t</think></tool_call>",
+        "<think><tool_call>",
+        "</think><tool_call>",
+    ):
+        assert make_reward("tool_correctness")(broken, {"tool_calls": []}) == -3.0
 
 
 @pytest.mark.parametrize("value", ["a\u2028b", "a\u2029b", "a\x85b"])  # line ends to Python, but not in JSON
