@@ -68,24 +68,29 @@ def normalize(text: str) -> str:
     text = text.rstrip(".").strip()
     text = re.sub(r"\\(?:left|right|displaystyle|big|Big|bigg|Bigg)(?![a-zA-Z])", "", text)
     text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
-    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac\s*(\d)\s*(?=[\d{])", r"\\frac{\1}", text)  # \frac12, \frac1{19}, \frac{270}7
+    text = re.sub(r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", text)
     text = re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", text)
-    text = re.sub(r"(?<!\\)\\[,;:! ]|~|\\q?quad(?![a-zA-Z])", " ", text)
-    text = re.sub(r"\\?\$|\\?%", "", text)
+    text = re.sub(r"(?<!\\)\\!\s*", "", text)  # 10,\!000
+    text = re.sub(r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " ", text)
+    text = re.sub(r"\\?\$|\\?%", "", text).replace("\N{MINUS SIGN}", "-")
     text = re.sub(r"\^\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|°", "", text)
     text = _UNIT.sub("", text.strip()).strip()
     text = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?:\D|$))", "", text) if _thousands(text) else text
     named = re.fullmatch(r"\\(?:text|mathrm|textrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}", text)
     if named is not None:
         text = named[1]
-    elif re.match(r"[a-zA-Z](?:_\{?\w+\}?)?\s*=[^=]*$", text):
-        text = text.partition("=")[2]
+    elif (
+        meant := re.fullmatch(r"[a-zA-Z](?:_\{?\w+\}?)?\s*(?:=|\\in(?![a-zA-Z]))([^=]*)", text, re.DOTALL)
+    ) is not None:
+        text = meant[1]
+    text = re.sub(r"(?<![\d.])(\d+)\s+([1-9]\d*)/(\d+)", r"\1\\frac{\2}{\3}", text)  # 1 1/2 is not 11/2
     return re.sub(r"\s+", "", text)
 
 
 def _thousands(text: str) -> bool:
     """Whether the commas of a text are those of one number: 1,234,567 and not (1,234)."""
-    return re.fullmatch(r"[+-]?\d{1,3}(?:(?:,|\{,\})\d{3})+(?:\.\d+)?", text.replace(" ", "")) is not None
+    return re.fullmatch(r"[+-]?\d{1,3}(?:(?:,|\{,\})\d{3})+(?:\.\d+)?", text) is not None
 
 
 def _same(answer: str, gold: str) -> bool:
