@@ -27,7 +27,7 @@ from typing import Any
 
 # x86-64 system calls that a single process of pure computation needs. Those with conditions are in `_filter`.
 _ALLOWED = (
-    *(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),  # read .. rt_sigreturn: files, memory, own signals
+    *(0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),  # read .. rt_sigreturn: files, memory, own signals
     *(17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28),  # pread .. madvise
     *(32, 33, 34, 35, 36, 37, 38, 39, 60, 63),  # dup, timers, getpid, exit, uname
     *(74, 75, 77, 78, 79, 80, 82, 87, 89, 96, 97, 98, 99, 100),  # sync, ftruncate, names of files, times and usage
@@ -52,14 +52,14 @@ _ALLOWED = (
         158,
     ),  # who am I, own signals
     *(186, 201, 202, 204, 213, 217, 218, 219, 228, 229, 230, 231, 232, 233),  # threads, clocks, epoll, exit_group
-    *(257, 262, 263, 264, 267, 269, 270, 271, 273, 274, 290, 291, 292, 293, 309, 316, 318, 324, 332, 334, 439),
+    *(262, 263, 264, 267, 269, 270, 271, 273, 274, 290, 291, 292, 293, 309, 316, 318, 324, 332, 334, 439),
 )
-_IOCTL, _CLONE, _FCNTL, _TGKILL, _PRLIMIT64, _CLONE3 = 16, 56, 72, 234, 302, 435
+_OPEN, _IOCTL, _CLONE, _FCNTL, _TGKILL, _OPENAT, _PRLIMIT64, _CLONE3 = 2, 16, 56, 72, 234, 257, 302, 435
 _CLONE_THREAD = 0x10000
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)  # duplicate, flags, locks; not those that send signals
 _AUDIT_ARCH_X86_64 = 0xC000003E
 
-_LD_WORD, _JEQ, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF
+_LD_WORD, _JEQ, _JGE, _JSET, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06  # BPF
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NR, _ARCH, _ARG0, _ARG1, _ARG2 = 0, 4, 16, 24, 32  # offsets in seccomp_data; arguments are 64 bits, low half first
 
@@ -162,11 +162,25 @@ def _filter(pid: int) -> bytes:
         *(instruction(_LD_WORD, _ARG2), instruction(_JEQ, 0, 0, 3)),
         *(instruction(_LD_WORD, _ARG2 + 4), instruction(_JEQ, 0, 0, 1), allow, refuse),
     ]
+
+    def opening(flags: int) -> list[bytes]:
+        # Neither to read nor to write (3), or truncated while reading: before Linux 6.2 Landlock does not stop that.
+        odd = (os.O_TRUNC, os.O_ACCMODE, os.O_TRUNC | os.O_ACCMODE)
+        checks = [instruction(_JEQ, value, len(odd) - i, 0) for i, value in enumerate(odd)]
+        return [instruction(_LD_WORD, flags), instruction(_AND, os.O_TRUNC | os.O_ACCMODE), *checks, allow, refuse]
+
     commands = [instruction(_LD_WORD, _ARG1)]
     for command in _FCNTL_COMMANDS:
         commands += [instruction(_JEQ, command, 0, 1), allow]
     commands.append(refuse)
-    for number, block in ((_CLONE, threads), (_TGKILL, own_signals), (_PRLIMIT64, read_limits), (_FCNTL, commands)):
+    for number, block in (
+        (_OPEN, opening(_ARG1)),
+        (_OPENAT, opening(_ARG2)),
+        (_CLONE, threads),
+        (_TGKILL, own_signals),
+        (_PRLIMIT64, read_limits),
+        (_FCNTL, commands),
+    ):
         program += [instruction(_JEQ, number, 0, len(block)), *block]
     program.append(refuse)
     return b"".join(program)
