@@ -50,13 +50,15 @@ def test_float32_noise_is_no_signal_but_float64_differences_are() -> None:
     assert (make_advantage_estimator("grpo", eps=0.0)(table(nearly)).advantages != 0).all()
 
 
-def test_silent_batch_is_not_amplified() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silent_batch_is_not_amplified(dtype: torch.dtype) -> None:
     """Normalised rewards that cancel leave rounding noise, which GDPO's batch norm must not blow up."""
-    values = torch.tensor([[[1, 0], [1, 0], [0, 1]]] * 4, dtype=torch.float64)
-    row = torch.tensor([0.1, 0.7, 0.35], dtype=torch.float64)
+    values = torch.tensor([[[1, 0], [1, 0], [0, 1]]] * 4, dtype=dtype)
+    row = torch.tensor([0.1, 0.7, 0.35], dtype=dtype)
     opposed = torch.stack([row, -3 * row, row / 7, -row], 1)[None]
+    shifted = torch.stack([row, 26.3 - row], 1)[None]  # the difference is rounded to the digits of 26.3
     for params in ({}, {"batch_eps": 0.0}, {"batch_norm": False}):
-        for given in (values, opposed):
+        for given in (values, opposed, shifted):
             names = tuple(f"r{index}" for index in range(given.shape[2]))
             result = make_advantage_estimator("gdpo", **params)(RewardTable(given, names))
             assert (result.advantages == 0).all()

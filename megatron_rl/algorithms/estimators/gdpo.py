@@ -32,10 +32,16 @@ def gdpo(
         batch_ddof, batch_eps, batch_eps_mode: of Eq. 6.
         over: Eq. 6 counts sequences; `tokens` counts each as often as its response has tokens.
     """
-    terms = safe_divide(groups.columns.values, groups.columns_std(ddof) + eps) * groups.weights
+    columns = groups.columns
+    std = torch.where(columns.span > 0, groups.columns_std(ddof) + eps, 0.0)
+    terms = safe_divide(columns.values, std) * groups.weights
     total, size = terms.sum(2), terms.abs().sum(2)
-    # Terms that cancel leave rounding noise, which the batch norm of an otherwise silent batch would blow up.
-    total = torch.where(total.abs() <= 16 * torch.finfo(torch.float64).eps * size, 0.0, total)
+    # Terms that cancel leave rounding noise, the rewards' own and ours, which the batch norm of an otherwise silent
+    # batch would blow up.
+    largest = groups.values.abs().amax(1, keepdim=True)
+    noise = 4 * groups.unit * (safe_divide(largest, std) * groups.weights.abs()).sum(2)
+    silent = (total.abs() <= noise).all(1, keepdim=True)
+    total = torch.where(silent | (total.abs() <= 16 * torch.finfo(torch.float64).eps * size), 0.0, total)
     if not batch_norm:
         return total
     counts = groups.table.lengths if over == "tokens" else None
