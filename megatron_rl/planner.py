@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.schema import Config, CreateModelConfig
+from megatron_rl.config.stages import stage_layers
 
 GIB = 2**30
 GENERATE, UPDATE, SYNC = "generate", "update", "sync"
@@ -130,13 +131,13 @@ def _layer(shape: Shape, tensor: int, expert: int) -> Parameters:
 
 
 def actor_parameters(
-    shape: Shape, *, tensor: int = 1, pipeline: int = 1, expert: int = 1, stage: int = 0
+    shape: Shape, *, tensor: int = 1, pipeline: int = 1, virtual_pipeline: int = 1, expert: int = 1, stage: int = 0
 ) -> Parameters:
     """Parameters on each rank of a pipeline stage; experts are cut over `tensor` too, as in Megatron-Core.
 
     A tied output layer is a second copy on the last stage where there are several.
     """
-    result = _layer(shape, tensor, expert) * (shape.layers // pipeline)
+    result = _layer(shape, tensor, expert) * stage_layers(shape.layers, pipeline, virtual_pipeline)[stage]
     table = -(-shape.vocab // tensor) * shape.hidden
     first, last = stage == 0, stage == pipeline - 1
     edges = table * first + (shape.hidden + table * (not (shape.tied and pipeline == 1))) * last
@@ -194,14 +195,17 @@ def activation_bytes_per_token(shape: Shape, *, tensor: int, sequence: bool, dty
 
 
 def _activations(shape: Shape, config: Config, dtype_bytes: int) -> float:
-    """Bytes on the first pipeline stage, which holds most: as many micro-batches are under way as there are stages."""
-    parallel, tokens = config.actor.parallel, config.actor.tokens_per_microbatch
+    """Bytes on the stage that holds most, as a rule the first: it has as many micro-batches under way as there are stages."""
+    parallel = config.actor.parallel
+    tokens = config.actor.tokens_per_microbatch / parallel.context
     per_layer = activation_bytes_per_token(
         shape, tensor=parallel.tensor, sequence=parallel.sequence, dtype_bytes=dtype_bytes
     )
-    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
-    # 1F1B: layers / stages of each of `stages` micro-batches; interleaving: 1 + (p - 1) / (p v) times that (section 4.2.3).
-    layers = shape.layers * (1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1)
+    stages = stage_layers(shape.layers, parallel.pipeline, parallel.virtual_pipeline)
+    # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
+    layers: float = max(count * (len(stages) - stage) for stage, count in enumerate(stages))
+    if parallel.virtual_pipeline > 1:  # interleaving: 1 + (p - 1) / (p v) times that (section 4.2.3)
+        layers = max(stages) * (len(stages) + (len(stages) - 1) / parallel.virtual_pipeline)
     if config.actor.recompute == "full":  # each layer's input, and one layer while it is computed again
         kept = dtype_bytes * shape.hidden / (parallel.tensor if parallel.sequence else 1)
         return tokens * (kept * layers + per_layer)
@@ -274,9 +278,14 @@ def make_plan(config: Config, shape: Shape, world: int, gpu_bytes: float) -> Pla
     fullest = max(
         (
             actor_parameters(
-                shape, tensor=parallel.tensor, pipeline=parallel.pipeline, expert=parallel.expert, stage=stage
+                shape,
+                tensor=parallel.tensor,
+                pipeline=parallel.pipeline,
+                virtual_pipeline=parallel.virtual_pipeline,
+                expert=parallel.expert,
+                stage=stage,
             )
-            for stage in {0, parallel.pipeline - 1}
+            for stage in range(parallel.pipeline)
         ),
         key=lambda parameters: parameters.total,
     )
@@ -324,7 +333,7 @@ def make_plan(config: Config, shape: Shape, world: int, gpu_bytes: float) -> Pla
         gpu_bytes=gpu_bytes,
         components=tuple(component for component in components if component.bytes),
         parameters=fullest,
-        data_parallel=replicas,
+        data_parallel=replicas // parallel.context,
         engines=world // engine_tp,
         cache_tokens=cache / cache_bytes_per_token(shape, engine_tp, width),
         longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,

@@ -8,7 +8,8 @@ import torch
 
 from megatron_rl.actor import fp8
 from megatron_rl.actor.spec import SequenceParallelRMSNorm, layer_spec
-from megatron_rl.config.schema import ActorConfig, OptimizerConfig
+from megatron_rl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.stages import stage_layers
 from megatron_rl.runtime import device
 from megatron_rl.runtime.cpu_megatron import install_rng_tracker, make_moe_importable
 
@@ -43,6 +44,7 @@ def transformer_config(shape: dict[str, Any], actor: ActorConfig, dtype: torch.d
         batch_p2p_comm=parallel.virtual_pipeline == 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        **_uneven_stages(shape["num_layers"], parallel),
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
         variable_seq_lengths=True,
@@ -61,6 +63,16 @@ def transformer_config(shape: dict[str, Any], actor: ActorConfig, dtype: torch.d
         **recompute,
         **fp8.megatron_options(actor.fp8),
     )
+
+
+def _uneven_stages(layers: int, parallel: ParallelConfig) -> dict[str, int]:
+    """Megatron's options for stages of different sizes; none where all are equal."""
+    stages = stage_layers(layers, parallel.pipeline, parallel.virtual_pipeline)
+    if len(set(stages)) == 1:
+        return {}
+    first = {"num_layers_in_first_pipeline_stage": stages[0]}
+    # Of two stages the last is what remains; named as well, Megatron divides by the number of stages between them.
+    return first | ({"num_layers_in_last_pipeline_stage": stages[-1]} if len(stages) > 2 else {})
 
 
 def build_model(shape: dict[str, Any], model_args: dict[str, Any], actor: ActorConfig, dtype: torch.dtype) -> list[Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import Config, CreateModelConfig
+from megatron_rl.config.stages import stage_layers
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -113,13 +114,13 @@ def _created_sizes(create: CreateModelConfig) -> dict[str, Any]:
 
 def _check_sizes(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
     parallel, rollout = config.actor.parallel, config.rollout
-    chunks = parallel.pipeline * parallel.virtual_pipeline
     layers = model.get("num_hidden_layers")
-    if layers is not None and layers % chunks:
-        yield (
-            f"the model's {layers} layers must be a multiple of actor.parallel.pipeline x virtual_pipeline "
-            f"({parallel.pipeline} x {parallel.virtual_pipeline} = {chunks})"
-        )
+    if layers is not None:
+        try:
+            stage_layers(layers, parallel.pipeline, parallel.virtual_pipeline)
+        except ValueError as error:
+            keys = "`actor.parallel.pipeline`" + (" or `virtual_pipeline`" if parallel.virtual_pipeline > 1 else "")
+            yield f"the model's {error}; lower {keys}"
     heads = model.get("num_attention_heads")
     kv_heads = model.get("num_key_value_heads") or heads
     sizes = {"attention heads": heads, "key/value heads": kv_heads, "feed-forward size": model.get("intermediate_size")}

@@ -199,7 +199,7 @@ def test_an_unknown_family(hf: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "pattern"),
     [
-        (Layout(pipeline=3), r"--pipeline 3: num_hidden_layers = 2"),
+        (Layout(pipeline=3), r"--pipeline 3: num_hidden_layers = 2: 2 layers cannot"),
         (Layout(expert=2), r"--expert 2: the model has no experts"),
         (Layout(tensor=3), r"--tensor 3: num_key_value_heads = 2"),
         (Layout(tensor=8), r"--tensor 8: num_attention_heads = 4"),

@@ -17,7 +17,7 @@ from megatron_rl.models.files import INDEX
 
 from .convert import assert_same, tensors, to_hf, to_megatron
 
-LAYOUTS = [Layout(), Layout(tensor=4, pipeline=2), Layout(tensor=2, pipeline=4)]
+LAYOUTS = [Layout(), Layout(tensor=4, pipeline=2), Layout(tensor=2, pipeline=3)]  # the last uneven: 1, 2, 1 layers
 MOE_LAYOUTS = [Layout(expert=8), Layout(2, 2, 4)]
 
 

@@ -104,6 +104,7 @@ CASES = [
     {"model": QWEN3, "world": 1, "parallel": {}, "dtype": "float32"},
     {"model": QWEN3, "world": 8, "parallel": {"tensor": 2, "pipeline": 2}, "dtype": "bfloat16"},
     {"model": QWEN2_TIED, "world": 8, "parallel": {"pipeline": 4, "virtual_pipeline": 2}, "dtype": "bfloat16"},
+    {"model": QWEN3, "world": 6, "parallel": {"pipeline": 3}, "dtype": "bfloat16"},  # 3, 3 and 2 layers
     {"model": QWEN2_TIED, "world": 4, "parallel": {"tensor": 4, "sequence": True}, "dtype": "bfloat16"},
     {"model": MOE, "world": 8, "parallel": {"expert": 4}, "dtype": "bfloat16"},
     {"model": MOE, "world": 16, "parallel": {"tensor": 2, "pipeline": 2, "expert": 2}, "dtype": "bfloat16"},
@@ -154,9 +155,10 @@ def test_gradients_and_optimizer_state_take_the_planned_bytes(number: int, built
     assert fullest["optimizer"] == pytest.approx(sizes["actor: optimizer state"], rel=0.02)
 
 
-def test_stages_add_up_to_the_model() -> None:
-    shape = Shape.of(model_config("Qwen3-235B-A22B"))
-    stages = sum(actor_parameters(shape, pipeline=2, stage=stage).total for stage in range(2))
+@pytest.mark.parametrize("pipeline", [2, 8])
+def test_stages_add_up_to_the_model(pipeline: int) -> None:
+    shape = Shape.of(model_config("Qwen3-235B-A22B"))  # 94 layers
+    stages = sum(actor_parameters(shape, pipeline=pipeline, stage=stage).total for stage in range(pipeline))
     assert stages == total_parameters(shape)
 
 

@@ -300,8 +300,8 @@ def test_every_line_of_a_sweep_is_a_recipe_of_its_own(sweep: str, name: str) -> 
 
 # ------------------------------------------------------------------------------------------------------ wrong layouts
 WRONG = [
-    ("scale/qwen3-235b-a22b.yaml", "actor.parallel.pipeline=4", "94 layers"),
-    ("scale/qwen3-235b-a22b.yaml", "actor.parallel.virtual_pipeline=2", "94 layers"),
+    ("scale/qwen3-235b-a22b.yaml", "actor.parallel.pipeline=64", "94 layers cannot be spread over 64 stages"),
+    ("scale/qwen3-235b-a22b.yaml", "actor.parallel.virtual_pipeline=3", "94 layers do not divide over 3 model chunks"),
     ("scale/qwen3-235b-a22b.yaml", "actor.parallel.tensor=8", "key/value heads"),
     ("scale/qwen3-235b-a22b.yaml", "actor.parallel.expert=32", "data-parallel ranks"),
     ("scale/qwen3-30b-a3b.yaml", "actor.parallel.expert=3", "must divide"),
@@ -326,7 +326,7 @@ TOO_LARGE = [
     ("scale/qwen3-8b.yaml", ["actor.recompute=none", "actor.tokens_per_microbatch=32768"], 2, "update"),
     ("scale/qwen3-8b.yaml", ["actor.offload=false"], 1, "generate"),
     ("scale/qwen3-235b-a22b.yaml", ["rollout.tensor_parallel=8", "rollout.memory_fraction=0.7"], 16, "KV cache"),
-    ("scale/qwen3-235b-a22b.yaml", ["actor.parallel.expert=8"], 8, "update"),
+    ("scale/qwen3-235b-a22b.yaml", ["actor.parallel.pipeline=4", "actor.tokens_per_microbatch=65536"], 8, "update"),
 ]
 
 
@@ -350,7 +350,7 @@ def test_plan_on_a_laptop_without_the_model(
     assert "estimates, not measured" in printed
     assert main(["plan", recipe, "--nodes", "16", "--gpu-memory-gib", "40", *model]) == 1
     assert "IT DOES NOT FIT" in capsys.readouterr().out
-    assert main(["plan", recipe, "actor.parallel.pipeline=4", "--nodes", "16", *model]) == 2
+    assert main(["plan", recipe, "actor.parallel.virtual_pipeline=3", "--nodes", "16", *model]) == 2
     assert "94 layers" in capsys.readouterr().err
     assert main(["plan", recipe, "--nodes", "16"]) == 2
     assert "/nowhere/Qwen3-235B-A22B does not exist" in capsys.readouterr().err

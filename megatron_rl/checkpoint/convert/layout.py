@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_rl.config.stages import stage_layers
 from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.rules import Dims, Kind, Piece, Rule, padded_vocab_size, shard_pieces, shard_shape
 
@@ -43,8 +44,10 @@ class Layout:
             if value < 1:
                 raise ValueError(f"--{option} {value}: must be at least 1")
         layers, experts = description.dims["layers"], description.dims["experts"]
-        if layers % self.pipeline:
-            raise ValueError(f"--pipeline {self.pipeline}: num_hidden_layers = {layers} does not divide over it")
+        try:
+            stage_layers(layers, self.pipeline)
+        except ValueError as error:
+            raise ValueError(f"--pipeline {self.pipeline}: num_hidden_layers = {layers}: {error}") from None
         if self.expert > 1 and experts == 0:
             raise ValueError(f"--expert {self.expert}: the model has no experts")
         if experts % self.expert:
@@ -138,13 +141,13 @@ def padded(description: ModelDescription, tensor: int) -> Dims:
 def chunks(family: Family, description: ModelDescription, layout: Layout) -> Iterator[Chunk]:
     """Every chunk of the model's checkpoint for a layout, in file order: what each rank will ask for is one chunk."""
     dims, tp = padded(description, layout.tensor), layout.tensor
-    per_stage = description.dims["layers"] // layout.pipeline
+    stage_of = [s for s, count in enumerate(stage_layers(dims["layers"], layout.pipeline)) for _ in range(count)]
     per_rank = max(1, description.dims["experts"] // layout.expert)
     for rule, layer, expert in family.numbered(description):
         before = leading(rule, description)
         at = tuple(number for number in (layer, expert) if number is not None)
         outside = 0 if rule.hf == family.rules[0].hf else layout.pipeline - 1
-        stage = outside if layer is None else layer // per_stage
+        stage = outside if layer is None else stage_of[layer]
         rank = -1 if expert is None else expert // per_rank
         shape, name = shard_shape(rule, dims, 1), global_name(rule)
         for tp_rank in range(1 if rule.kind is Kind.REPLICATED else tp):

@@ -1,0 +1,27 @@
+"""How many of the model's layers each pipeline stage holds."""
+
+from __future__ import annotations
+
+
+def stage_layers(layers: int, pipeline: int, virtual_pipeline: int = 1) -> list[int]:
+    """Layers on each of `pipeline` stages, a multiple of `virtual_pipeline` on every one.
+
+    Where they do not divide evenly, the stages between the first and the last hold as many as the fullest has to, and the
+    first and the last, which also hold the embedding and the output layer, share the rest: 94 layers over 8 stages are
+    11, six times 12, 11.
+
+    Raises:
+        ValueError: where that leaves the first or the last stage without a layer. The message has no key's name.
+    """
+    rows, odd = divmod(layers, virtual_pipeline)
+    if odd:
+        raise ValueError(f"{layers} layers do not divide over {virtual_pipeline} model chunks per stage")
+    if rows % pipeline == 0:
+        return [layers // pipeline] * pipeline
+    middle = -(-rows // pipeline)
+    rest = rows - middle * (pipeline - 2)
+    if rest < 2:
+        chunks = f" of {virtual_pipeline} chunks each" if virtual_pipeline > 1 else ""
+        raise ValueError(f"{layers} layers cannot be spread over {pipeline} stages{chunks}")
+    spread = [-(-rest // 2), *[middle] * (pipeline - 2), rest // 2]
+    return [count * virtual_pipeline for count in spread]
