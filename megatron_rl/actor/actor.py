@@ -98,7 +98,10 @@ class Actor:
         shares = plan(lengths, rows, self.grid.dp, self.config.tokens_per_microbatch, multiple)
         # Sequence parallelism cuts tokens over TP ranks; FP8 matrix products want multiples of 16.
         tokens_multiple = (self.grid.tp if self.config.parallel.sequence else 1) * (16 if self.config.fp8 else 1)
-        return [pack(part, prompts, responses, device.device(), tokens_multiple) for part in shares[self.grid.dp_rank]]
+        return [
+            pack(part, prompts, responses, device.device(), tokens_multiple, self.grid.cp, self.grid.cp_rank)
+            for part in shares[self.grid.dp_rank]
+        ]
 
     # ----------------------------------------------------------------------------------------------------- compute
     def log_probs(
@@ -205,10 +208,15 @@ class Actor:
     def _score(
         self, micro: MicroBatch, hidden: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [1, tokens (/ TP with sequence parallelism), hidden] -> log-probs and entropy of the targets."""
+        """Hidden states [1, tokens (/ TP with sequence parallelism), hidden] -> log-probs and entropy of the targets.
+
+        Context-parallel ranks score the targets that they hold the predictors of, and all get all of them: whatever follows
+        is the same on each, and its gradient goes to the rank that a token came from.
+        """
         from megatron.core.tensor_parallel import (
             copy_to_tensor_model_parallel_region,
             gather_from_sequence_parallel_region,
+            reduce_from_tensor_model_parallel_region,
         )
 
         hidden = hidden[0]
@@ -219,15 +227,23 @@ class Actor:
         last = self.chunks[-1]
         tied = last.share_embeddings_and_output_weights
         weight = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
-        return log_probs_from_hidden(
+        log_probs, entropy = log_probs_from_hidden(
             hidden.index_select(0, micro.predictors),
             weight,
-            micro.targets,
+            micro.targets[micro.own],
             self.vocab_shard,
             temperature,
             self.config.logprob_chunk_tokens,
             with_entropy,
         )
+        if self.grid.cp == 1:
+            return log_probs, entropy
+
+        def whole(own: Tensor) -> Tensor:
+            spread = own.new_zeros(len(micro.targets)).index_copy(0, micro.own, own)
+            return reduce_from_tensor_model_parallel_region(spread, group=self.parallel.cp.group)
+
+        return whole(log_probs), whole(entropy) if entropy is not None else None
 
     # ----------------------------------------------------------------------------------------------------- weights
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ Every function here is a pure function of the sequence lengths, so all ranks com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +17,20 @@ from torch import Tensor
 
 @dataclass
 class MicroBatch:
-    """Packed sequences of one forward pass. `tokens` run over all of them; the other tensors over response tokens only."""
+    """Packed sequences of one forward pass. `tokens` run over all of them; the other tensors over response tokens only.
+
+    With context parallelism a rank has its part of every sequence's tokens (`held`), and all response tokens.
+    """
 
     rows: list[int]  # index of each sequence in the batch it came from
-    tokens: Tensor  # int64 [tokens]
-    positions: Tensor  # int64 [tokens], counted from each sequence's start
-    offsets: Tensor  # int32 [sequences + 1], start of each sequence; the last may be padding
+    tokens: Tensor  # int64 [this rank's tokens]
+    positions: Tensor  # int64 [this rank's tokens], counted from each sequence's start
+    offsets: (
+        Tensor  # int32 [sequences + 1], start of each whole sequence, padding included; the last may be all padding
+    )
     longest: int
-    predictors: Tensor  # int64 [response tokens]: index in `tokens` of the position whose output predicts the token
+    predictors: Tensor  # int64 [own]: index in `tokens` of each position here whose output predicts a response token
+    own: Tensor  # int64 [own]: which response tokens these are; without context parallelism all, in order
     targets: Tensor  # int64 [response tokens]
     sequence_ids: Tensor  # int64 [response tokens]: index into `rows`
     extra: dict[str, Tensor] = field(default_factory=dict)  # per response token: old_log_probs, advantages, ...
@@ -108,39 +115,78 @@ def plan(lengths: Sequence[int], rows: Sequence[int], dp: int, budget: int, mult
     return result
 
 
+def held(lengths: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
+    """Which of the packed tokens a context-parallel rank holds, in its order; int64 [sum(lengths) / cp].
+
+    Each sequence is cut into 2 cp pieces, and rank r has the r-th from its start and the r-th from its end, so that causal
+    attention is as much work on every rank. It is the order that Megatron-Core and Transformer Engine count on.
+
+    Args:
+        lengths: tokens of each sequence, multiples of 2 cp where cp > 1.
+    """
+    if cp == 1:
+        return np.arange(sum(lengths))
+    parts, start = [], 0
+    for length in lengths:
+        piece, odd = divmod(length, 2 * cp)
+        if odd:
+            raise ValueError(f"a sequence of {length} tokens cannot be cut into 2 x {cp} equal pieces")
+        for number in (cp_rank, 2 * cp - 1 - cp_rank):
+            parts.append(start + number * piece + np.arange(piece))
+        start += length
+    return np.concatenate(parts)
+
+
 def pack(
     rows: Sequence[int],
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
     device: torch.device,
     multiple: int = 1,
+    cp: int = 1,
+    cp_rank: int = 0,
 ) -> MicroBatch:
-    """Packs the sequences `rows` of a batch; the token count is padded to `multiple` with a sequence that nothing reads."""
+    """Packs the sequences `rows` of a batch, and takes this context-parallel rank's part.
+
+    A rank's token count is padded to `multiple` with a sequence that nothing reads; with context parallelism each sequence
+    is also padded at its end, where causal attention hides it, to what can be cut evenly.
+    """
+    pieces = 2 * cp if cp > 1 else 1
+    multiple = math.lcm(multiple * cp, pieces)
     tokens, predictors, sequence_ids, lengths = [], [], [], []
     start = 0
     for local, row in enumerate(rows):
         prompt, response = prompts[row], responses[row]
-        tokens += [prompt, response]
+        length = len(prompt) + len(response)
+        tokens += [prompt, response, np.zeros(-length % pieces, dtype=np.int64)]
         predictors.append(np.arange(len(response)) + start + len(prompt) - 1)
         sequence_ids.append(np.full(len(response), local))
-        lengths.append(len(prompt) + len(response))
+        lengths.append(length + -length % pieces)
         start += lengths[-1]
     padding = -start % multiple if start else multiple
     if padding:
         tokens.append(np.zeros(padding, dtype=np.int64))
         lengths.append(padding)
 
-    def tensor(parts: list[np.ndarray], dtype: torch.dtype = torch.int64) -> Tensor:
-        flat = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    def join(parts: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+    def tensor(flat: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.as_tensor(flat, dtype=dtype, device=device)
 
+    here = held(lengths, cp, cp_rank)
+    place = np.full(sum(lengths), -1)
+    place[here] = np.arange(len(here))
+    predictor = place[join(predictors)]
+    own = np.flatnonzero(predictor >= 0)
     return MicroBatch(
         rows=list(rows),
-        tokens=tensor(tokens),
-        positions=tensor([np.arange(length) for length in lengths]),
-        offsets=tensor([np.concatenate([[0], np.cumsum(lengths)])], torch.int32),
+        tokens=tensor(join(tokens)[here]),
+        positions=tensor(join([np.arange(length) for length in lengths])[here]),
+        offsets=tensor(np.concatenate([[0], np.cumsum(lengths)]), torch.int32),
         longest=max(lengths),
-        predictors=tensor(predictors),
-        targets=tensor([responses[row] for row in rows]),
-        sequence_ids=tensor(sequence_ids),
+        predictors=tensor(predictor[own]),
+        own=tensor(own),
+        targets=tensor(join([responses[row] for row in rows])),
+        sequence_ids=tensor(join(sequence_ids)),
     )

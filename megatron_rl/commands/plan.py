@@ -80,7 +80,9 @@ def render(config: Config, plan: Plan) -> str:
     lines = [
         f"model: {total / 1e9:.2f} B parameters"
         + (f", {active / 1e9:.2f} B of them active per token" if active != total else ""),
-        f"actor: tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {plan.data_parallel}"
+        f"actor: tensor {parallel.tensor} x pipeline {parallel.pipeline} x "
+        + (f"context {parallel.context} x " if parallel.context > 1 else "")
+        + f"data {plan.data_parallel}"
         + (f", expert {parallel.expert}" if shape.experts else "")
         + f" on {plan.world} GPUs; {plan.parameters.total / 1e9:.3f} B parameters on the fullest",
         f"engines: {plan.engines} of {config.rollout.tensor_parallel} GPUs; the cache of each holds "

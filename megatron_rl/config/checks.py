@@ -116,8 +116,8 @@ def _refuse(problems: list[str]) -> None:
 def smallest_world(config: Config) -> int:
     """The smallest number of processes that both the actor's layout and the rollout engine divide."""
     parallel = config.actor.parallel
-    actor = parallel.tensor * parallel.pipeline * parallel.context * parallel.expert
-    return math.lcm(actor, config.rollout.tensor_parallel)
+    model = parallel.tensor * parallel.pipeline
+    return math.lcm(model * parallel.context, model * parallel.expert, config.rollout.tensor_parallel)
 
 
 # ------------------------------------------------------------------------------------------------------------- layout
@@ -130,22 +130,20 @@ def _check_layout(config: Config, world: int, machine: Machine) -> Iterator[str]
             f"`launch.processes` is {config.launch.processes}, but the launcher started {local or machine.world_size} "
             "processes on this machine; set it to null or to that number"
         )
-    if parallel.context > 1:
-        yield (
-            f"`actor.parallel.context` is {parallel.context}: context parallelism needs CUDA and Transformer Engine, "
-            "and this version packs sequences in a way that cannot be split over ranks; set it to 1"
-        )
-        return
     model = parallel.tensor * parallel.pipeline
-    if world % model:
+    names, sizes = "tensor x pipeline", f"{parallel.tensor} x {parallel.pipeline}"
+    if parallel.context > 1:
+        names, sizes = f"{names} x context", f"{sizes} x {parallel.context}"
+    if world % (model * parallel.context):
         yield (
-            f"{world_key} ({world}) must be a multiple of actor.parallel.tensor x pipeline "
-            f"({parallel.tensor} x {parallel.pipeline} = {model}); a number that fits is "
+            f"{world_key} ({world}) must be a multiple of actor.parallel.{names} "
+            f"({sizes} = {model * parallel.context}); a number that fits is "
             f"{_next_multiple(world, smallest_world(config))}"
         )
     elif (world // model) % parallel.expert:
         yield (
-            f"`actor.parallel.expert` ({parallel.expert}) must divide the {world // model} data-parallel ranks "
+            f"`actor.parallel.expert` ({parallel.expert}) must divide the {world // model} "
+            f"{'data- and context-parallel' if parallel.context > 1 else 'data-parallel'} ranks "
             f"({world} processes / (tensor {parallel.tensor} x pipeline {parallel.pipeline}))"
         )
     if world % engine:
@@ -187,7 +185,7 @@ def _check_batch(config: Config, world: int) -> Iterator[str]:
             f"`trainer.prompts_per_step` ({trainer.prompts_per_step}) must be a multiple of `trainer.minibatches` "
             f"({trainer.minibatches}), so that all updates of a step see as many prompts"
         )
-    ranks = max(1, world // (parallel.tensor * parallel.pipeline))
+    ranks = max(1, world // (parallel.tensor * parallel.pipeline * parallel.context))
     rollouts = trainer.prompts_per_step // trainer.minibatches * rollout.group_size
     if rollouts < ranks:
         yield (
@@ -211,8 +209,8 @@ def _check_gradient_variance(config: Config, world: int) -> Iterator[str]:
         return
     parallel, trainer, rollout = config.actor.parallel, config.trainer, config.rollout
     key = "`logging.gradient_variance_every`"
-    off = {"pipeline": parallel.pipeline > 1, "expert": parallel.expert > 1, "sequence": parallel.sequence}
-    for name in (name for name, is_on in off.items() if is_on):
+    off = {name: getattr(parallel, name) > 1 for name in ("pipeline", "context", "expert")}
+    for name in (name for name, is_on in (off | {"sequence": parallel.sequence}).items() if is_on):
         yield f"{key} cannot measure with actor.parallel.{name}={getattr(parallel, name)}; set it to 0, or {name} off"
     longest = rollout.max_prompt_tokens + rollout.max_tokens
     tokens = trainer.prompts_per_step // trainer.minibatches * rollout.group_size * longest

@@ -189,7 +189,7 @@ class ParallelConfig:
     tensor: int = 1
     pipeline: int = 1
     virtual_pipeline: int = 1  # model chunks per pipeline stage
-    context: int = 1
+    context: int = 1  # ranks that share each sequence's tokens
     expert: int = 1
     sequence: bool = False  # sequence parallelism, needs tensor > 1
 

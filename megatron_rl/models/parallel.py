@@ -18,7 +18,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The axes along which weights are split (tp, pp, ep, expert_tp) or repeated (dp, context parallelism included).
+    """The axes along which weights are split (tp, pp, ep, expert_tp) or repeated (dp, context parallelism included, and
+    cp, its part of that).
 
     The default is a single process.
     """
@@ -28,6 +29,7 @@ class ParallelGroups:
     ep: Axis = Axis()
     expert_tp: Axis = Axis()
     dp: Axis = Axis()
+    cp: Axis = Axis()
 
     @property
     def is_writer(self) -> bool:
@@ -53,4 +55,5 @@ class ParallelGroups:
             ep=axis(state.get_expert_model_parallel_group()),
             expert_tp=axis(state.get_expert_tensor_parallel_group()),
             dp=axis(state.get_data_parallel_group(with_context_parallel=True)),
+            cp=axis(state.get_context_parallel_group()),
         )

@@ -28,6 +28,8 @@ class Grid:
     pp_rank: int
     dp: int
     dp_rank: int
+    cp: int
+    cp_rank: int
     host_group: Any  # gloo, all ranks: Python objects and numpy arrays
 
     @property
@@ -41,7 +43,7 @@ class Grid:
     @property
     def reports_loss(self) -> bool:
         """One rank per data-parallel replica: the one whose loss metrics count."""
-        return self.is_last_stage and self.tp_rank == 0
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     def all_gather(self, item: T) -> list[T]:
         """`item` of every rank, in rank order."""
@@ -64,16 +66,22 @@ class Grid:
         dist.barrier(group=self.host_group)
 
 
-def initialize(parallel: ParallelConfig, timeout_minutes: float) -> Grid:
-    """Joins the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and lays Megatron's grid over it."""
+def initialize(parallel: ParallelConfig, timeout_minutes: float, gpu_timeout_minutes: float | None = None) -> Grid:
+    """Joins the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and lays Megatron's grid over it.
+
+    Args:
+        timeout_minutes: after which a collective raises an error.
+        gpu_timeout_minutes: after which torch ends a process whose NCCL collective waits; None: the same.
+    """
     from megatron.core import parallel_state
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(minutes=timeout_minutes)
+    minutes = timeout_minutes
     if device.has_gpu():
+        minutes = gpu_timeout_minutes or timeout_minutes
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     if not dist.is_initialized():
-        dist.init_process_group(device.backend(), rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(device.backend(), rank=rank, world_size=world, timeout=timedelta(minutes=minutes))
     with device.megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
@@ -81,7 +89,7 @@ def initialize(parallel: ParallelConfig, timeout_minutes: float) -> Grid:
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
-            distributed_timeout_minutes=max(1, int(timeout_minutes)),
+            distributed_timeout_minutes=max(1, int(minutes)),
             create_gloo_process_groups=True,
         )
     return Grid(
@@ -93,7 +101,9 @@ def initialize(parallel: ParallelConfig, timeout_minutes: float) -> Grid:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
-        host_group=dist.new_group(backend="gloo", timeout=timeout),
+        cp=parallel_state.get_context_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        host_group=dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes)),
     )
 
 

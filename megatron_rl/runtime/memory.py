@@ -170,6 +170,7 @@ def remedies(phase: str, config: Config) -> list[str]:
             *reversed(forward),
             f"actor.recompute (now {actor.recompute}): selective, then full",
             f"actor.optimizer.distributed (now {str(actor.optimizer.distributed).lower()}): state over all replicas",
+            f"actor.parallel.context (now {parallel.context}): more devices per sequence",
             *layout,
         ]
     if phase in ("checkpoint", "load", "export"):

@@ -17,7 +17,7 @@ from megatron_rl.data import TrainBatch
 from megatron_rl.models import create_model
 from tests.models import tiny
 
-SHAPE = CreateModelConfig(layers=4, hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96, vocab_size=61)
+SHAPE = CreateModelConfig(layers=6, hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96, vocab_size=61)
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 # With eps far above every gradient, Adam's step is proportional to the gradient (times its momentum): it neither blows up
 # the rounding of gradients near 0 to whole learning rates, as it does at 1e-8, nor hides a gradient's size as that would.
@@ -30,6 +30,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
+    context: int = 1
     sequence: bool = False
     distributed: bool = True
     tokens_per_microbatch: int = 96
@@ -86,6 +87,7 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         virtual_pipeline=layout.virtual,
+        context=layout.context,
         sequence=layout.sequence,
         expert=layout.expert,
     )

@@ -39,14 +39,22 @@ TWO = [
     Layout("DP 2 large micro-batches", tokens_per_microbatch=4096),
     Layout("EP 2", experts=True, expert=2),
     Layout("DP 2 experts", experts=True),
+    Layout("CP 2", context=2, modes=MODES),
+    Layout("CP 2 corrected", context=2, section=CORRECTED),
+    Layout("CP 2 EP 2", context=2, experts=True, expert=2),
     Layout("PP 2", pipeline=2),
     Layout("PP 2 tied", pipeline=2, tied=True),
-    Layout("PP 2 virtual 2", pipeline=2, virtual=2),
-    Layout("PP 2 virtual 2 corrected", pipeline=2, virtual=2, section=CORRECTED),
+    Layout("PP 2 virtual 3", pipeline=2, virtual=3),
+    Layout("PP 2 virtual 2 uneven", pipeline=2, virtual=2),  # 4 and 2 layers
+    Layout("PP 2 virtual 3 corrected", pipeline=2, virtual=3, section=CORRECTED),
 ]
 FOUR = [
     Layout("TP 2 PP 2", tensor=2, pipeline=2),
-    Layout("TP 2 sequence PP 2 virtual 2 tied", tensor=2, sequence=True, pipeline=2, virtual=2, tied=True),
+    Layout("TP 2 sequence PP 2 virtual 3 tied", tensor=2, sequence=True, pipeline=2, virtual=3, tied=True),
+    Layout("PP 4 uneven tied", pipeline=4, tied=True),  # 1, 2, 2 and 1 layers
+    Layout("TP 2 sequence CP 2 tied", tensor=2, sequence=True, context=2, tied=True),
+    Layout("PP 2 CP 2", pipeline=2, context=2),
+    Layout("CP 2 DP 2 plain optimizer", context=2, distributed=False),
     Layout("PP 2 DP 2 corrected", pipeline=2, section=CORRECTED),
     Layout("TP 2 EP 2", tensor=2, sequence=True, experts=True, expert=2),
 ]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.actor.packing import MicroBatch, balance, first_fit, pack, plan
+from megatron_rl.actor.packing import MicroBatch, balance, first_fit, held, pack, plan
 
 CPU = torch.device("cpu")
 BUDGET = 40
@@ -99,3 +99,31 @@ def test_numbers_per_sequence_and_per_token_land_on_their_tokens() -> None:
     assert micro.spread(np.array([10.0, 20.0, 30.0])).tolist() == [30, 30, 10, 10, 10]
     own = [np.array([0.1, 0.2, 0.3]), np.array([9.0]), np.array([0.4, 0.5])]
     np.testing.assert_allclose(micro.concatenate(own).numpy(), [0.4, 0.5, 0.1, 0.2, 0.3], rtol=1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(LENGTHS, st.integers(2, 4), st.integers(1, 4))
+def test_context_parallel_ranks_share_every_sequence_and_all_its_response_tokens(lengths, cp, padding) -> None:
+    prompts, responses = sequences(lengths)
+    rows = list(range(len(lengths)))
+    whole = pack(rows, prompts, responses, CPU, padding)
+    ranks = [pack(rows, prompts, responses, CPU, padding, cp, rank) for rank in range(cp)]
+    for micro in ranks:
+        assert len(micro.tokens) == int(micro.offsets[-1]) // cp
+        assert len(micro.tokens) % padding == 0
+        assert torch.equal(micro.targets, whole.targets)
+        assert torch.equal(micro.sequence_ids, whole.sequence_ids)
+        assert torch.equal(micro.offsets, ranks[0].offsets)
+        assert bool((micro.offsets.diff() % (2 * cp) == 0).all())
+        # What predicts a response token here is what predicts it in the whole: the same token at the same place.
+        there = whole.predictors[micro.own]
+        assert torch.equal(micro.tokens[micro.predictors], whole.tokens[there])
+        assert torch.equal(micro.positions[micro.predictors], whole.positions[there])
+    assert sorted(torch.cat([micro.own for micro in ranks]).tolist()) == list(range(len(whole.targets)))
+
+
+def test_a_context_parallel_rank_holds_pieces_from_both_ends() -> None:
+    assert held([8, 4], 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert held([8, 4], 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+    with pytest.raises(ValueError, match="6 tokens cannot be cut into 2 x 2"):
+        held([6], 2, 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import resource
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
+    context: int = 1
     expert: int = 1
     sequence: bool = False
     distributed: bool = True
@@ -38,7 +41,8 @@ class Layout:
         kind = "distributed" if self.distributed else "plain"
         order = "-sequence" if self.sequence else ""
         return (
-            f"{self.model}-tp{self.tensor}{order}-pp{self.pipeline}x{self.virtual}-ep{self.expert}-{kind}-{self.dtype}"
+            f"{self.model}-tp{self.tensor}{order}-pp{self.pipeline}x{self.virtual}-cp{self.context}-ep{self.expert}"
+            f"-{kind}-{self.dtype}"
         )
 
 
@@ -49,6 +53,7 @@ def make_actor(root: Path, layout: Layout) -> Actor:
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         virtual_pipeline=layout.virtual,
+        context=layout.context,
         expert=layout.expert,
         sequence=layout.sequence,
     )
@@ -171,9 +176,19 @@ def save_in_every_way(root: str) -> None:
             raise OSError(5, "Input/output error", str(place))
         return write(snapshot, place, rank)
 
+    def out_of_memory_on_rank_1(snapshot: Any, place: Path, rank: int) -> Any:
+        if rank == 1:
+            raise MemoryError("no memory")
+        return write(snapshot, place, rank)
+
     snapshots.write_share = broken_on_rank_1
     save(actor, folder, 4, beside)
     beside.drain()
+    snapshots.write_share = out_of_memory_on_rank_1
+    away = mock.patch("shutil.disk_usage", side_effect=OSError(116, "Stale file handle"))
+    with away if actor.grid.rank == 1 else contextlib.nullcontext():
+        save(actor, folder, 9, beside)
+        beside.drain()
     snapshots.write_share = write
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))

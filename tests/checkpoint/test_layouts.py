@@ -24,12 +24,15 @@ EXPERTS = Layout(model="model-experts", expert=2)
 EXPERTS_PLAIN = Layout(model="model-experts", expert=2, distributed=False)
 TIED = Layout(tensor=2, model="model-True")
 TIED_PLAIN = Layout(tensor=2, model="model-True", distributed=False)
-SAVED = [TP2, TP2_PLAIN, BF16, BF16_PLAIN, EXPERTS, EXPERTS_PLAIN, TIED, TIED_PLAIN]
+UNEVEN = Layout(pipeline=2, virtual=2)  # 4 and 2 layers
+CONTEXT = Layout(context=2)
+SAVED = [TP2, TP2_PLAIN, BF16, BF16_PLAIN, EXPERTS, EXPERTS_PLAIN, TIED, TIED_PLAIN, UNEVEN, CONTEXT]
 ON_TWO = [
     (TP2, TP2),
     (TP2, Layout(pipeline=2)),
     (TP2, Layout()),  # data parallel 2
     (TP2, Layout(tensor=2, sequence=True)),
+    (TP2, CONTEXT),
     (TP2_PLAIN, TP2_PLAIN),
     (TP2_PLAIN, Layout(pipeline=2, distributed=False)),
     (TP2_PLAIN, Layout(distributed=False)),
@@ -42,6 +45,9 @@ ON_TWO = [
     (EXPERTS_PLAIN, Layout(model="model-experts", distributed=False)),
     (TIED, Layout(pipeline=2, model="model-True")),
     (TIED_PLAIN, Layout(pipeline=2, model="model-True", distributed=False)),
+    (UNEVEN, TP2),
+    (CONTEXT, CONTEXT),
+    (CONTEXT, TP2),
     # to the other optimizer
     (TP2, Layout(pipeline=2, distributed=False)),
     (TP2_PLAIN, Layout()),
@@ -53,7 +59,8 @@ ON_TWO = [
 ON_FOUR = [
     (TP2, Layout(tensor=4)),
     (TP2, Layout(tensor=2, pipeline=2)),
-    (TP2, Layout(pipeline=2, virtual=2)),
+    (TP2, UNEVEN),
+    (TIED, Layout(pipeline=4, model="model-True")),  # 1, 2, 2 and 1 layers
     (TP2_PLAIN, Layout(tensor=4, distributed=False)),
     (EXPERTS, Layout(model="model-experts", expert=4)),
     (EXPERTS, Layout(model="model-experts", tensor=2, expert=2, sequence=True)),

@@ -48,8 +48,8 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["actor.parallel.expert=2"], "the model has no experts; set it to 1"),
         (["actor.parallel.virtual_pipeline=2"], "needs `actor.parallel.pipeline` > 1, which is 1"),
         (["actor.parallel.sequence=true"], "needs `actor.parallel.tensor` > 1, which is 1"),
-        (["actor.parallel.context=2"], "context parallelism needs CUDA and Transformer Engine"),
-        (["actor.parallel.pipeline=3"], "the model's 2 layers must be a multiple of"),
+        (["launch.processes=3", "actor.parallel.context=2"], "tensor x pipeline x context (1 x 1 x 2 = 2); a number"),
+        (["actor.parallel.pipeline=3"], "the model's 2 layers cannot be spread over 3 stages; lower `actor.parallel.pipe"),
         (["actor.parallel.tensor=4"], "key/value heads (2) must be a multiple of `actor.parallel.tensor` (4)"),
         (["rollout.tensor_parallel=3"], "attention heads (4) must be a multiple of `rollout.tensor_parallel`"),
         (["trainer.minibatches=7"], "must be a multiple of `trainer.minibatches` (7)"),
@@ -220,7 +220,7 @@ def test_an_incomplete_model_folder(recipe, model: Path, file: str, text: str | 
     [
         (
             ["actor.parallel.pipeline=2", "actor.parallel.virtual_pipeline=4"],
-            "the model's 4 layers must be a multiple of",
+            "the model's 4 layers cannot be spread over 2 stages of 4 chunks each; lower `actor.parallel.pipeline` or `v",
         ),
         (["actor.parallel.tensor=4"], "key/value heads (2)"),
         (["rollout.max_tokens=100"], "exceeds the model's 128 positions; lower one of them"),
