@@ -176,8 +176,9 @@ notice() {
   kill -s "$1" "$2" 2> /dev/null || true
   # A phase that takes longer than what is left is given up: the next attempt redoes it from the last checkpoint.
   local end left
-  end=$(scontrol show job --oneliner "$(job_name)" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p')
-  left=$(($(date -d "$end" +%s 2> /dev/null || echo 9999999999) - $(date +%s) - 45))
+  end=$(scontrol show job --oneliner "$(job_name)" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p') || true
+  left=$(($(date -d "${end:-unknown}" +%s 2> /dev/null || echo 9999999999) - $(date +%s)))
+  left=$((left < 180 ? left * 3 / 4 : left - 45)) # the rest is for the requeue
   (
     sleep "$((left > 1 ? left : 1))"
     kill -USR2 $$
@@ -194,7 +195,7 @@ attempt_code() {
   echo "$code"
 }
 
-# run_recipe COMMAND RECIPE [key=value ...]: a whole job of `train` or `sft`.
+# run_recipe COMMAND RECIPE [key=value ...]: a whole job of `train`, `sft` or `evaluate`.
 run_recipe() {
   begin_job "$@"
   run_and_wait "${COMMAND[@]}"
@@ -242,19 +243,14 @@ leave_to_slurm() {
   exit "$1"
 }
 
-# The same for what has nothing to save: a requeue (of a failed node) starts it again.
-run_once() {
-  begin_job "$@"
-  launch "${COMMAND[@]}"
-}
-
 # For batch scripts that bring their own srun, with a `--signal` that goes to the ranks: NeMo-Run's (megatron_rl/launch).
 around_srun() {
   begin_job "$@"
   MASTER_ADDR=$(master_address)
   MASTER_PORT=$(master_port)
   export MASTER_ADDR MASTER_PORT
-  [[ $1 == train || $1 == sft ]] || return 0
+  # Every process sees all GPUs of its node, as in in_job; srun reads this where it is given no --gpu-bind.
+  [[ -z ${SLURM_GPUS_ON_NODE:-} ]] || export SLURM_GPU_BIND=none
   NOTICE=USR1 # may have come, unseen by this shell
   trap 'CODE=$?; trap - EXIT ERR; finish_job' EXIT
 }
@@ -284,6 +280,11 @@ enter_home() {
   trap 'say "line $LINENO of ${BASH_SOURCE[0]} failed: $BASH_COMMAND"' ERR # set -e alone says nothing
   cd "$MEGATRON_RL_HOME" || die "no folder $MEGATRON_RL_HOME on $(hostname)"
   load_site
+  if [[ -z ${MEGATRON_RL_TASKS_PER_NODE:-} ]]; then # else Slurm's tasks may be launchers of several
+    # What sbatch was told last beats the site: `submit.sh --ntasks-per-node=1 --cpus-per-task=4 ...`.
+    TASKS_PER_NODE=${SLURM_NTASKS_PER_NODE:-$TASKS_PER_NODE}
+    CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-$CPUS_PER_TASK}
+  fi
   if [[ -z $CONTAINER_IMAGE && -n $VENV ]]; then
     [[ -x $VENV/bin/python ]] || die "no $VENV/bin/python on $(hostname) (VENV in site.sh); is it on a shared file system?"
     PATH=$VENV/bin:$PATH

@@ -49,45 +49,45 @@ submit() {
 }
 
 if [[ $command == chain ]]; then
-  plan=$(python -m megatron_rl.launch.plan chain "$MEGATRON_RL_HOME" 0 "$@") || die "nothing was submitted" 2
+  plan=$(python -m megatron_rl.launch.plan chain "$MEGATRON_RL_HOME" "$@") || die "nothing was submitted" 2
   given=(${options[@]+"${options[@]}"}) previous=''
   while read -r line; do
     eval "words=($line)" # quoted by Python's shlex
-    options=("${given[@]}" --parsable --kill-on-invalid-dep=yes)
+    options=(${given[@]+"${given[@]}"} --parsable --kill-on-invalid-dep=yes)
     # shellcheck disable=SC2154
     if [[ ${words[0]} == convert ]]; then options+=(--nodes=1 --ntasks-per-node=1); fi
     [[ -z $previous ]] || options+=("--dependency=afterok:$previous")
     previous=$(submit "${words[@]}")
+    previous=${previous%%;*} # of several clusters sbatch adds the name
     echo "$previous ${words[0]}"
   done <<< "$plan"
   exit
 fi
 
-# What the job is to run: the same words, checked here.
-arguments=("$@")
+# The words that the job is to run, checked here.
 case $command in
-  train | sft | evaluate) checked=("$command" "$@") ;;
-  sweep)
-    file=$1
-    shift
-    count=$(sweep_lines "$file" | wc -l)
-    ((count > 0)) || die "$file has no line to run" 2
-    # The tasks read a copy: the file may be edited while they wait.
-    mkdir -p "$MEGATRON_RL_HOME/runs/.sweeps"
-    copy=$(mktemp "$MEGATRON_RL_HOME/runs/.sweeps/$(basename "$file").XXXXXX")
-    sweep_lines "$file" > "$copy"
-    arguments=("$copy" "$@")
-    options=("--array=0-$((count - 1))" ${options[@]+"${options[@]}"})
-    checked=(train "$@")
-    ;;
+  train | sft | evaluate) checked=(megatron_rl "$command" "$@" --check) ;;
+  sweep) checked=(megatron_rl.launch.plan sweep "$MEGATRON_RL_HOME" "$@") ;;
   *) checked=() ;;
 esac
 if ((${#checked[@]})); then
   if python -c 'import omegaconf' 2> /dev/null; then
-    python -m megatron_rl "${checked[@]}" --check > /dev/null || die "nothing was submitted" 2
+    python -m "${checked[@]}" > /dev/null || die "nothing was submitted" 2
   else
     say "no Python with omegaconf here, so the recipe is checked when the job starts"
   fi
 fi
 
-submit "$command" "${arguments[@]}"
+if [[ $command == sweep ]]; then
+  file=$1
+  shift
+  count=$(sweep_lines "$file" | wc -l)
+  ((count > 0)) || die "$file has no line to run" 2
+  # The tasks read a copy: the file may be edited while they wait.
+  mkdir -p "$MEGATRON_RL_HOME/runs/.sweeps"
+  copy=$(mktemp "$MEGATRON_RL_HOME/runs/.sweeps/$(basename "$file").XXXXXX")
+  sweep_lines "$file" > "$copy"
+  set -- "$copy" "$@"
+  options=("--array=0-$((count - 1))" ${options[@]+"${options[@]}"})
+fi
+submit "$command" "$@"

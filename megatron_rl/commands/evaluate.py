@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         return refuse(error, world)
     if args.endpoint:
-        return _ask(config, args.endpoint, args.served_name)
+        others = world is not None and world.rank > 0  # srun's further tasks: one process asks
+        return exit_codes.OK if others else _ask(config, args.endpoint, args.served_name)
     return start_ranks("evaluate", config, str(checkpoint.folder) if checkpoint else "never", machine, world)
 
 

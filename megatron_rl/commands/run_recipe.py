@@ -16,7 +16,15 @@ from megatron_rl.config import Config, ConfigError, Machine, check, check_machin
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.rewards import check_rewards
 from megatron_rl.runtime import exit_codes
-from megatron_rl.runtime.spawn import Outcome, new_attempt, rank_environment, run_rank, run_ranks, shared_attempt
+from megatron_rl.runtime.spawn import (
+    ATTEMPT,
+    Outcome,
+    new_attempt,
+    rank_environment,
+    run_rank,
+    run_ranks,
+    shared_attempt,
+)
 from megatron_rl.runtime.world import World, outer_world
 from megatron_rl.tasks import check_tasks
 
@@ -136,7 +144,8 @@ def write_recipe(run_dir: Path, recipe: str) -> None:
 
 def _start(command: Sequence[str], config: Config, gpus: int) -> int:
     assert config.launch.processes is not None  # `check` has filled it in
-    logs = new_attempt(Path(config.run_dir))
+    given = os.environ.get(ATTEMPT)  # a batch script's, of a job with one task
+    logs = Path(given) if given else new_attempt(Path(config.run_dir))
     on = "GPU" if gpus else "CPU"
     print(f"{config.launch.processes} {on} processes; run folder {config.run_dir}, logs in {logs}", flush=True)
     return _report(run_ranks(_rank(command), config.launch.processes, logs, rank_environment(gpus)))

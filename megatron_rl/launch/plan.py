@@ -52,10 +52,10 @@ def sweep(
     """
     tasks = []
     for number, line in enumerate(lines):
-        words = [*overrides, *shlex.split(line)]
         try:
+            words = [*overrides, *shlex.split(line)]
             config = resolve("train", recipe, words, processes, remote)
-        except ConfigError as error:
+        except ValueError as error:  # of shlex, or a ConfigError
             raise ConfigError(f"line {number + 1} of the sweep ({line}): {error}") from None
         folder = _run_dir(config, root) / f"{number:03d}-{re.sub(r'[^A-Za-z0-9=.,_]+', '_', line)}"
         tasks.append(Task(f"{_name('train', recipe)}-{number:03d}", ("train", recipe, *words, f"run_dir={folder}")))
@@ -136,8 +136,16 @@ def _check(config: Config, command: str, processes: int | None) -> Config:
 
 
 def read_sweep(path: Path) -> list[str]:
-    """The lines of a sweep file that count."""
-    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    """The lines of a sweep file that count.
+
+    Raises:
+        LaunchError: it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"the sweep {path} cannot be read: {error}") from None
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return [line for line in lines if line]
 
 
@@ -150,11 +158,18 @@ def _name(command: str, recipe: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m megatron_rl.launch.plan chain ROOT PROCESSES RECIPE [key=value ...]`, for slurm/submit.sh: one job per line,
-    as the name of the batch script, then its arguments as a shell reads them."""
-    _, root, processes, recipe, *overrides = arguments
+    """`python -m megatron_rl.launch.plan chain|sweep ROOT [FILE] RECIPE [key=value ...]`, for slurm/submit.sh: one
+    job per line, as the name of the batch script, then its arguments as a shell reads them."""
+    kind, root, *words = arguments
     try:
-        tasks = chain(recipe, overrides, int(processes) or None, Path(root))
+        lines = read_sweep(Path(words.pop(0))) if kind == "sweep" else []
+        if not words:
+            raise LaunchError(f"{kind}: name a recipe")
+        recipe, *overrides = words
+        if kind == "sweep":
+            tasks = sweep(recipe, lines, overrides, None, Path(root))
+        else:
+            tasks = chain(recipe, overrides, None, Path(root))
     except (ConfigError, LaunchError) as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return 2

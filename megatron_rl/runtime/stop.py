@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -27,13 +28,22 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signum = 0
+        self._end: Callable[[int], None] | None = None
         for number in SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.signum = self.signum or signum
+        if self._end is not None:
+            self._end(self.signum)
         if signum == signal.SIGINT:
             signal.signal(signum, signal.SIG_DFL)
+
+    def end_at_once(self, end: Callable[[int], None]) -> None:
+        """For what loses nothing by it: a signal, also one that has come already, calls `end`, which does not return."""
+        self._end = end
+        if self.signum:
+            end(self.signum)
 
     def ignore(self) -> None:
         """The process is about to end by itself: Python takes its handlers away before that, and a signal would kill."""

@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from megatron_rl.cli import main
+from megatron_rl.commands import evaluate, run_recipe
 from megatron_rl.config import load_recipe
+from megatron_rl.runtime.spawn import Outcome
 
 RECIPE = {
     "run_dir": "run",
@@ -123,6 +125,29 @@ def test_of_torchruns_processes_only_the_first_of_a_node_complains(
     monkeypatch.setenv("LOCAL_RANK", "0")  # the first of another node, which may lack what rank 0's has
     assert main(["train", recipe, "trainer.step=1"]) == 2
     assert f"megatron-rl: on node {socket.gethostname()}: " in capsys.readouterr().err
+
+
+def test_a_job_of_one_task_writes_into_its_batch_scripts_attempt(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = Path("run/logs/attempt_1").absolute()
+    attempt.mkdir(parents=True)
+    for name, value in {"MEGATRON_RL_ATTEMPT": str(attempt), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    logs = []
+    monkeypatch.setattr(run_recipe, "run_ranks", lambda *given: logs.append(given[2]) or Outcome(0))
+    assert main(["train", recipe]) == 0
+    assert logs == [attempt]
+    assert [path.name for path in Path("run/logs").iterdir()] == ["attempt_1"]
+
+
+def test_of_several_tasks_one_asks_the_endpoint(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(evaluate, "_resolve", lambda args, machine: (load_recipe(recipe), None))
+    monkeypatch.setattr(evaluate, "_ask", lambda *given: asked.append(os.environ["RANK"]) or 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["evaluate", recipe, "--endpoint", "http://localhost:1/v1"]) == 0
+    assert asked == ["0"]
 
 
 def test_a_run_folder_that_cannot_be_made(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.config import ConfigError
 from megatron_rl.launch import LaunchError, chain, one, read_site, sweep
 from megatron_rl.launch.package import pack
-from megatron_rl.launch.plan import read_sweep
+from megatron_rl.launch.plan import main, read_sweep
 
 from .conftest import need
 from .jobs import REPOSITORY, write_recipe
@@ -33,6 +33,17 @@ def test_a_sweep_has_a_run_folder_for_every_line(tmp_path: Path) -> None:
     assert second.arguments == (*common, "algorithm.preset=rloo", "seed=1", f"{folder}001-algorithm.preset=rloo_seed=1")
     with pytest.raises(ConfigError, match=r"line 2 of the sweep \(sed=2\).*sed"):
         sweep(recipe, ["seed=1", "sed=2"], [], None, tmp_path)
+
+
+def test_a_sweep_is_checked_line_by_line_before_it_is_submitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, file = str(write_recipe(tmp_path)), tmp_path / "sweep.txt"
+    file.write_text("seed=1\nseed='2\n")
+    assert main(["sweep", str(tmp_path), str(file), recipe]) == 2
+    assert "line 2 of the sweep (seed='2): No closing quotation" in capsys.readouterr().err
+    assert main(["sweep", str(tmp_path), str(tmp_path / "none.txt"), recipe]) == 2
+    assert "none.txt cannot be read" in capsys.readouterr().err
 
 
 def test_a_chain_without_a_model_to_convert_is_refused(tmp_path: Path) -> None:

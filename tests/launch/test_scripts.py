@@ -87,6 +87,35 @@ def test_train(tmp_path: Path, nodes: int) -> None:
     compare(f"train_{nodes}.txt", batch.record)
 
 
+def test_what_the_job_was_given_beats_the_site(tmp_path: Path) -> None:
+    given = {"SLURM_NTASKS_PER_NODE": "1", "SLURM_CPUS_PER_TASK": "4", "SLURM_GPUS_ON_NODE": "1"}
+    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), **given)
+    assert batch.code == 0, batch.stderr
+    assert "\n--ntasks=1\n--ntasks-per-node=1\n" in batch.record
+    assert "\n--cpus-per-task=4\n" in batch.record
+    assert "1 nodes (gpu[003-003]) x 1, from step none" in batch.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "seconds"),
+    [
+        ("$(date -d '+600 sec' +%FT%T)", range(545, 557)),
+        ("$(date -d '+40 sec' +%FT%T)", range(20, 31)),  # a short notice is not given up at once
+        ("Unknown", range(10**9, 10**10)),
+        ("", range(10**9, 10**10)),  # the controller does not answer
+    ],
+)
+def test_how_long_ranks_may_take_to_obey(tmp_path: Path, end: str, seconds: range) -> None:
+    (tmp_path / "job.sh").write_text(
+        f'set -euo pipefail\nsource {REPOSITORY}/slurm/lib.sh\nSLURM_JOB_ID=7\ntrap "" USR2\n'
+        f'scontrol() {{ [[ -n "{end}" ]] && echo "JobId=7 EndTime={end} StdOut=/x"; }}\n'
+        f'sleep() {{ echo "$1" > {tmp_path}/seconds; }}\nnotice CONT $$\nwait\n'
+    )
+    done = subprocess.run(["bash", str(tmp_path / "job.sh")], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+    assert int((tmp_path / "seconds").read_text()) in seconds
+
+
 def test_train_in_a_container(tmp_path: Path) -> None:
     site = "CONTAINER_IMAGE=/images/rl.sqsh CONTAINER_MOUNTS=/lustre:/lustre\nSITE_SRUN=(--mpi=none)"
     # The check runs in the container, too; a stand-in for srun prints no recipe, and the job ends there.
@@ -102,13 +131,14 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 def test_the_last_task_of_an_array_requeues_itself_and_not_the_array(tmp_path: Path) -> None:
-    (tmp_path / "sweep.txt").write_text("seed=1\nseed=2 # last\n")
+    (tmp_path / "sweep.txt").write_text("seed=1\n'seed=2' # last\n")
     recipe, file = str(write_recipe(tmp_path)), str(tmp_path / "sweep.txt")
     array = {"SLURM_ARRAY_JOB_ID": "1234", "SLURM_ARRAY_TASK_ID": "1"}  # the task's SLURM_JOB_ID is the whole array's
     batch = Batch(tmp_path, "sweep", file, recipe, SRUN_EXIT="75", **array)
     assert "scontrol requeue 1234_1\n" in batch.record
-    assert "\nrun_dir=FOLDER/run/001-seed=2\n" in batch.record
-    assert (tmp_path / "run" / "001-seed=2" / "logs" / "starts").exists()
+    assert "\nseed=2\n" in batch.record
+    assert "\nrun_dir=FOLDER/run/001-_seed=2_\n" in batch.record
+    assert (tmp_path / "run" / "001-_seed=2_" / "logs" / "starts").exists()
 
 
 @pytest.mark.parametrize(("code", "again"), [(75, True), (76, True), (0, False), (1, False), (77, False), (137, False)])
@@ -116,6 +146,11 @@ def test_which_ends_are_answered_with_a_requeue(tmp_path: Path, code: int, again
     batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), SRUN_EXIT=str(code))
     assert batch.code == code
     assert ("scontrol requeue 1234\n" in batch.record) == again
+
+
+def test_an_evaluation_that_ran_out_of_time_is_requeued(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, "evaluate", str(write_recipe(tmp_path)), SRUN_EXIT="75")
+    assert "scontrol requeue 1234\n" in batch.record, batch.stderr
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "PENDING"])
@@ -130,9 +165,11 @@ def test_where_slurm_has_decided_the_script_waits_for_its_end(tmp_path: Path, st
 def test_a_batch_script_that_brings_its_own_srun_is_requeued_too(tmp_path: Path, code: int, again: bool) -> None:
     words = shlex.join(("train", str(write_recipe(tmp_path))))
     library = f'source "$MEGATRON_RL_HOME/slurm/lib.sh"\nenter_home\naround_srun {words}\n'
+    library += 'echo "gpu-bind $SLURM_GPU_BIND" >> "$RECORD"\n'
     (tmp_path / "nemo.sbatch").write_text(f"set -e\nset +e\n{library}\nsrun x\nexitcode=$?\nset -e\nexit $exitcode\n")
     batch = Batch(tmp_path, str(tmp_path / "nemo"), SRUN_EXIT=str(code))
     assert batch.code == code
+    assert "gpu-bind none\n" in batch.record
     assert ("scontrol requeue 1234\n" in batch.record) == again
 
 
