@@ -286,7 +286,7 @@ def check_gpus(config: Config) -> Problems:
         kernel_log = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace")
         uptime = float(Path("/proc/uptime").read_text().split()[0])
         yield from xid_problems(kernel_log.stdout, uptime)  # empty where the system keeps its log from users
-    fields = "index,ecc.errors.uncorrected.volatile.total,remapped_rows.failure,remapped_rows.pending"
+    fields = "index,uuid,ecc.errors.uncorrected.volatile.total,remapped_rows.failure,remapped_rows.pending"
     fields += ",memory.used,memory.total"
     done = subprocess.run(
         ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], capture_output=True, text=True
@@ -295,13 +295,19 @@ def check_gpus(config: Config) -> Problems:
         said = (done.stdout + done.stderr).strip().splitlines()
         yield FAILED, f"nvidia-smi fails: {said[0] if said else done.returncode}"
         return
-    yield from gpu_problems(done.stdout, config.rollout.memory_fraction)
+    yield from gpu_problems(done.stdout, config.rollout.memory_fraction, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def gpu_problems(rows: str, memory_fraction: float) -> Problems:
-    """From nvidia-smi's lines `index, uncorrected errors, remapping failed, remapping pending, MiB used, MiB in all`."""
+def gpu_problems(rows: str, memory_fraction: float, visible: str | None = None) -> Problems:
+    """From nvidia-smi's lines `index, UUID, uncorrected errors, remapping failed, … pending, MiB used, MiB in all`.
+
+    nvidia-smi shows GPUs that are not the job's, too: only those that `visible` (CUDA_VISIBLE_DEVICES) names are looked at.
+    """
+    own = None if visible is None else [name.strip() for name in visible.split(",")]
     for row in rows.splitlines():
-        index, errors, remap, pending, used, total = [cell.strip() for cell in row.split(",")]
+        index, uuid, errors, remap, pending, used, total = [cell.strip() for cell in row.split(",")]
+        if own is not None and not any(name == index or (name[:4] == "GPU-" and uuid.startswith(name)) for name in own):
+            continue
         if errors.isdigit() and int(errors):
             yield FAILED, f"GPU {index} has {errors} uncorrected memory errors since it was reset; drain the node"
         if remap in ("1", "Yes"):

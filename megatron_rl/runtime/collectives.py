@@ -25,12 +25,16 @@ def recent(count: int) -> tuple[list[str], str | None]:
 
 
 def _entries() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every collective that is remembered, with the groups there are; in the order in which they were entered."""
     from torch._C import _distributed_c10d as c10d
 
-    if not hasattr(c10d, "_dump_fr_trace_json"):  # a torch built without it
-        return []
-    trace = json.loads(c10d._dump_fr_trace_json())
-    return [(entry, trace.get("pg_config", {})) for entry in trace.get("entries", [])]
+    found = {}
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # NCCL's are in a recorder of their own
+        if hasattr(c10d, name):
+            trace = json.loads(getattr(c10d, name)())
+            for entry in trace.get("entries", []):  # what both have counts once
+                found[entry["time_created_ns"], entry["profiling_name"]] = (entry, trace.get("pg_config", {}))
+    return [found[key] for key in sorted(found)]
 
 
 def _describe(entry: dict[str, Any], groups: dict[str, Any]) -> str:
@@ -44,6 +48,6 @@ def _describe(entry: dict[str, Any], groups: dict[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def gave_up(error: BaseException) -> bool:
-    """Whether an exception means that a collective, or the search for the other ranks, waited past its deadline."""
+def gave_up(error: BaseException | str) -> bool:
+    """Whether an exception, or a log, says that a collective or the search for the other ranks waited past its deadline."""
     return bool(_GAVE_UP.search(str(error)))

@@ -138,10 +138,10 @@ def read_status(run_dir: Path) -> RunStatus:
     _read_metrics(status, run_dir, recipe)
     _read_checkpoints(status, run_dir)
     if status.state in ("stopped", "failed", "silent"):
-        command = _command(attempts[-1][1]) if attempts else "train"
-        status.continue_with = f"megatron-rl {command} {shlex.quote(str(recipe_file))}" + (
-            "" if status.checkpoint else "   (starts over: there is no whole checkpoint)"
-        )
+        words = _command(attempts[-1][1]) if attempts else ["train"]
+        status.continue_with = shlex.join(["megatron-rl", *words, str(recipe_file)])
+        if words[0] != "evaluate" and not status.checkpoint:  # an evaluation keeps its responses
+            status.continue_with += "   (starts over: there is no whole checkpoint)"
     return status
 
 
@@ -204,13 +204,14 @@ def _last_words(log: Path) -> list[str]:
     return lines[starts[-1] :][:30] if starts else lines[-5:]
 
 
-def _command(attempt: Path) -> str:
-    """The subcommand that made the attempt."""
+def _command(attempt: Path) -> list[str]:
+    """The subcommand that made the attempt; of an evaluation with the checkpoint, which is not in the recipe."""
     try:
-        command = json.loads((attempt / "environment.json").read_text(encoding="utf-8"))["command"]
+        _, name, *options = json.loads((attempt / "environment.json").read_text(encoding="utf-8"))["command"]
     except (OSError, ValueError, KeyError):
-        return "train"
-    return command[1] if len(command) > 1 else "train"
+        return ["train"]
+    checkpoint = options[options.index("--resume") + 1] if "--resume" in options else "never"
+    return [name, "--model", checkpoint] if name == "evaluate" and checkpoint != "never" else [name]
 
 
 def _read_metrics(status: RunStatus, run_dir: Path, recipe: dict[str, Any]) -> None:

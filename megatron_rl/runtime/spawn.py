@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.runtime import exit_codes, postmortem, stop
+from megatron_rl.runtime import collectives, exit_codes, postmortem, stop
 from megatron_rl.runtime.progress import heartbeats
 from megatron_rl.runtime.terminal import Tee
 
@@ -297,8 +297,7 @@ class _Group:
             self._signal is not None and code in (-signal.SIGINT, -signal.SIGTERM, *_STOP_CODES)
         )
         if not self._killed:
-            oom = code == -signal.SIGKILL and _oom_kills() > self._oom_kills
-            _record_end(self._log_dir, rank, exit_codes.OUT_OF_MEMORY if oom else _shell_code(code))
+            _record_end(self._log_dir, rank, self._meaning(rank, code))
         if self._failed is None and not told_to and not (self._killed and code == -signal.SIGKILL):
             self._failed = (rank, code)
         if not self._killed:
@@ -336,9 +335,10 @@ class _Group:
     def _outcome(self) -> Outcome:
         if self._failed is not None:
             rank, code = self._failed
-            if code == -signal.SIGKILL and _oom_kills() > self._oom_kills:
-                return Outcome(exit_codes.OUT_OF_MEMORY, self._describe_oom_kill(rank))
-            return Outcome(_shell_code(code), self._describe(rank, code))
+            meaning = self._meaning(rank, code)
+            if meaning == exit_codes.OUT_OF_MEMORY and code < 0:
+                return Outcome(meaning, self._describe_oom_kill(rank))
+            return Outcome(meaning, self._describe(rank, code))
         if self._stalled is not None:
             return Outcome(exit_codes.STALLED, f"the run stands still: {self._stalled}")
         codes = {process.returncode for process in self._ranks.values()}
@@ -353,6 +353,16 @@ class _Group:
                 1, f"rank {', '.join(late)} did not end after rank 0 had, and was killed; see {self._log_dir}"
             )
         return Outcome(0)
+
+    def _meaning(self, rank: int, code: int) -> int:
+        """The exit code that says why a rank ended, also where a signal ended it; a signal as 128 + its number."""
+        if code == -signal.SIGKILL and _oom_kills() > self._oom_kills:
+            return exit_codes.OUT_OF_MEMORY
+        if code == -signal.SIGABRT:  # how torch ends a process whose NCCL collective is past its own deadline
+            log = _last_lines(self._log_dir / f"rank_{rank}.log", 5 * _TAIL)
+            if any(map(collectives.gave_up, log)):
+                return exit_codes.STALLED
+        return code if code >= 0 else 128 - code
 
     def _describe(self, rank: int, code: int) -> str:
         first = " first," if len(self._ranks) > 1 else ""
@@ -370,18 +380,23 @@ class _Group:
         return f"rank {rank} was killed by the system because host memory ran out, {doing} (docs/out-of-memory.md)"
 
 
-def _shell_code(code: int) -> int:
-    """A signal as 128 + its number, as in a shell."""
-    return code if code >= 0 else 128 - code
+def _oom_kills(own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """How often the kernel has killed a process of this container or job for its memory; 0 where it does not tell.
 
-
-def _oom_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
-    """How often the kernel has killed a process of this container for its memory; 0 where it does not tell."""
+    A container sees its own cgroup as the root; a job of a batch system is some levels below, and not every level counts.
+    """
     try:
-        found = re.search(r"^oom_kill (\d+)$", events.read_text(), re.MULTILINE)
+        found = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE)
+        place = groups / (found[1] if found else "")
+        for folder in (place, *place.parents):
+            if (folder / "memory.events").is_file():
+                kills = re.search(r"^oom_kill (\d+)$", (folder / "memory.events").read_text(), re.MULTILINE)
+                return int(kills[1]) if kills else 0
+            if folder == groups:
+                break
     except OSError:
-        return 0
-    return int(found[1]) if found else 0
+        pass
+    return 0
 
 
 def _record_end(log_dir: Path, rank: int, code: int) -> None:

@@ -52,7 +52,9 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
         _watch(config, Path(attempt), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if attempt else None
     )
     try:
-        grid = distributed.initialize(config.actor.parallel, config.launch.timeout_minutes)
+        grid = distributed.initialize(
+            config.actor.parallel, config.launch.timeout_minutes, _gpu_timeout_minutes(config)
+        )
     except Exception as error:
         if watchdog is None:
             raise
@@ -68,6 +70,8 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
         _take(ownership, grid)
         if not _fit(config, grid):
             return exit_codes.PREFLIGHT
+        if command == "evaluate":  # every response is kept as it comes: nobody has to be waited for
+            stop.end_at_once(functools.partial(_end_evaluation, ownership))
         run = build_run(config, grid, Path(run_dir), command, stop)
         run.ownership = ownership
         PROGRESS.memory_parts = functools.partial(memory_parts, run)
@@ -76,7 +80,7 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
         PROGRESS.finish()
     except StopRequested as request:
         if grid.is_main:
-            print(f"megatron-rl: {request}; {_how_to_continue(Path(run_dir), command)}", file=sys.stderr)
+            print(f"megatron-rl: {request}; {_how_to_continue(Path(run_dir))}", file=sys.stderr)
         code = _stop_code(request.signum)
     except Exception as error:
         # Expected failures explain themselves: a traceback would bury the explanation, so it goes to a file only.
@@ -143,6 +147,14 @@ def _watch(config: Config, attempt: Path, rank: int, world: int) -> Watchdog:
     return watchdog
 
 
+def _gpu_timeout_minutes(config: Config) -> float:
+    """At NCCL's own deadline torch aborts the process without a word: it must not come before the watchdog's."""
+    recipe, own = config.watchdog, config.launch.timeout_minutes
+    if not recipe.enabled:
+        return own
+    return max(own, max(recipe.default_minutes, *recipe.phases.values()) + recipe.first_time_minutes + 10)
+
+
 def _facts(full: bool) -> dict[str, Any]:
     """What the runtime knows of this rank: for a heartbeat, or in full for a post-mortem."""
     from megatron_rl.runtime import collectives, memory
@@ -198,11 +210,18 @@ def _stop_code(signum: int) -> int:
     return exit_codes.AGAIN if from_batch else 128 + signum
 
 
-def _how_to_continue(run_dir: Path, command: str) -> str:
+def _end_evaluation(ownership: Ownership | None, signum: int) -> None:
+    """In a signal handler: rank 0 says how to continue, and this process ends."""
+    if ownership is not None:
+        text = f"megatron-rl: {StopRequested(signum)}; the same command continues with the responses that are there\n"
+        os.write(sys.stderr.fileno(), text.encode())
+        ownership.release()
+    os._exit(_stop_code(signum))
+
+
+def _how_to_continue(run_dir: Path) -> str:
     from megatron_rl.checkpoint.store import newest as newest_checkpoint
 
-    if command == "evaluate":
-        return "the same command continues with the responses that are there"
     newest = newest_checkpoint(run_dir / "checkpoints")
     if newest is None:
         return "there is no checkpoint to continue from (see checkpoint.every)"

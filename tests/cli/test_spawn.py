@@ -148,6 +148,17 @@ def test_a_rank_that_is_killed(launch) -> None:
     assert "rank 0 failed first, killed by SIGKILL, often a sign that memory ran out" in err
 
 
+def test_torchs_own_end_of_a_collective_that_waits_is_a_stall(launch, tmp_path: Path) -> None:
+    code, _, err = launch("""
+        print("[E901 ProcessGroupNCCL.cpp:688] [Rank 0] Watchdog caught collective operation timeout:", file=sys.stderr)
+        sys.stderr.flush()
+        os.abort()
+    """, processes=1).end()  # fmt: skip
+    assert code == 76
+    assert "killed by SIGABRT" in err
+    assert (tmp_path / "end").read_text().startswith("76 rank 0 on ")
+
+
 def test_whoever_does_not_end_when_asked_is_killed_with_its_children(launch) -> None:
     launched = launch("""
         import subprocess

@@ -88,6 +88,21 @@ def test_a_run_whose_machine_is_gone_is_silent_and_can_be_continued(run_dir: Pat
     assert "SILENT: no heartbeat for 1 h 0 min, RL step 4 of 10, last seen in `update`" in status.text()
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["train", "--run-dir", "x", "--resume", "auto"], "train {}   (starts over: there is no whole checkpoint)"),
+        (["evaluate", "--run-dir", "x", "--resume", "/runs/a b/step_4"], "evaluate --model '/runs/a b/step_4' {}"),
+        (["evaluate", "--run-dir", "x", "--resume", "never"], "evaluate {}"),
+    ],
+)
+def test_the_command_that_continues_is_whole(run_dir: Path, words: list[str], shown: str) -> None:
+    attempt = new_attempt(run_dir)
+    (attempt / "environment.json").write_text(json.dumps({"command": ["main.py", *words]}))
+    (attempt / "end").write_text("143 rank 0 on here\n")
+    assert read_status(run_dir).continue_with == "megatron-rl " + shown.format(run_dir / "recipe.yaml")
+
+
 def test_a_finished_run(run_dir: Path) -> None:
     for progress in beating(new_attempt(run_dir), step=10):
         progress.leave()

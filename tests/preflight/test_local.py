@@ -150,14 +150,27 @@ def test_a_judge_that_no_estimator_asks_may_be_silent(config: Config) -> None:
     assert [level for level, _ in local.check_endpoints(config)] == [FAILED]
 
 
+NVIDIA_SMI = """\
+0, GPU-aa01, 0, No, No, 120, 81559
+1, GPU-bb02, 3, No, No, 0, 81559
+2, GPU-cc03, [N/A], Yes, No, 0, 81559
+3, GPU-dd04, 0, No, No, 60000, 81559
+"""
+
+
 def test_what_nvidia_smi_says_is_understood() -> None:
-    rows = "0, 0, No, No, 120, 81559\n1, 3, No, No, 0, 81559\n2, [N/A], Yes, No, 0, 81559\n3, 0, No, No, 60000, 81559\n"
-    found = list(local.gpu_problems(rows, memory_fraction=0.6))
+    found = list(local.gpu_problems(NVIDIA_SMI, memory_fraction=0.6))
     assert [text.split(":")[0].split(" has")[0].split(" could")[0] for _, text in found] == ["GPU 1", "GPU 2", "GPU 3"]
     assert "3 uncorrected memory errors" in found[0][1]
     assert "58.6 of 79.6 GiB are in use by other processes" in found[2][1]
-    ((level, text),) = local.gpu_problems("5, 0, No, Yes, 0, 81559\n", memory_fraction=0.6)
+    ((level, text),) = local.gpu_problems("5, GPU-ee, 0, No, Yes, 0, 81559\n", memory_fraction=0.6)
     assert (level, "GPU 5" in text, "reset" in text) == (WARNING, True, True)
+
+
+@pytest.mark.parametrize(("visible", "seen"), [("0, 3", "3"), ("GPU-cc,0", "2"), ("0", ""), ("", ""), ("MIG-bb02", "")])
+def test_only_the_jobs_own_gpus_count(visible: str, seen: str) -> None:
+    found = local.gpu_problems(NVIDIA_SMI, 0.6, visible)
+    assert "".join(text.removeprefix("GPU ")[0] for _, text in found) == seen
 
 
 def test_xid_errors_are_read_from_the_kernel_log() -> None:

@@ -70,7 +70,15 @@ def test_the_table_is_aligned() -> None:
 
 
 def test_kills_of_the_kernel_are_counted(tmp_path: Path) -> None:
-    events = tmp_path / "memory.events"
-    assert _oom_kills(events) == 0
-    events.write_text("low 0\noom 3\noom_kill 2\noom_group_kill 0\n")
-    assert _oom_kills(events) == 2
+    own, job = tmp_path / "cgroup", tmp_path / "fs" / "slurmstepd.scope" / "job_17"
+    (job / "step_0" / "task_0").mkdir(parents=True)
+    assert _oom_kills(own, tmp_path / "fs") == 0
+    own.write_text("0::/slurmstepd.scope/job_17/step_0/task_0\n")
+    assert _oom_kills(own, tmp_path / "fs") == 0
+    (job / "memory.events").write_text(
+        "low 0\noom 3\noom_kill 2\noom_group_kill 0\n"
+    )  # of the job's, not of each level
+    assert _oom_kills(own, tmp_path / "fs") == 2
+    own.write_text("0::/\n")  # in a container
+    (tmp_path / "fs" / "memory.events").write_text("oom_kill 5\n")
+    assert _oom_kills(own, tmp_path / "fs") == 5
