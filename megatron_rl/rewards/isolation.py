@@ -16,6 +16,7 @@ import os
 import pickle
 import re
 import resource
+import secrets
 import selectors
 import signal
 import struct
@@ -48,7 +49,7 @@ class Isolated:
         on_timeout: what a call returns whose time was up, or which exhausted the helper's memory.
 
     Attributes:
-        timeouts: calls so far that ended without an answer.
+        timeouts: calls so far that ended without an answer of the helper's.
     """
 
     def __init__(self, function: str, imports: tuple[str, ...], timeout_seconds: float, on_timeout: float) -> None:
@@ -66,7 +67,8 @@ class Isolated:
         Raises:
             RewardProcessError: the function raised, or the helper cannot start.
         """
-        request = pickle.dumps(args)
+        token = secrets.token_hex(8)  # on the answer: what the function printed or wrote itself has none
+        request = pickle.dumps((token, args))
         with self._lock:
             helper = self._started()
             answer = None
@@ -75,7 +77,7 @@ class Isolated:
                 helper.stdin.write(_HEADER.pack(len(request), self.timeout_seconds) + request)
                 helper.stdin.flush()
                 answer = self._read_line(helper, self.timeout_seconds)
-            if answer is None:
+            if answer is None or answer.get("to") != token:
                 self._stop()
                 self.timeouts += 1
                 return self.on_timeout
@@ -108,7 +110,7 @@ class Isolated:
         return helper
 
     def _read_line(self, helper: subprocess.Popen[bytes], seconds: float) -> dict[str, Any] | None:
-        """One JSON line of the helper's; None where it ends, or does not finish the line in time."""
+        """One JSON line of the helper's; None where it ends, writes anything else, or does not finish the line in time."""
         assert helper.stdout is not None
         deadline = time.monotonic() + seconds
         line = b""
@@ -121,9 +123,11 @@ class Isolated:
                 if not chunk:
                     return None
                 line += chunk
-        answer = json.loads(line)
-        assert isinstance(answer, dict)
-        return answer
+        try:
+            answer = json.loads(line)
+        except ValueError:  # what it evaluated has written there too
+            return None
+        return answer if isinstance(answer, dict) else None
 
     def _stop(self) -> None:
         if self._helper is not None:
@@ -167,7 +171,7 @@ def _serve(function: str, imports: list[str]) -> None:
     _answer(answers, {"ready": True})
     while header := requests.read(_HEADER.size):
         size, seconds = _HEADER.unpack(header)
-        args = pickle.loads(requests.read(size))
+        token, args = pickle.loads(requests.read(size))
         # Should the parent die meanwhile, nobody is left to kill a hanging call: the kernel ends it.
         signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 1)
         reply: dict[str, Any]
@@ -178,7 +182,7 @@ def _serve(function: str, imports: list[str]) -> None:
         except Exception as error:  # whatever it is, the parent raises it with the sample's id
             reply = {"error": f"{type(error).__name__}: {error}"[:2000]}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _answer(answers, reply)
+        _answer(answers, {"to": token, **reply})
 
 
 _REFUSED = re.compile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -14,6 +15,25 @@ from megatron_rl.rewards.registry import Reward, flag, real, register_reward, st
 # Verifiers that only compare text and decimals. Every other one may evaluate what the model wrote (countdown's hands it
 # to sympy, which evaluates Python), or take forever on it: those run in a process of their own, with a deadline.
 PLAIN_VERIFIERS = frozenset({"chain_sum", "knights_knaves"})
+
+# Those that evaluate the answer as Python, by `eval` or sympy, and what it may be made of there. Anything else could look up
+# or compute what it should have found, as Integral(x, x) is an integral of x; it is handed on as _NONSENSE.
+_ARITHMETIC, _LIST = re.compile(r"[\d\s.+\-*/()]*"), re.compile(r"[\w\s,'\"\[\]-]*")
+_EXPRESSION = re.compile(r"(?:[\d\s.,+\-*/^()]|(?<![\w.])[A-Za-z]\w*)*")
+_EVALUATED = {
+    "countdown": _ARITHMETIC,
+    "puzzle24": _ARITHMETIC,
+    "simple_integration": _EXPRESSION,
+    "intermediate_integration": _EXPRESSION,
+    "polynomial_multiplication": _EXPRESSION,
+    "binary_matrix": _LIST,
+    "n_queens": _LIST,
+    "spiral_matrix": _LIST,
+    "string_insertion": _LIST,
+}
+_NAME = re.compile(r"[A-Za-z]\w*")
+_FUNCTION = re.compile("a?(?:sin|cos|tan|cot|sec|csc)h?|exp|log|ln|sqrt|[Aa]bs|pi")
+_NONSENSE = "?"
 
 
 @register_reward("puzzle")
@@ -68,12 +88,25 @@ def verify(answer: str, entry: dict[str, Any]) -> float:
     item's own answer; where it does not, the item is at fault, and the exception is raised.
     """
     metadata = entry["metadata"]
+    if not _is_plain(metadata["source_dataset"], answer, str(entry["answer"])):
+        answer = _NONSENSE
     score = _verifier(metadata["source_dataset"], json.dumps(metadata.get("source_params") or {}, sort_keys=True))
     try:
         return float(score(answer, entry))
     except Exception:
         score(entry["answer"], entry)
         return 0.0
+
+
+def _is_plain(dataset: str, answer: str, gold: str) -> bool:
+    """Whether an answer is what its dataset asks for, as far as it is evaluated: arithmetic, an expression, a list."""
+    pattern = _EVALUATED.get(dataset)
+    if pattern is None:
+        return True
+    if pattern.fullmatch(answer) is None:
+        return False
+    strange = {name for name in _NAME.findall(answer) if len(name) > 1 and _FUNCTION.fullmatch(name) is None}
+    return pattern is not _EXPRESSION or strange <= set(_NAME.findall(gold))
 
 
 @cache

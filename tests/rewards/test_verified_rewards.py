@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -34,6 +35,13 @@ def puzzle() -> Iterator[Reward]:
     reward = make_reward("puzzle", timeout_seconds=2)
     yield reward
     reward.isolated.close()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def evaluator() -> Iterator[Isolated]:
+    isolated = Isolated("builtins:eval", (), 2, 0.0)
+    yield isolated
+    isolated.close()
 
 
 @pytest.mark.parametrize(
@@ -154,14 +162,28 @@ def test_countdown_in_its_own_process(puzzle: Reward) -> None:
         '__import__("os").mkdir("{path}")',
         "[0] * 10**12",
         '__import__("os")._exit(0)',
+        '__import__("os").write(3, b\'{"value": 1.0}\\n\')',  # where the helper answers
     ],
 )
-def test_text_that_is_evaluated_can_do_nothing(attack: str, puzzle: Reward, tmp_path: Path) -> None:
+def test_text_that_is_evaluated_can_do_nothing(
+    attack: str, puzzle: Reward, evaluator: Isolated, tmp_path: Path
+) -> None:
     path = tmp_path / "touched"
     text = attack.replace("{path}", str(path)).replace("{pid}", str(os.getpid()))
-    assert puzzle(text, COUNTDOWN) <= 0.05
+    assert puzzle(text, COUNTDOWN) == 0.01  # as any nonsense; it is not evaluated
+    with contextlib.suppress(RewardProcessError):
+        assert evaluator(text) == 0.0  # and this is what happens where it is
     assert not path.exists()
-    assert puzzle("94*4 - 61 - 6", COUNTDOWN) == 1.0
+    assert evaluator("1 + 1") == 2.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("x**2/2 + C", 1), ("x*x*0.5", 1), ("x**2", 0), ("Integral(x, x)", 0), ("sin(x).integrate(x)", 0)],
+)
+def test_an_integral_is_not_left_to_the_verifier(answer: str, expected: float, puzzle: Reward) -> None:
+    metadata = {"source_dataset": "simple_integration", "variable": "x", "integrand": "x"}
+    assert puzzle(answer, {"answer": "x**2/2 + C", "metadata": metadata}) == expected
 
 
 def test_a_helper_that_cannot_start_says_why() -> None:
