@@ -153,7 +153,7 @@ def _write(
 def _read_partial(partial: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     if partial.exists():
-        for line in partial.read_text(encoding="utf-8").splitlines():
+        for line in partial.read_text(encoding="utf-8").split("\n"):
             try:
                 row = json.loads(line)
             except ValueError:  # a line that a killed process left unfinished

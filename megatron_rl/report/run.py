@@ -86,7 +86,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The file's objects; ends at a last line that a killed process left unfinished."""
     if not path.is_file():
         return
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):
         try:
             yield json.loads(line)
         except ValueError:

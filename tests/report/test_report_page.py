@@ -56,7 +56,8 @@ def write_run(folder: Path, rows: list[dict[str, Any]], recipe: dict[str, Any] |
         "tokens": 4,
     }
     (folder / "samples" / "step_5.jsonl").write_text(json.dumps(sample) + "\n")
-    (folder / "samples" / "step_10.jsonl").write_text((json.dumps(sample | {"response": "the newest"}) + "\n") * 2)
+    newest = json.dumps(sample | {"response": "the\u2028newest"}, ensure_ascii=False)  # no line ends at U+2028 in JSON
+    (folder / "samples" / "step_10.jsonl").write_text(f"{newest}\n" * 2, encoding="utf-8")
     (folder / "samples" / "eval_sums_step_20.jsonl").write_text("not looked at")
     return folder
 
@@ -128,7 +129,7 @@ def test_the_page_nests_escapes_what_the_model_said_and_holds_every_curve(tmp_pa
     text = "".join(outline.text)
     assert "script" not in outline.tags
     assert "1 < 2 & <b>?" in text
-    assert "the newest" in text  # of step 10, not of step 5
+    assert "the\u2028newest" in text  # of step 10, not of step 5
     for title in ("Evaluation", "Reward columns", "Entropy, nats per token", "Seconds per step, by phase", "Findings"):
         assert title in text
     assert "Shrinkage λ" not in text  # the run has no such metric
