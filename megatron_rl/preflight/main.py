@@ -102,7 +102,7 @@ def meet(minutes: float) -> _Ranks:
             )
         time.sleep(0.1)
     if device.has_gpu():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+        torch.cuda.set_device(device.index())
     dist.init_process_group(
         device.backend(), store=dist.PrefixStore("pg", store), rank=rank, world_size=world, timeout=patience
     )

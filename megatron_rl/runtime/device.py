@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -17,9 +18,14 @@ def has_transformer_engine() -> bool:
     return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def index() -> int:
+    """This process's GPU among those that it sees. CUDA's own "current device" is one per thread, and 0 in a new one."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
+
+
 def device() -> torch.device:
     """This process's device: its own GPU, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
+    return torch.device("cuda", index()) if has_gpu() else torch.device("cpu")
 
 
 def backend() -> str:

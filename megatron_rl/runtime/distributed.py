@@ -79,7 +79,7 @@ def initialize(parallel: ParallelConfig, timeout_minutes: float, gpu_timeout_min
     minutes = timeout_minutes
     if device.has_gpu():
         minutes = gpu_timeout_minutes or timeout_minutes
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+        torch.cuda.set_device(device.index())
     if not dist.is_initialized():
         dist.init_process_group(device.backend(), rank=rank, world_size=world, timeout=timedelta(minutes=minutes))
     with device.megatron():

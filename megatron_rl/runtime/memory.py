@@ -101,16 +101,25 @@ def reset_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def host_in_use() -> float:
+    """Of this process, in GiB."""
+    return _status("VmRSS")
+
+
 def in_use() -> dict[str, float]:
-    """Memory in use now, in GiB: this process's on host and device, and the whole device's."""
+    """Memory in use now, in GiB: this process's on host and device, and the whole device's. In any thread: nothing here
+    may be the first use of a device, which takes room on it."""
     import torch
 
-    now = {"host, this process": _status("VmRSS")}
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
+    from megatron_rl.runtime import device
+
+    now = {"host, this process": host_in_use()}
+    if torch.cuda.is_initialized():
+        own = device.index()
+        free, total = torch.cuda.mem_get_info(own)
         now |= {
-            "device, this process's tensors": torch.cuda.memory_allocated() / GIB,
-            "device, reserved by torch": torch.cuda.memory_reserved() / GIB,
+            "device, this process's tensors": torch.cuda.memory_allocated(own) / GIB,
+            "device, reserved by torch": torch.cuda.memory_reserved(own) / GIB,
             "device, all processes": (total - free) / GIB,
             "device, in all": total / GIB,
         }

@@ -162,7 +162,7 @@ def _facts(full: bool) -> dict[str, Any]:
     recent, waiting = collectives.recent(64 if full else 1)
     facts = {"collective": recent[-1] if recent else None, "pending": waiting}
     if not full:
-        return facts | {"host_gib": round(memory.in_use()["host, this process"], 2)}
+        return facts | {"host_gib": round(memory.host_in_use(), 2)}
     return facts | {"collectives": recent, "memory_gib": memory.in_use()}
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import PHASES, Config
-from megatron_rl.runtime.memory import PhaseMemory, is_out_of_memory, remedies, table
+from megatron_rl.runtime import memory
+from megatron_rl.runtime.memory import PhaseMemory, in_use, is_out_of_memory, remedies, table
 from megatron_rl.runtime.spawn import _oom_kills
+from megatron_rl.trainer import main
 
 
 def test_a_peak_belongs_to_its_phase_and_to_the_one_around_it() -> None:
@@ -82,3 +84,18 @@ def test_kills_of_the_kernel_are_counted(tmp_path: Path) -> None:
     own.write_text("0::/\n")  # in a container
     (tmp_path / "fs" / "memory.events").write_text("oom_kill 5\n")
     assert _oom_kills(own, tmp_path / "fs") == 5
+
+
+def test_a_thread_asks_for_its_processs_own_gpu_and_never_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (2**30, 2**33))
+    for name in ("memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: asked.append(device) or 2**29)
+    assert in_use().keys() == {"host, this process"}, "before the process has used its GPU"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert in_use()["device, all processes"] == 7.0
+    assert asked == [3, 3, 3]
+    monkeypatch.setattr(memory, "in_use", lambda: pytest.fail("a heartbeat asks the device nothing"))
+    assert main._facts(False)["host_gib"] > 0
