@@ -23,10 +23,14 @@ def api_bank(calls: str = "any") -> Reward:
     """
     choice("calls", calls, ("any", "only"))
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def gold_of(sample: Mapping[str, Any]) -> Mapping[str, Any]:
         if not sample.get("tool_calls"):
             raise ValueError("the api_bank reward needs the sample's tool_calls")
-        gold = sample["tool_calls"][0]
+        gold: Mapping[str, Any] = sample["tool_calls"][0]
+        return gold
+
+    def score(completion: str, sample: Mapping[str, Any]) -> float:
+        gold = gold_of(sample)
         if calls == "only":
             return float(
                 _equal(parse_tool_calls(completion), [{"name": gold["name"], "parameters": gold["parameters"]}])
@@ -34,6 +38,7 @@ def api_bank(calls: str = "any") -> Reward:
         block = completion.rpartition(OPEN)[2].partition(CLOSE)[0]
         return float(any(_is_gold(load_json(line), gold) for line in json_lines(block)))
 
+    score.check_sample = gold_of  # type: ignore[attr-defined]
     return score
 
 

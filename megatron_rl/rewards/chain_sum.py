@@ -27,13 +27,16 @@ def chain_sum_steps(marker: str = "#") -> Reward:
     if not marker:
         raise ValueError("marker must not be empty")
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def expression_of(sample: Mapping[str, Any]) -> str:
         metadata = sample.get("metadata") or {}
         if metadata.get("source_dataset") != "chain_sum":
             raise ValueError("chain_sum_steps scores reasoning-gym's chain_sum only; restrict it with `tasks`")
-        working, _, _ = completion.rpartition(marker)
-        return score_working(working, metadata["expression"])
+        return str(metadata["expression"])
 
+    def score(completion: str, sample: Mapping[str, Any]) -> float:
+        return score_working(completion.rpartition(marker)[0], expression_of(sample))
+
+    score.check_sample = expression_of  # type: ignore[attr-defined]
     return score
 
 

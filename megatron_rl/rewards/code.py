@@ -62,7 +62,7 @@ def code_pass_rate(
         report = grade(completion, sample)
         return report.passed / report.total if report else 0.0
 
-    return _concurrent(score)
+    return _as_reward(score)
 
 
 @register_reward("code_bug")
@@ -86,7 +86,7 @@ def code_bug(
         report = grade(completion, sample)
         return float(report is not None and report.clean)
 
-    return _concurrent(score)
+    return _as_reward(score)
 
 
 def extract_code(completion: str) -> str | None:
@@ -241,8 +241,7 @@ def _grader(cpu_seconds: int, memory_mib: int, total_seconds: float, max_tests: 
     limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=2 * cpu_seconds + 1, memory_mib=memory_mib)
 
     def grade(completion: str, sample: Mapping[str, Any]) -> Report | None:
-        metadata = sample.get("metadata") or {}
-        tests = read_tests(metadata["tests"] if "tests" in metadata else sample.get("answer"))
+        tests = _tests_of(sample)
         code = extract_code(completion)
         if code is None:
             return None
@@ -254,9 +253,15 @@ def _grader(cpu_seconds: int, memory_mib: int, total_seconds: float, max_tests: 
     return grade
 
 
-def _concurrent(score: Reward) -> Reward:
+def _tests_of(sample: Mapping[str, Any]) -> Tests:
+    metadata = sample.get("metadata") or {}
+    return read_tests(metadata["tests"] if "tests" in metadata else sample.get("answer"))
+
+
+def _as_reward(score: Reward) -> Reward:
     score.concurrent = True  # type: ignore[attr-defined]
     score.timeout_seconds = None  # type: ignore[attr-defined]  # the sandbox has its own
+    score.check_sample = _tests_of  # type: ignore[attr-defined]
     return score
 
 

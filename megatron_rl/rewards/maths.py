@@ -51,20 +51,22 @@ def math_reward(
     compare = "maths_strict:strictly_same" if strict else "maths:same_answer"
     isolated = Isolated(f"megatron_rl.rewards.{compare}", ("math_verify",), timeout_seconds, on_timeout=0.0)
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def gold_of(sample: Mapping[str, Any]) -> str:
         if sample.get("answer") is None:
             raise ValueError("the math reward needs the sample's answer")
+        return gold_text(sample["answer"], gold_after)
+
+    def score(completion: str, sample: Mapping[str, Any]) -> float:
+        gold = gold_of(sample)
         if require_stop and not stopped(sample):
             return wrong
         text = completion[-_LONGEST:]
-        gold = gold_text(sample["answer"], gold_after)
-        if strict:
-            return correct if isolated(text, gold) else wrong
-        if boxes == "last":
+        if boxes == "last" and not strict:
             text = text[max(0, text.rfind("\\boxed")) :]
         return correct if isolated(text, gold) else wrong
 
     score.isolated = isolated  # type: ignore[attr-defined]
+    score.check_sample = gold_of  # type: ignore[attr-defined]
     return score
 
 

@@ -60,11 +60,14 @@ def puzzle(
         raise ValueError("after must not be empty; null takes the whole completion")
     isolated = Isolated("megatron_rl.rewards.puzzle:verify", ("reasoning_gym",), timeout_seconds, on_timeout=0.0)
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
-        metadata = sample.get("metadata") or {}
-        dataset = metadata.get("source_dataset")
+    def dataset_of(sample: Mapping[str, Any]) -> str:
+        dataset = (sample.get("metadata") or {}).get("source_dataset")
         if dataset is None:
             raise ValueError("the puzzle reward needs the sample's metadata['source_dataset'], a reasoning-gym dataset")
+        return str(dataset)
+
+    def score(completion: str, sample: Mapping[str, Any]) -> float:
+        dataset, metadata = dataset_of(sample), sample["metadata"]
         if require_stop and not stopped(sample):
             return 0.0
         answer = completion
@@ -78,6 +81,7 @@ def puzzle(
         return grade if partial else float(grade >= 1)
 
     score.isolated = isolated  # type: ignore[attr-defined]
+    score.check_sample = dataset_of  # type: ignore[attr-defined]
     return score
 
 

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from numbers import Real
@@ -112,6 +112,17 @@ class Scorer:
     def has_slow(self) -> bool:
         """Whether it is worth while to `start` rollouts early."""
         return bool(self._slow)
+
+    def check(self, samples: Iterable[Sample]) -> None:
+        """ValueError where a sample lacks what a reward needs of it, such as a gold answer; names both."""
+        looks = {name: r.check_sample for name, r in self._rewards.items() if hasattr(r, "check_sample")}
+        for sample in samples:
+            for name, look in looks.items():
+                if self._applies(name, sample):
+                    try:
+                        look(sample.as_mapping())
+                    except ValueError as error:
+                        raise ValueError(f"the reward {name!r} cannot score sample {sample.id}: {error}") from error
 
     # ------------------------------------------------------------------------------------------------------- scoring
     def start(

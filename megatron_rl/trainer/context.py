@@ -146,6 +146,8 @@ def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train",
         eval_samples[name] = kept[: config.trainer.eval_max_prompts]
     algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
     scorer = Scorer(config.rewards, algorithm.estimator.needs.columns)
+    for samples in ([train_samples] if command == "train" else []) + list(eval_samples.values()):
+        scorer.check(samples)
     scorer.open(run_dir, grid.rank, grid.world)
     return Run(
         config=config,

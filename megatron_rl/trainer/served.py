@@ -91,6 +91,8 @@ def _answer(
     there: kept.Kept,
 ) -> tuple[list[TaskSummary], dict[str, Responses], list[Unanswered], dict[str, float]]:
     scorer = Scorer(config.rewards, make_algorithm(config.algorithm).estimator.needs.columns)
+    for samples in tasks.values():
+        scorer.check(samples)
     scorer.open(report.run_dir, _ALONE.rank, _ALONE.world)
     keep = kept.Keeper(report.run_dir / kept.FOLDER / "engine0.jsonl")
     try:

@@ -196,6 +196,16 @@ def test_what_is_missing_is_said_before_anything_starts(
     assert not (recipe.parent / "run").exists()
 
 
+def test_data_without_what_the_reward_needs_is_refused_before_anybody_is_asked(
+    model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(double(model)) as server:
+        arguments = ["evaluate", str(recipe), "--model", str(model), "--endpoint", server.url]
+        assert main([*arguments, "rewards.correct.reward=puzzle", "rewards.correct.params={}"]) == 2
+        assert not server.requests
+    assert "cannot score sample sums/0" in capsys.readouterr().err
+
+
 def test_a_training_runs_folder_is_not_touched(model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = recipe.parent / "run"
     (run / "checkpoints").mkdir(parents=True)

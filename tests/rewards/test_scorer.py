@@ -67,6 +67,28 @@ def judge(url: str, **params: Any) -> dict[str, Any]:
     return {"reward": "judge", "params": params}
 
 
+def test_what_a_reward_needs_of_the_data_is_looked_for_before_the_run() -> None:
+    rewards = {
+        "right": RewardConfig(reward="math", params={"gold_after": "####"}, tasks=["sums"]),
+        "passed": RewardConfig(reward="code_pass_rate", tasks=["code"]),
+    }
+    good = [
+        Sample(id="sums/0", task="sums", prompt="", prompt_ids=[1], answer="so\n#### 7"),
+        Sample(id="code/0", task="code", prompt="", prompt_ids=[1], answer='{"inputs": ["1"], "outputs": ["1"]}'),
+        Sample(id="other/0", task="other", prompt="", prompt_ids=[1]),
+    ]
+    scorer = Scorer(rewards)
+    scorer.check(good)
+    for task, answer, message in (
+        ("sums", None, "needs the sample's answer"),
+        ("sums", "7", "gold_after"),
+        ("code", "{", "JSON"),
+    ):
+        bad = Sample(id=f"{task}/1", task=task, prompt="", prompt_ids=[1], answer=answer)
+        with pytest.raises(ValueError, match=f"cannot score sample {task}/1: .*{message}"):
+            scorer.check([*good, bad])
+
+
 def test_starting_early_changes_nothing_but_the_wait(own: str) -> None:
     rewards = {"cheap": RewardConfig(reward=f"{own}:good"), "slow": RewardConfig(reward=f"{own}:slow")}
     texts = ["good" * i for i in range(30)]
