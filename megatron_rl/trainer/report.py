@@ -128,11 +128,11 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(f"[dim]{text}[/dim]")
+        self.console.print(text, style="dim", markup=False)  # it may quote anything: [/INST] is no tag of ours
 
     def warn(self, text: str) -> None:
         """A line that stays and is seen."""
-        self.console.print(f"[bold yellow]{text}[/bold yellow]")
+        self.console.print(text, style="bold yellow", markup=False)
 
     def missing_scores(self, scored: Scored) -> None:
         """Says why a server gave a rollout no score, once per reward; how often is in the metrics."""
@@ -281,7 +281,7 @@ class Reporter:
             self.console.print(f"Time within RL steps: {shown}")
         if self.config.logging.report and self.command != "evaluate":
             (self.run_dir / "report.html").write_text(render([read_run(self.run_dir)]), encoding="utf-8")
-        self.console.print(f"Everything is in {self.run_dir}: " + ", ".join(self._files()))
+        self.console.print(f"Everything is in {self.run_dir}: " + ", ".join(self._files()), markup=False)
 
     def _files(self) -> list[str]:
         return [name for name in ("recipe.yaml", *_OUTPUTS, "logs") if (self.run_dir / name).exists()]

@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from megatron_rl.config.schema import Config
 from megatron_rl.trainer.report import Reporter
 
@@ -13,6 +15,15 @@ from megatron_rl.trainer.report import Reporter
 def reporter(run_dir: Path, rank: int) -> Reporter:
     grid: Any = SimpleNamespace(is_main=rank == 0)
     return Reporter(Config(run_dir=str(run_dir)), run_dir, grid)
+
+
+def test_what_a_server_said_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "judge: no score in 'Sure. [/INST] [bold] [a, b]'"
+    main = reporter(tmp_path, rank=0)
+    main.warn(text)
+    main.note(text)
+    main.close()
+    assert capsys.readouterr().out.count(text) == 2
 
 
 def test_only_the_writing_rank_moves_an_earlier_run(tmp_path: Path) -> None:
