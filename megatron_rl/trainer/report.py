@@ -21,6 +21,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data import RewardTable, Rollout, Sample
 from megatron_rl.report import read_run, render
 from megatron_rl.rewards import Report as Scored
+from megatron_rl.runtime.disk import next_previous
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.progress import PROGRESS
 from megatron_rl.trainer.record import write_step
@@ -89,8 +90,7 @@ class Reporter:
             return
         left = [name for name in _OUTPUTS if (self.run_dir / name).exists() and name != but]
         if left:
-            number = 1 + sum(1 for _ in self.run_dir.glob("previous_*"))
-            archive = self.run_dir / f"previous_{number}"
+            archive = next_previous(self.run_dir)
             archive.mkdir()
             for name in left:
                 os.rename(self.run_dir / name, archive / name)
@@ -278,7 +278,7 @@ class Reporter:
         if spent:
             shares = sorted(self._seconds.items(), key=lambda item: -item[1])
             shown = ", ".join(f"{name.removeprefix('timing_s/')} {value / spent:.0%}" for name, value in shares)
-            self.console.print(f"Time within RL steps: {shown}")
+            self.console.print(f"Time within {'SFT' if self.command == 'sft' else 'RL'} steps: {shown}")
         if self.config.logging.report and self.command != "evaluate":
             (self.run_dir / "report.html").write_text(render([read_run(self.run_dir)]), encoding="utf-8")
         self.console.print(f"Everything is in {self.run_dir}: " + ", ".join(self._files()), markup=False)
