@@ -192,7 +192,8 @@ def _read_end(status: RunStatus, attempt: Path) -> None:
     status.state = "finished" if status.code == 0 else "stopped" if stopped else "failed"
     status.why = _MEANING.get(status.code, f"ended by signal {status.code - 128}" if status.code > 128 else "unknown")
     if status.code and (match := re.search(r"rank (\d+)", who)):
-        status.says = _last_words(attempt / f"rank_{match[1]}.log")
+        # A stop is all ranks' together, and told by the first.
+        status.says = _last_words(attempt / f"rank_{0 if stopped else match[1]}.log")
 
 
 def _last_words(log: Path) -> list[str]:

@@ -134,6 +134,14 @@ def test_an_attempt_that_ended_badly_says_why_in_its_own_words(run_dir: Path, co
     assert status.continue_with is not None
 
 
+def test_a_stop_is_told_by_rank_0_whoever_ended_first(run_dir: Path) -> None:
+    attempt = new_attempt(run_dir)
+    (attempt / "rank_0.log").write_text("megatron-rl: stopped by SIGUSR1; the same command continues\n")
+    (attempt / "rank_1.log").write_text("W1122 a warning of long ago\n")
+    (attempt / "end").write_text("75 rank 1 on here\n")
+    assert read_status(run_dir).says == ["megatron-rl: stopped by SIGUSR1; the same command continues"]
+
+
 def test_a_post_mortem_is_quoted(run_dir: Path) -> None:
     attempt = new_attempt(run_dir)
     beating(attempt)
