@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
+from megatron_rl.runtime.disk import sync_tree
+
 MANIFEST, TENSORS = "manifest.json", "tensors.json"
 FORMAT = 1
 _DIGEST_BYTES = 16
@@ -91,12 +93,14 @@ class Hashing:
 
 
 def write(folder: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], pieces: Sequence[Piece]) -> None:
-    """Lists what lies in `folder`; the last thing to be written there. Every file's content is on the disk after it.
+    """Lists what lies in `folder`; the last thing to be written there. All of it is on the disk after that.
 
     Raises:
-        OSError: a file cannot be written or read.
+        OSError: a file cannot be written or read, or one with tensors is not there in its full length.
     """
-    holds_tensors = {piece.file for piece in pieces}
+    ends: dict[str, int] = {}
+    for piece in pieces:
+        ends[piece.file] = max(ends.get(piece.file, 0), piece.offset + piece.length)
     write_json(
         folder / TENSORS,
         {
@@ -105,13 +109,20 @@ def write(folder: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor],
         },
         indent=None,
     )
-    files = {}
+    files: dict[str, dict[str, Any]] = {}
+    (folder / MANIFEST).unlink(missing_ok=True)  # of a writer that was killed right after it
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        whole = {} if name in holds_tensors else {"blake3": _digest_of(path)}
-        files[name] = {"bytes": path.stat().st_size, **whole}
+        files[name] = {"bytes": path.stat().st_size}
+        if name not in ends:
+            files[name]["blake3"] = _digest_of(path)
+    for name, end in ends.items():
+        size = files[name]["bytes"] if name in files else 0
+        if size != end:
+            raise OSError(f"{folder / name} has {size} bytes, {end} were written")
     content = {"format": FORMAT, **about, "files": files}
     write_json(folder / MANIFEST, content | {"digest": _own_digest(content)})
+    sync_tree(folder)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -163,11 +174,12 @@ def missing(folder: Path) -> str | None:
     return None
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+def damage(folder: Path, part: int = 0, parts: int = 1, but: str | None = None) -> list[str]:
     """Reads everything and compares checksums: a sentence per damaged piece, with file and tensor; [] where all is well.
 
     Args:
         part, parts: look at one of so many shares of nearly equal size, so that ranks can divide the work.
+        but: tensors whose names begin so are not read.
     """
     problem = missing(folder)
     if problem is not None:
@@ -184,7 +196,7 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     except OSError as error:
         return [f"{error.filename} cannot be read ({error.strerror})"]
     found = []
-    for piece in _share(pieces, part, parts):
+    for piece in _share([p for p in pieces if but is None or not p.name.startswith(but)], part, parts):
         problem = _compare(folder, piece)
         if problem is not None:
             found.append(f"{piece.file} is damaged in tensor {piece.name} (bytes {piece.offset} and on): {problem}")
@@ -264,12 +276,3 @@ def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
         json.dump(content, file, indent=indent, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until renames in the folder are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.checkpoint import snapshot as snapshots
-from megatron_rl.checkpoint.manifest import sync_folder
 from megatron_rl.checkpoint.snapshot import Snapshot, Snapshotter
+from megatron_rl.runtime.disk import sync
 from megatron_rl.runtime.distributed import Grid
 
 # Dead ranks are the launcher's business; a slow disk is no reason to give up a checkpoint.
@@ -131,7 +131,7 @@ class Saver:
         written, error = [], None
         try:
             written = snapshots.write_share(snapshot, temporary, grid.rank)
-        except (OSError, RuntimeError) as failure:  # torch's own writer raises RuntimeError
+        except Exception as failure:  # whatever it is: the others wait for this rank's word
             error = self._reason(failure)
         shares = grid.gather((written, error))
         if grid.is_main:
@@ -168,17 +168,20 @@ class Saver:
         try:
             for name, content in files.items():
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                snapshots.write_file(temporary / name, content)
+                (temporary / name).write_bytes(content)
             snapshots.finish(snapshot, temporary, shares, about)
             _replace(temporary, self.root / f"step_{step}")
-        except (OSError, RuntimeError) as failure:
+            self._after()
+        except Exception as failure:  # as above
             return self._reason(failure)
-        self._after()
         return None
 
-    def _reason(self, failure: BaseException) -> str:
-        free = shutil.disk_usage(self.root).free / 2**30
-        return f"writing failed with {type(failure).__name__}: {failure} ({self.root} has {free:.2f} GiB free)"
+    def _reason(self, failure: Exception) -> str:
+        try:
+            room = f"{shutil.disk_usage(self.root).free / 2**30:.2f} GiB free"
+        except OSError as gone:
+            room = f"no answer about its room: {gone.strerror}"
+        return f"writing failed with {type(failure).__name__}: {failure} ({self.root} has {room})"
 
 
 def _replace(temporary: Path, final: Path) -> None:
@@ -188,5 +191,5 @@ def _replace(temporary: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     temporary.rename(final)
-    sync_folder(final.parent)
+    sync(final.parent)
     shutil.rmtree(final.with_name(f".{final.name}.old"), ignore_errors=True)

@@ -171,7 +171,7 @@ class Snapshotter:
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
         from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-        if self._grid.dp == 1:
+        if self._grid.dp * self._grid.cp == 1:
             return
         if self._division is None:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -232,7 +232,7 @@ def finish(snapshot: Snapshot, folder: Path, shares: Sequence[Sequence[Written]]
         for w in everything
     ]
     FileSystemWriter(folder).finish(snapshot.metadata, [results])  # .metadata
-    write_file(folder / "common.pt", snapshot.common)
+    (folder / "common.pt").write_bytes(snapshot.common)
     manifest.write_json(
         folder / "metadata.json",
         {
@@ -257,11 +257,3 @@ def _pickled(content: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Writes and waits until it is on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.snapshot import sharded_model, sharded_state
 from megatron_rl.runtime import device
+from megatron_rl.runtime.disk import next_previous
 from megatron_rl.runtime.distributed import Grid
 
 _STEP = re.compile(r"step_(\d+)")
@@ -269,11 +271,11 @@ def choose(root: Path, grid: Grid, pass_over: Callable[[str], None]) -> Path | N
     return None
 
 
-def damage(folder: Path, grid: Grid) -> list[str]:
-    """What is wrong with a checkpoint, by file and tensor; all of it is read, by all ranks together."""
-    return list(
-        dict.fromkeys(p for part in grid.all_gather(manifest.damage(folder, grid.rank, grid.world)) for p in part)
-    )
+def damage(folder: Path, grid: Grid, but: str | None = None) -> list[str]:
+    """What is wrong with a checkpoint, by file and tensor; all of it (`but` see `manifest.damage`) is read, by all ranks
+    together."""
+    found = grid.all_gather(manifest.damage(folder, grid.rank, grid.world, but))
+    return list(dict.fromkeys(problem for part in found for problem in part))
 
 
 def shown(problems: list[str]) -> str:
@@ -298,6 +300,20 @@ def newest(root: Path) -> Path | None:
     return next((folder for folder in all_checkpoints(root) if whole(folder) is None), None)
 
 
+def put_aside(root: Path, step: int) -> list[Path]:
+    """Moves checkpoints of later steps than `step` to `previous_<k>` in `root`; where they are then.
+
+    A run that continues from `step` comes to these steps again. Until then they would be the newest, which `keep` keeps and
+    the next start takes up: those that it was to go back behind, or could not read.
+    """
+    later = [folder for folder in all_checkpoints(root) if step_of(folder) > step]
+    if not later:
+        return []
+    aside = next_previous(root)
+    aside.mkdir()
+    return [folder.rename(aside / folder.name) for folder in later]
+
+
 def keep(root: Path, newest: int, best: int = 0, score: str | None = None) -> None:
     """Removes all but the `newest` newest checkpoints and the `best` with the highest `score` (of equal ones the newer), and
     what an interrupted save left behind."""
@@ -314,9 +330,9 @@ def keep(root: Path, newest: int, best: int = 0, score: str | None = None) -> No
 
 
 def score_of(folder: Path, score: str) -> float | None:
-    """An evaluation's number recorded with the checkpoint; None where there was no evaluation at its step."""
+    """An evaluation's number recorded with the checkpoint; None where there was none at its step, or it is no number."""
     try:
-        scores: Mapping[str, float] = read_state(folder).get("scores", {})
+        value = read_state(folder).get("scores", {}).get(score)
     except (OSError, ValueError):
         return None
-    return scores.get(score)
+    return None if value is None or math.isnan(value) else value

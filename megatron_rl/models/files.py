@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rl.runtime.disk import sync, sync_tree
+
 INDEX = "model.safetensors.index.json"
 # The format's names of dtypes.
 DTYPES = {
@@ -138,6 +140,11 @@ class SafetensorsFolder:
             files = {name: self.folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         except (json.JSONDecodeError, KeyError, AttributeError) as error:
             raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+        single = self.folder / "model.safetensors"  # transformers would take this, vLLM what the index says
+        if single.is_file() and single not in files.values():
+            raise ValueError(
+                f"{self.folder} holds two models: {single.name}, and the files that {index.name} names; remove one of them"
+            )
         for path in sorted(set(files.values())):
             if not path.is_file():
                 held = sorted(name for name, file in files.items() if file == path)
@@ -148,7 +155,9 @@ class SafetensorsFolder:
     def _scanned(self) -> dict[str, Path]:
         paths = sorted(self.folder.glob("*.safetensors"))
         if not paths:
-            raise ValueError(f"model folder {self.folder} has no *.safetensors files")
+            pickled = any(self.folder.glob("pytorch_model*.bin"))
+            remedy = "; transformers' from_pretrained and save_pretrained make them of its *.bin" if pickled else ""
+            raise ValueError(f"model folder {self.folder} has no *.safetensors files{remedy}")
         files: dict[str, Path] = {}
         for path in paths:
             self._entries[path] = read_header(path)
@@ -208,7 +217,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def whole_folder(folder: str | Path) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` (replacing it) when the block ends well, and is removed otherwise.
+    """A temporary folder that becomes `folder` (replacing it) when the block ends well, and is removed otherwise. What it
+    becomes is on the disk.
 
     What a process that was killed in here left is removed first.
     """
@@ -221,12 +231,14 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        sync_tree(temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     if target.exists():
         target.rename(previous)
     temporary.rename(target)
+    sync(target.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 

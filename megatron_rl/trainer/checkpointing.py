@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -60,6 +61,8 @@ def save_before_end(run: Run) -> None:
     recipe has checkpoints at all."""
     if not run.config.checkpoint.every:
         return
+    if run.saver is not None:
+        run.saver.drain()  # before then, ranks may differ in whether it failed
     if run.saver is None or run.saver.last_step != run.state.step:
         save(run)
     finish_saves(run)
@@ -81,6 +84,7 @@ def submit(run: Run, snapshot: Snapshot, scores: Mapping[str, float]) -> None:
     state = {
         "version": megatron_rl.__version__,
         "command": run.report.command,
+        "job": os.environ.get("SLURM_JOB_ID"),
         "progress": asdict(run.state),
         "optimizer_steps": run.actor.optimizer_steps,
         "algorithm": run.algorithm.state_dict(),
@@ -213,12 +217,8 @@ def _companions(folder: Path) -> dict[str, bytes]:
 
 
 def _model(run: Run) -> dict[str, Any]:
-    """The fields of the Hugging Face configuration that a number, a word or nothing stands behind."""
-    return {
-        name: value
-        for name, value in sorted(run.actor.hf_config.items())
-        if isinstance(value, int | float | str | None) and name not in _NOT_THE_MODEL
-    }
+    """The Hugging Face configuration without what is not the model."""
+    return {name: value for name, value in sorted(run.actor.hf_config.items()) if name not in _NOT_THE_MODEL}
 
 
 # What transformers and conversions write beside the architecture.
@@ -230,13 +230,13 @@ def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_upd
     """Continues from a checkpoint: `auto` the newest whole one of this run, a path that one, `never` none.
 
     Everything in it is read and compared with its checksums first. Returns whether there was one. Checkpoints that are not
-    whole are named and passed over.
+    whole are named and passed over; this run's later than the one it continues from are moved to `checkpoints/previous_<k>`.
 
     Raises:
         CheckpointError: a given path that is no whole checkpoint, or one of another command, model or estimator.
     """
     with run.phases.untimed("load", "checking the checkpoint"):
-        folder = _choose(run, resume)
+        folder = _choose(run, _mode(run, resume))
     if folder is None:
         if run.grid.is_main:
             run.report.start_over()
@@ -255,17 +255,33 @@ def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_upd
         )
     _note_changes(run, folder)
     if run.algorithm.needs_reference:
-        _load_reference(run, state["reference"])
+        _load_reference(run, folder, state["reference"])
     run.actor.start_optimizer(optimizer, total_updates)
     with run.phases.untimed("load", f"loading {folder.name}"):
         store.load(folder, run.actor.chunks, run.actor.optimizer, run.grid)
     run.actor.optimizer_steps = state["optimizer_steps"]
     run.algorithm.load_state_dict(state["algorithm"])
     run.state = State(**state["progress"])
-    own = folder.resolve().parent == (run.run_dir / "checkpoints").resolve()
+    root = run.run_dir / "checkpoints"
+    own = folder.resolve().parent == root.resolve()
+    if run.grid.is_main and (later := store.put_aside(root, run.state.step)):
+        run.report.note(f"moved {', '.join(path.name for path in later)} to {later[0].parent}")
     run.report.continue_from(run.state.step, state["metrics_bytes"] if own else None)
     _saver(run).last_step = run.state.step if own else None
     return True
+
+
+def _mode(run: Run, resume: str) -> str:
+    """`resume`; but `auto` where a batch job was requeued and has saved before: the command line was for its first start."""
+    mode = resume
+    if run.grid.is_main and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+        newest = store.newest(run.run_dir / "checkpoints")
+        if newest is not None and store.read_state(newest).get("job") == os.environ.get("SLURM_JOB_ID"):
+            mode = "auto"
+    mode = run.grid.broadcast(mode)
+    if mode != resume:
+        run.report.note(f"the job was requeued: it continues its own run, and not as --resume {resume} says")
+    return mode
 
 
 def _choose(run: Run, resume: str) -> Path | None:
@@ -282,9 +298,11 @@ def _choose(run: Run, resume: str) -> Path | None:
 
 def _check_model(run: Run, folder: Path) -> None:
     saved, own = manifest.read(folder)["model"], _model(run)
+    # Older checkpoints have no objects and lists in it.
+    names = saved.keys() | {name for name, value in own.items() if not isinstance(value, dict | list)}
     changed = [
         f"{name} is {saved.get(name)!r} there and {own.get(name)!r} here"
-        for name in sorted(saved.keys() | own.keys())
+        for name in sorted(names)
         if saved.get(name) != own.get(name)
     ]
     if changed:
@@ -341,28 +359,29 @@ def _export(run: Run, folder: Path) -> str | None:
 
 # The reference policy never changes, so it is written once, as the Hugging Face folder `<run_dir>/reference`.
 def _save_reference(run: Run) -> str | None:
-    """Writes it unless it is there, and notes its checksums. Returns what went wrong, the same on every rank."""
+    """Writes it, and notes its checksums. Returns what went wrong, the same on every rank."""
     folder = run.run_dir / "reference"
-    if not run.grid.broadcast((folder / "config.json").exists()):
-        with run.actor.as_reference():
-            error = _export(run, folder)
-        if error is not None:
-            return error
-    run.reference_digests = run.grid.broadcast(manifest.digests(folder) if run.grid.is_main else None)
-    return None
+    with run.actor.as_reference():
+        error = _export(run, folder)
+    if error is None:
+        run.reference_digests = run.grid.broadcast(manifest.digests(folder) if run.grid.is_main else None)
+    return error
 
 
-def _load_reference(run: Run, digests: Mapping[str, str] | None) -> None:
-    folder = run.run_dir / "reference"
-    if not (folder / "config.json").exists() or digests is None:
-        raise CheckpointError(
-            f"the recipe uses a reference policy (algorithm.kl) and {folder} is missing; it is written with the first "
-            "checkpoint of a run whose recipe uses one"
-        )
-    found = run.grid.broadcast(manifest.digests(folder) if run.grid.is_main else {})
-    damaged = sorted(name for name in digests if found.get(name) != digests[name])
-    if damaged:
-        raise CheckpointError(f"the reference policy is damaged: {folder / damaged[0]} is not what was written")
-    run.reference_digests = dict(digests)
-    run.actor.load_hf(folder)
-    run.actor.keep_reference()
+def _load_reference(run: Run, checkpoint: Path, digests: Mapping[str, str] | None) -> None:
+    """Loads the one that belongs to the checkpoint, from this run's folder or from where the checkpoint lies."""
+    own, problems, written = run.run_dir / "reference", list[str](), dict(digests or {})
+    for folder in dict.fromkeys((own, checkpoint.absolute().parents[1] / "reference")) if written else ():
+        found = run.grid.broadcast(manifest.digests(folder) if run.grid.is_main else {})
+        wrong = sorted(name for name, digest in written.items() if found.get(name) != digest)
+        if not wrong:
+            run.actor.load_hf(folder)
+            run.actor.keep_reference()
+            if folder == own:  # otherwise the next save writes it here
+                run.reference_digests = written
+            return
+        problems.append(f"{folder / wrong[0]} is not what was written" if found else f"{folder} is missing")
+    raise CheckpointError(
+        f"the recipe uses a reference policy (algorithm.kl), but {' and '.join(problems) or f'{checkpoint} has none'}; it is "
+        "written with the first checkpoint of a run whose recipe uses one"
+    )

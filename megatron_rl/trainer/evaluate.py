@@ -68,8 +68,8 @@ def evaluate_only(run: Run, resume: str) -> None:
     model: dict[str, Any] = {"door": "folder", "path": str(run.folder)}
     if resume != "never":
         folder = Path(resume)
-        if (problem := store.whole(folder)) is not None:
-            raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}")
+        if problems := store.damage(folder, run.grid, but="optimizer."):
+            raise CheckpointError(f"{folder} is not a whole checkpoint: {store.shown(problems)}")
         model = {"door": "checkpoint", "path": str(folder), "step": store.read_state(folder)["progress"]["step"]}
     there: kept.Kept = {}
     if run.grid.is_main:

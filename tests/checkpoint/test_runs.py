@@ -1,18 +1,22 @@
 """Runs that end early or begin where another ended: an SFT run at another layout, a new run from a checkpoint's weights, an
-export for which there is no room."""
+export for which there is no room, a newest checkpoint that is damaged, a reference policy from another run's folder."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from megatron_rl.checkpoint import store
+from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.convert import open_weights
+from megatron_rl.checkpoint.store import CheckpointError
+from megatron_rl.trainer.checkpointing import _check_model
 from tests.actor.processes import spawn
 from tests.checkpoint.ranks import Layout
 from tests.checkpoint.test_layouts import contents
@@ -111,3 +115,58 @@ def test_an_export_without_room_is_said_and_the_same_command_makes_it(root: Path
     assert "Make room, then run the same command" in facts["error"]
     assert facts["left"] == []
     assert len(tensors(root / "full" / "export")) > 10
+
+
+# ----------------------------------------------------------------------------------------------------- the newest damaged
+def test_a_run_that_passed_over_its_newest_checkpoint_keeps_what_it_saves_after_that(root: Path) -> None:
+    """With `checkpoint.keep` 1 the damaged one, still the newest, would be the only one that stays."""
+    aside = root / "damaged" / "previous_1" / "checkpoints"  # where the last start, which starts over, has moved them
+    assert sorted(path.name for path in aside.iterdir()) == ["previous_1", f"step_{STEPS - 1}"]
+    assert [path.name for path in (aside / "previous_1").iterdir()] == [f"step_{STEPS}"]
+    assert store.whole(aside / f"step_{STEPS - 1}") is None
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_requeued_job_goes_on_whatever_its_command_line_said_of_the_first_start(root: Path, rank: int) -> None:
+    facts = torch.load(root / f"damaged_{rank}.pt")
+    assert facts["requeued"] == STEPS - 1
+    assert facts["another"] is False
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_damaged_weights_are_not_evaluated(root: Path, rank: int) -> None:
+    assert "damaged in tensor embedding.word_embeddings.weight" in torch.load(root / f"damaged_{rank}.pt")["evaluation"]
+
+
+# -------------------------------------------------------------------------------------------------- the reference policy
+def test_a_reference_comes_along_from_another_run_folder(root: Path) -> None:
+    first, second = torch.load(root / "reference_0.pt")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    digests = store.read_state(root / "there" / "checkpoints" / "step_2")["reference"]
+    assert digests == manifest.digests(root / "there" / "reference")
+
+
+# ------------------------------------------------------------------------------------------------------- another model
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        ({"rope_theta": 1e4}, "rope_parameters is"),
+        ({"rope_theta": 1e6, "factor": 8.0}, "rope_parameters is"),
+        (None, ""),
+    ],
+)
+def test_a_checkpoint_of_another_rotary_embedding_is_refused(
+    tmp_path: Path, here: dict[str, float] | None, said: str
+) -> None:
+    """Which changes no tensor's shape; as transformers 5 writes it, it is no plain field."""
+    there = {"hidden_size": 64, "rope_parameters": {"rope_theta": 1e6}}
+    manifest.write(tmp_path, {"model": there}, {}, [])
+    own = there if here is None else there | {"rope_parameters": here}
+    run: Any = SimpleNamespace(actor=SimpleNamespace(hf_config=own))
+    with pytest.raises(CheckpointError, match=said) if here else contextlib.nullcontext():
+        _check_model(run, tmp_path)
+    older = tmp_path / "older"  # has plain fields only
+    older.mkdir()
+    manifest.write(older, {"model": {"hidden_size": 64}}, {}, [])
+    _check_model(run, older)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint import manifest, store
+from megatron_rl.models.files import whole_folder
 from tests.actor.layouts import make_models
 from tests.actor.processes import spawn
 from tests.checkpoint.ranks import Layout, contents, save_in_every_way, try_to_load
@@ -75,8 +77,10 @@ def test_two_successive_checkpoints_differ(root: Path, step: int) -> None:
 @pytest.mark.parametrize("rank", RANKS)
 def test_every_rank_learns_why_a_save_failed_and_the_next_one_heals(root: Path, rank: int) -> None:
     found = facts(root, rank)
-    assert found["failures"].keys() == {4, 5, 7}
+    assert found["failures"].keys() == {4, 5, 7, 9}
     assert "Input/output error" in found["failures"][4]
+    assert "MemoryError: no memory" in found["failures"][9]
+    assert "Stale file handle" in found["failures"][9]
     assert "File too large" in found["failures"][5]
     assert found["failures"][7] is None
     assert found["last"] == 7
@@ -169,6 +173,31 @@ def test_every_byte_of_every_file_is_covered(copy: Path) -> None:
     assert tensors[VICTIM].dtype == "float32"
 
 
+def test_a_file_with_tensors_that_is_not_there_in_full_is_no_checkpoint(tmp_path: Path) -> None:
+    """What a rank wrote on another machine may not have come to the shared disk."""
+    pieces = [manifest.Piece("a", (0,), "__1_0.distcp", 0, 8, manifest.digest(b"12345678"))]
+    with pytest.raises(OSError, match=r"__1_0\.distcp has 0 bytes, 8 were written"):
+        manifest.write(tmp_path, {}, {"a": manifest.Tensor((1,), "int64")}, pieces)
+    (tmp_path / "__1_0.distcp").write_bytes(b"1234")
+    with pytest.raises(OSError, match=r"__1_0\.distcp has 4 bytes, 8 were written"):
+        manifest.write(tmp_path, {}, {"a": manifest.Tensor((1,), "int64")}, pieces)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_all_of_a_folder_is_on_the_disk_before_it_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+    (tmp_path / "inner").mkdir()
+    for name in (".metadata", "inner/chat.jinja"):
+        (tmp_path / name).write_text("x")
+    manifest.write(tmp_path, {}, {}, [])
+    assert set(synced) >= {str(path) for path in (tmp_path, *tmp_path.rglob("*"))}
+    synced.clear()
+    with whole_folder(tmp_path / "export") as temporary:
+        (temporary / "model.safetensors").write_text("x")
+    assert set(synced) == {str(temporary / "model.safetensors"), str(temporary), str(tmp_path)}
+
+
 def test_nothing_is_continued_that_an_interrupted_save_left(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "sync" / "step_1", tmp_path / ".step_2.writing")
     shutil.copytree(root / "sync" / "step_1", tmp_path / "step_3")
@@ -194,13 +223,13 @@ def another_dtype(tensors: Tensors, pieces: Pieces) -> tuple[Tensors, Pieces]:
 
 
 def another_shape(tensors: Tensors, pieces: Pieces) -> tuple[Tensors, Pieces]:
-    return tensors | {VICTIM: replace(tensors[VICTIM], shape=(4, 64, 97))}, pieces
+    return tensors | {VICTIM: replace(tensors[VICTIM], shape=(6, 64, 97))}, pieces
 
 
 CHANGES: dict[str, tuple[Callable[[Tensors, Pieces], tuple[Tensors, Pieces]], list[str]]] = {
     "renamed": (renamed, [f"it has no tensor {VICTIM}", "has tensor decoder.renamed, which the model has not"]),
     "dtype": (another_dtype, [f"tensor {VICTIM} in __", "is bfloat16, the model wants float32"]),
-    "shape": (another_shape, [f"tensor {VICTIM} in __", "has the shape [4, 64, 97], the model wants [4, 64, 96]"]),
+    "shape": (another_shape, [f"tensor {VICTIM} in __", "has the shape [6, 64, 97], the model wants [6, 64, 96]"]),
 }
 
 
@@ -239,7 +268,7 @@ def test_the_recipes_betas_epsilon_and_weight_decay_win_over_the_checkpoints(sai
     ("newest", "best", "kept"), [(2, 0, [4, 5]), (1, 2, [1, 3, 5]), (1, 3, [1, 3, 4, 5]), (9, 0, [1, 2, 3, 4, 5])]
 )
 def test_the_newest_and_the_best_are_kept(tmp_path: Path, newest: int, best: int, kept: list[int]) -> None:
-    scores = {1: 0.5, 2: 0.1, 3: 0.5, 4: 0.2}  # 5 has none
+    scores = {1: 0.5, 2: math.nan, 3: 0.5, 4: 0.2}  # 5 has none
     for step in range(1, 6):
         folder = tmp_path / f"step_{step}"
         folder.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import signal
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config import Config, check, load_recipe
 from megatron_rl.config.checks import Machine
@@ -17,6 +19,7 @@ from megatron_rl.runtime import distributed
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.trainer.checkpointing import finish_saves, load_checkpoint, save
 from megatron_rl.trainer.context import Run, build_run
+from megatron_rl.trainer.evaluate import evaluate_only
 from megatron_rl.trainer.loop import train
 from megatron_rl.trainer.sft import sft
 from tests.checkpoint.ranks import Layout, close
@@ -54,8 +57,8 @@ def end(run: Run) -> None:
 
 
 def run_in_every_way(root_: str, layouts: list[Layout]) -> None:
-    """An SFT run without a stop; one that is stopped, and continued at each of the layouts; and what `_begin_anew` and
-    `_export_without_room` do."""
+    """An SFT run without a stop; one that is stopped, and continued at each of the layouts; and what the functions below
+    do."""
     root, before = Path(root_), layouts[0]
     run = start(root, "straight", before)
     sft(run, "auto")
@@ -75,6 +78,8 @@ def run_in_every_way(root_: str, layouts: list[Layout]) -> None:
         end(run)
     _begin_anew(root, Layout(pipeline=2))
     _export_without_room(root, before)
+    _newest_damaged(root, before)
+    _reference_from_elsewhere(root, before)
 
 
 def _begin_anew(root: Path, layout: Layout) -> None:
@@ -117,3 +122,63 @@ def _export_without_room(root: Path, layout: Layout) -> None:
         end(run)
         torch.distributed.barrier()
     torch.save(facts, root / f"full_{torch.distributed.get_rank()}.pt")
+
+
+def _newest_damaged(root: Path, layout: Layout) -> None:
+    """Of two checkpoints the newer is damaged, and one is to be kept: a batch job continues and is stopped one step later.
+    Then what its requeue makes of `--resume never`, and another job; and an evaluation of the damaged one."""
+    facts: dict[str, Any] = {}
+    damaged = root / "damaged" / "checkpoints" / f"step_{STEPS}"
+    if int(torch.distributed.get_rank()) == 0:
+        shutil.copytree(root / "straight", root / "damaged")
+        piece = next(p for p in manifest.read_tensors(damaged)[1] if p.name == "embedding.word_embeddings.weight")
+        with (damaged / piece.file).open("r+b") as file:
+            file.seek(piece.offset + piece.length // 2)
+            file.write(b"\x55\xaa")
+    torch.distributed.barrier()
+    run = start(root, "damaged", layout)
+    try:
+        evaluate_only(run, str(damaged))
+    except CheckpointError as error:
+        facts["evaluation"] = str(error)
+    end(run)
+    os.environ["SLURM_JOB_ID"] = "7"
+    run = start(root, "damaged", layout, "checkpoint.keep=1")
+    run.stop = _StopsAfter(1)  # type: ignore[assignment]
+    try:
+        sft(run, "auto")
+    except StopRequested:
+        end(run)
+    os.environ["SLURM_RESTART_COUNT"] = "1"
+    run = start(root, "damaged", layout)
+    facts["requeued"] = load_checkpoint(run, "never", run.config.sft.optimizer, STEPS) and run.state.step
+    end(run)
+    os.environ["SLURM_JOB_ID"] = "8"
+    run = start(root, "damaged", layout)
+    facts["another"] = load_checkpoint(run, "never", run.config.sft.optimizer, STEPS)
+    end(run)
+    del os.environ["SLURM_JOB_ID"], os.environ["SLURM_RESTART_COUNT"]
+    torch.save(facts, root / f"damaged_{torch.distributed.get_rank()}.pt")
+
+
+def _reference_from_elsewhere(root: Path, layout: Layout) -> None:
+    """A run with a reference policy, continued from its checkpoint in another run folder, and then in that one."""
+    kl, facts = ("algorithm.kl.coef=0.01", "trainer.steps=2"), {}
+    run = start(root, "here", layout, *kl, command="train")
+    run.actor.keep_reference()
+    run.actor.start_optimizer(run.config.actor.optimizer, 2)
+    run.state.step = 1
+    save(run)
+    finish_saves(run)
+    end(run)
+    for name, resume in (("there", str(root / "here" / "checkpoints" / "step_1")), ("there", "auto")):
+        run = start(root, name, layout, *kl, command="train")
+        load_checkpoint(run, resume, run.config.actor.optimizer, 2)
+        with run.actor.as_reference():
+            facts[resume] = {name: tensor.clone() for name, tensor in run.actor.iter_hf_weights()}
+        if resume != "auto":
+            run.state.step = 2
+            save(run)
+            finish_saves(run)
+        end(run)
+    torch.save(list(facts.values()), root / f"reference_{torch.distributed.get_rank()}.pt")

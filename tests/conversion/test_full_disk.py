@@ -73,7 +73,7 @@ def test_the_command_names_the_file_and_continues(
         assert main(direction, arguments) == 1
     said = capsys.readouterr().err
     assert "File too large" in said
-    assert str(tmp_path / ".target.converting" / ("__" if direction == "to-megatron" else "model-0")) in said
+    assert str(tmp_path / ".target.converting" / "result" / ("__" if direction == "to-megatron" else "model-0")) in said
     assert "make room, then the same command continues" in said
     assert not target.exists()
     assert main(direction, arguments) == 0

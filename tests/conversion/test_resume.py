@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from .convert import assert_same, tensors
 
 
 class _Dying:
-    """A task that kills its process once so many tensors are written: in the middle of a file, as kill -9 would."""
+    """A task that kills its process once so many tensors are written, in the middle of a file, as kill -9 would; or when all
+    is written, if there are not so many."""
 
     def __init__(self, task: ToMegatron | ToHF, after: int) -> None:
         self._task, self._left = task, after
@@ -36,6 +38,10 @@ class _Dying:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         return self._task.write(file, folder, die)
+
+    def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
+        self._task.finish(folder, pieces)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill(task: ToMegatron | ToHF, target: Path, after: int) -> None:
@@ -62,9 +68,10 @@ def test_a_killed_conversion_continues_to_the_same_bytes(tmp_path: Path, directi
     for after in (9, 9):  # killed twice, at the same distance from where it began
         kill(task, target, after)
         assert not target.exists()
-    kept = {path.stem: (partial / path.stem).stat().st_mtime_ns for path in (partial / ".done").glob("*.json")}
+    result = partial / "result"
+    kept = {path.stem: (result / path.stem).stat().st_mtime_ns for path in (partial / "done").glob("*.json")}
     assert 2 <= len(kept) < len(task.files())
-    unfinished = max(partial.glob("*.distcp" if direction == "to-megatron" else "*.safetensors"), key=_age)
+    unfinished = max(result.glob("*.distcp" if direction == "to-megatron" else "*.safetensors"), key=_age)
     assert unfinished.name not in kept
     said: list[str] = []
     jobs.run(task, target, 1, said.append)
@@ -76,14 +83,31 @@ def test_a_killed_conversion_continues_to_the_same_bytes(tmp_path: Path, directi
     assert "already the result" in said[-1]
 
 
+def test_a_conversion_that_was_killed_at_its_end_has_nothing_to_write_again(tmp_path: Path) -> None:
+    task = ToMegatron(tiny.write(tmp_path / "source", "qwen3", num_hidden_layers=2), Layout(), file_bytes=20_000)
+    target, said = tmp_path / "target", list[str]()
+    kill(task, target, 10**6)
+    assert not target.exists()
+    jobs.run(task, target, 1, said.append)
+    assert said == [f"continuing an interrupted conversion: {len(task.files())} files are there"]
+    left = tmp_path / ".target.converting" / "done"  # killed after the last move
+    left.mkdir(parents=True)
+    assert jobs.run(task, target, 1, said.append) is False
+    assert not left.parent.exists()
+
+
 def _age(path: Path) -> int:
     return path.stat().st_mtime_ns
 
 
 def test_what_was_begun_from_another_source_is_not_continued(tmp_path: Path) -> None:
+    """The other has the same names and sizes, and the same times: object stores and archives round them."""
     source = tiny.write(tmp_path / "source", "qwen3", num_hidden_layers=2)
     kill(ToMegatron(source, Layout(), file_bytes=20_000), tmp_path / "megatron", 8)
+    times = {path: path.stat().st_mtime_ns for path in source.iterdir()}
     tiny.write(source, "qwen3", seed=1, num_hidden_layers=2)
+    for path, time in times.items():
+        os.utime(path, ns=(time, time))
     said: list[str] = []
     task = ToMegatron(source, Layout(), file_bytes=20_000)
     jobs.run(task, tmp_path / "megatron", 1, said.append)

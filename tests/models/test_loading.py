@@ -129,8 +129,21 @@ def test_missing_shard_and_renamed_tensor(tmp_path: Path, folder: Path, parallel
 def test_folder_without_weights(tmp_path: Path, folder: Path, parallel: ParallelGroups) -> None:
     target = copy(folder, tmp_path / "m")
     (target / WEIGHTS).unlink()
-    with pytest.raises(ValueError, match="has no"):
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors files$"):
         load(target, parallel)
+    (target / "pytorch_model-00001-of-00002.bin").touch()
+    with pytest.raises(ValueError, match="save_pretrained make them"):
+        load(target, parallel)
+
+
+def test_a_folder_with_two_models(tmp_path: Path, folder: Path, parallel: ParallelGroups) -> None:
+    """transformers would take one of them, vLLM the other."""
+    config = read_hf_config(folder)
+    chunks = load(folder, parallel)
+    export_hf(tmp_path / "m", chunks, family_for(config), config, parallel, folder, shard_bytes=20_000)
+    save_file(load_file(folder / WEIGHTS), tmp_path / "m" / WEIGHTS)
+    with pytest.raises(ValueError, match=r"holds two models: model\.safetensors"):
+        load(tmp_path / "m", parallel)
 
 
 def test_a_module_built_otherwise(tmp_path: Path, folder: Path, parallel: ParallelGroups) -> None:

@@ -32,8 +32,9 @@ def test_only_the_writing_rank_moves_an_earlier_run(tmp_path: Path) -> None:
     other.start_over()
     other.close()
     assert (tmp_path / "metrics.jsonl").exists()
+    (tmp_path / "previous_2").mkdir()  # whose predecessor was removed to make room
     main = reporter(tmp_path, rank=0)
     main.start_over()
     main.close()
     assert not (tmp_path / "metrics.jsonl").exists()
-    assert (tmp_path / "previous_1" / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert (tmp_path / "previous_3" / "metrics.jsonl").read_text() == '{"step": 0}\n'

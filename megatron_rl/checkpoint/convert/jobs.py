@@ -1,13 +1,13 @@
 """Work that is done file by file, in several processes, and can be taken up again where it stopped.
 
-Files are written into `.<target>.converting` beside the target. A file that is on the disk gets a marker with what was
-written; when every file has one, the folder is finished and renamed, so that a target either does not exist or is whole.
+Files are written into `.<target>.converting/result` beside the target. A file that is on the disk gets a marker next to that
+folder, with what was written; when every file has one, the folder is finished and renamed, so that a target either does not
+exist or is whole.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import json
 import multiprocessing
@@ -24,10 +24,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint import manifest, owner
 from megatron_rl.checkpoint.manifest import Piece
+from megatron_rl.runtime.disk import sync
 
-_TASK, _MARKERS = "task.json", ".done"
+_TASK, _MARKERS, _RESULT = "task.json", "done", "result"
 # Called with the bytes of each tensor as it is done.
 Progress = Callable[[int], None]
 _PR_SET_PDEATHSIG = 1
@@ -60,16 +61,15 @@ def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> b
         ValueError: `target` exists and is something else, or another process is writing it; whatever the task raises.
         OSError: no room, no permission.
     """
-    identity = task.identity()
+    identity, partial = task.identity(), target.with_name(f".{target.name}.converting")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         if _made_by(target) == identity and manifest.missing(target) is None:
             say(f"{target} is already the result of this conversion")
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed at its very end
             return False
         raise ValueError(
             f"{target} exists and is not the result of this conversion; remove it or choose another folder"
         )
-    partial = target.with_name(f".{target.name}.converting")
-    partial.mkdir(parents=True, exist_ok=True)
     with _only_writer(partial, target):
         done = _taken_up(partial, identity, say)
         files = task.files()
@@ -80,13 +80,13 @@ def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> b
         bar = ProgressBar(files, done)
         with bar:
             _run_all(task, remaining, partial, max(1, min(workers, len(remaining))), bar.advance)
-        pieces = [piece for name, _, _ in files for piece in _read_marker(partial, name) or []]
-        with _markers_aside(partial):
-            task.finish(partial, pieces)
+        result = partial / _RESULT
+        task.finish(result, [piece for name, _, _ in files for piece in _read_marker(partial, name)[1]])
         if target.is_dir():
             target.rmdir()
-        partial.rename(target)
-        manifest.sync_folder(target.parent)
+        result.rename(target)
+        sync(target.parent)
+        shutil.rmtree(partial, ignore_errors=True)
     return True
 
 
@@ -140,33 +140,15 @@ def _made_by(folder: Path) -> Any:
 # ------------------------------------------------------------------------------------------------------------ one folder
 @contextmanager
 def _only_writer(partial: Path, target: Path) -> Iterator[None]:
-    lock = os.open(partial, os.O_RDONLY)
+    ownership = owner.Ownership(partial)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"another process is converting into {target}") from None
-        yield
-    finally:
-        os.close(lock)
-
-
-@contextmanager
-def _markers_aside(partial: Path) -> Iterator[None]:
-    """The folder without what is no part of the result; it comes back where the block fails."""
-    aside = partial.with_name(f"{partial.name}.markers")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    for name in (_TASK, _MARKERS):
-        (partial / name).rename(aside / name)
+        ownership.take()
+    except owner.OwnedError:
+        raise ValueError(f"another process is converting into {target}: {owner.read(partial) or 'unknown'}") from None
     try:
         yield
-    except BaseException:
-        for name in (_MARKERS, _TASK):
-            (aside / name).rename(partial / name)
-        raise
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        ownership.release()
 
 
 def _taken_up(partial: Path, identity: dict[str, Any], say: Callable[[str], None]) -> set[str]:
@@ -177,46 +159,50 @@ def _taken_up(partial: Path, identity: dict[str, Any], say: Callable[[str], None
         if before is not None:
             say("an interrupted conversion of another source or with other options lies here: starting over")
         for path in partial.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (partial / _MARKERS).mkdir()
+            if path.name != owner.FILE:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for name in (_MARKERS, _RESULT):
+            (partial / name).mkdir()
         temporary = partial / (_TASK + ".tmp")
         manifest.write_json(temporary, identity)
         temporary.rename(task)
         return set()
+    (partial / _RESULT).mkdir(exist_ok=True)
     done = set()
     for marker in sorted((partial / _MARKERS).glob("*.json")):
-        pieces = _read_marker(partial, marker.stem)
-        path = partial / marker.stem
-        if pieces is not None and path.is_file() and path.stat().st_size == json.loads(marker.read_text())["bytes"]:
+        path = partial / _RESULT / marker.stem
+        if path.is_file() and path.stat().st_size == _read_marker(partial, marker.stem)[0]:
             done.add(marker.stem)
     say(f"continuing an interrupted conversion: {len(done)} files are there")
     return done
 
 
-def _read_marker(partial: Path, file: str) -> list[Piece] | None:
+def _read_marker(partial: Path, file: str) -> tuple[int, list[Piece]]:
+    """Bytes of a written file, and what lies in it; -1 and nothing where the marker did not reach the disk whole."""
     try:
         content = json.loads((partial / _MARKERS / f"{file}.json").read_text())
-        return [Piece(p[0], tuple(p[1]), *p[2:]) for p in content["pieces"]]
-    except (OSError, ValueError, KeyError):
-        return None
+        return content["bytes"], [Piece(p[0], tuple(p[1]), *p[2:]) for p in content["pieces"]]
+    except (ValueError, KeyError):
+        return -1, []
 
 
-def _write_one(task: Task, folder: Path, file: str, progress: Progress) -> None:
+def _write_one(task: Task, partial: Path, file: str, progress: Progress) -> None:
+    folder = partial / _RESULT
     try:
         pieces = task.write(file, folder, progress)
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(folder / file)) from error  # writing by descriptor names no file
-    path = folder / _MARKERS / f"{file}.json"
+    path = partial / _MARKERS / f"{file}.json"
     temporary = path.with_suffix(".tmp")
     rows = [[p.name, list(p.start), p.file, p.offset, p.length, p.digest] for p in pieces]
     manifest.write_json(temporary, {"bytes": (folder / file).stat().st_size, "pieces": rows}, indent=None)
     temporary.rename(path)
 
 
-def _run_all(task: Task, files: Sequence[str], folder: Path, workers: int, progress: Progress) -> None:
-    in_parallel(functools.partial(_write_one, task, folder), files, workers, progress)
+def _run_all(task: Task, files: Sequence[str], partial: Path, workers: int, progress: Progress) -> None:
+    in_parallel(functools.partial(_write_one, task, partial), files, workers, progress)
 
 
 # --------------------------------------------------------------------------------------------------------------- workers
