@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.rewards.isolation import Isolated
+from megatron_rl.rewards.maths_strict import last_box
 from megatron_rl.rewards.registry import Reward, choice, flag, real, register_reward, stopped
 
 _POWER = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d+)\s*")
@@ -62,7 +64,7 @@ def math_reward(
             return wrong
         text = completion[-_LONGEST:]
         if boxes == "last" and not strict:
-            text = text[max(0, text.rfind("\\boxed")) :]
+            text = _last_box(text)
         return correct if isolated(text, gold) else wrong
 
     score.isolated = isolated  # type: ignore[attr-defined]
@@ -86,6 +88,12 @@ def gold_text(answer: Any, after: str | None) -> str:
     return text.strip()
 
 
+def _last_box(text: str) -> str:
+    r"""The last `\boxed{}` alone, from its beginning on where it is not closed; the text where there is none."""
+    inside = last_box(text)
+    return f"\\boxed{{{_power(inside)}}}" if inside is not None else text[max(0, text.rfind("\\boxed")) :]
+
+
 def same_answer(completion: str, gold: str) -> bool:
     """Whether a completion's final answer equals the gold one. It has no deadline of its own: call it `Isolated`.
 
@@ -95,13 +103,29 @@ def same_answer(completion: str, gold: str) -> bool:
 
     from math_verify import parse, verify
 
-    # 7e37, as Minerva writes it, is 7 times e times 37 in LaTeX.
-    if (power := _POWER.fullmatch(gold)) is not None:
-        gold = f"{power[1]} \\times 10^{{{power[2]}}}"
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs that its timeouts are off: ours is outside
-    target = parse(
-        gold if any(mark in gold for mark in ("$", "\\boxed", "\\(", "\\[")) else f"${gold}$", parsing_timeout=None
-    )
+    marked = _power(gold).replace("\\$", "")  # dollars, which would be taken for a delimiter
+    whole = f"${marked.replace('$', '')}$"
+    if marked.count("$") % 2 or not any(mark in marked for mark in ("$", "\\boxed", "\\(", "\\[")):
+        marked = whole
+    # Some gold answers have $ in their middle, where it delimits nothing.
+    target = parse(marked, parsing_timeout=None) or parse(whole, parsing_timeout=None)
     if not target:
         raise ValueError(f"math-verify finds no answer in the gold text {gold!r:.200}")
-    return bool(verify(target, parse(completion, parsing_timeout=None), timeout_seconds=None))
+    given, more = parse(completion, parsing_timeout=None), _further_decimals(target[0])
+    return bool(verify(target, given, float_rounding=6 + more, numeric_precision=15 + more, timeout_seconds=None))
+
+
+def _power(text: str) -> str:
+    """7e37, as Minerva writes it, as LaTeX, in which it would be 7 times e times 37."""
+    power = _POWER.fullmatch(text)
+    return text if power is None else f"{power[1]} \\times 10^{{{power[2]}}}"
+
+
+def _further_decimals(gold: Any) -> int:
+    """How many decimals a small number needs besides the usual ones, at which it is as good as zero."""
+    try:
+        size = abs(float(gold))
+    except (TypeError, ValueError, OverflowError):  # no number
+        return 0
+    return -math.floor(math.log10(size)) if 0 < size < 1e-3 else 0
