@@ -46,10 +46,10 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
     """(line number from 1, object) of every non-blank line.
 
     Raises:
-        ValueError: no such file, or a line that is not a JSON object; names file and line.
+        ValueError: no such file, or a line that is not a JSON object in UTF-8; names file and line.
     """
     try:
-        file = path.open(encoding="utf-8")
+        file = path.open("rb")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     with file:
@@ -57,7 +57,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
             if not isinstance(row, dict):

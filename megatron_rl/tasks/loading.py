@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -209,7 +210,8 @@ def filter_by_length(samples: Sequence[Sample], max_prompt_tokens: int, too_long
 
 
 def _key(prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else repr(prompt)
+    """Equal for equal prompts, whatever the order of a message's keys, which sources do not agree on."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
 
 
 def _fill_prompt(item: Item, config: TaskConfig) -> Prompt:

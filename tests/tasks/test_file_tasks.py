@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.config.schema import ColumnsConfig, TaskConfig
-from megatron_rl.tasks import load_task
+from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
+from megatron_rl.tasks import load_task, load_tasks
 
 Write = Callable[..., str]
 
@@ -103,6 +103,26 @@ def test_bad_rows_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         load_task("file", task(jsonl(*rows)), printable)
+
+
+def test_bytes_that_are_no_utf8_are_named(tmp_path: Path, printable: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "with a byte order mark"}\n{"prompt": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match=r"task file: .*rows\.jsonl, line 2: not JSON \('utf-8' codec"):
+        load_task("file", task(str(path)), printable)
+
+
+def test_an_eval_prompt_is_excluded_whatever_the_order_of_its_keys(
+    tmp_path: Path, printable: PreTrainedTokenizerFast
+) -> None:
+    rows = {"train": '{"role": "user", "content": "a"}', "test": '{"content": "a", "role": "user"}'}
+    for name, message in rows.items():
+        other = '{"prompt": [{"role": "user", "content": "b"}]}\n' if name == "train" else ""
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": [{message}]}}\n{other}')
+    configs = {name: task(str(tmp_path / f"{name}.jsonl"), chat=True) for name in rows}
+    configs["train"].exclude = ["test"]
+    loaded = load_tasks(TasksConfig(train={"train": configs["train"]}, eval={"test": configs["test"]}), printable)
+    assert [sample.id for sample in loaded.train] == ["train/1"]
 
 
 def test_a_missing_file(printable: PreTrainedTokenizerFast) -> None:
