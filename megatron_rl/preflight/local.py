@@ -31,6 +31,7 @@ Problems = Iterator[tuple[str, str]]
 GIB = 2**30
 _HEAD = 2**16  # bytes of each data file that are compared
 _ROWS = 3
+_ANSWER = 60.0  # seconds within which nvidia-smi and dmesg answer
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.index.json")
 
 
@@ -283,19 +284,30 @@ def check_gpus(config: Config) -> Problems:
     if shutil.which("nvidia-smi") is None:
         return
     if shutil.which("dmesg"):
-        kernel_log = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace")
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-        yield from xid_problems(kernel_log.stdout, uptime)  # empty where the system keeps its log from users
+        _, kernel_log, _ = _said("dmesg")  # empty where the system keeps its log from users
+        yield from xid_problems(kernel_log, float(Path("/proc/uptime").read_text().split()[0]))
     fields = "index,uuid,ecc.errors.uncorrected.volatile.total,remapped_rows.failure,remapped_rows.pending"
     fields += ",memory.used,memory.total"
-    done = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], capture_output=True, text=True
+    code, rows, errors = _said("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    if code is None:
+        yield FAILED, f"nvidia-smi has not answered for {_ANSWER:.0f} s: a GPU or its driver hangs; drain the node"
+    elif code:
+        yield FAILED, f"nvidia-smi fails: {next(iter((rows + errors).strip().splitlines()), code)}"
+    else:
+        yield from gpu_problems(rows, config.rollout.memory_fraction, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _said(*command: str) -> tuple[int | None, str, str]:
+    """Exit code (None where it does not answer), standard output and errors of a program."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
     )
-    if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        yield FAILED, f"nvidia-smi fails: {said[0] if said else done.returncode}"
-        return
-    yield from gpu_problems(done.stdout, config.rollout.memory_fraction, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    try:
+        out, errors = process.communicate(timeout=_ANSWER)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and not waited for: what hangs in a driver does not die
+        return None, "", ""
+    return process.returncode, out, errors
 
 
 def gpu_problems(rows: str, memory_fraction: float, visible: str | None = None) -> Problems:
@@ -348,8 +360,12 @@ PER_RANK: dict[str, Callable[[Config], Problems]] = {"limits": check_limits}
 
 def survey(config: Config, first_of_node: bool) -> tuple[list[tuple[str, str, str]], dict[str, dict[str, Any]]]:
     """(check, level, sentence) per problem of this rank, and the facts to compare."""
-    checks = {**PER_RANK, **(PER_NODE if first_of_node else {})}
-    problems = [(name, level, text) for name, check in checks.items() for level, text in check(config)]
+    problems = []
+    for name, check in {**PER_RANK, **(PER_NODE if first_of_node else {})}.items():
+        try:
+            problems += [(name, level, text) for level, text in check(config)]
+        except OSError as error:
+            problems.append((name, FAILED, str(error)))
     facts: dict[str, dict[str, Any]] = {}
     for name, read in FACTS.items():
         try:

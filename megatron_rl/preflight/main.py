@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,23 +21,49 @@ from megatron_rl.runtime import exit_codes
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Ranks:
     rank: int
     world: int
     group: Any  # gloo, all ranks
+    store: Any  # where every rank writes how often it has met the others
+    meetings: int = 0
 
     def all_gather(self, item: T) -> list[T]:
         import torch.distributed as dist
 
         out: list[Any] = [None] * self.world
-        dist.all_gather_object(out, item, group=self.group)
+        with self._meeting():
+            dist.all_gather_object(out, item, group=self.group)
         return out
 
     def barrier(self) -> None:
         import torch.distributed as dist
 
-        dist.barrier(group=self.group)
+        with self._meeting():
+            dist.barrier(group=self.group)
+
+    @contextlib.contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Raises:
+        NobodyCame: where the others were waited for in vain, naming those that have not come as far.
+        """
+        self.meetings += 1
+        self.store.set(f"preflight/met/{self.meetings}/{self.rank}", "")
+        try:
+            yield
+        except RuntimeError as error:
+            try:
+                met = [self.store.check([f"preflight/met/{self.meetings}/{rank}"]) for rank in range(self.world)]
+                hosts = {
+                    rank: self.store.get(f"preflight/{rank}").decode() for rank, came in enumerate(met) if not came
+                }
+            except RuntimeError:  # rank 0 served it
+                hosts = {0: os.environ["MASTER_ADDR"]}
+            behind = ", ".join(f"rank {rank} on {host}" for rank, host in hosts.items()) or "no rank"
+            raise NobodyCame(
+                f"node {socket.gethostname()}: {behind} has fallen behind or ended: {str(error).splitlines()[0]}"
+            ) from None
 
 
 def main(recipe: str, overrides: Sequence[str], full: bool, minutes: float, as_json: bool) -> int:
@@ -52,16 +79,16 @@ def main(recipe: str, overrides: Sequence[str], full: bool, minutes: float, as_j
         extra = [("recipe", FAILED, line) for line in str(error).splitlines()]
     try:
         ranks = meet(minutes)
-    except NobodyCame as error:
-        print(f"megatron-rl: {error}", file=sys.stderr)
+        report = preflight(config, ranks, full, extra)
+        write_report(report, config, ranks.rank)
+        if ranks.rank == 0:
+            print(report.json() if as_json else report.text())
+        ranks.barrier()
+    except (NobodyCame, ConnectionError) as error:
+        print(f"megatron-rl: {error}", file=sys.stderr, flush=True)
         return exit_codes.PREFLIGHT
-    report = preflight(config, ranks, full, extra)
-    write_report(report, config, ranks.rank)
-    if ranks.rank == 0:
-        print(report.json() if as_json else report.text())
     import torch.distributed as dist
 
-    ranks.barrier()
     dist.destroy_process_group()
     return exit_codes.PREFLIGHT if report.failed else exit_codes.OK
 
@@ -106,7 +133,7 @@ def meet(minutes: float) -> _Ranks:
     dist.init_process_group(
         device.backend(), store=dist.PrefixStore("pg", store), rank=rank, world_size=world, timeout=patience
     )
-    return _Ranks(rank, world, dist.new_group(backend="gloo", timeout=patience))
+    return _Ranks(rank, world, dist.new_group(backend="gloo", timeout=patience), store)
 
 
 def _arguments() -> argparse.Namespace:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +19,7 @@ from megatron_rl.preflight.local import FACTS, PER_NODE, PER_RANK, survey
 T = TypeVar("T")
 _SKEW = 5.0  # seconds between two clocks that are worth a word
 _SEEN = 10.0  # seconds in which a file must be seen by other nodes
+_THROUGH = 90.0  # seconds in which a first message is through
 _SLOW = 0.5  # a pair of nodes slower than this share of the median is named
 
 
@@ -41,6 +43,9 @@ def preflight(config: Config, ranks: Ranks, full: bool, extra: Sequence[tuple[st
     Args:
         full: also measure bandwidth, which takes seconds.
         extra: (check, level, sentence) that this rank has found before.
+
+    Raises:
+        ConnectionError: nothing gets through between two nodes, or between all ranks; the message says where.
     """
     begin = time.monotonic()
     host = socket.gethostname()
@@ -135,17 +140,19 @@ def _collectives(ranks: Ranks, hosts: Sequence[str], measured: dict[str, Any], f
     n = ranks.world
     factors = [rank % 8 + 1 for rank in range(n)]  # small: sums of thousands of ranks are exact in 32 bits
 
-    def once() -> tuple[float, bool]:
+    def once(first: bool) -> tuple[float, bool]:
         ramp = torch.arange(length, device=device.device(), dtype=torch.float32) % 256
         mine = ramp * factors[ranks.rank]
         device.synchronize()
         ranks.barrier()
         begin = time.perf_counter()
-        dist.all_reduce(mine)
+        work = dist.all_reduce(mine, async_op=True)
+        _wait(work, f"node {hosts[ranks.rank]}: an all-reduce over all {n} ranks", first)
         device.synchronize()
         return time.perf_counter() - begin, bool(torch.equal(mine, ramp * sum(factors)))
 
-    runs = [once() for _ in range(4 if full else 1)]
+    links = _links(ranks, hosts, measured) if full else []  # first: where one is broken, it is named
+    runs = [once(first=i == 0) for i in range(4 if full else 1)]
     seconds, right = min(run[0] for run in runs), all(run[1] for run in runs)
     told = ranks.all_gather((seconds, right))
     found = [
@@ -156,8 +163,25 @@ def _collectives(ranks: Ranks, hosts: Sequence[str], measured: dict[str, Any], f
     if full and n > 1:
         moved = 2 * (n - 1) / n * 4 * length  # bytes per rank, of a ring
         measured["allreduce_gb_per_s"] = round(moved / max(s for s, _ in told) / 1e9, 3)
-        found += _links(ranks, hosts, measured)
-    return found
+    return found + links
+
+
+def _wait(work: Any, what: str, first: bool) -> None:
+    """For a collective: the first of its kind until it is through, but not for ever; the others as fast as can be.
+
+    Raises:
+        ConnectionError: it is not.
+    """
+    try:
+        if first:
+            work.wait(timedelta(seconds=_THROUGH))
+        else:
+            work.wait()
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"{what} does not get through within {_THROUGH:.0f} s (the network that NCCL or gloo has chosen: "
+            f"NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO says more): {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _links(ranks: Ranks, hosts: Sequence[str], measured: dict[str, Any]) -> list[Finding]:
@@ -175,13 +199,14 @@ def _links(ranks: Ranks, hosts: Sequence[str], measured: dict[str, Any]) -> list
     for sender, receiver in zip(nodes, nodes[1:] + nodes[:1], strict=True):
         a, b = hosts.index(sender), hosts.index(receiver)
         seconds = float("inf")
-        for _ in range(3):
+        for i in range(3):
             ranks.barrier()
             begin = time.perf_counter()
-            if ranks.rank == a:
-                dist.send(data, b)
-            elif ranks.rank == b:
-                dist.recv(data, a)
+            if ranks.rank in (a, b):
+                work = dist.isend(data, b) if ranks.rank == a else dist.irecv(data, a)
+                _wait(
+                    work, f"{sender} -> {receiver}: a message of the first rank there to the first here", first=i == 0
+                )
             device.synchronize()
             seconds = min(seconds, time.perf_counter() - begin)
         speeds[f"{sender} -> {receiver}"] = data.numel() * 4 / ranks.all_gather(seconds)[b] / 1e9

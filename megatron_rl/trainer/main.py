@@ -125,7 +125,11 @@ def _fit(config: Config, grid: Grid) -> bool:
 
     if config.launch.preflight == "off":
         return True
-    report = preflight(config, grid, full=config.launch.preflight == "full")
+    try:
+        report = preflight(config, grid, full=config.launch.preflight == "full")
+    except ConnectionError as error:
+        print(f"megatron-rl: {error}", file=sys.stderr, flush=True)
+        return False
     write_report(report, config, grid.rank)
     if grid.is_main:
         print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -171,6 +172,31 @@ def test_what_nvidia_smi_says_is_understood() -> None:
 def test_only_the_jobs_own_gpus_count(visible: str, seen: str) -> None:
     found = local.gpu_problems(NVIDIA_SMI, 0.6, visible)
     assert "".join(text.removeprefix("GPU ")[0] for _, text in found) == seen
+
+
+def test_a_driver_that_hangs_does_not_hang_the_check(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, script in {"nvidia-smi": "exec sleep 60", "dmesg": "exit 1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(local, "_ANSWER", 0.5)
+    [(level, text)] = local.check_gpus(config)
+    assert (level, "nvidia-smi has not answered" in text) == (FAILED, True)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho Unable to determine the device handle\nexit 255\n")
+    monkeypatch.setattr(local, "_ANSWER", 10.0)
+    assert list(local.check_gpus(config)) == [(FAILED, "nvidia-smi fails: Unable to determine the device handle")]
+
+
+def test_a_check_that_cannot_be_made_is_a_finding(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(config: Config) -> local.Problems:
+        raise OSError(5, "Input/output error", "/scratch")
+        yield
+
+    monkeypatch.setitem(local.PER_NODE, "disks", broken)
+    problems, _ = local.survey(config, first_of_node=True)
+    assert ("disks", FAILED, "[Errno 5] Input/output error: '/scratch'") in problems
 
 
 def test_xid_errors_are_read_from_the_kernel_log() -> None:
