@@ -10,6 +10,7 @@ not become a row is counted by reason and printed; docs/data.md says what the fo
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -50,24 +51,29 @@ def main(arguments: list[str] | None = None) -> int:
 def convert(rows: Iterator[Row], converter: Converter, output: Path, keep_duplicates: bool = False) -> Counts:
     """Write what the converter makes of the rows; the file appears under its name when it is whole."""
     counts = Counts()
-    seen: set[str] = set()
+    seen: set[bytes] = set()
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(output.name + ".partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("wb") as file:
             for row in rows:
                 counts.read += 1
                 for made in converter(row):
                     if isinstance(made, Dropped):
                         counts.dropped[made.reason] += 1
                         continue
-                    line = json.dumps(made, ensure_ascii=False)
-                    key = json.dumps([made["prompt"], made.get("answer"), made.get("tool_calls")], sort_keys=True)
+                    try:
+                        line = json.dumps(made, ensure_ascii=False).encode()
+                    except UnicodeEncodeError:  # half of a pair of surrogates, as JSON can write it
+                        counts.dropped["text that is no Unicode"] += 1
+                        continue
+                    known = json.dumps([made["prompt"], made.get("answer"), made.get("tool_calls")], sort_keys=True)
+                    key = hashlib.blake2b(known.encode(), digest_size=16).digest()  # tests of code can be megabytes
                     if key in seen and not keep_duplicates:
                         counts.dropped["the same prompt and answer as a row before"] += 1
                         continue
                     seen.add(key)
-                    file.write(line + "\n")
+                    file.write(line + b"\n")
                     counts.written += 1
         if counts.written:
             os.replace(partial, output)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
+from megatron_rl.tasks.columns import column
 from megatron_rl.tasks.convert.dialogue import Dropped
 from megatron_rl.tasks.files import Row
 
@@ -31,15 +32,15 @@ def gsm8k_rows(row: Row) -> Iterator[Row | Dropped]:
 
 def dapo_rows(row: Row) -> Iterator[Row | Dropped]:
     """`prompt` (one user message) and `reward_model.ground_truth`; what DAPO wrote around the problem is taken off."""
-    messages = row.get("prompt")
-    answer = _ground_truth(row)
-    if not isinstance(messages, list) or len(messages) != 1 or not _is_text(messages[0].get("content")):
+    messages, answer = row.get("prompt"), column(row, "reward_model.ground_truth")
+    said = messages[0].get("content") if isinstance(messages, list) and [*map(type, messages)] == [dict] else None
+    if not _is_text(said):
         yield Dropped("not one user message")
         return
     if not _is_text(answer):
         yield Dropped("no ground truth")
         return
-    said = messages[0]["content"].strip()
+    said = said.strip()
     match = _DAPO.match(said)
     yield {"prompt": match[1].strip() if match else said, "answer": answer.strip(), "metadata": _index(row)}
 
@@ -59,7 +60,7 @@ def deepscaler_rows(row: Row) -> Iterator[Row | Dropped]:
 
 def eurus_rows(row: Row, ability: str) -> Iterator[Row | Dropped]:
     """`prompt` (messages), `ability` (math or code), `reward_model.ground_truth`: the answer, or the tests as JSON text."""
-    messages, answer = row.get("prompt"), _ground_truth(row)
+    messages, answer = row.get("prompt"), column(row, "reward_model.ground_truth")
     if row.get("ability") != ability:
         yield Dropped(f"its ability is {row.get('ability')}, not {ability}")
     elif not isinstance(messages, list) or not messages:
@@ -71,14 +72,8 @@ def eurus_rows(row: Row, ability: str) -> Iterator[Row | Dropped]:
         yield {"prompt": messages, "answer": answer.strip(), "metadata": metadata}
 
 
-def _ground_truth(row: Row) -> Any:
-    truth = row.get("reward_model")
-    return truth.get("ground_truth") if isinstance(truth, dict) else None
-
-
 def _index(row: Row) -> dict[str, Any]:
-    extra = row.get("extra_info")
-    index = extra.get("index") if isinstance(extra, dict) else None
+    index = column(row, "extra_info.index")
     return {} if index is None else {"index": index}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_rl.rewards.tool_parsers import Call, as_call, parse_tool_calls
-from megatron_rl.tasks.columns import gold_calls
+from megatron_rl.tasks.columns import column, gold_calls
 from megatron_rl.tasks.convert.dialogue import SYSTEM, Dialogue, Dropped, Tool, Turn, decisions
 from megatron_rl.tasks.files import Row, prune
 
@@ -61,6 +61,8 @@ def read_toolace(row: Row) -> Dialogue:
     names = [tool.name for tool in tools]
     turns = []
     for message in said:
+        if not isinstance(message, dict):
+            raise Unreadable("a turn of an unknown kind")
         role, value = message.get("from"), message.get("value")
         if role not in ("user", "assistant", "tool") or not isinstance(value, str):
             raise Unreadable("a turn of an unknown kind")
@@ -81,6 +83,8 @@ def read_messages(row: Row) -> Dialogue:
         raise Unreadable("no messages")
     turns = []
     for message in prune(messages):
+        if not isinstance(message, dict):
+            raise Unreadable("a turn of an unknown kind")
         role, content = message.get("role"), message.get("content")
         if role == "system":
             continue  # the prompt has one of its own
@@ -102,7 +106,6 @@ def toolrl_rows(row: Row) -> Iterator[Row | Dropped]:
     `instruction`, `input`, `output` (the fine-tuning file), or `prompt` and `reward_model.ground_truth` (the RL files).
     Some reasoning speaks of the tags, which `tool_format` then finds twice: there they lose their brackets.
     """
-    ground_truth = (row.get("reward_model") or {}).get("ground_truth")
     if isinstance(row.get("instruction"), str) and isinstance(row.get("input"), str):
         prompt: Any = [
             {"role": "system", "content": row["instruction"]},
@@ -110,7 +113,7 @@ def toolrl_rows(row: Row) -> Iterator[Row | Dropped]:
         ]
         output = row.get("output")
     else:
-        prompt, output = row.get("prompt"), ground_truth
+        prompt, output = row.get("prompt"), column(row, "reward_model.ground_truth")
     if not prompt or not isinstance(output, str):
         yield Dropped("no prompt or output")
         return
