@@ -303,7 +303,7 @@ class LoggingConfig:
 @dataclass
 class LaunchConfig:
     processes: int | None = None  # local processes; null: one per GPU; on CPU the fewest that fit the layout
-    timeout_minutes: float = 30.0  # deadline of any collective
+    timeout_minutes: float = 30.0  # deadline of a collective; between GPUs not before the watchdog's
     preflight: str = "quick"  # off | quick | full: what is checked on every node before a run (megatron-rl preflight)
 
 
