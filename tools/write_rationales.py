@@ -25,7 +25,7 @@ from megatron_rl.rewards.endpoint import Endpoint, EndpointConfig, EndpointError
 from megatron_rl.rewards.judge import check_body, reply_text
 from megatron_rl.rewards.judge_prompt import messages
 from megatron_rl.rewards.remote import Nonsense
-from megatron_rl.tasks.columns import column
+from megatron_rl.tasks.columns import column, gold_calls
 from megatron_rl.tasks.files import jsonl_rows, parquet_rows
 
 TEMPLATE = """\
@@ -114,8 +114,7 @@ def _messages(template: str, row: Mapping[str, Any], args: argparse.Namespace) -
     prompt = column(dict(row), args.prompt_column)
     if prompt is None:
         raise ValueError(f"a row has no column {args.prompt_column!r}; it has {', '.join(row)}: see --prompt-column")
-    calls = column(dict(row), args.calls_column)
-    sample = {"prompt": prompt, "tool_calls": json.loads(calls) if isinstance(calls, str) else calls}
+    sample = {"prompt": prompt, "tool_calls": gold_calls(column(dict(row), args.calls_column), args.calls_column)}
     return messages(template, "", sample, "")
 
 
@@ -162,6 +161,17 @@ def _read_partial(partial: Path) -> dict[str, str]:
     return found
 
 
+def _rationale(reply: Mapping[str, Any]) -> str:
+    """What a reply says after its thinking. Nonsense where that is nothing, or was cut off."""
+    said = reply_text(reply)
+    if reply["choices"][0].get("finish_reason") == "length":
+        raise Nonsense("the reply was cut off: give more max_tokens by --body")
+    text = said.rpartition("</think>")[2].strip()
+    if not text:
+        raise Nonsense("an empty reply")
+    return text.encode(errors="replace").decode()  # JSON can hold half a surrogate, a file of text cannot
+
+
 async def _ask(
     args: argparse.Namespace,
     config: EndpointConfig,
@@ -190,17 +200,13 @@ async def _ask(
             nonlocal shown
             for key, request in queue:
                 try:
-                    text = (
-                        reply_text(await endpoint.post("/chat/completions", request)).rpartition("</think>")[2].strip()
-                    )
-                    if not text:
-                        raise Nonsense("an empty reply")
+                    text = _rationale(await endpoint.post("/chat/completions", request))
                 except (Unanswered, Nonsense) as error:
                     reason = str(error)[:200]
                     reasons[reason] = reasons.get(reason, 0) + 1
                     continue
                 found[key] = text
-                file.write(json.dumps({"key": key, "rationale": text}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({"key": key, "rationale": text}) + "\n")
                 file.flush()
                 if time.monotonic() - shown > 10:
                     shown = time.monotonic()

@@ -39,7 +39,7 @@ def run(data: Path, url: str, *options: str) -> int:
 
 
 def written(data: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (data.parent / "out.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (data.parent / "out.jsonl").open(encoding="utf-8")]
 
 
 def echo(_: int, body: dict[str, Any]) -> str:
@@ -89,6 +89,25 @@ def test_the_budget_ends_it_and_the_next_call_goes_on(data: Path) -> None:
     assert written(data) == EXPECTED
 
 
+def test_what_was_cut_off_is_no_rationale_and_any_character_survives(data: Path, capsys: Any) -> None:
+    said = "one\u2028line \ud83d"
+    ends = iter(["length", "stop"])
+
+    def behave(number: int, body: dict[str, Any]) -> str:
+        content = body["messages"][-1]["content"]
+        if "question 3" not in content and "question 4" not in content:
+            return echo(number, body)
+        end = next(ends) if "question 3" in content else "stop"
+        return "raw:" + json.dumps({"choices": [{"message": {"content": said}, "finish_reason": end}]})
+
+    with serving(behave) as server:
+        assert run(data, server.url) == 1
+        assert "1 without: the reply was cut off" in capsys.readouterr().err
+        assert run(data, server.url) == 0
+        assert len(server.requests) == 11  # the one that was cut off is asked again, the one with a separator is not
+    assert [row["rationale"] for row in written(data) if row["id"] in (6, 8)] == ["one\u2028line ?"] * 2
+
+
 def test_a_dry_run_shows_a_prompt_and_asks_nothing(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--data", str(data), "--out", "x", "--dry-run"]) == 0
     shown = capsys.readouterr().out
@@ -101,13 +120,19 @@ def test_parquet_and_other_column_names(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    rows = [{"q": "question 5", "calls": json.dumps([{"name": "g", "parameters": {}}])}]
+    tagged = '<tool_call>\n{"name": "h", "parameters": {}}\n</tool_call>'
+    rows = [
+        {"q": "question 5", "calls": json.dumps([{"name": "g", "parameters": {}}])},
+        {"q": "question 6", "calls": tagged},
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
     with serving(echo) as server:
         options = ("--prompt-column", "q", "--calls-column", "calls", "--column", "why")
         assert run(tmp_path / "d.parquet", server.url, *options) == 0
-        assert '{"name": "g", "parameters": {}}' in server.requests[0][1]["messages"][-1]["content"]
-    assert written(tmp_path / "d.parquet") == [{**rows[0], "why": "because of 5"}]
+        asked = "".join(body["messages"][-1]["content"] for _, body, _ in server.requests)
+        assert '{"name": "g", "parameters": {}}' in asked
+        assert '\n{"name": "h", "parameters": {}}\n</right_tool_calls>' in asked  # not the tags around it
+    assert [row["why"] for row in written(tmp_path / "d.parquet")] == ["because of 5", "because of 6"]
 
 
 def test_a_wrong_column_or_a_wrong_model_says_so(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
