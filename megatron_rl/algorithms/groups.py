@@ -19,13 +19,20 @@ class Centred(NamedTuple):
 
     Attributes:
         values: shape of the input; exactly 0 where the group is constant or the entry is not valid.
-        mean: the group's mean, [n, 1, ...]; exactly the common value where all are equal, 0 of an empty group.
+        low: the group's smallest value, [n, 1, ...]; 0 of an empty group.
+        offset: the group's mean less `low`, [n, 1, ...]; exactly 0 where all are equal.
         span: largest minus smallest value of the group, [n, 1, ...]; exactly 0 where the group is constant.
     """
 
     values: Tensor
-    mean: Tensor
+    low: Tensor
+    offset: Tensor
     span: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The group's mean, [n, 1, ...]; exactly the common value where all are equal."""
+        return self.low + self.offset
 
 
 class Groups:
@@ -77,6 +84,13 @@ class Groups:
         """`rewards` around their group means."""
         return self.centre(*self.weighted())
 
+    @cached_property
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Group means of `rewards` less `base`, float64 [n], and `base`, which keeps an offset of all out of their sums."""
+        low, offset = self.centred.low[:, 0], self.centred.offset[:, 0]
+        base = low[self.present].min() if self.present.any() else low.new_zeros(())
+        return torch.where(self.present, low - base + offset, 0.0), base
+
     def centre(self, values: Tensor, size: Tensor | None = None) -> Centred:
         """Values [n, m] or [n, m, k] around their group means.
 
@@ -123,7 +137,7 @@ def centre(values: Tensor, valid: Tensor, count: Tensor, unit: float, size: Tens
     shifted = torch.where(valid, values - low, 0.0)
     offset = shifted.sum(1, keepdim=True) / count.clamp(min=1).reshape(shape)
     centred = torch.where(valid & ~constant, shifted - offset, 0.0)
-    return Centred(centred, low + offset, torch.where(constant, 0.0, high - low))
+    return Centred(centred, low, offset, torch.where(constant, 0.0, high - low))
 
 
 def safe_divide(numerator: Tensor, denominator: Tensor) -> Tensor:

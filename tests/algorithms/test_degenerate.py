@@ -44,6 +44,14 @@ def test_small_differences_on_a_large_offset_are_signal() -> None:
     assert advantages.tolist() == [pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])]
 
 
+@pytest.mark.parametrize("name", ["rloo", "bloo", "shrinkage"])
+def test_an_offset_of_all_rewards_costs_no_digits(name: str) -> None:
+    rewards = [[0.5, -1.25, 0.75], [0.0, 0.125, 3.0], [-2.0, 0.25, 0.5]]  # exact with the offset added, too
+    plain = make_advantage_estimator(name)(table(rewards)).advantages
+    offset = make_advantage_estimator(name)(table([[2.0**30 + reward for reward in group] for group in rewards]))
+    torch.testing.assert_close(offset.advantages, plain, rtol=0, atol=1e-14)
+
+
 def test_float32_noise_is_no_signal_but_float64_differences_are() -> None:
     nearly = [[1.0, 1.0 + 1.2e-7]]
     assert (make_advantage_estimator("grpo", eps=0.0)(table(nearly, torch.float32)).advantages == 0).all()

@@ -12,6 +12,6 @@ from megatron_rl.config.methods import ESTIMATOR
 @implements(ESTIMATOR, "bloo")
 def bloo(groups: Groups) -> Tensor:
     """A_ij = r_ij - mean over the other prompts k of mean_k."""
-    mean = groups.centred.mean[:, 0]
+    mean, _ = groups.means
     others = leave_one_out(mean, mean, groups.present).mean
     return groups.centred.values + (mean - others)[:, None]

@@ -22,7 +22,7 @@ def shrinkage(groups: Groups, *, factor: bool, eps: float) -> Estimate:
         eps: added to the denominator of Eq. 15.
     """
     centred = groups.centred
-    mean = centred.mean[:, 0]
+    mean, base = groups.means
     of_mean = groups.std(centred, ddof=1)[:, 0].square() / groups.count.clamp(min=1)  # summand of Eq. 13
     others = leave_one_out(mean, of_mean, groups.present)
     v = others.total / others.size.clamp(min=1)  # Eq. 13
@@ -38,5 +38,10 @@ def shrinkage(groups: Groups, *, factor: bool, eps: float) -> Estimate:
     return Estimate(
         advantages,
         metrics={"shrinkage/lambda": float(seen.mean()) if seen.numel() else 0.0},
-        group={"shrinkage": weight, "v": v, "s": s, "batch_mean": others.mean},
+        group={
+            "shrinkage": weight,
+            "v": v,
+            "s": s,
+            "batch_mean": torch.where(others.size > 0, others.mean + base, 0.0),
+        },
     )
