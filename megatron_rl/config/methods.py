@@ -7,17 +7,16 @@ names, defaults and bounds from it. A user's own estimator or weight enters the 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
-import importlib.util
 import inspect
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.user_code import load_file
 
 ESTIMATOR = "advantage estimator"
 WEIGHT = "gradient weight"
@@ -398,16 +397,4 @@ def load_plugins(plugins: Iterable[str]) -> None:
         path = Path(plugin).expanduser().resolve()
         if not path.is_file():
             raise ValueError(f"algorithm.plugins: no file {str(path)!r}")
-        name = f"megatron_rl_plugin_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
-        if name in sys.modules:
-            continue
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
+        load_file(path)

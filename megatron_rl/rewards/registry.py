@@ -13,13 +13,12 @@ so that recipes are checked by making their rewards.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.names import unknown_name
+from megatron_rl.user_code import load_file
 
 Score = float | dict[str, float] | None
 
@@ -79,14 +78,7 @@ def make_reward(name: str, **params: Any) -> Reward:
 def _own_factory(name: str) -> Factory:
     place, _, attribute = name.rpartition(":")
     try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
+        module = load_file(place) if place.endswith(".py") else importlib.import_module(place)
     except (ImportError, OSError) as error:
         raise ValueError(f"cannot load the reward {name!r}: {error}") from error
     if not callable(factory := getattr(module, attribute, None)):

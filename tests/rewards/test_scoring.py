@@ -22,8 +22,16 @@ from megatron_rl.rewards import (
 
 CASES = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
 OWN = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+@dataclass
+class Mark:
+    text: str
+
 def shouting(mark="!"):
-    return lambda completion, sample: completion.count(mark)
+    return lambda completion, sample: completion.count(Mark(mark).text)
 
 def parts():
     def score(completion, sample):

@@ -1,0 +1,37 @@
+"""Python files that a recipe names: rewards and plugins of the user's own."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def load_file(path: str | Path) -> ModuleType:
+    """The module of a Python file, executed once per process; what it raises is not caught.
+
+    It is among `sys.modules`, under a name of its own: dataclasses and pickle look there.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    path = Path(path).expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    name = f"megatron_rl_user_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
