@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file inside the folder that is packaged")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.steps=5")
     parser.add_argument("--executor", choices=("slurm", "local"), required=True)
-    parser.add_argument("--command", choices=("train", "sft"), default="train", dest="what", help="default: train")
+    parser.add_argument("--command", choices=("train", "sft"), dest="what", help="default: train")
     parser.add_argument("--chain", action="store_true", help="convert, train, evaluate and export, one after the other")
     parser.add_argument("--sweep", type=Path, metavar="FILE", help="a training run per line of overrides in FILE")
     parser.add_argument("--name", help="of the experiment (default: the recipe's)")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     local = parser.add_argument_group("local")
     local.add_argument("--python", help="interpreter that runs the tasks (default: .venv/bin/python)")
     slurm = parser.add_argument_group("slurm")
-    slurm.add_argument("--nodes", type=int, default=1, metavar="N")
+    slurm.add_argument("--nodes", type=int, metavar="N", help="default: 1")
     slurm.add_argument("--gpus-per-node", type=int, metavar="G", help="processes per node (default: the site's)")
     slurm.add_argument("--site", type=Path, metavar="FILE", help="the site's settings (default: slurm/site.sh)")
     slurm.add_argument(
@@ -55,14 +55,35 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0, or 2 where something is wrong before anything was submitted."""
-    if importlib.util.find_spec("nemo_run") is None:
-        print(f"megatron-rl: {_INSTALL}", file=sys.stderr)
-        return exit_codes.BAD_INPUT
     try:
+        _check_options(args)
+        if importlib.util.find_spec("nemo_run") is None:
+            raise launch.LaunchError(_INSTALL)
         return _launch(args, Path(megatron_rl.__file__).parents[1])
     except (ConfigError, launch.LaunchError) as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuses what contradicts, and what would have no effect."""
+    if args.chain and args.sweep:
+        raise launch.LaunchError("--chain and --sweep: one or the other")
+    for needed, there, options in (
+        ("--executor slurm", args.executor == "slurm", ("nodes", "gpus_per_node", "site", "sbatch", "host")),
+        ("--executor local", args.executor == "local", ("python",)),
+        ("--host", args.host is not None, ("user", "port", "identity", "pre_command")),
+        ("a single run", not (args.chain or args.sweep), ("what",)),
+    ):
+        for option in options:
+            if not there and getattr(args, option):
+                name = "command" if option == "what" else option.replace("_", "-")
+                raise launch.LaunchError(f"--{name} has no effect here: it needs {needed}")
+    for name in ("nodes", "gpus_per_node"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise launch.LaunchError(f"--{name.replace('_', '-')} must be at least 1")
+    if args.host and not (args.user and args.job_dir):
+        raise launch.LaunchError("--host needs --user, and --job-dir with a folder on the cluster")
 
 
 def _launch(args: argparse.Namespace, root: Path) -> int:
@@ -72,17 +93,18 @@ def _launch(args: argparse.Namespace, root: Path) -> int:
     if args.job_dir and not args.host:
         os.environ["NEMORUN_HOME"] = str(Path(args.job_dir).absolute())  # read when NeMo-Run is imported
     site = launch.read_site(root, args.site) if args.executor == "slurm" else None
-    per_node = (args.gpus_per_node or site.tasks_per_node) if site else None
+    nodes = args.nodes or 1
+    processes = nodes * (args.gpus_per_node or site.tasks_per_node) if site else None
     name = name_in(root, Path(args.recipe), packaged=site is not None)
     os.chdir(root)
-    tasks = _tasks(args, name, args.nodes * per_node if per_node else None, root)
+    tasks = _tasks(args, name, processes, root)
     from megatron_rl.launch import nemo
 
     executor: Any
     if site is None:
         executor = nemo.local(root)
     else:
-        executor = nemo.slurm(site, root, args.nodes, args.gpus_per_node, args.sbatch, _tunnel(args))
+        executor = nemo.slurm(site, root, nodes, args.gpus_per_node, args.sbatch, _tunnel(args))
     python = args.python or str(root / ".venv" / "bin" / "python")
     experiment = nemo.experiment(args.name or Path(name).stem, tasks, executor, python)
     if args.dry_run:
@@ -93,16 +115,12 @@ def _launch(args: argparse.Namespace, root: Path) -> int:
 def _tasks(args: argparse.Namespace, recipe: str, processes: int | None, root: Path) -> list[launch.Task]:
     remote = args.host is not None
     if remote:
-        if not args.user or not args.job_dir:
-            raise launch.LaunchError("--host needs --user, and --job-dir with a folder on the cluster")
         root = Path(args.job_dir)  # where a relative run_dir is, there
-    if args.chain and args.sweep:
-        raise launch.LaunchError("--chain and --sweep: one or the other")
     if args.chain:
         return launch.chain(recipe, args.overrides, processes, root, remote)
     if args.sweep:
         return launch.sweep(recipe, plan.read_sweep(args.sweep), args.overrides, processes, root, remote)
-    return [launch.one(args.what, recipe, args.overrides, processes, root, remote)]
+    return [launch.one(args.what or "train", recipe, args.overrides, processes, root, remote)]
 
 
 def _tunnel(args: argparse.Namespace) -> Any:

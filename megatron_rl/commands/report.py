@@ -35,7 +35,13 @@ def run(args: argparse.Namespace) -> int:
         return exit_codes.BAD_INPUT
     default = records[0].path / "report.html" if len(records) == 1 else Path("report.html")
     output: Path = args.output or default
-    output.write_text(render(records), encoding="utf-8")
+    try:
+        output.write_text(render(records), encoding="utf-8")
+    except OSError as error:
+        print(
+            f"megatron-rl: cannot write {output}: {error.strerror}; name another place with --output", file=sys.stderr
+        )
+        return exit_codes.FAILED
     for record in records:
         for finding in find(record):
             print(f"{record.name}: {finding.level}: {finding.text}")

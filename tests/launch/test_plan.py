@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl import cli
 from megatron_rl.config import ConfigError
 from megatron_rl.launch import LaunchError, chain, one, read_site, sweep
 from megatron_rl.launch.package import pack
@@ -101,10 +102,23 @@ def test_the_site_file_is_read_as_the_scripts_read_it(tmp_path: Path) -> None:
         read_site(REPOSITORY, tmp_path / "bad.sh")
 
 
-def test_without_nemo_run_the_command_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron_rl.cli import main
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--executor local --nodes 2", "--nodes has no effect here: it needs --executor slurm"),
+        ("--executor slurm --user me", "--user has no effect here: it needs --host"),
+        ("--executor slurm --chain --command sft", "--command has no effect here: it needs a single run"),
+        ("--executor slurm --nodes 0", "--nodes must be at least 1"),
+        ("--executor slurm --chain --sweep x", "one or the other"),
+    ],
+)
+def test_options_without_effect_are_refused(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "recipe.yaml", *options.split()]) == 2
+    assert message in capsys.readouterr().err
 
-    assert main(["launch", str(write_recipe(tmp_path)), "--executor", "local"]) == 2
+
+def test_without_nemo_run_the_command_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", str(write_recipe(tmp_path)), "--executor", "local"]) == 2
     assert "make launch-setup" in capsys.readouterr().err
 
 
