@@ -86,9 +86,12 @@ class Groups:
 
     @cached_property
     def means(self) -> tuple[Tensor, Tensor]:
-        """Group means of `rewards` less `base`, float64 [n], and `base`, which keeps an offset of all out of their sums."""
+        """Group means of `rewards` less `base`, float64 [n] (0 of an empty group), and `base`, a scalar.
+
+        An offset common to all rewards is in `base` and costs no digits; among different scales `base` is small.
+        """
         low, offset = self.centred.low[:, 0], self.centred.offset[:, 0]
-        base = low[self.present].min() if self.present.any() else low.new_zeros(())
+        base = low[torch.where(self.present, low.abs(), torch.inf).argmin()]
         return torch.where(self.present, low - base + offset, 0.0), base
 
     def centre(self, values: Tensor, size: Tensor | None = None) -> Centred:

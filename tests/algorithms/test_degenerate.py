@@ -52,6 +52,13 @@ def test_an_offset_of_all_rewards_costs_no_digits(name: str) -> None:
     torch.testing.assert_close(offset.advantages, plain, rtol=0, atol=1e-14)
 
 
+def test_one_huge_prompt_costs_the_others_no_digits() -> None:
+    small = [[1e-6, 3e-6, -2e-6], [5e-6, 0.5e-6, 1e-6], [-4e-6, 2e-6, 2e-6]]
+    alone = make_advantage_estimator("shrinkage")(table([*small, [1e-6] * 3])).group["shrinkage"][3]
+    huge = make_advantage_estimator("shrinkage")(table([*small, [-3e8, 1e9, 2e9]])).group["shrinkage"][3]
+    assert huge == pytest.approx(float(alone), rel=1e-12)
+
+
 def test_float32_noise_is_no_signal_but_float64_differences_are() -> None:
     nearly = [[1.0, 1.0 + 1.2e-7]]
     assert (make_advantage_estimator("grpo", eps=0.0)(table(nearly, torch.float32)).advantages == 0).all()
