@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# slurm/submit.sh [sbatch options] train|sft|evaluate|convert ARGUMENTS...
+# slurm/submit.sh [sbatch options] train|sft|evaluate|convert|preflight ARGUMENTS...
 # slurm/submit.sh [sbatch options] sweep FILE RECIPE [key=value ...]
 # slurm/submit.sh [sbatch options] chain RECIPE [key=value ...]     convert, train, evaluate, export
 #

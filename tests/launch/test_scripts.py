@@ -148,6 +148,14 @@ def test_which_ends_are_answered_with_a_requeue(tmp_path: Path, code: int, again
     assert ("scontrol requeue 1234\n" in batch.record) == again
 
 
+def test_preflight_runs_once_on_all_ranks_and_is_not_requeued(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, "preflight", str(write_recipe(tmp_path)), "--json", nodes=2, SRUN_EXIT="3")
+    assert batch.code == 3
+    assert "\n--ntasks=16\n" in batch.record
+    assert batch.record.endswith("\npreflight\nFOLDER/recipe.yaml\n--json\nlaunch.processes=null\n")
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_evaluation_that_ran_out_of_time_is_requeued(tmp_path: Path) -> None:
     batch = Batch(tmp_path, "evaluate", str(write_recipe(tmp_path)), SRUN_EXIT="75")
     assert "scontrol requeue 1234\n" in batch.record, batch.stderr
