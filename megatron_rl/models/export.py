@@ -27,6 +27,7 @@ _COMPANIONS = (
     "vocab.*",
     "merges.txt",
     "*.model",
+    "tekken.json",
     "chat_template*",
     "additional_chat_templates",
     "LICENSE*",

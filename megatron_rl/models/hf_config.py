@@ -18,7 +18,7 @@ INERT = frozenset((
     "max_length", "model_type", "name_or_path", "output_attentions", "output_hidden_states", "output_router_logits",
     "pad_token_id", "prefix", "problem_type", "return_dict", "return_dict_in_generate", "router_aux_loss_coef",
     "sep_token_id", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version", "unk_token_id",
-    "use_cache",
+    "unsloth_fixed", "unsloth_version", "use_cache",
 ))
 # fmt: on
 

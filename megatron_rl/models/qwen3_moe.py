@@ -37,6 +37,7 @@ def _describe(config: HFConfig) -> ModelDescription:
     dense = describe_decoder(fields, qk_norm=True)
     fields.only("decoder_sparse_step", 1)
     fields.only("mlp_only_layers", [])
+    fields.only("use_qk_norm", True)  # Qwen3-Coder says so
     fields.get("max_window_layers")  # not used by this architecture: a window would be on every layer's
     window = 4096 if fields.absent("sliding_window") else fields.get("sliding_window")
     if fields.flag("use_sliding_window", False) and window is not None:

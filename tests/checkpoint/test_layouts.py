@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rl.checkpoint.convert.verify import compare
 from tests.actor.layouts import make_models
 from tests.actor.processes import spawn
 from tests.checkpoint.ranks import Layout, resume_at, save_trained
 from tests.checkpoint.ranks import contents as read
+from tests.conversion.convert import tensors, to_hf
 
 pytestmark = pytest.mark.slow
 TP2, TP2_PLAIN = Layout(tensor=2), Layout(tensor=2, distributed=False)
@@ -116,3 +118,16 @@ def test_training_goes_on_from_there(root: Path, before: Layout, after: Layout) 
     # bf16 rounds every gradient at another place; the weights take a small step along it.
     bounds = {"model": 1e-2, "param": 1e-2} if before.dtype == "bfloat16" else {}
     assert all(gap < bounds.get(kind, 0.3 if bounds else 1e-5) for kind, gap in worst.items()), worst
+
+
+@pytest.mark.parametrize("before", [BF16, BF16_PLAIN], ids=lambda layout: layout.name)
+def test_the_optimizers_fp32_weights_become_a_model(root: Path, tmp_path: Path, before: Layout) -> None:
+    """Which the distributed optimizer and the plain one name differently."""
+    folder, source = root / before.name / "step_2", root / before.model
+    task = to_hf(folder, tmp_path / "hf", source, master=True)
+    to_hf(folder, tmp_path / "rounded", source)
+    assert len(compare(task, tmp_path / "hf", 1)) == len(task.names())
+    masters, rounded = tensors(tmp_path / "hf"), tensors(tmp_path / "rounded")
+    assert masters.keys() == rounded.keys()
+    assert all(torch.equal(masters[name].bfloat16(), value) for name, value in rounded.items())
+    assert any(not torch.equal(masters[name], value.float()) for name, value in rounded.items())

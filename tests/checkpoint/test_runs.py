@@ -16,7 +16,7 @@ import yaml
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.checkpoint.store import CheckpointError
-from megatron_rl.trainer.checkpointing import _check_model
+from megatron_rl.trainer.checkpointing import _check_model, _model
 from tests.actor.processes import spawn
 from tests.checkpoint.ranks import Layout
 from tests.checkpoint.test_layouts import contents
@@ -160,10 +160,11 @@ def test_a_checkpoint_of_another_rotary_embedding_is_refused(
     tmp_path: Path, here: dict[str, float] | None, said: str
 ) -> None:
     """Which changes no tensor's shape; as transformers 5 writes it, it is no plain field."""
-    there = {"hidden_size": 64, "rope_parameters": {"rope_theta": 1e6}}
-    manifest.write(tmp_path, {"model": there}, {}, [])
-    own = there if here is None else there | {"rope_parameters": here}
-    run: Any = SimpleNamespace(actor=SimpleNamespace(hf_config=own))
+    config = {"hidden_size": 64, "rope_parameters": {"rope_theta": 1e6}}
+    run: Any = SimpleNamespace(actor=SimpleNamespace(hf_config=config))
+    manifest.write(tmp_path, {"model": _model(run)}, {}, [])
+    if here is not None:
+        run.actor.hf_config = config | {"rope_parameters": here}
     with pytest.raises(CheckpointError, match=said) if here else contextlib.nullcontext():
         _check_model(run, tmp_path)
     older = tmp_path / "older"  # has plain fields only

@@ -26,8 +26,8 @@ from megatron_rl.models.files import DTYPE_NAMES
 from megatron_rl.models.rules import DIM_FIELDS, Kind, Rule, shard_pieces, shard_shape
 
 _BLOCK = 2**22
-# What training writes beside the model.
-MASTER = "optimizer.state.param."
+# What training writes beside the model; the fp32 weights of the distributed and of the plain optimizer.
+MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 _OTHERS = ("optimizer.", "chained_", "opt_param_scheduler", "rng_state", "rerun_state_machine")
 
 
@@ -203,9 +203,7 @@ class MegatronModel:
     ) -> None:
         self.folder = Path(folder)
         self._checkpoint, self._description = TorchDist(folder), description
-        self._prefix = MASTER if master else self._find_prefix(family)
-        if master and not any(name.startswith(MASTER) for name in self._checkpoint.tensors):
-            raise ValueError(f"{self.folder} holds no fp32 master weights ({MASTER}...): leave out --master-weights")
+        self._prefix = self._find_masters() if master else self._find_prefix(family)
         self._place: dict[str, tuple[Rule, int, _Place]] = {}
         used: set[str] = set()
         problems = []
@@ -223,7 +221,7 @@ class MegatronModel:
         unexpected = sorted(
             name
             for name in self._checkpoint.tensors.keys() - used
-            if not self._is_other(name) and (not master or name.startswith(MASTER))
+            if not self._is_other(name) and (not master or name.startswith(self._prefix))
         )
         problems += [f"holds unexpected {name}" for name in unexpected]
         if problems:
@@ -301,11 +299,18 @@ class MegatronModel:
             )
         return min(found, key=len)
 
+    def _find_masters(self) -> str:
+        for prefix in MASTERS:
+            if any(name.startswith(prefix) for name in self._checkpoint.tensors):
+                return prefix
+        names = " or ".join(f"{prefix}..." for prefix in MASTERS)
+        raise ValueError(f"{self.folder} holds no fp32 master weights ({names}): leave out --master-weights")
+
     def _bare(self, name: str) -> str:
         return name.removeprefix(self._prefix)
 
     def _is_other(self, name: str) -> bool:
-        if self._prefix == MASTER:
+        if self._prefix in MASTERS:
             return False
         return self._bare(name).startswith(_OTHERS) or name.startswith(_OTHERS) or name.endswith("._extra_state")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.reader import MegatronModel, blocks
 from megatron_rl.models import family_for, read_hf_config
+from megatron_rl.models.export import companions
 from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.files import SafetensorsFolder, WeightSource
 
 _TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its `iter_<n>` folders
+_SAMPLE = 2**16  # bytes
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,22 @@ class HFFolder(SafetensorsFolder):
 
 
 def fingerprint(folder: Path, patterns: Sequence[str]) -> list[list[Any]]:
-    """Name, size and time of change of a folder's files: whether it still is the same source."""
-    found = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in found]
+    """What tells whether a folder still is the same source: of its weights in files of these patterns, its config.json,
+    tokenizer and the rest the name, size, time of change, and checksum of both ends.
+
+    Times alone do not tell: archives and object stores round them, and all checkpoints of a run have the same sizes.
+
+    Raises:
+        OSError: a file cannot be read; a tokenizer that is a link to nowhere is found here, before hours of work.
+    """
+    found = {path.name: path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    found |= {"config.json": folder / "config.json", **companions(folder)}
+    return [[name, *_looks(path)] for name, path in sorted(found.items()) if path.is_symlink() or path.exists()]
+
+
+def _looks(path: Path) -> tuple[int, int, str]:
+    with path.open("rb") as file:
+        about = os.fstat(file.fileno())
+        ends = file.read(_SAMPLE)
+        file.seek(max(0, about.st_size - _SAMPLE))
+        return about.st_size, about.st_mtime_ns, manifest.digest(ends + file.read())

@@ -58,8 +58,7 @@ class ToHF:
             "master": self.master,
             "file_bytes": self.file_bytes,
             "version": megatron_rl.__version__,
-            "source": fingerprint(self.megatron, ("*.distcp", ".metadata"))
-            + fingerprint(self.config, ("config.json",)),
+            "source": fingerprint(self.megatron, ("*.distcp", ".metadata")) + fingerprint(self.config, ()),
         }
 
     def files(self) -> list[tuple[str, int, int]]:

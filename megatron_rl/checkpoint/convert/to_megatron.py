@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -66,7 +66,7 @@ class ToMegatron:
             "dtype": self.dtype,
             "file_bytes": self.file_bytes,
             "version": megatron_rl.__version__,
-            "source": fingerprint(self.hf, ("*.safetensors", INDEX, "config.json")),
+            "source": fingerprint(self.hf, ("*.safetensors", INDEX)),
         }
 
     def files(self) -> list[tuple[str, int, int]]:
@@ -76,6 +76,7 @@ class ToMegatron:
     def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
         plan = self._plan
         pieces, checked = [], set()
+        matrix = functools.lru_cache(1)(lambda name: plan.source.read(name, 0, 0, plan.source.shape(name)[0]))
         with WriteBehind(folder / file) as raw:
             out = Hashing(raw)
             for chunk in plan.files[file]:
@@ -85,7 +86,7 @@ class ToMegatron:
                         checked.add(tensor.name)
                 offset = out.position
                 out.begin()
-                values = assemble(chunk, plan.source).to(plan.dtypes[chunk.name]).view(chunk.size)
+                values = assemble(chunk, plan.source, matrix).to(plan.dtypes[chunk.name]).view(chunk.size)
                 try:
                     torch.save(values, cast(BinaryIO, out))
                 except RuntimeError as error:  # torch's writer does not say why
@@ -218,10 +219,14 @@ def _dtypes(held: Sequence[Chunk], source: HFFolder, model: Model, dtype: str) -
     return {name: DTYPES[kind] for name, (kind, _) in found.items()}
 
 
-def assemble(chunk: Chunk, source: WeightSource) -> Tensor:
-    """The values of a chunk, in the source's dtype."""
+def assemble(chunk: Chunk, source: WeightSource, matrix: Callable[[str], Tensor]) -> Tensor:
+    """The values of a chunk, in the source's dtype.
+
+    Args:
+        matrix: reads a whole tensor, and keeps the last: one after the other, chunks are columns of the same.
+    """
     rule = chunk.rule
-    parts = list(_parts(chunk, source))
+    parts = list(_parts(chunk, source, matrix))
     if len(parts) == 1 and tuple(parts[0].shape) == chunk.matrix:
         return parts[0]
     out = torch.zeros(chunk.matrix, dtype=DTYPES[source.dtype(rule.hf[0].name)])
@@ -232,9 +237,14 @@ def assemble(chunk: Chunk, source: WeightSource) -> Tensor:
     return out
 
 
-def _parts(chunk: Chunk, source: WeightSource) -> Iterator[Tensor]:
+def _parts(chunk: Chunk, source: WeightSource, matrix: Callable[[str], Tensor]) -> Iterator[Tensor]:
+    rule = chunk.rule
     for piece in chunk.pieces:
-        yield source.read(chunk.rule.hf[piece.tensor].name, chunk.rule.dim, piece.start, piece.stop)
+        name = rule.hf[piece.tensor].name
+        if rule.dim == 1:
+            yield matrix(name)[:, piece.start : piece.stop].contiguous()
+        else:
+            yield source.read(name, 0, piece.start, piece.stop)
 
 
 def _write_state(folder: Path, file: str) -> Piece:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import torch
@@ -214,9 +215,33 @@ def megatron_logits(folder: Path, config: Path, tokens: Tensor, master: bool = F
     return logits[0]
 
 
-def available_memory() -> int:
-    """Bytes that this machine can still give out."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process can still have: of the machine's, and of what its container or batch job may use."""
+    free = [
+        int(line.split()[1]) * 1024
+        for line in (proc / "meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    ]
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, names = (cgroups / "memory", _CGROUP_1) if controllers else (cgroups, _CGROUP_2)
+        inside = PurePath(group.lstrip("/"))  # which a container may not see: there, its own is the base
+        free += [_left(base / place, *names) for place in (inside, *inside.parents)]
+    return min(free)
+
+
+_CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _left(cgroup: Path, limit: str, usage: str, cache: str) -> int:
+    """Bytes that a control group has left, those of files that it caches included."""
+    try:
+        most = (cgroup / limit).read_text().strip()
+        used = int((cgroup / usage).read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except OSError:
+        return sys.maxsize
+    return sys.maxsize if most == "max" else int(most) - used + int(stat.get(cache, 0))
