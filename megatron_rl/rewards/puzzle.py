@@ -17,7 +17,8 @@ from megatron_rl.rewards.registry import Reward, flag, real, register_reward, st
 PLAIN_VERIFIERS = frozenset({"chain_sum", "knights_knaves"})
 
 # Those that evaluate the answer as Python, by `eval` or sympy, and what it may be made of there. Anything else could look up
-# or compute what it should have found, as Integral(x, x) is an integral of x; it is handed on as _NONSENSE.
+# or compute what it should have found, as Integral(x, x) is an integral of x; it is handed on as _NONSENSE. So is the nan to
+# which every complex number is near.
 _ARITHMETIC, _LIST = re.compile(r"[\d\s.+\-*/()]*"), re.compile(r"[\w\s,'\"\[\]-]*")
 _EXPRESSION = re.compile(r"(?:[\d\s.,+\-*/^()]|(?<![\w.])[A-Za-z]\w*)*")
 _EVALUATED = {
@@ -30,7 +31,9 @@ _EVALUATED = {
     "n_queens": _LIST,
     "spiral_matrix": _LIST,
     "string_insertion": _LIST,
+    "complex_arithmetic": re.compile(r"[\d\s.+\-*()ijIJ]*"),
 }
+_EQUAL = frozenset({"game_of_life_halting"})  # True or False; its verifier takes any text for either (0.1.25)
 _NAME = re.compile(r"[A-Za-z]\w*")
 _FUNCTION = re.compile("a?(?:sin|cos|tan|cot|sec|csc)h?|exp|log|ln|sqrt|[Aa]bs|pi")
 _NONSENSE = "?"
@@ -92,9 +95,12 @@ def verify(answer: str, entry: dict[str, Any]) -> float:
     item's own answer; where it does not, the item is at fault, and the exception is raised.
     """
     metadata = entry["metadata"]
-    if not _is_plain(metadata["source_dataset"], answer, str(entry["answer"])):
+    dataset, gold = metadata["source_dataset"], str(entry["answer"])
+    if dataset in _EQUAL:
+        return float(answer.strip().lower() == gold.lower())
+    if not _is_plain(dataset, answer, gold):
         answer = _NONSENSE
-    score = _verifier(metadata["source_dataset"], json.dumps(metadata.get("source_params") or {}, sort_keys=True))
+    score = _verifier(dataset, json.dumps(metadata.get("source_params") or {}, sort_keys=True))
     try:
         return float(score(answer, entry))
     except Exception:

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_rl.rewards import make_reward
 from megatron_rl.rewards.isolation import Isolated, RewardProcessError
+from megatron_rl.rewards.puzzle import verify
 from megatron_rl.rewards.registry import Reward
 
 SUM: dict[str, Any] = {"answer": "-8", "metadata": {"source_dataset": "chain_sum", "expression": "1 + 3 - 5 - 7"}}
@@ -194,6 +195,21 @@ def test_text_that_is_evaluated_can_do_nothing(
 def test_an_integral_is_not_left_to_the_verifier(answer: str, expected: float, puzzle: Reward) -> None:
     metadata = {"source_dataset": "simple_integration", "variable": "x", "integrand": "x"}
     assert puzzle(answer, {"answer": "x**2/2 + C", "metadata": metadata}) == expected
+
+
+@pytest.mark.parametrize(
+    ("dataset", "gold", "answer", "expected"),
+    [
+        ("game_of_life_halting", "False", "True", 0),
+        ("game_of_life_halting", "False", "no idea", 0),
+        ("game_of_life_halting", "False", " false", 1),
+        ("complex_arithmetic", "-5.0 + 20.0i", "nan", 0),
+        ("complex_arithmetic", "-5.0 + 20.0i", "-5 + 20i", 1),
+    ],
+)
+def test_verifiers_that_would_take_anything(dataset: str, gold: str, answer: str, expected: float) -> None:
+    metadata = {"source_dataset": dataset, "result": (-5.0, 20.0)}
+    assert verify(answer, {"question": "", "answer": gold, "metadata": metadata}) == expected
 
 
 def test_a_helper_that_cannot_start_says_why() -> None:
