@@ -126,6 +126,25 @@ def in_use() -> dict[str, float]:
     return now
 
 
+def oom_kills(own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """How often the kernel has killed a process of this container or job for its memory; 0 where it does not tell.
+
+    A container sees its own cgroup as the root; a job of a batch system is some levels below, and not every level counts.
+    """
+    try:
+        found = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE)
+        place = groups / (found[1] if found else "")
+        for folder in (place, *place.parents):
+            if (folder / "memory.events").is_file():
+                kills = re.search(r"^oom_kill (\d+)$", (folder / "memory.events").read_text(), re.MULTILINE)
+                return int(kills[1]) if kills else 0
+            if folder == groups:
+                break
+    except OSError:
+        pass
+    return 0
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, or what caused it, says that memory ran out."""
     import torch

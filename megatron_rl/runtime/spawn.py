@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.runtime import collectives, exit_codes, postmortem, stop
+from megatron_rl.runtime import collectives, exit_codes, memory, postmortem, stop
 from megatron_rl.runtime.progress import heartbeats
 from megatron_rl.runtime.terminal import Tee
 
@@ -184,7 +184,7 @@ class _Group:
         self._signal: int | None = None  # the first signal that asked us to stop
         self._failed: tuple[int, int] | None = None  # rank and code of the first that failed
         self._stalled: str | None = None  # who stands still, where no rank was left to say so
-        self._oom_kills = _oom_kills()
+        self._oom_kills = memory.oom_kills()
 
     @property
     def was_stopped(self) -> bool:
@@ -356,7 +356,7 @@ class _Group:
 
     def _meaning(self, rank: int, code: int) -> int:
         """The exit code that says why a rank ended, also where a signal ended it; a signal as 128 + its number."""
-        if code == -signal.SIGKILL and _oom_kills() > self._oom_kills:
+        if code == -signal.SIGKILL and memory.oom_kills() > self._oom_kills:
             return exit_codes.OUT_OF_MEMORY
         if code == -signal.SIGABRT:  # how torch ends a process whose NCCL collective is past its own deadline
             log = _last_lines(self._log_dir / f"rank_{rank}.log", 5 * _TAIL)
@@ -378,25 +378,6 @@ class _Group:
         beat = heartbeats(postmortem.heartbeat_folder(self._log_dir)).get(rank)
         doing = "before its first heartbeat" if beat is None else postmortem.place(beat)
         return f"rank {rank} was killed by the system because host memory ran out, {doing} (docs/out-of-memory.md)"
-
-
-def _oom_kills(own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """How often the kernel has killed a process of this container or job for its memory; 0 where it does not tell.
-
-    A container sees its own cgroup as the root; a job of a batch system is some levels below, and not every level counts.
-    """
-    try:
-        found = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE)
-        place = groups / (found[1] if found else "")
-        for folder in (place, *place.parents):
-            if (folder / "memory.events").is_file():
-                kills = re.search(r"^oom_kill (\d+)$", (folder / "memory.events").read_text(), re.MULTILINE)
-                return int(kills[1]) if kills else 0
-            if folder == groups:
-                break
-    except OSError:
-        pass
-    return 0
 
 
 def _record_end(log_dir: Path, rank: int, code: int) -> None:

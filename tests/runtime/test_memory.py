@@ -9,8 +9,7 @@ import torch
 
 from megatron_rl.config.schema import PHASES, Config
 from megatron_rl.runtime import memory
-from megatron_rl.runtime.memory import PhaseMemory, in_use, is_out_of_memory, remedies, table
-from megatron_rl.runtime.spawn import _oom_kills
+from megatron_rl.runtime.memory import PhaseMemory, in_use, is_out_of_memory, oom_kills, remedies, table
 from megatron_rl.trainer import main
 
 
@@ -74,16 +73,16 @@ def test_the_table_is_aligned() -> None:
 def test_kills_of_the_kernel_are_counted(tmp_path: Path) -> None:
     own, job = tmp_path / "cgroup", tmp_path / "fs" / "slurmstepd.scope" / "job_17"
     (job / "step_0" / "task_0").mkdir(parents=True)
-    assert _oom_kills(own, tmp_path / "fs") == 0
+    assert oom_kills(own, tmp_path / "fs") == 0
     own.write_text("0::/slurmstepd.scope/job_17/step_0/task_0\n")
-    assert _oom_kills(own, tmp_path / "fs") == 0
+    assert oom_kills(own, tmp_path / "fs") == 0
     (job / "memory.events").write_text(
         "low 0\noom 3\noom_kill 2\noom_group_kill 0\n"
     )  # of the job's, not of each level
-    assert _oom_kills(own, tmp_path / "fs") == 2
+    assert oom_kills(own, tmp_path / "fs") == 2
     own.write_text("0::/\n")  # in a container
     (tmp_path / "fs" / "memory.events").write_text("oom_kill 5\n")
-    assert _oom_kills(own, tmp_path / "fs") == 5
+    assert oom_kills(own, tmp_path / "fs") == 5
 
 
 def test_a_thread_asks_for_its_processs_own_gpu_and_never_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
