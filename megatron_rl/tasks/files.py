@@ -85,7 +85,7 @@ def parquet_rows(config: TaskConfig) -> Rows:
                     for row in batch.to_pylist():
                         number += 1
                         yield f"{path}, row {number}", row
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, OSError) as error:  # OSError: corrupt pages, too
             raise ValueError(f"cannot read {path} as Parquet: {error}") from None
 
 

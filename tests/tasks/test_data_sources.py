@@ -163,6 +163,11 @@ def test_what_is_no_parquet_is_named(tmp_path: Path, printable: PreTrainedTokeni
     path.write_text("PAR1?")
     with pytest.raises(ValueError, match=r"task t: cannot read .*x\.parquet as Parquet"):
         load_task("t", TaskConfig(source="parquet", path=str(path)), printable)
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["text " * 100] * 100}), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + bytes(30) + whole[34:])  # the footer is fine, a page is not
+    with pytest.raises(ValueError, match=r"task t: cannot read .*x\.parquet as Parquet"):
+        load_task("t", TaskConfig(source="parquet", path=str(path)), printable)
 
 
 def test_a_split_that_does_not_exist(tmp_path: Path, printable: PreTrainedTokenizerFast) -> None:
