@@ -103,7 +103,8 @@ def demonstration_ids(run: Run, samples: Sequence[Sample]) -> list[np.ndarray]:
     """Every demonstration's tokens with the end-of-sequence token behind them, int64.
 
     Raises:
-        ValueError: where a demonstration is longer than what the model may write in a rollout.
+        ValueError: where a demonstration is longer than what the model may write in a rollout, or the tokenizer has tokens in
+            it or in its prompt that the model has not.
     """
     limit, end = run.config.rollout.max_tokens, run.tokenizer.eos_token_id
     encoded = run.tokenizer([sample.demonstration for sample in samples], add_special_tokens=False)["input_ids"]
@@ -114,4 +115,13 @@ def demonstration_ids(run: Run, samples: Sequence[Sample]) -> list[np.ndarray]:
             f"rollout.max_tokens = {limit}: the model would learn to write what it may not finish; raise "
             "rollout.max_tokens or shorten the demonstrations"
         )
+    vocab = run.actor.vocab_shard.vocab_size
+    for sample, ids in zip(samples, encoded, strict=True):
+        highest = max([*sample.prompt_ids, *ids, end])
+        if highest >= vocab:  # tensor-parallel ranks would take it for another rank's, and it for 0
+            token = run.tokenizer.convert_ids_to_tokens(highest)
+            raise ValueError(
+                f"{sample.id} has token {token!r}, number {highest}, and the model only those below vocab_size = {vocab}: "
+                "resize its embedding (resize_token_embeddings of transformers), or use the tokenizer that belongs to it"
+            )
     return [np.asarray([*ids, end], dtype=np.int64) for ids in encoded]
