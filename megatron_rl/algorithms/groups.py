@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
@@ -61,8 +62,11 @@ class Groups:
         self.present = self.count > 0
         # A float32 reward carries float32 noise into float64; coarser types are taken at their word.
         self.unit = min(torch.finfo(table.values.dtype).eps, torch.finfo(torch.float32).eps)
-        if self.values.numel() and self.values.abs().max() > _LARGEST_REWARD:
-            raise ValueError(f"a reward exceeds {_LARGEST_REWARD:g} in size; rescale it")
+        for name in self.names:
+            if not math.isfinite(table.weight(name)):
+                raise ValueError(f"the weight of the reward {name!r} must be a finite number, not {table.weight(name)}")
+        if self.values.numel() and (self.values.abs() * self.weights.abs().clamp(min=1)).max() > _LARGEST_REWARD:
+            raise ValueError(f"a reward, or a reward times its weight, exceeds {_LARGEST_REWARD:g} in size; rescale it")
 
     def weighted(self, names: Iterable[str] | None = None) -> tuple[Tensor, Tensor]:
         """Weighted sum of the named rewards (None: all), and the sum of its terms' sizes; float64 [n, m] each."""

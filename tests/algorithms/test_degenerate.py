@@ -233,6 +233,14 @@ def test_missing_inputs_are_named() -> None:
         make_advantage_estimator("awpo")(RewardTable(torch.zeros(1, 2, 1), ("judge",)))
     with pytest.raises(ValueError, match="rescale"):
         make_advantage_estimator("grpo")(table([[0.0, 1e200]]))
+    with pytest.raises(ValueError, match="rescale"):
+        make_advantage_estimator("gdpo")(table([[0.0, 1.0]], weights={"r": 1e200}))
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_weight_that_is_no_number_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="the weight of the reward 'r' must be a finite number"):
+        make_advantage_estimator("gdpo")(table([[0.0, 1.0]], weights={"r": weight}))
 
 
 def test_result_dtype_follows_the_rewards() -> None:
