@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_rl.rewards.registry import Reward, real, register_reward
 from megatron_rl.rewards.sandbox import Limits, run_program
+from megatron_rl.rewards.tool_parsers import json_lines
 
 # A block of any language, so that its end is not taken for the beginning of another; code on one line is none. The beginning
 # of a Python block is not the end of one that was left open.
@@ -275,6 +276,6 @@ def _arguments(value: Any) -> list[Any]:
     if isinstance(value, list):
         return value
     try:
-        return [json.loads(line) for line in str(value).splitlines() if line.strip()]
+        return [json.loads(line) for line in json_lines(str(value)) if line.strip()]
     except ValueError as error:
         raise ValueError(f"an input of the function is no JSON: {value!r:.200} ({error})") from None

@@ -85,7 +85,7 @@ class Counts:
         return self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # one is kept for every question of the run
 class _Verdict:
     """The outcome of one question. `kind` says why there is no score."""
 

@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.rewards.rubric import grade
+from megatron_rl.rewards.tool_parsers import json_lines
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -23,7 +24,7 @@ def grade_prompt(prompt: str) -> float:
     sections = {name.partition("_")[0]: text for name, text in _SECTION.findall(prompt)}
     if sections.keys() != {"correct", "reference", "candidate"}:
         raise ValueError("this server reads the built-in prompt of the reward `judge` only")
-    lines = sections["correct"].splitlines()
+    lines = json_lines(sections["correct"])
     gold = [json.loads(line) for line in lines] if lines[0].startswith("{") else []
     rationale = "" if sections["reference"] == "(none)" else sections["reference"]
     return grade(sections["candidate"], gold, rationale)

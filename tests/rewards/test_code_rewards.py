@@ -156,7 +156,8 @@ def test_tests_that_are_none(tests: Any, message: str) -> None:
 
 
 def test_arguments_may_be_text() -> None:
-    assert read_tests({"inputs": ['1\n"a"'], "outputs": ["2"], "fn_name": "f"}).inputs == ([1, "a"],)
+    given = ['1\n"a\u2028b"']  # JSON allows the separator within a text
+    assert read_tests({"inputs": given, "outputs": ["2"], "fn_name": "f"}).inputs == ([1, "a\u2028b"],)
 
 
 @pytest.mark.parametrize(
