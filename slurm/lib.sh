@@ -52,6 +52,18 @@ job_name() {
   fi
 }
 
+# job_field NAME: what Slurm says of this job; nothing where the controller, asked again, does not answer.
+job_field() {
+  local said
+  for _ in 1 2 3; do
+    if said=$(scontrol show job --oneliner "$(job_name)"); then
+      sed -n "s/.* $1=\([^ ]*\).*/\1/p" <<< "$said"
+      return 0
+    fi
+    sleep 2
+  done
+}
+
 # ---------------------------------------------------------------------------------------------------------------- starting
 # in_job TASKS_PER_NODE NODES COMMAND...: COMMAND by srun, in the site's container where it has one.
 in_job() {
@@ -176,7 +188,7 @@ notice() {
   kill -s "$1" "$2" 2> /dev/null || true
   # A phase that takes longer than what is left is given up: the next attempt redoes it from the last checkpoint.
   local end left
-  end=$(scontrol show job --oneliner "$(job_name)" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p') || true
+  end=$(job_field EndTime)
   left=$(($(date -d "${end:-unknown}" +%s 2> /dev/null || echo 9999999999) - $(date +%s)))
   left=$((left < 180 ? left * 3 / 4 : left - 45)) # the rest is for the requeue
   (
@@ -235,7 +247,7 @@ finish_job() {
 # Waits for Slurm to end this script, at the latest after its KillWait, where what becomes of the job has been decided:
 # cancelled, past its limit, or requeued for a lost node. There an exit of ours must not become the job's end.
 leave_to_slurm() {
-  case $(scontrol show job --oneliner "$(job_name)" | sed -n 's/.* JobState=\([A-Z_]*\).*/\1/p') in
+  case $(job_field JobState) in
     RUNNING | "") return 0 ;; # 0: a plain return is not one in an EXIT trap
   esac
   say "stopped; what becomes of the job has been decided by Slurm"

@@ -217,7 +217,14 @@ class Cluster:
 
     def job(self, number: str) -> dict[str, str]:
         """What `scontrol show job` says of a job or array task: JobState, Restarts, Reason, ExitCode, ..."""
-        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", "--oneliner", number)))
+        command = ("scontrol", "show", "job", "--oneliner", number)
+        for _ in range(3):  # a busy controller hangs up: SIGPIPE
+            done = subprocess.run(command, env=self.environment(), capture_output=True, text=True, timeout=120)
+            if done.returncode != -signal.SIGPIPE:
+                break
+            time.sleep(0.5)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return dict(re.findall(r"(\S+?)=(\S*)", done.stdout))
 
     def state(self, number: str) -> str:
         return self.job(number)["JobState"]

@@ -169,6 +169,16 @@ def test_where_slurm_has_decided_the_script_waits_for_its_end(tmp_path: Path, st
     assert "sleep 300\n" in batch.record  # of a job that Slurm has requeued, an exit would be the end
 
 
+def test_a_controller_that_is_busy_is_asked_again(tmp_path: Path) -> None:
+    recipe = str(write_recipe(tmp_path))
+    busy = f'scontrol() {{ [[ "$2" != job || -e {tmp_path}/asked ]] || {{ touch {tmp_path}/asked; return 1; }}\n'
+    batch = Batch(
+        tmp_path, "train", recipe, SRUN_EXIT="75", JOB_STATE="CANCELLED", site=busy + 'command scontrol "$@"; }'
+    )
+    assert "what becomes of the job has been decided by Slurm" in batch.stderr
+    assert "scontrol requeue" not in batch.record
+
+
 @pytest.mark.parametrize(("code", "again"), [(75, True), (0, False), (1, False)])
 def test_a_batch_script_that_brings_its_own_srun_is_requeued_too(tmp_path: Path, code: int, again: bool) -> None:
     words = shlex.join(("train", str(write_recipe(tmp_path))))
