@@ -5,12 +5,10 @@
 #   TORCH_INDEX  where to look for torch first; for PyTorch's own CPU builds https://download.pytorch.org/whl/cpu
 #   ARGS         overrides for `make train` (make train ARGS="algorithm.preset=gdpo trainer.steps=5"), or pytest's
 #                arguments for `make test`
-#   WORKERS      tests that `make test` runs at a time; 2. Many of them wait more than they compute. 0: one after the other
 
 PYTHON ?= python3.11
 TORCH_INDEX ?=
 ARGS ?=
-WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -66,7 +64,7 @@ train: setup
 	@$(BIN)/megatron-rl train recipes/cpu/quickstart.yaml $(ARGS)
 
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check $(CODE)
