@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from blake3 import blake3
 
@@ -41,6 +41,15 @@ class Piece:
     offset: int
     length: int
     digest: str
+
+    def row(self) -> list[Any]:
+        """As it is written to JSON."""
+        return [self.name, list(self.start), self.file, self.offset, self.length, self.digest]
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> Piece:
+        name, start, *rest = row
+        return cls(name, tuple(start), *rest)
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,7 @@ def write(folder: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor],
         folder / TENSORS,
         {
             "tensors": {name: {"shape": list(t.shape), "dtype": t.dtype} for name, t in sorted(tensors.items())},
-            "pieces": [[p.name, list(p.start), p.file, p.offset, p.length, p.digest] for p in pieces],
+            "pieces": [piece.row() for piece in pieces],
         },
         indent=None,
     )
@@ -153,8 +162,8 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], list[Piece]]:
     try:
         content = json.loads((folder / TENSORS).read_bytes())
         tensors = {name: Tensor(tuple(t["shape"]), t["dtype"]) for name, t in content["tensors"].items()}
-        return tensors, [Piece(p[0], tuple(p[1]), *p[2:]) for p in content["pieces"]]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        return tensors, [Piece.of(row) for row in content["pieces"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"its {TENSORS} cannot be read ({error})") from None
 
 
@@ -212,19 +221,11 @@ def _whole_files(folder: Path, files: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 def _compare(folder: Path, piece: Piece) -> str | None:
-    hash_, left = blake3(), piece.length
     try:
         with open(folder / piece.file, "rb") as file:
-            file.seek(piece.offset)
-            while left:
-                block = file.read(min(left, _BLOCK))
-                if not block:
-                    return "the file ends before it does"
-                hash_.update(block)
-                left -= len(block)
+            found = digest_at(file, piece.offset, piece.length)
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
-    found = hash_.hexdigest(length=_DIGEST_BYTES)
     return None if found == piece.digest else f"its checksum is {found}, {piece.digest} was written"
 
 
@@ -259,10 +260,17 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def _digest_of(path: Path) -> str:
-    hash_ = blake3()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            hash_.update(block)
+        return digest_at(file, 0, path.stat().st_size)
+
+
+def digest_at(file: BinaryIO, offset: int, length: int) -> str:
+    """Checksum of a stretch of a file, or of what there is of it."""
+    hash_ = blake3()
+    file.seek(offset)
+    while length and (block := file.read(min(length, _BLOCK))):
+        hash_.update(block)
+        length -= len(block)
     return hash_.hexdigest(length=_DIGEST_BYTES)
 
 

@@ -52,7 +52,10 @@ def test_checkpoints_that_are_not_whole_are_named_and_passed_over(resumed: tuple
     assert f"passing over step_{cut}: " in job.stdout
     assert "it held tensor " in job.stdout
     assert f"continuing after step {cut - 1}" in job.stdout
-    assert "moved" not in job.stdout
+    assert "moved an earlier run's" not in job.stdout
+    assert f"moved step_8, step_{cut} to" in job.stdout
+    aside = job.run_dir / "checkpoints" / "previous_1"
+    assert sorted(path.name for path in aside.iterdir()) == [f"step_{cut}", "step_8"]
     assert not (job.run_dir / "checkpoints" / ".step_9.writing").exists()
 
 

@@ -181,8 +181,8 @@ def _read_marker(partial: Path, file: str) -> tuple[int, list[Piece]]:
     """Bytes of a written file, and what lies in it; -1 and nothing where the marker did not reach the disk whole."""
     try:
         content = json.loads((partial / _MARKERS / f"{file}.json").read_text())
-        return content["bytes"], [Piece(p[0], tuple(p[1]), *p[2:]) for p in content["pieces"]]
-    except (ValueError, KeyError):
+        return content["bytes"], [Piece.of(row) for row in content["pieces"]]
+    except (ValueError, KeyError, TypeError):
         return -1, []
 
 
@@ -196,7 +196,7 @@ def _write_one(task: Task, partial: Path, file: str, progress: Progress) -> None
         raise OSError(error.errno, error.strerror, str(folder / file)) from error  # writing by descriptor names no file
     path = partial / _MARKERS / f"{file}.json"
     temporary = path.with_suffix(".tmp")
-    rows = [[p.name, list(p.start), p.file, p.offset, p.length, p.digest] for p in pieces]
+    rows = [piece.row() for piece in pieces]
     manifest.write_json(temporary, {"bytes": (folder / file).stat().st_size, "pieces": rows}, indent=None)
     temporary.rename(path)
 

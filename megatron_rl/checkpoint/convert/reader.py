@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -25,7 +24,6 @@ from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.files import DTYPE_NAMES
 from megatron_rl.models.rules import DIM_FIELDS, Kind, Rule, shard_pieces, shard_shape
 
-_BLOCK = 2**22
 # What training writes beside the model; the fp32 weights of the distributed and of the plain optimizer.
 MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 _OTHERS = ("optimizer.", "chained_", "opt_param_scheduler", "rng_state", "rerun_state_machine")
@@ -151,8 +149,10 @@ class TorchDist:
         self._last = None
         path = self.folder / chunk.file
         with path.open("rb") as file:
-            if chunk.digest is not None:
-                _compare(file, chunk, path, name)
+            if chunk.digest is not None and chunk.digest != manifest.digest_at(file, chunk.offset, chunk.length):
+                raise ValueError(
+                    f"{path} is damaged in tensor {name}: the checksum of bytes {chunk.offset} and on does not fit"
+                )
             try:
                 values = torch.load(
                     cast(BinaryIO, _Slice(file, chunk.offset, chunk.length)), map_location="cpu", weights_only=True
@@ -408,26 +408,6 @@ class _Slice(RawIOBase):
         count = self._file.readinto(view) or 0  # type: ignore[attr-defined]
         self._at += count
         return count
-
-
-def blocks(file: BinaryIO, offset: int, length: int) -> Iterator[bytes]:
-    file.seek(offset)
-    while length:
-        block = file.read(min(length, _BLOCK))
-        if not block:
-            return
-        length -= len(block)
-        yield block
-
-
-def _compare(file: BinaryIO, chunk: Stored, path: Path, name: str) -> None:
-    found = blake3()
-    for block in blocks(file, chunk.offset, chunk.length):
-        found.update(block)
-    if found.hexdigest(length=len(chunk.digest or "") // 2) != chunk.digest:
-        raise ValueError(
-            f"{path} is damaged in tensor {name}: the checksum of bytes {chunk.offset} and on does not fit"
-        )
 
 
 def _numel(shape: Sequence[int]) -> int:

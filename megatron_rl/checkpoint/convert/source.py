@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.convert.reader import MegatronModel, blocks
+from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.models.export import companions
 from megatron_rl.models.family import Family, ModelDescription
@@ -107,12 +107,10 @@ class HFFolder(SafetensorsFolder):
         piece = self._pieces.get(name)
         if piece is None:
             return
-        path, found = self.file_of(name), manifest.blake3()
+        path = self.file_of(name)
         with path.open("rb") as file:
-            for block in blocks(file, piece.offset, piece.length):
-                found.update(block)
-        if found.hexdigest(length=len(piece.digest) // 2) != piece.digest:
-            raise ValueError(f"{path} is damaged in tensor {name}: its checksum does not fit")
+            if manifest.digest_at(file, piece.offset, piece.length) != piece.digest:
+                raise ValueError(f"{path} is damaged in tensor {name}: its checksum does not fit")
 
     @functools.cached_property
     def _pieces(self) -> dict[str, manifest.Piece]:
