@@ -75,6 +75,7 @@ class Engine:
             **options,
         )
         grid.barrier()
+        environment.remove_sockets()
         if grid.is_main and not device.has_gpu():
             environment.unlink_own_shared_memory()
         environment.quiet_reload_messages()

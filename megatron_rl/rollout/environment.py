@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 from megatron_rl.runtime import device
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "megatron_rl-"  # cpu_worker.SEGMENT_PREFIX, which cannot be imported before vLLM may be
+_SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
 def prepare(rank: int) -> None:
@@ -20,6 +23,11 @@ def prepare(rank: int) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if device.has_gpu() else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")
+    # vLLM leaves its sockets' files in the temporary folder, where they would pile up over a node's life.
+    if _SOCKETS not in os.environ:
+        temporary = tempfile.gettempdir()
+        # A socket's path has at most 107 characters; the folder's name and the socket's take 59.
+        os.environ[_SOCKETS] = tempfile.mkdtemp(prefix=_PREFIX, dir=temporary if len(temporary) <= 48 else "/tmp")
     if not device.has_gpu() and rank == 0:
         remove_stale_shared_memory()
 
@@ -39,6 +47,13 @@ def unlink_own_shared_memory() -> None:
     """Removes the names of this run's segments once every rank has mapped them, so that no kind of death leaves them."""
     for segment in _SHARED_MEMORY.glob(f"{_PREFIX}{os.environ['MASTER_PORT']}-*"):
         segment.unlink(missing_ok=True)
+
+
+def remove_sockets() -> None:
+    """Removes the socket files of this rank's engine once every rank has connected: connections outlive them."""
+    folder = Path(os.environ[_SOCKETS])
+    if folder.name.startswith(_PREFIX):
+        shutil.rmtree(folder)
 
 
 def _mapped_segments() -> set[str]:

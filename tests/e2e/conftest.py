@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,12 +32,14 @@ class Finished:
     pids: list[int] = field(default_factory=list)
     left_processes: list[int] = field(default_factory=list)
     segments: list[Path] = field(default_factory=list)  # under /dev/shm, while it ran and after
+    sockets: list[Path] = field(default_factory=list)  # in the temporary folder, after
 
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Four steps without interruption, tensor parallel 2."""
-    job = Job(tmp_path_factory.mktemp("straight"), *STATEFUL)
+    temporary = Path(tempfile.mkdtemp(prefix="straight-"))  # with a short path, as sockets need it
+    job = Job(tmp_path_factory.mktemp("straight"), *STATEFUL, environment={"TMPDIR": str(temporary)})
     job.wait_for_step(0)
     ranks = job.ranks()
     port = variable(ranks[0], "MASTER_PORT")
@@ -43,4 +47,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     code = job.finish()
     time.sleep(0.2)
     left, named = processes_of(job.run_dir), named + segments(port)
-    return Finished(job.run_dir, code, job.stdout, job.stderr, [*ranks.values()], left, named)
+    sockets = [path for path in temporary.rglob("*") if path.is_socket()]
+    sockets += list(temporary.glob("megatron_rl-*"))  # the folder they lie in
+    shutil.rmtree(temporary)
+    return Finished(job.run_dir, code, job.stdout, job.stderr, [*ranks.values()], left, named, sockets)

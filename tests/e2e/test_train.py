@@ -46,6 +46,7 @@ def test_nothing_is_left_behind(straight: Finished) -> None:
     assert len(straight.pids) == 2
     assert straight.left_processes == []
     assert straight.segments == [], "shared memory keeps no name once it is mapped, so that no SIGKILL can leave it"
+    assert straight.sockets == []
 
 
 def test_the_run_folder_is_complete(straight: Finished) -> None:
