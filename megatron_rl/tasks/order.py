@@ -59,10 +59,9 @@ class MixedOrder:
     """An endless order over several tasks' prompts that gives each task its share, whatever its size.
 
     Every window of positions has each task exactly as often as its weight says, evenly spread: any stretch has each task
-    within 2 of its share. The window is the shortest
-    in which the weights come out as whole numbers, at most `WINDOW`; weights that do not fit are rounded to one in
-    `WINDOW`, and no task to nothing. Each task has epochs of its own: its prompts in a `PromptOrder`. A pure function of
-    (seed, position), as `PromptOrder` is.
+    within 2 of its share. The window is the shortest in which the weights come out as whole numbers, at most `WINDOW`;
+    weights that do not fit are rounded to one in `WINDOW`, and no task to nothing. Each task has epochs of its own: its
+    prompts in a `PromptOrder`. A pure function of (seed, position), as `PromptOrder` is.
 
     Args:
         tasks: the task of every sample; the indices of `take` are places in it.
