@@ -74,7 +74,8 @@ class EndpointConfig:
         max_in_flight: requests at a time.
         request_seconds: longest time of one request, from its first byte to the reply's last.
         retries: further requests after a failed one, each to the next server.
-        backoff_seconds: wait before the first retry; doubles up to 30 s, with jitter. A `Retry-After` is obeyed.
+        backoff_seconds: wait before the first retry; doubles up to 30 s, with jitter. A `Retry-After` is obeyed, up to
+            `request_seconds`.
 
     Raises:
         ValueError: naming the setting.
@@ -187,8 +188,9 @@ class Endpoint:
                     reply = await self._post_once(server, path, body)
                 except _Failed as failed:
                     server.failures += 1
-                    server.rest_until = time.monotonic() + max(failed.retry_after, self._backoff(server.failures))
-                    reason, wait = failed.reason, max(failed.retry_after, self._backoff(attempt + 1))
+                    asked = min(failed.retry_after, self.config.request_seconds)
+                    server.rest_until = time.monotonic() + max(asked, self._backoff(server.failures))
+                    reason, wait = failed.reason, max(asked, self._backoff(attempt + 1))
                 else:
                     server.failures, server.rest_until = 0, 0.0
                     self._answered = True

@@ -191,6 +191,11 @@ def test_a_wait_that_the_server_asks_for_is_kept() -> None:
         assert time.monotonic() - began >= 1.0
 
 
+def test_nobody_waits_longer_than_for_a_reply() -> None:
+    with serving(lambda number, _: "score:1.0" if number else "status:429:86400") as server:
+        assert make(server.url, request_seconds=5)("a", SAMPLE) == 1.0
+
+
 def test_another_server_takes_over() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound, not listening: refuses connections
