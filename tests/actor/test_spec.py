@@ -48,11 +48,6 @@ def test_packed_sequences_attend_as_if_each_were_alone(lengths, heads, kv_heads,
     torch.testing.assert_close(own, want, **close)
 
 
-def test_context_parallelism_is_refused_without_transformer_engine() -> None:
-    with pytest.raises(ValueError, match="Transformer Engine"):
-        PackedAttention(SimpleNamespace(context_parallel_size=2))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter is for machines without a GPU")
 def test_the_adapter_answers_for_cuda_and_leaves_no_trace() -> None:
     names = [*_TORCH_CUDA, *_TYPED_CONSTRUCTORS]
