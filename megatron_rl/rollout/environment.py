@@ -54,6 +54,7 @@ def remove_sockets() -> None:
     folder = Path(os.environ[_SOCKETS])
     if folder.name.startswith(_PREFIX):
         shutil.rmtree(folder)
+        del os.environ[_SOCKETS]  # what this process starts later must not look there
 
 
 def _mapped_segments() -> set[str]:
