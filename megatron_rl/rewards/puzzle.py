@@ -20,7 +20,8 @@ PLAIN_VERIFIERS = frozenset({"chain_sum", "knights_knaves"})
 # or compute what it should have found, as Integral(x, x) is an integral of x; it is handed on as _NONSENSE. So is the nan to
 # which every complex number is near.
 _ARITHMETIC, _LIST = re.compile(r"[\d\s.+\-*/()]*"), re.compile(r"[\w\s,'\"\[\]-]*")
-_EXPRESSION = re.compile(r"(?:[\d\s.,+\-*/^()]|(?<![\w.])[A-Za-z]\w*)*")
+# Possessive: `x1` is one name or a name and a digit, and a text of many such would be tried in every combination.
+_EXPRESSION = re.compile(r"(?:[\d\s.,+\-*/^()]|(?<![\w.])[A-Za-z]\w*+)*+")
 _EVALUATED = {
     "countdown": _ARITHMETIC,
     "puzzle24": _ARITHMETIC,

@@ -197,6 +197,15 @@ def test_an_integral_is_not_left_to_the_verifier(answer: str, expected: float, p
     assert puzzle(answer, {"answer": "x**2/2 + C", "metadata": metadata}) == expected
 
 
+def test_a_long_text_is_no_expression_and_that_is_seen_in_time(puzzle: Reward) -> None:
+    """Not by running into the deadline: with names that end in digits, a careless pattern takes twice as long per name."""
+    isolated: Isolated = puzzle.isolated  # type: ignore[attr-defined]
+    timeouts = isolated.timeouts
+    metadata = {"source_dataset": "simple_integration", "variable": "x", "integrand": "x"}
+    assert puzzle("step1 " * 1000 + "!", {"answer": "x**2/2 + C", "metadata": metadata}) == 0
+    assert isolated.timeouts == timeouts
+
+
 @pytest.mark.parametrize(
     ("dataset", "gold", "answer", "expected"),
     [
