@@ -26,7 +26,7 @@ from megatron_rl.runtime.spawn import (
     shared_attempt,
 )
 from megatron_rl.runtime.world import World, outer_world
-from megatron_rl.tasks import check_tasks
+from megatron_rl.tasks import check_tasks, tasks_to_evaluate
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -102,7 +102,7 @@ def load_checked(args: argparse.Namespace, machine: Machine, model: Mapping[str,
     """
     config = check(load_recipe(args.recipe, args.overrides), command=args.command, machine=machine, model=model)
     try:
-        check_tasks(config.tasks)
+        check_tasks(tasks_to_evaluate(config.tasks) if args.command == "evaluate" else config.tasks)
         check_rewards(config.rewards, {*config.tasks.train, *config.tasks.eval})
     except ValueError as error:
         raise ConfigError(str(error)) from None

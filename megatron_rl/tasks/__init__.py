@@ -1,7 +1,7 @@
 """Where prompts come from: your data and generators, as `Sample`s in a deterministic order. Imports no torch."""
 
 from megatron_rl.tasks.checks import check_tasks
-from megatron_rl.tasks.loading import LoadedTasks, filter_by_length, load_task, load_tasks
+from megatron_rl.tasks.loading import LoadedTasks, filter_by_length, load_task, load_tasks, tasks_to_evaluate
 from megatron_rl.tasks.order import MixedOrder, Order, PromptOrder, make_order
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "load_task",
     "load_tasks",
     "make_order",
+    "tasks_to_evaluate",
 ]

@@ -33,6 +33,12 @@ class LoadedTasks:
     weights: dict[str, float] | None  # per train task; None: by size
 
 
+def tasks_to_evaluate(tasks: TasksConfig) -> TasksConfig:
+    """The tasks that an evaluation reads: the eval tasks, and the train tasks that a `split` takes its prompts from."""
+    sources = {config.of for config in tasks.eval.values() if _splits(config)}
+    return replace(tasks, train={name: config for name, config in tasks.train.items() if name in sources})
+
+
 def load_tasks(tasks: TasksConfig, tokenizer: Any) -> LoadedTasks:
     """Load the eval tasks, the train tasks without the eval prompts they exclude, and what is held out of those.
 

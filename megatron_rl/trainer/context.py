@@ -20,7 +20,8 @@ from megatron_rl.rollout.sync import WeightSync
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.phases import Phases
 from megatron_rl.runtime.stop import StopFlag
-from megatron_rl.tasks import Order, filter_by_length, load_tasks, make_order
+from megatron_rl.tasks import Order, make_order
+from megatron_rl.trainer.prompts import load_prompts
 from megatron_rl.trainer.report import Reporter
 
 
@@ -41,7 +42,7 @@ class Run:
     tokenizer: Any
     train_samples: list[Sample]
     eval_samples: dict[str, list[Sample]]
-    order: Order
+    order: Order | None  # of the training prompts; None in an evaluation
     task_weights: dict[str, float] | None  # of the train tasks; None: mixed by size
     actor: Actor
     algorithm: Algorithm
@@ -133,32 +134,25 @@ def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train",
     report.phase("loading the model and the tasks")
     folder = model_folder(config, grid, run_dir)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    tasks = load_tasks(config.tasks, tokenizer)
-    limit, too_long = config.rollout.max_prompt_tokens, config.rollout.too_long
-    train_samples, dropped = filter_by_length(tasks.train, limit, too_long)
-    if dropped:
-        report.note(f"left out {dropped} training prompts of more than {limit} tokens")
-    eval_samples = {}
-    for name, samples in tasks.eval.items():
-        kept, dropped = filter_by_length(samples, limit, too_long)
-        if dropped:
-            report.note(f"left out {dropped} prompts of {name} of more than {limit} tokens")
-        eval_samples[name] = kept[: config.trainer.eval_max_prompts]
+    prompts = load_prompts(config, tokenizer, report.note, training=command != "evaluate")
     algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
     scorer = Scorer(config.rewards, algorithm.estimator.needs.columns)
-    for samples in ([train_samples] if command == "train" else []) + list(eval_samples.values()):
+    for samples in ([prompts.train] if command == "train" else []) + list(prompts.eval.values()):
         scorer.check(samples)
     scorer.open(run_dir, grid.rank, grid.world)
+    order = None
+    if prompts.train:
+        order = make_order([sample.task for sample in prompts.train], prompts.weights, config.seed)
     return Run(
         config=config,
         run_dir=run_dir,
         grid=grid,
         folder=folder,
         tokenizer=tokenizer,
-        train_samples=train_samples,
-        eval_samples=eval_samples,
-        order=make_order([sample.task for sample in train_samples], tasks.weights, config.seed),
-        task_weights=tasks.weights,
+        train_samples=prompts.train,
+        eval_samples=prompts.eval,
+        order=order,
+        task_weights=prompts.weights,
         actor=Actor(config, grid, folder, open_weights(folder)),
         algorithm=algorithm,
         scorer=scorer,

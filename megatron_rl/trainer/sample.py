@@ -18,6 +18,7 @@ from megatron_rl.trainer.context import Run
 
 def next_prompts(run: Run, count: int) -> list[Sample]:
     """The next `count` training prompts; moves the run's position."""
+    assert run.order is not None  # an evaluation takes no training prompts
     indices = run.order.take(run.state.position, count)
     run.state.position += count
     return [run.train_samples[index] for index in indices]

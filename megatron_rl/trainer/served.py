@@ -21,8 +21,8 @@ from megatron_rl.rewards.endpoint import EndpointError
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import exit_codes
 from megatron_rl.runtime.distributed import Grid
-from megatron_rl.tasks import filter_by_length, load_tasks
 from megatron_rl.trainer.evaluate import Responses, evaluation_seed_step, finish, take_up
+from megatron_rl.trainer.prompts import load_prompts
 from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.sample import scoring_metrics
 
@@ -48,7 +48,7 @@ def evaluate_served(config: Config, urls: Sequence[str], name: str | None) -> in
         report.phase("loading the tasks")
         assert config.model.path is not None  # the command has seen to it
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-        tasks = _load(config, report, tokenizer)
+        tasks = load_prompts(config, tokenizer, report.note, training=False).eval
         served = {"name": server.name, "root": server.root, "tokenizer": kept.files_of(Path(config.model.path))}
         there = take_up(report, kept.origin(config, served), [s for samples in tasks.values() for s in samples])
         report.begin("evaluation", 0, 1)
@@ -68,18 +68,6 @@ def evaluate_served(config: Config, urls: Sequence[str], name: str | None) -> in
     report.summary()
     report.close()
     return _verdict(config, failures, sum(summary.responses for summary in summaries))
-
-
-def _load(config: Config, report: Reporter, tokenizer: Any) -> dict[str, list[Sample]]:
-    """The eval tasks' prompts, as a run of ours would get them."""
-    samples = {}
-    limit = config.rollout.max_prompt_tokens
-    for name, task in load_tasks(config.tasks, tokenizer).eval.items():
-        kept, dropped = filter_by_length(task, limit, config.rollout.too_long)
-        if dropped:
-            report.note(f"left out {dropped} prompts of {name} of more than {limit} tokens")
-        samples[name] = kept[: config.trainer.eval_max_prompts]
-    return samples
 
 
 def _answer(

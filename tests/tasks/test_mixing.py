@@ -13,9 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.config.schema import TaskConfig, TasksConfig
-from megatron_rl.tasks import MixedOrder, PromptOrder, check_tasks, load_tasks, make_order
+from megatron_rl.config.schema import Config, TaskConfig, TasksConfig
+from megatron_rl.tasks import MixedOrder, PromptOrder, check_tasks, load_tasks, make_order, tasks_to_evaluate
 from megatron_rl.tasks.order import WINDOW, window_counts
+from megatron_rl.trainer.prompts import load_prompts
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.1, 0.25, 1, 2.5, 7, 1 / 3]), min_size=1)
 
@@ -155,3 +156,20 @@ def test_splits_and_weights_where_they_do_not_belong(tmp_path: Path) -> None:
     config.train["all"].chat_params = {"enable_thinking": False}
     with pytest.raises(ValueError, match="chat_params: has no effect without chat: true"):
         check_tasks(config)
+
+
+def test_an_evaluation_reads_train_tasks_only_where_a_split_takes_its_prompts_from_them(
+    tmp_path: Path, printable: PreTrainedTokenizerFast
+) -> None:
+    path = rows(tmp_path, *(f"q{i}" for i in range(20)))
+    trained = tasks(path)
+    trained.train["elsewhere"] = TaskConfig(source="jsonl", path=str(tmp_path / "not_here.jsonl"))
+    needed = tasks_to_evaluate(trained)
+    assert needed.train.keys() == {"all"}
+    check_tasks(needed)
+    config = Config(tasks=trained)
+    held = load_prompts(config, printable, pytest.fail, training=False)
+    assert held.train == []
+    assert held.eval == load_tasks(tasks(path), printable).eval
+    config.tasks = TasksConfig(eval={"own": TaskConfig(source="jsonl", path=path)})
+    assert len(load_prompts(config, printable, pytest.fail, training=False).eval["own"]) == 20

@@ -1,0 +1,44 @@
+"""The prompts of a run, no longer than the recipe allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data import Sample
+from megatron_rl.tasks import filter_by_length, load_tasks, tasks_to_evaluate
+
+
+@dataclass(frozen=True)
+class Prompts:
+    train: list[Sample]  # of all train tasks; empty in an evaluation
+    eval: dict[str, list[Sample]]  # at most `trainer.eval_max_prompts` of each eval task
+    weights: dict[str, float] | None  # of the train tasks; None: mixed by size
+
+
+def load_prompts(config: Config, tokenizer: Any, note: Callable[[str], None], training: bool) -> Prompts:
+    """Loads and tokenises the recipe's tasks.
+
+    Args:
+        note: is given a sentence for every task of which prompts are left out.
+        training: without, train tasks are read only where a `split` takes eval prompts from them.
+
+    Raises:
+        ValueError: for what only data can show: an empty task, prompts that are too long.
+    """
+    limit, too_long = config.rollout.max_prompt_tokens, config.rollout.too_long
+    tasks = load_tasks(config.tasks if training else tasks_to_evaluate(config.tasks), tokenizer)
+    train: list[Sample] = []
+    if training:
+        train, dropped = filter_by_length(tasks.train, limit, too_long)
+        if dropped:
+            note(f"left out {dropped} training prompts of more than {limit} tokens")
+    held_out = {}
+    for name, samples in tasks.eval.items():
+        kept, dropped = filter_by_length(samples, limit, too_long)
+        if dropped:
+            note(f"left out {dropped} prompts of {name} of more than {limit} tokens")
+        held_out[name] = kept[: config.trainer.eval_max_prompts]
+    return Prompts(train, held_out, tasks.weights if training else None)
