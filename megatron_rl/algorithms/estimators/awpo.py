@@ -65,8 +65,9 @@ class AWPO:
         a_mix = safe_divide(mix.values, sigma_mix + self.eps)
         mean = out.mean[:, 0]
         rho = safe_divide(sigma_mix, sigma_out + sigma_mix + self.eps_std)[:, 0]
-        if self.r_out_max is None and groups.present.any():
-            self.peak = max(self.peak, float(mean[groups.present].max()))
+        seen = groups.present  # at least one prompt: the registry refuses a table without rollouts
+        if self.r_out_max is None:
+            self.peak = max(self.peak, float(mean[seen].max()))
         peak = self.peak if self.r_out_max is None else self.r_out_max
         # Strict comparisons up to rounding: a mean that equals a threshold in exact arithmetic is not beyond it.
         noise = 8 * groups.unit * float(size.max())
@@ -76,16 +77,18 @@ class AWPO:
         medium = (mean - self.tau_low > noise) & (self.tau_high - mean > noise)
         difficulty = self.alpha_base + (self.alpha_prio - self.alpha_base) * medium.double()  # Eq. 22
         advantages = difficulty[:, None] * ((1 - w_mix)[:, None] * a_out + w_mix[:, None] * a_mix)
-        seen = groups.present
-        w_bar = float(w_mix[seen].mean()) if seen.any() else 0.0
+        w_bar = float(w_mix[seen].mean())
         radius = self.eps_min + (1 - w_bar) * (self.eps_max - self.eps_min)
-        metrics = {"awpo/w_mix": w_bar, "awpo/clip_radius": radius, "awpo/r_out_max": peak}
-        if seen.any():
-            metrics["awpo/rho"] = float(rho[seen].mean())
-            metrics["awpo/difficulty"] = float(difficulty[seen].mean())
-            metrics["awpo/gate_open_share"] = float((w_mix[seen] > 0).double().mean())
-            metrics["awpo/sigma_out"] = float(sigma_out[seen].mean())
-            metrics["awpo/sigma_mix"] = float(sigma_mix[seen].mean())
+        metrics = {
+            "awpo/w_mix": w_bar,
+            "awpo/clip_radius": radius,
+            "awpo/r_out_max": peak,
+            "awpo/rho": float(rho[seen].mean()),
+            "awpo/difficulty": float(difficulty[seen].mean()),
+            "awpo/gate_open_share": float((w_mix[seen] > 0).double().mean()),
+            "awpo/sigma_out": float(sigma_out[seen].mean()),
+            "awpo/sigma_mix": float(sigma_mix[seen].mean()),
+        }
         return Estimate(
             advantages,
             metrics=metrics,

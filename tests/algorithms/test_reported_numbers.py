@@ -1,0 +1,147 @@
+"""Numbers that are logged and not trained on, each against its definition: a wrong gauge misleads like a wrong loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.algorithms import GradientVariance, RewardTable, correct, gradient_variance, make_advantage_estimator
+from megatron_rl.algorithms.correction import correction_metrics
+from megatron_rl.algorithms.metrics import Metrics
+from megatron_rl.algorithms.shaping import add_column, overlong_penalty
+from megatron_rl.config.schema import CorrectionFilterConfig
+
+OUTCOME = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
+JUDGE = torch.tensor([[0.1, 0.0, 0.2], [0.2, 0.1, 0.0], [0.0, 1.0, 0.5], [0.3, 0.1, 0.2]], dtype=torch.float64)
+
+
+def test_awpo_logs_what_it_used() -> None:
+    """AWPO v2 Eq. 18-24 in plain loops; the judge's column is mixed in where the gate is open."""
+    valid = torch.ones(5, 3, dtype=torch.bool)
+    valid[4] = False  # a prompt without rollouts counts in no mean
+    values = torch.stack([OUTCOME, JUDGE], 2)
+    values = torch.cat([values, torch.full((1, 3, 2), 50.0, dtype=torch.float64)])
+    estimator = make_advantage_estimator("awpo", eps_mix=0.6, tau_low=0.2, tau_high=0.9)
+    result = estimator(RewardTable(values, ("outcome", "judge"), valid=valid))
+    rho, w_mix, difficulty, sigma_out, sigma_mix = [], [], [], [], []
+    for outcome, judge in zip(OUTCOME, JUDGE, strict=True):
+        s_out, s_mix = outcome.std(correction=0), (outcome + judge).std(correction=0)
+        rho.append(float(s_mix / (s_out + s_mix + 1e-6)))
+        w_mix.append(rho[-1] if float(outcome.mean()) < 1.0 and rho[-1] < 0.6 else 0.0)
+        difficulty.append(1.5 if 0.2 < float(outcome.mean()) < 0.9 else 0.5)
+        sigma_out.append(float(s_out))
+        sigma_mix.append(float(s_mix))
+    mean_w = sum(w_mix) / 4
+    assert 0 < sum(w > 0 for w in w_mix) < 4, "some gates are open and some are shut, or this shows little"
+    assert result.metrics == pytest.approx(
+        {
+            "awpo/w_mix": mean_w,
+            "awpo/clip_radius": 0.18 + (1 - mean_w) * 0.02,
+            "awpo/r_out_max": 1.0,
+            "awpo/rho": sum(rho) / 4,
+            "awpo/difficulty": sum(difficulty) / 4,
+            "awpo/gate_open_share": sum(w > 0 for w in w_mix) / 4,
+            "awpo/sigma_out": sum(sigma_out) / 4,
+            "awpo/sigma_mix": sum(sigma_mix) / 4,
+        },
+        rel=1e-12,
+    )
+
+
+def test_gradient_variance_is_equation_17() -> None:
+    """1 / (b (b - 1)) sum |g_i - mean|^2, two-pass and streaming, for two and for five micro-batches."""
+    for count in (2, 5):
+        gradients = [torch.tensor([float(i * i), 1.0 - i], dtype=torch.float64) for i in range(count)]
+        mean = sum(gradients) / count
+        expected = sum(float((g - mean).square().sum()) for g in gradients) / (count * (count - 1))
+        assert gradient_variance(gradients) == pytest.approx(expected, rel=1e-12)
+        tracker = GradientVariance()
+        for gradient in gradients:
+            tracker.add(float(gradient.square().sum()))
+        of_sum = float(sum(gradients).square().sum())
+        assert tracker.value(of_sum) == pytest.approx(expected, rel=1e-12)
+        assert tracker.of_sum(of_sum) == pytest.approx(expected * count**2, rel=1e-12)
+
+
+def test_gradient_variance_of_equal_gradients_is_zero() -> None:
+    tracker = GradientVariance()
+    for _ in range(3):
+        tracker.add(1.0 - 1e-16)
+    assert tracker.of_sum(9.0) == 0.0  # rounding must not make it negative, nor anything else
+
+
+def test_mismatch_gauges_are_over_the_given_mask() -> None:
+    ids = torch.tensor([0, 0, 1, 1, 2])
+    mask = torch.tensor([True, False, True, True, False])  # rollout 2 has no live token
+    old = torch.tensor([-1.0, 7.0, -2.0, -0.5, 3.0], dtype=torch.float64)
+    rollout = torch.tensor([-1.4, 0.0, -1.9, -1.5, 0.0], dtype=torch.float64)
+    correction = correct(old, rollout, mask, ids, weight="token", cap=1.4)
+    values = correction_metrics(old, rollout, mask, ids, correction, 1.4).values()
+    live = torch.tensor([0.4, -0.1, 1.0], dtype=torch.float64)
+    weights = live.exp().clamp(max=1.4)
+    assert values["mismatch/abs_log_ratio"] == pytest.approx(0.5)
+    assert values["mismatch/abs_log_ratio_max"] == pytest.approx(1.0)
+    assert values["mismatch/kl_k1"] == pytest.approx(-float(live.mean()))
+    assert values["mismatch/kl_k3"] == pytest.approx(float((live.exp() - 1 - live).mean()))
+    assert values["mismatch/log_perplexity_gap"] == pytest.approx(-(0.4 + 0.45) / 2)
+    assert values["correction/weight"] == pytest.approx(float(weights.mean()))
+    assert values["correction/weight_squared"] == pytest.approx(float(weights.square().mean()))
+    assert values["correction/truncated_share"] == pytest.approx(2 / 3)  # a weight cut to the cap equals it
+    assert values["correction/effective_sample_share"] == pytest.approx(
+        float(weights.mean() ** 2 / weights.square().mean())
+    )
+
+
+def test_filters_keep_their_bounds() -> None:
+    """A statistic that equals a bound passes."""
+    old, rollout = torch.tensor([1.0, 2.0, 0.0]), torch.zeros(3)
+    ids, mask = torch.arange(3), torch.ones(3, dtype=torch.bool)
+    by_k1 = [CorrectionFilterConfig("token", "k1", low=-2.0, high=-1.0)]
+    assert correct(old, rollout, mask, ids, filters=by_k1).mask.tolist() == [True, True, False]
+    by_k2 = [CorrectionFilterConfig("token", "k2", low=0.5, high=2.0)]
+    assert correct(old, rollout, mask, ids, filters=by_k2).mask.tolist() == [True, True, False]
+
+
+def test_mismatch_of_low_precision_log_probs_is_taken_in_float32() -> None:
+    old, rollout = (torch.tensor([value], dtype=torch.bfloat16) for value in (-2.015625, -1.1015625))
+    weights = correct(old, rollout, torch.tensor([True]), torch.tensor([0]), weight="token").weights
+    assert weights is not None
+    assert weights.dtype == torch.float32
+    assert float(weights) == pytest.approx(float((old.double() - rollout.double()).exp()), rel=1e-6)
+
+
+def test_metrics_without_sums_or_without_maxima_reduce_too() -> None:
+    where = torch.tensor([True])
+    only_mean, only_max = Metrics(), Metrics()
+    only_mean.mean("a", torch.tensor([3.0]), where)
+    only_max.maximum("b", torch.tensor([2.0]), where)
+    for metrics, expected in ((Metrics(), {}), (only_mean, {"a": 3.0}), (only_max, {"b": 2.0})):
+        sums, maxima = metrics.flat()
+        assert sums.dtype == maxima.dtype == torch.float64
+        assert (sums.numel(), maxima.numel()) == (2 * len(metrics.sums), len(metrics.maxima))
+        assert metrics.with_flat(sums, maxima).values() == metrics.on_host().values() == expected
+
+
+def test_metrics_refuse_vectors_of_other_names() -> None:
+    """Ranks that disagree on the names would otherwise shift every number to another's name."""
+    metrics = Metrics()
+    metrics.mean("a", torch.tensor([3.0]), torch.tensor([True]))
+    sums, maxima = metrics.flat()
+    with pytest.raises(ValueError, match="argument"):
+        metrics.with_flat(torch.cat([sums, sums]), maxima)
+    with pytest.raises(ValueError, match="argument"):
+        metrics.with_flat(sums, torch.ones(1))
+
+
+def test_overlong_penalty_takes_the_whole_budget_and_one_token() -> None:
+    """DAPO Eq. 13 at its bounds."""
+    assert overlong_penalty(torch.tensor([0, 5, 10]), 10, 1.0).tolist() == [0.0, -0.5, -1.0]
+    assert overlong_penalty(torch.tensor([0, 1]), 1, 0.5).tolist() == [0.0, -1.0]
+    for length, share in ((0, 0.5), (10, 0.0), (10, 1.5)):
+        with pytest.raises(ValueError, match=r"algorithm\.overlong"):
+            overlong_penalty(torch.tensor([1]), length, share)
+
+
+def test_an_added_column_has_the_tables_dtype() -> None:
+    table = RewardTable(torch.zeros(1, 2, 1, dtype=torch.float64), ("r",))
+    assert add_column(table, "kl", torch.tensor([[1, 2]]), 1.0).values.dtype == torch.float64
