@@ -10,17 +10,24 @@ import contextlib
 import json
 import os
 import re
-import socket
+import shutil
+import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.runtime.progress import BETWEEN, PROGRESS, beat_interval, read_heartbeat
+from megatron_rl.runtime import process
+from megatron_rl.runtime.progress import BETWEEN, PROGRESS
 
 REPORT = "report.txt"
+# Makes a rank write its stacks at once, from C and without Python's lock, to `stacks_file`. That walks the frames of running
+# threads and may crash the process: it is sent only to a rank that the sender is about to end. A real-time signal, because
+# batch systems and people send the others.
+STACKS_SIGNAL = signal.SIGRTMIN + 7
 STALL = "stall.json"  # written by the first rank that is past a deadline; its presence asks all others for their stacks
 _SAMPLES = 64  # ids that are written; more tell nothing new
+_STACKS_SECONDS = 1.0  # for a rank that does not answer to write its stacks
 
 
 def folder_of(attempt: Path) -> Path:
@@ -30,6 +37,33 @@ def folder_of(attempt: Path) -> Path:
 
 def heartbeat_folder(attempt: Path) -> Path:
     return attempt / "heartbeat"
+
+
+def stacks_file(beats: Path, rank: int) -> Path:
+    """Where a rank that does not answer leaves its stacks, beside its heartbeat."""
+    return beats / f"rank_{rank}.stacks"
+
+
+def take_stacks(folder: Path, beats: Path, silent: Iterable[Mapping[str, Any]]) -> None:
+    """Has the ranks that do not answer, and run on this machine, write their stacks; copies them into the post-mortem.
+
+    Args:
+        folder: of the post-mortem.
+        beats: of the heartbeats.
+        silent: the last heartbeats of the ranks.
+    """
+    asked = [
+        stacks_file(beats, beat["rank"])
+        for beat in silent
+        if process.send(beat["pid"], beat["started"], beat["space"], STACKS_SIGNAL)
+    ]
+    until = time.monotonic() + _STACKS_SECONDS
+    while time.monotonic() < until and not all(path.is_file() and path.stat().st_size for path in asked):
+        time.sleep(0.05)
+    time.sleep(0.1 if asked else 0.0)  # one that has begun is finished
+    for path in asked:
+        if path.is_file() and path.stat().st_size:  # a process that is stopped, or waits in the kernel, writes none
+            shutil.copyfile(path, folder / f"{path.stem}.txt")
 
 
 def write_rank(folder: Path, about: Mapping[str, Any], stacks: str) -> None:
@@ -99,6 +133,15 @@ def dumped_ranks(folder: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
+def silent_ranks(
+    before: Mapping[int, Mapping[str, Any]], after: Mapping[int, Mapping[str, Any]], dumps: Iterable[int]
+) -> list[int]:
+    """Ranks that do not answer: no beat between two looks, and no post-mortem of their own."""
+    return [
+        rank for rank, beat in after.items() if rank not in dumps and beat["beat"] == before.get(rank, {}).get("beat")
+    ]
+
+
 def verdict(
     stall: Mapping[str, Any],
     before: Mapping[int, Mapping[str, Any]],
@@ -108,9 +151,8 @@ def verdict(
 ) -> str:
     """Which rank is behind, where, and what the others wait in: the first line is the answer.
 
-    A rank is silent if its heartbeat has not moved between `before` and `after` and it has not written a post-mortem. Silent
-    ranks are the ones behind; where all answer, it is those that are not waiting in a collective that others have entered,
-    then those that went through the fewest phases.
+    Silent ranks (`silent_ranks`) are the ones behind; where all answer, it is those that are not waiting in a collective that
+    others have entered, then those that went through the fewest phases.
 
     Args:
         stall: what `mark_stall` wrote.
@@ -119,15 +161,13 @@ def verdict(
         here: name of the node that this is written on, whose processes can be looked at.
     """
     world = max((beat["world"] for beat in after.values()), default=0)
-    silent = [
-        rank for rank, beat in after.items() if rank not in dumps and beat["beat"] == before.get(rank, {}).get("beat")
-    ]
+    silent = silent_ranks(before, after, dumps)
     absent = [rank for rank in range(world) if rank not in after]
     facts = {rank: {**beat, **dumps.get(rank, {})} for rank, beat in after.items()}
     lines = []
     if silent or absent:
         lines += [
-            f"{_who(facts[rank])} is behind: {where(facts[rank])}; {_state(facts[rank], here)}" for rank in silent
+            f"{who(facts[rank])} is behind: {where(facts[rank])}; {state_of(facts[rank], here)}" for rank in silent
         ]
         lines += [f"rank {rank} is behind: it has not come as far as its first heartbeat" for rank in absent]
     else:
@@ -140,9 +180,9 @@ def verdict(
         else:
             for rank in behind:
                 lines.append(
-                    f"{_who(facts[rank])} is behind: {where(facts[rank])}; it answers and is at {facts[rank]['at']}"
+                    f"{who(facts[rank])} is behind: {where(facts[rank])}; it answers and is at {facts[rank]['at']}"
                 )
-    others = [fact for rank, fact in facts.items() if rank in dumps and not any(_who(fact) in line for line in lines)]
+    others = [fact for rank, fact in facts.items() if rank in dumps and not any(who(fact) in line for line in lines)]
     lines += [f"{names} {where}" for names, where in _together(others)]
     limit = f"{stall['limit'] / 60:g} min for `{stall['phase']}`"
     lines.append(stall["why"] or f"the deadline that passed: {limit}, on rank {stall['rank']} (recipe: watchdog)")
@@ -159,13 +199,13 @@ def _behind(facts: Mapping[int, Mapping[str, Any]]) -> list[int]:
     return ranks
 
 
-def _who(fact: Mapping[str, Any]) -> str:
+def who(fact: Mapping[str, Any]) -> str:
     return f"rank {fact['rank']} (node {fact['host']}, process {fact['pid']})"
 
 
 def where(fact: Mapping[str, Any]) -> str:
     """Phase and step of a heartbeat, and for how long, in words."""
-    return f"{place(fact)}, for {fact['time'] - fact['since']:.0f} s when last heard of"
+    return f"{place(fact)}, for {fact['seconds']:.0f} s at its last heartbeat"
 
 
 def place(fact: Mapping[str, Any]) -> str:
@@ -175,7 +215,7 @@ def place(fact: Mapping[str, Any]) -> str:
     return f"{phase}{step}"
 
 
-def _state(fact: Mapping[str, Any], here: str) -> str:
+def state_of(fact: Mapping[str, Any], here: str) -> str:
     """What can be said about a process that does not answer."""
     if fact["host"] != here:
         return "it does not answer: its node or its process is stopped, dead or cut off"
@@ -214,24 +254,3 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-
-
-# ------------------------------------------------------------------------------------------------------ for the launcher
-def past_deadline(attempt: Path, ranks: Iterable[int], grace: float) -> str | None:
-    """A report on ranks that are so far past their deadline that nobody is left to say so; None while all is well.
-
-    For whoever watches these ranks from outside, on their machine's own clock.
-    """
-    beats = [read_heartbeat(heartbeat_folder(attempt) / f"rank_{rank}.json") for rank in ranks]
-    late = [(beat, time.time() - beat["deadline"]) for beat in beats if beat and beat["deadline"] is not None]
-    # Ranks notice each other's stall, and tell it, in four beats.
-    if not any(seconds > grace + 4 * beat_interval(beat["world"]) for beat, seconds in late):
-        return None
-    here = socket.gethostname()
-    text = "\n    ".join(
-        f"{_who(beat)} is behind: {where(beat)}; {_state(beat, here)}" for beat, seconds in late if seconds > 0
-    )
-    with contextlib.suppress(OSError):
-        folder_of(attempt).mkdir(parents=True, exist_ok=True)
-        (folder_of(attempt) / REPORT).write_text(f"the run stands still: {text}\n", encoding="utf-8")
-    return text

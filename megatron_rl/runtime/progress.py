@@ -1,8 +1,8 @@
 """What this process is doing: stage, step, phase, samples. In memory always; in a heartbeat file where one is attached.
 
-The file is what others go by when this process cannot speak any more: the other ranks, the launcher, `megatron-rl status`.
-It is written in place, without a rename, on every change of phase by whoever changes it and at every beat by the watchdog.
-Needs no torch.
+The other ranks, the launcher and `megatron-rl status` read the file when this process does not answer. The main thread
+writes it in place at every change of phase, a thread of the watchdog at every beat. Deadlines are counted on an `AwakeClock`.
+Readers compare the numbers of the beat at two looks, because clocks differ and may be set. Needs no torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.runtime import process
+from megatron_rl.runtime.clock import AwakeClock
+
 BETWEEN = "between phases"
 START, END = "start", "end"  # before the first phase; after the last, where all went well
 _SLOWEST_BEAT = 15.0  # seconds
 _BEATS_PER_SECOND = 32.0  # of all ranks together: what a shared file system hardly notices
 _SIZE = 4096  # bytes of a heartbeat: one page, written and read in one piece
+
+
+_LONGEST_GAP = (
+    10.0  # seconds, or four beats: what two ticks of the clock may lie apart before the process counts as halted
+)
 
 
 def beat_interval(world: int) -> float:
@@ -44,8 +52,8 @@ class Deadlines:
 @dataclass
 class _Entry:
     phase: str
-    since: float  # time.time()
-    deadline: float  # time.monotonic(); inf without a watchdog
+    since: float  # on the process's clock, as is `deadline`
+    deadline: float  # inf without a watchdog
     limit: float  # seconds
 
 
@@ -62,16 +70,25 @@ class Progress:
         self.memory_parts: Callable[[], Mapping[str, float]] = dict  # what holds the memory, in GiB
         self.memory_peaks: Callable[[], Mapping[str, Mapping[str, float]]] = dict  # GiB per phase, on host and device
         self.last: Mapping[str, Any] = {}  # what the watchdog adds: collective, memory
+        self.clock = AwakeClock(float("inf"))
         self._deadlines: Deadlines | None = None
         self._known: set[str] = set()
         self._stack = [self._entry(START)]
         self._file: int | None = None
         self._beat = 0
+        self._started = process.started(os.getpid())
 
-    def attach(self, folder: Path, rank: int, world: int, deadlines: Deadlines | None) -> None:
-        """From here on `folder/rank_<r>.json` shows what this process does; every phase has a deadline, if any are given."""
+    def attach(
+        self, folder: Path, rank: int, world: int, deadlines: Deadlines | None, clock: AwakeClock | None = None
+    ) -> None:
+        """From here on `folder/rank_<r>.json` shows what this process does; every phase has a deadline, if any are given.
+
+        Args:
+            clock: the caller ticks it at every beat; None: one that counts a gap as ten seconds, or four beats, at most.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.rank, self.world, self._deadlines = rank, world, deadlines
+        self.clock = clock or AwakeClock(max(_LONGEST_GAP, 4 * beat_interval(world)))
         self._file = os.open(folder / f"rank_{rank}.json", os.O_RDWR | os.O_CREAT, 0o644)
         os.pwrite(self._file, b" " * _SIZE, 0)
         self._known.clear()
@@ -108,10 +125,11 @@ class Progress:
         self.write()
 
     def _entry(self, phase: str) -> _Entry:
+        now = self.clock.read()
         if self._deadlines is None:
-            return _Entry(phase, time.time(), float("inf"), float("inf"))
+            return _Entry(phase, now, float("inf"), float("inf"))
         limit = self._deadlines.of(phase, phase not in self._known)
-        return _Entry(phase, time.time(), time.monotonic() + limit, limit)
+        return _Entry(phase, now, now + limit, limit)
 
     # ----------------------------------------------------------------------------------------------------------- reading
     @property
@@ -120,7 +138,7 @@ class Progress:
 
     def overdue(self) -> tuple[str, float] | None:
         """The phase that is past its deadline, and the deadline in seconds."""
-        now = time.monotonic()
+        now = self.clock.read()
         return next(((entry.phase, entry.limit) for entry in self._current() if now > entry.deadline), None)
 
     def _current(self) -> list[_Entry]:
@@ -130,21 +148,23 @@ class Progress:
     def record(self) -> dict[str, Any]:
         """The heartbeat: plain data."""
         top = self._stack[-1]
-        left = min(entry.deadline for entry in self._current()) - time.monotonic()
-        now = time.time()
+        now = self.clock.read()
+        left = min(entry.deadline for entry in self._current()) - now
         return {
             "rank": self.rank,
             "world": self.world,
             "host": self.host,
             "pid": os.getpid(),
-            "time": round(now, 3),
+            "started": self._started,
+            "space": process.space(),
+            "time": round(time.time(), 3),  # for people; nothing is decided by it
             "beat": self._beat,
             "stage": self.stage,
             "step": self.step,
             "steps": self.steps,
             "phase": top.phase,
-            "since": round(top.since, 3),
-            "deadline": None if left == float("inf") else round(now + left, 3),
+            "seconds": round(now - top.since, 3),  # in this phase
+            "left": None if left == float("inf") else round(left, 3),  # seconds until a deadline passes
             "entered": self.entered,
             **self.last,
         }
@@ -156,11 +176,15 @@ class Progress:
                 os.pwrite(self._file, json.dumps(self.record()).encode()[:_SIZE].ljust(_SIZE), 0)
 
     def beat(self) -> None:
-        """The watchdog's: shows that this process still runs, and brings the file to where other nodes see it."""
+        """The watchdog's: shows that this process still runs."""
         self._beat += 1
         self.write()
+
+    def sync(self) -> None:
+        """Brings the file to where other nodes see it, for as long as that takes."""
         if self._file is not None:
-            os.fsync(self._file)
+            with contextlib.suppress(OSError):
+                os.fsync(self._file)
 
 
 PROGRESS = Progress()  # this process's

@@ -13,12 +13,14 @@ from typing import Any
 import yaml
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.runtime import exit_codes, postmortem
+from megatron_rl.runtime import exit_codes, postmortem, process
 from megatron_rl.runtime.progress import END as END_PHASE
-from megatron_rl.runtime.progress import heartbeats
+from megatron_rl.runtime.progress import beat_interval, heartbeats
 from megatron_rl.runtime.spawn import END
 
 SILENT_SECONDS = 90.0  # without a heartbeat: six of the slowest beats
+_SKEW = 5.0  # seconds that two machines' clocks may differ without a word; the pre-flight warns above that
+_BEATS = 3.0  # how long an old heartbeat is watched before its rank is called silent
 
 _MEANING = {
     exit_codes.OK: "finished",
@@ -26,7 +28,7 @@ _MEANING = {
     exit_codes.BAD_INPUT: "the recipe or its data cannot run",
     exit_codes.PREFLIGHT: "pre-flight found a node unfit",
     exit_codes.AGAIN: "stopped on request, with everything saved",
-    exit_codes.STALLED: "it stood still",
+    exit_codes.STALLED: "it hung",
     exit_codes.OUT_OF_MEMORY: "memory ran out",
     130: "stopped by Ctrl-C",
     137: "killed (SIGKILL)",
@@ -165,20 +167,38 @@ def _read_heartbeats(status: RunStatus, attempt: Path) -> None:
             status.state = "silent"
         return
     first = beats[min(beats)]
-    status.stage, status.step, status.steps = first["stage"], first["step"], first["steps"]
-    status.phase, status.phase_seconds = first["phase"], now - first["since"]
     ages = {rank: now - beat["time"] for rank, beat in beats.items()}
-    status.heartbeat_age = min(ages.values())
-    silent = [rank for rank, age in ages.items() if age > SILENT_SECONDS]
-    if status.heartbeat_age > SILENT_SECONDS:
-        status.state = "silent"
-    else:
-        status.state = "running" if first["stage"] else "starting"
+    status.stage, status.step, status.steps = first["stage"], first["step"], first["steps"]
+    status.phase, status.phase_seconds = first["phase"], first["seconds"] + max(0.0, ages[min(beats)])
+    status.heartbeat_age = max(0.0, min(ages.values()))
     if all(beat["phase"] == END_PHASE for beat in beats.values()):
         status.state = "finished"
-    if silent and len(silent) < len(beats):
-        names = ", ".join(f"{rank} on {beats[rank]['host']}" for rank in silent[:8])
-        status.slowest = f"{len(silent)} of {len(beats)} ranks SILENT: {names}"
+    elif not (attempt / END).is_file():
+        silent = _silent_ranks(folder, beats, ages)
+        status.state = "silent" if len(silent) == len(beats) else "running" if first["stage"] else "starting"
+        if silent and len(silent) < len(beats):
+            names = ", ".join(f"{rank} on {beats[rank]['host']}" for rank in silent[:8])
+            status.slowest = f"{len(silent)} of {len(beats)} ranks SILENT: {names}"
+
+
+def _silent_ranks(folder: Path, beats: dict[int, dict[str, Any]], ages: dict[int, float]) -> list[int]:
+    """Ranks whose process is known to have ended, and ranks whose heartbeat looks old and does not move while this watches.
+
+    What looks old may be a clock that was set, or two machines' clocks that differ: hence the second look, some beats later.
+    """
+    here = process.space()
+    gone = [
+        rank
+        for rank, beat in beats.items()
+        if beat["space"] == here and process.started(beat["pid"]) != beat["started"]
+    ]
+    still = [rank for rank, age in ages.items() if rank not in gone and not -_SKEW < age < SILENT_SECONDS]
+    until = time.monotonic() + _BEATS * beat_interval(len(beats))
+    while still and time.monotonic() < until:
+        time.sleep(0.1)
+        now = heartbeats(folder)
+        still = [rank for rank in still if rank in now and now[rank]["beat"] == beats[rank]["beat"]]
+    return sorted([*gone, *still])
 
 
 def _read_end(status: RunStatus, attempt: Path) -> None:

@@ -26,6 +26,8 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_rl.runtime import collectives, exit_codes, memory, postmortem, stop
+from megatron_rl.runtime.clock import AwakeClock
+from megatron_rl.runtime.observer import Observer
 from megatron_rl.runtime.progress import heartbeats
 from megatron_rl.runtime.terminal import Tee
 
@@ -183,7 +185,8 @@ class _Group:
         self._killed = False
         self._signal: int | None = None  # the first signal that asked us to stop
         self._failed: tuple[int, int] | None = None  # rank and code of the first that failed
-        self._stalled: str | None = None  # who stands still, where no rank was left to say so
+        self._stalled: str | None = None  # the hung ranks, where none of them could end the run itself
+        self._observer = Observer(log_dir, graces.stall, AwakeClock(2 * _LOOK))
         self._oom_kills = memory.oom_kills()
 
     @property
@@ -305,8 +308,8 @@ class _Group:
             self._limit(min(self._graces.failure, 3.0) if code == exit_codes.STALLED else self._graces.failure)
 
     def _look_for_stall(self) -> None:
-        """Ranks that are long past their deadline, and cannot end themselves."""
-        self._stalled = postmortem.past_deadline(self._log_dir, self._running, self._graces.stall)
+        """Ends ranks that are past their deadline and do not end themselves."""
+        self._stalled = self._observer.look(self._running)
         if self._stalled is not None:
             for rank in self._running:
                 _record_end(self._log_dir, rank, exit_codes.STALLED)
@@ -340,7 +343,7 @@ class _Group:
                 return Outcome(meaning, self._describe_oom_kill(rank))
             return Outcome(meaning, self._describe(rank, code))
         if self._stalled is not None:
-            return Outcome(exit_codes.STALLED, f"the run stands still: {self._stalled}")
+            return Outcome(exit_codes.STALLED, f"the run hung: {self._stalled}")
         codes = {process.returncode for process in self._ranks.values()}
         if exit_codes.AGAIN in codes:
             return Outcome(exit_codes.AGAIN)  # rank 0 has said why, and how to continue

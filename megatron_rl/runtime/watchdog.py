@@ -1,11 +1,13 @@
-"""Ends a run that stands still, and says where.
+"""Ends a run that hangs, and says where.
 
-One thread per rank. It shows a heartbeat, and looks whether the phase this rank is in is past its deadline. The first rank
-that is says so in the post-mortem folder; every other rank sees that at its next beat, adds its own stacks, and the lowest
-rank that still answers compares all of them and says who is behind. Then all end with the exit code STALLED. A rank that
-cannot answer (stopped, or on a dead node) is ended by its launcher.
+Three threads per rank. One compares the phase this rank is in with its deadline, and touches no file while all is well. One
+writes the heartbeat and looks whether another rank has reported a stall. One waits for the disk, so that a slow one delays
+neither. The first rank past its deadline says so in the post-mortem folder; every other rank sees that at its next beat and
+adds its own stacks; the lowest rank that answers compares all of them and names the rank that is behind. Then all end with
+the exit code STALLED. A rank that cannot answer (stopped, or on a dead node) is ended by its launcher.
 
-The thread needs Python's lock. Where something holds it, a timer of faulthandler's, which does not, writes the stacks.
+A rank takes its own stacks with Python's lock held. A rank whose C code keeps the lock cannot; a rank or launcher that ends
+the run on the same machine sends it `postmortem.STACKS_SIGNAL`. Nothing reads the frames of a running thread before that.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -26,16 +27,17 @@ from megatron_rl.runtime import exit_codes, postmortem
 from megatron_rl.runtime.progress import PROGRESS, Deadlines, beat_interval, heartbeats
 
 _PATIENCE = 10.0  # seconds to wait for the report of the rank that writes it
+_LAST = 60.0  # seconds after which a rank ends without a report: the disk may be what hangs
 
 
 class Watchdog:
-    """Watches this process from a thread of its own, from `start` to `stop`.
+    """Watches this process from threads of its own, from `start` to `stop`.
 
     Args:
         attempt: this attempt's log folder, the same on all ranks.
         rank, world: this process's place.
         deadlines: seconds per phase; None: heartbeats only.
-        facts: what else a heartbeat and a post-mortem should have (collectives, memory); called in the thread.
+        facts: what else a heartbeat and a post-mortem should have (collectives, memory); called in a thread.
     """
 
     def __init__(
@@ -52,46 +54,28 @@ class Watchdog:
         self._interval = beat_interval(world)
         self._rank, self._world = rank, world
         self._done = threading.Event()
-        self._ending = threading.Lock()  # one stall is enough
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._ending = threading.Lock()  # both threads and the main one may find the stall
+        self._threads = [
+            threading.Thread(target=self._watch, name="watchdog", daemon=True),
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True),
+            threading.Thread(target=self._sync, name="heartbeat to disk", daemon=True),
+        ]
         self._stacks: IO[str] | None = None
 
     def start(self) -> None:
         PROGRESS.attach(self._beats, self._rank, self._world, self._deadlines)
-        self._stacks = (self._beats / f"rank_{self._rank}.stacks").open("w+", encoding="utf-8")
-        self._thread.start()
+        self._stacks = postmortem.stacks_file(self._beats, self._rank).open("w", encoding="utf-8")
+        faulthandler.register(postmortem.STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """No deadline after this; the last heartbeat stays."""
         self._done.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(2 * self._interval)
-        faulthandler.cancel_dump_traceback_later()
+        for thread in self._threads:
+            if thread.is_alive() and threading.current_thread() is not thread:
+                thread.join(2 * self._interval)
         PROGRESS.detach()
-
-    # ------------------------------------------------------------------------------------------------------------ thread
-    def _run(self) -> None:
-        while not self._done.wait(self._interval):
-            self._arm()
-            PROGRESS.last = self._facts(False)
-            with contextlib.suppress(OSError):  # a full disk is not a stall; other ranks see the last beat
-                PROGRESS.beat()
-            if self._deadlines is None:
-                continue
-            late = PROGRESS.overdue()
-            if postmortem.stalled(self.folder) is not None:
-                self._end()
-            elif late is not None:
-                postmortem.mark_stall(self.folder, *late)
-                self._end()
-
-    def _arm(self) -> None:
-        """The stacks get written, without Python's lock, unless this is called again soon."""
-        assert self._stacks is not None
-        if self._stacks.tell() or os.fstat(self._stacks.fileno()).st_size:
-            self._stacks.truncate(0)
-            self._stacks.seek(0)
-        faulthandler.dump_traceback_later(3 * self._interval, file=self._stacks)
 
     def end_stalled(self, why: str) -> None:
         """Ends the run as stalled from the main thread: a collective has given up waiting. Does not return.
@@ -99,20 +83,64 @@ class Watchdog:
         Args:
             why: the reason, for the report.
         """
-        postmortem.mark_stall(self.folder, PROGRESS.phase, 0.0, why)
-        self._end()
+        self._end(PROGRESS.phase, 0.0, why)
 
-    def _end(self) -> None:
+    # ----------------------------------------------------------------------------------------------------------- threads
+    def _watch(self) -> None:
+        """Deadlines. No file is read or written here before one has passed."""
+        while not self._done.wait(self._interval):
+            PROGRESS.clock.tick()
+            late = PROGRESS.overdue()
+            if late is not None:
+                self._end(*late)
+
+    def _beat(self) -> None:
+        """Heartbeats, and other ranks' stalls."""
+        while not self._done.wait(self._interval):
+            PROGRESS.last = self._facts(False)
+            PROGRESS.beat()
+            if self._deadlines is not None and postmortem.stalled(self.folder) is not None:
+                self._end()
+
+    def _sync(self) -> None:
+        while not self._done.wait(self._interval):
+            PROGRESS.sync()
+
+    # ------------------------------------------------------------------------------------------------------------ ending
+    def _end(self, phase: str | None = None, limit: float = 0.0, why: str = "") -> None:
+        """Post-mortem, report, exit. Does not return.
+
+        Args:
+            phase, limit, why: the stall that this rank has found; None: another rank has.
+        """
         with self._ending:
-            before = heartbeats(self._beats)
-            postmortem.write_rank(self.folder, self._facts(True), stacks())
-            self._gather()
-            dumps = postmortem.dumped_ranks(self.folder)
-            if min(dumps) == self._rank:
-                self._report(before, dumps)
-            else:
-                self._await_report()
-            os._exit(exit_codes.STALLED)
+            last = threading.Timer(_LAST, os._exit, (exit_codes.STALLED,))
+            last.daemon = True
+            last.start()
+            try:
+                if phase is not None:
+                    postmortem.mark_stall(self.folder, phase, limit, why)
+                self._tell()
+            except OSError as error:
+                print(
+                    f"megatron-rl: the run hung; no post-mortem could be written: {error}", file=sys.stderr, flush=True
+                )
+            finally:
+                os._exit(exit_codes.STALLED)
+
+    def _tell(self) -> None:
+        before = heartbeats(self._beats)
+        postmortem.write_rank(self.folder, self._facts(True), stacks())
+        self._gather()
+        dumps, after = postmortem.dumped_ranks(self.folder), heartbeats(self._beats)
+        if self._rank == min(rank for rank, facts in dumps.items() if facts["host"] == PROGRESS.host):
+            silent = postmortem.silent_ranks(before, after, dumps)
+            with contextlib.suppress(OSError):
+                postmortem.take_stacks(self.folder, self._beats, [after[rank] for rank in silent])
+        if self._rank == min(dumps):
+            self._report(before, after, dumps)
+        else:
+            self._await_report()
 
     def _gather(self) -> None:
         """Time for every rank to notice and to write its part; over as soon as all have."""
@@ -120,18 +148,19 @@ class Watchdog:
         while time.monotonic() < until and len(postmortem.dumped_ranks(self.folder)) < self._world:
             time.sleep(0.1)
 
-    def _report(self, before: Mapping[int, Mapping[str, Any]], dumps: Mapping[int, Mapping[str, Any]]) -> None:
+    def _report(
+        self,
+        before: Mapping[int, Mapping[str, Any]],
+        after: Mapping[int, Mapping[str, Any]],
+        dumps: Mapping[int, Mapping[str, Any]],
+    ) -> None:
         stall = postmortem.stalled(self.folder)
         assert stall is not None
-        text = postmortem.verdict(stall, before, heartbeats(self._beats), dumps, PROGRESS.host)
-        for path in self._beats.glob("rank_*.stacks"):  # of ranks that could not answer, but whose timer could
-            rank = int(path.stem.removeprefix("rank_"))
-            if rank not in dumps and path.stat().st_size:
-                shutil.copyfile(path, self.folder / f"rank_{rank}.txt")
+        text = postmortem.verdict(stall, before, after, dumps, PROGRESS.host)
         temporary = self.folder / f".{postmortem.REPORT}"
-        temporary.write_text(f"the run stands still: {text}\n", encoding="utf-8")
+        temporary.write_text(f"the run hung: {text}\n", encoding="utf-8")
         os.replace(temporary, self.folder / postmortem.REPORT)
-        print(f"megatron-rl: the run stands still: {text}", file=sys.stderr)
+        print(f"megatron-rl: the run hung: {text}", file=sys.stderr)
         print(f"    stacks, samples and memory of every rank that answers: {self.folder}", file=sys.stderr, flush=True)
 
     def _await_report(self) -> None:

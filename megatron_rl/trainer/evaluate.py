@@ -64,7 +64,7 @@ def evaluate_only(run: Run, resume: str) -> None:
     Raises:
         CheckpointError: the checkpoint is not whole.
     """
-    begin = time.time()
+    begin = time.monotonic()
     model: dict[str, Any] = {"door": "folder", "path": str(run.folder)}
     if resume != "never":
         folder = Path(resume)
@@ -118,7 +118,7 @@ def finish(
 
     Args:
         counters: what slow rewards did, for `metrics.jsonl`.
-        begin: when the evaluation began, in seconds since the epoch.
+        begin: when the evaluation began, on `time.monotonic`, in seconds.
     """
     config, run_dir = report.config, report.run_dir
     across = overall(config, summaries)
@@ -127,5 +127,5 @@ def finish(
         return
     for summary in summaries:
         write_responses(run_dir / "samples" / f"{summary.task}.jsonl", *responses[summary.task], summary.right_if)
-    write_results(run_dir / "evaluation.json", config, model, summaries, across, time.time() - begin)
+    write_results(run_dir / "evaluation.json", config, model, summaries, across, time.monotonic() - begin)
     report.console.print(results_table(config, summaries, across))

@@ -61,7 +61,7 @@ class Reporter:
         self.config, self.run_dir, self.command = config, run_dir, command
         self.active = grid.is_main
         self.console = Console(quiet=not self.active, highlight=False, soft_wrap=True)
-        self._started = time.time()
+        self._started = time.monotonic()
         self._first_eval: dict[str, float] = {}
         self._last_eval: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
@@ -148,14 +148,14 @@ class Reporter:
         """A stage of `total` steps, `done` of which are behind."""
         self._end_stage()
         PROGRESS.begin(stage, done, total)
-        self._stage = (stage, time.time())
+        self._stage = (stage, time.monotonic())
         self._progress.update(self._task, stage=stage, completed=done, total=total)
         self.console.print(f"[bold]{stage}[/bold]: {total - done} of {total} steps to go")
 
     def _end_stage(self) -> None:
         if self._stage is not None:
             name, begin = self._stage
-            self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + time.time() - begin
+            self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + time.monotonic() - begin
             self._stage = None
 
     # ----------------------------------------------------------------------------------------------------------- metrics
@@ -271,7 +271,7 @@ class Reporter:
             evaluations.add_row(name.removeprefix("eval/"), f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
         if self._first_eval and self.command != "evaluate":
             self.console.print(evaluations)
-        total = time.time() - self._started
+        total = time.monotonic() - self._started
         parts = [f"{name} {seconds:.0f} s" for name, seconds in self._stage_seconds.items()]
         self.console.print(f"This process ran {total:.0f} s: {', '.join(parts)}")
         spent = sum(self._seconds.values())

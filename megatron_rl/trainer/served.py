@@ -38,7 +38,7 @@ def evaluate_served(config: Config, urls: Sequence[str], name: str | None) -> in
         urls: base URLs of equal servers.
         name: the model's name there; None: the only one.
     """
-    begin = time.time()
+    begin = time.monotonic()
     report = Reporter(config, Path(config.run_dir), _ALONE, "evaluate")
     try:
         from transformers import AutoTokenizer

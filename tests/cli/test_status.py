@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ import pytest
 import yaml
 
 from megatron_rl.cli import main
-from megatron_rl.runtime import exit_codes, postmortem
+from megatron_rl.runtime import exit_codes, postmortem, run_status
 from megatron_rl.runtime.progress import Deadlines, Progress, heartbeats
 from megatron_rl.runtime.run_status import SILENT_SECONDS, read_status
 from megatron_rl.runtime.spawn import new_attempt, run_ranks
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(run_status, "beat_interval", lambda world: 0.2)
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"run_dir": str(folder), "trainer": {"steps": 10}}))
@@ -88,6 +90,42 @@ def test_a_run_whose_machine_is_gone_is_silent_and_can_be_continued(run_dir: Pat
     assert "SILENT: no heartbeat for 1 h 0 min, RL step 4 of 10, last seen in `update`" in status.text()
 
 
+def test_a_heartbeat_that_moves_is_alive_whatever_the_clock_says(run_dir: Path) -> None:
+    attempt = new_attempt(run_dir)
+    beating(attempt)
+    age(attempt, 7200)  # the clock was set two hours ahead since their last beat
+    path = postmortem.heartbeat_folder(attempt) / "rank_0.json"
+    end = threading.Event()
+
+    def beat() -> None:
+        record = json.loads(path.read_text())
+        while not end.wait(0.05):
+            record["beat"] += 1
+            path.with_suffix(".new").write_text(json.dumps(record))
+            path.with_suffix(".new").replace(path)
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    try:
+        status = read_status(run_dir)
+    finally:
+        end.set()
+        heart.join()
+    assert status.state == "running"
+    assert status.slowest.startswith("1 of 2 ranks SILENT: 1 on "), "rank 1 does not beat"
+
+
+def test_ranks_that_were_killed_here_are_known_to_be_gone_at_once(run_dir: Path) -> None:
+    attempt = new_attempt(run_dir)
+    beating(attempt)
+    for rank, beat in heartbeats(postmortem.heartbeat_folder(attempt)).items():
+        beat["started"] += 1  # its number belongs to another process now
+        (postmortem.heartbeat_folder(attempt) / f"rank_{rank}.json").write_text(json.dumps(beat))
+    status = read_status(run_dir)
+    assert status.state == "silent"
+    assert status.continue_with is not None
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
@@ -113,7 +151,7 @@ def test_a_finished_run(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "state", "why"),
     [
-        (exit_codes.STALLED, "failed", "it stood still"),
+        (exit_codes.STALLED, "failed", "it hung"),
         (exit_codes.OUT_OF_MEMORY, "failed", "memory ran out"),
         (exit_codes.AGAIN, "stopped", "stopped on request, with everything saved"),
         (-9, "failed", "killed (SIGKILL)"),
@@ -147,7 +185,7 @@ def test_a_post_mortem_is_quoted(run_dir: Path) -> None:
     beating(attempt)
     folder = postmortem.folder_of(attempt)
     folder.mkdir(parents=True)
-    (folder / postmortem.REPORT).write_text("the run stands still: rank 1 is behind\n")
+    (folder / postmortem.REPORT).write_text("the run hung: rank 1 is behind\n")
     text = read_status(run_dir).text()
     assert "rank 1 is behind" in text
     assert f"post-mortem   {folder}" in text

@@ -80,7 +80,7 @@ def test_a_stopped_rank_is_named_with_its_phase(jobs: Jobs, number: int) -> None
     assert time.monotonic() - stopped < DEADLINE + GRACE
     assert processes_of(job.run_dir) == []
     assert segments(port) == []
-    lines = job.stderr.split("megatron-rl: the run stands still: ")[1].splitlines()
+    lines = job.stderr.split("megatron-rl: the run hung: ")[1].splitlines()
     assert lines[0].startswith(f"rank {rank} (node ")
     assert f"process {ranks[rank]}) is behind: in `{phase}` of RL step " in lines[0]
     assert "its process is stopped" in lines[0]
@@ -88,7 +88,7 @@ def test_a_stopped_rank_is_named_with_its_phase(jobs: Jobs, number: int) -> None
     assert "Traceback" not in job.stderr
 
     folder = job.run_dir / "postmortem" / "attempt_1"
-    assert (folder / "report.txt").read_text().splitlines()[0] == f"the run stands still: {lines[0]}"
+    assert (folder / "report.txt").read_text().splitlines()[0] == f"the run hung: {lines[0]}"
     other = json.loads((folder / f"rank_{1 - rank}.json").read_text())
     assert other["collectives"], "what torch's flight recorder has"
     assert other["samples"] or phase not in ("generate", "reward")

@@ -1,8 +1,9 @@
-"""Processes that stand still in ways of their own, without torch: who is named, what is written, and that all end."""
+"""Processes that hang in ways of their own, without torch: who is named, what is written, and that all end."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -17,10 +18,11 @@ from megatron_rl.runtime.progress import BETWEEN, Deadlines, Progress
 from megatron_rl.trainer import main
 
 LAUNCHER = """
-import sys
+import os, sys, time
 from pathlib import Path
 from megatron_rl.runtime import spawn
 spawn._LOOK = 0.5
+exec(os.environ.get("FAULTS", ""))
 outcome = spawn.run_ranks([sys.executable, sys.argv[2]], int(sys.argv[3]), Path(sys.argv[1]), graces=spawn.Graces(stall=2.0))
 print(outcome.message, file=sys.stderr)
 sys.exit(outcome.code)
@@ -30,6 +32,7 @@ import ctypes, os, signal, sys, time
 from pathlib import Path
 from megatron_rl.runtime.progress import PROGRESS, Deadlines
 from megatron_rl.runtime.watchdog import Watchdog
+exec(os.environ.get("FAULTS", ""))
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 watchdog = Watchdog(Path(os.environ["MEGATRON_RL_ATTEMPT"]), rank, world, Deadlines(60.0, {"reward": 4.0, "update": 8.0}))
 watchdog.start()
@@ -42,14 +45,29 @@ def phase(name):
 """
 
 
-def stall(folder: Path, script: str, ranks: int = 2) -> tuple[int, str, Path]:
+# For launcher and ranks: the system clock steps on by two hours every 1.3 s, and fsync takes 3.3 s.
+FAULTS = """
+import threading
+real_time, real_fsync = time.time, os.fsync
+time.time = lambda: real_time() + 7200 * int(time.monotonic() / 1.3)
+def slow(fd):
+    time.sleep(0 if threading.current_thread() is threading.main_thread() else 3.3)
+    real_fsync(fd)
+os.fsync = slow
+if "spawn" in globals():
+    spawn._LOOK = 0.02
+"""
+
+
+def stall(folder: Path, script: str, ranks: int = 2, faults: str = "") -> tuple[int, str, Path]:
     """Exit code, what the launcher said, and the post-mortem folder."""
     attempt = folder / "run" / "logs" / "attempt_1"
     attempt.mkdir(parents=True)
     (folder / "rank.py").write_text(RANK + textwrap.dedent(script))
     command = [sys.executable, "-c", LAUNCHER, str(attempt), str(folder / "rank.py"), str(ranks)]
     started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    environment = {**os.environ, "FAULTS": faults}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
     assert time.monotonic() - started < 45
     return done.returncode, done.stderr, postmortem.folder_of(attempt)
 
@@ -68,7 +86,7 @@ def test_a_rank_whose_c_code_holds_pythons_lock_is_named_and_leaves_its_stacks(t
     assert "rank 1 (node " in said.splitlines()[0]
     assert "is behind: in `reward` of RL step 3" in said.splitlines()[0]
     assert "something holds Python's lock" in said
-    assert 'rank.py", line' in (folder / "rank_1.txt").read_text(), "written by a timer that needs no lock"
+    assert 'rank.py", line' in (folder / "rank_1.txt").read_text(), "written by a signal handler that needs no lock"
     facts = json.loads((folder / "rank_0.json").read_text())
     assert facts["samples"] == ["sums-17"]
     assert "rank.py" in facts["at"]
@@ -106,16 +124,23 @@ def test_where_no_rank_is_left_to_say_so_the_launcher_does(tmp_path: Path) -> No
         assert f"rank {rank} (node " in said
     assert said.count("is behind: in `reward` of RL step 3") == 2
     assert said.count("its process is stopped") == 2
-    assert "the run stands still: rank " in (folder / postmortem.REPORT).read_text()
+    assert "the run hung: rank " in (folder / postmortem.REPORT).read_text()
     assert (tmp_path / "run/logs/attempt_1/end").read_text().startswith(f"{exit_codes.STALLED} rank ")
 
 
-def test_a_run_within_its_deadlines_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_within_its_deadlines_is_left_alone_by_a_slow_disk_and_a_clock_that_is_set(tmp_path: Path) -> None:
     code, said, folder = stall(
-        tmp_path, 'for _ in range(3):\n    phase("reward")\n    PROGRESS.leave()\nwatchdog.stop()\n'
+        tmp_path,
+        'for _ in range(5):\n    phase("reward")\n    PROGRESS.leave()\nwatchdog.stop()\n',
+        faults=FAULTS,
     )
     assert (code, said.strip()) == (0, "")
     assert not folder.exists()
+    stacks = sorted((tmp_path / "run/logs/attempt_1/heartbeat").glob("*.stacks"))
+    assert [path.name for path in stacks] == ["rank_0.stacks", "rank_1.stacks"]
+    assert [path.read_text() for path in stacks] == ["", ""], (
+        "the frames of a healthy rank were read without Python's lock"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- pure parts
@@ -147,8 +172,7 @@ def beat(rank: int, **changes: object) -> dict[str, object]:
         "world": 4,
         "host": f"n{rank // 2}",
         "pid": 100 + rank,
-        "time": 1010.0,
-        "since": 1000.0,
+        "seconds": 10.0,
         "beat": 5,
         "stage": "RL",
         "step": 7,

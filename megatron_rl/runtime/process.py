@@ -1,0 +1,57 @@
+"""Which process is meant by a number that was written down earlier, perhaps by another machine."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+
+def started(pid: int) -> int | None:
+    """Ticks since boot at which a process was started, which tell it from a later one with the same number.
+
+    None where no such process runs (a zombie does not)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+@functools.cache
+def space() -> str:
+    """This machine's boot and this process's namespace of process numbers: within both, a number means the same process."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown {socket.gethostname()} {os.getpid()}"
+
+
+def send(pid: int, start: int, where: str, number: int) -> bool:
+    """Sends a signal to the process that `started` and `space` identify, if it has a handler for it; whether it was sent."""
+    if where != space():
+        return False
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:  # it has ended
+        return False
+    try:
+        # The handle keeps the number from being given to another process between this and the signal.
+        if started(pid) != start or not _handles(pid, number):
+            return False
+        signal.pidfd_send_signal(handle, number)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, which would otherwise end it."""
+    found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
