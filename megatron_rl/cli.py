@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
 from megatron_rl import __version__
 from megatron_rl.commands import COMMANDS, load
+from megatron_rl.runtime import stop, streams
 
 _EPILOG = """\
 examples:
@@ -19,8 +21,13 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code (`megatron_rl.runtime.exit_codes`)."""
-    args = _parse(sys.argv[1:] if arguments is None else list(arguments))
-    return load(args.command).run(args)
+    with stop.raising():
+        try:
+            args = _parse(sys.argv[1:] if arguments is None else list(arguments))
+            return load(args.command).run(args)
+        except KeyboardInterrupt:
+            streams.say("megatron-rl: stopped by SIGINT")
+            return 128 + signal.SIGINT
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_rl.config import ConfigError, check, load_recipe
-from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime import exit_codes, stop, streams
 from megatron_rl.runtime.spawn import rank_environment, run_ranks
 
 
@@ -40,10 +40,11 @@ def run(args: argparse.Namespace) -> int:
     if world is not None:
         os.environ.update(rank_environment(machine.gpus))
         os.environ.update(world.variables)
+        stop.hold_back()
         os.execv(sys.executable, command)
     assert config.launch.processes is not None
     with tempfile.TemporaryDirectory(prefix="preflight-") as logs:  # what they say is in the report
         outcome = run_ranks(command, config.launch.processes, Path(logs), rank_environment(machine.gpus))
         if outcome.code not in (exit_codes.OK, exit_codes.PREFLIGHT):
-            print(f"megatron-rl: {outcome.message}", file=sys.stderr)
+            streams.say(f"megatron-rl: {outcome.message}")
     return outcome.code

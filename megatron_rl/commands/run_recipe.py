@@ -15,7 +15,7 @@ from megatron_rl.checkpoint import owner
 from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.rewards import check_rewards
-from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime import exit_codes, stop, streams
 from megatron_rl.runtime.spawn import (
     ATTEMPT,
     Outcome,
@@ -147,7 +147,7 @@ def _start(command: Sequence[str], config: Config, gpus: int) -> int:
     given = os.environ.get(ATTEMPT)  # a batch script's, of a job with one task
     logs = Path(given) if given else new_attempt(Path(config.run_dir))
     on = "GPU" if gpus else "CPU"
-    print(f"{config.launch.processes} {on} processes; run folder {config.run_dir}, logs in {logs}", flush=True)
+    streams.say(f"{config.launch.processes} {on} processes; run folder {config.run_dir}, logs in {logs}", sys.stdout)
     return _report(run_ranks(_rank(command), config.launch.processes, logs, rank_environment(gpus)))
 
 
@@ -157,6 +157,7 @@ def _join(world: World, command: Sequence[str], logs: Path | None, gpus: int) ->
         return _report(run_rank(_rank(command), world.variables, logs, rank_environment(gpus)))
     os.environ.update(rank_environment(gpus))
     os.environ.update(world.variables)
+    stop.hold_back()  # until the rank has its handlers
     os.execv(sys.executable, _rank(command))
 
 
@@ -166,5 +167,5 @@ def _rank(command: Sequence[str]) -> list[str]:
 
 def _report(outcome: Outcome) -> int:
     if outcome.message:
-        print(f"megatron-rl: {outcome.message}", file=sys.stderr)
+        streams.say(f"megatron-rl: {outcome.message}")
     return outcome.code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 from megatron_rl.config import ConfigError, Machine, check, load_recipe
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.preflight.findings import FAILED
-from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime import exit_codes, stop
 
 T = TypeVar("T")
 
@@ -147,5 +148,7 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save
+    stop.let_through()
     args = _arguments()
     sys.exit(main(args.recipe, args.overrides, not args.quick, args.minutes, args.json))

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.runtime import collectives, exit_codes, memory, postmortem, stop
+from megatron_rl.runtime import collectives, exit_codes, memory, postmortem, stop, streams
 from megatron_rl.runtime.clock import AwakeClock
 from megatron_rl.runtime.observer import Observer
 from megatron_rl.runtime.progress import heartbeats
@@ -133,7 +133,8 @@ def run_ranks(
     """Runs `command` once per rank and waits for all of them. To be called from the main thread.
 
     Every rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, a session of its own, and
-    `log_dir/rank_<r>.log` for its output; rank 0's standard output is shown as well.
+    `log_dir/rank_<r>.log` for its output; rank 0's standard output is shown as well. It starts with `stop.SIGNALS` blocked,
+    and unblocks them (`stop.StopFlag`, `stop.let_through`) once it can answer them.
 
     The first Ctrl-C is passed on, for a graceful stop; the second kills. SIGTERM and SIGHUP are passed on as SIGTERM.
     When a rank fails, the others are asked to end. Whoever does not within its grace is killed, with all it started.
@@ -222,7 +223,8 @@ class _Group:
 
     def _start(self, world: Mapping[str, str], tee: Tee | None) -> None:
         rank = int(world["RANK"])
-        with self._log_file(rank) as log:
+        # What is sent to a rank that has no handlers yet waits until it has.
+        with self._log_file(rank) as log, stop.held_back():
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -285,7 +287,7 @@ class _Group:
                 self._ask(signal.SIGTERM)
         elif self._signal is None:
             self._ask(signal.SIGINT)
-            print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+            streams.say("\nstopping after this step; press Ctrl-C again to stop at once")
         else:
             self._kill()
         self._signal = self._signal or number
@@ -297,7 +299,7 @@ class _Group:
                 self._limit(self._graces.linger)
             return
         told_to = code == exit_codes.AGAIN or (
-            self._signal is not None and code in (-signal.SIGINT, -signal.SIGTERM, *_STOP_CODES)
+            self._signal is not None and code in (*(-number for number in stop.SIGNALS), *_STOP_CODES)
         )
         if not self._killed:
             _record_end(self._log_dir, rank, self._meaning(rank, code))
@@ -349,7 +351,8 @@ class _Group:
             return Outcome(exit_codes.AGAIN)  # rank 0 has said why, and how to continue
         if self._signal is not None and not (self._signal == signal.SIGUSR1 and codes == {0}):
             how = "killed" if self._killed else "stopped"
-            return Outcome(128 + self._signal, f"{how} by {signal.Signals(self._signal).name}")
+            code = exit_codes.AGAIN if self._signal == signal.SIGUSR1 else 128 + self._signal
+            return Outcome(code, f"{how} by {signal.Signals(self._signal).name}")
         if self._killed and codes != {0}:
             late = [str(rank) for rank, process in self._ranks.items() if process.returncode]
             return Outcome(

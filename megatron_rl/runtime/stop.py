@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
+
+from megatron_rl.runtime import exit_codes
 
 if TYPE_CHECKING:  # torch is not imported yet when the first signal may come
     from megatron_rl.runtime.distributed import Grid
@@ -22,15 +27,59 @@ class StopRequested(Exception):
         self.signum = signum
 
 
+def hold_back() -> None:
+    """Blocks SIGNALS in this process and in those that it starts: they wait, and none is lost, until `let_through`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def let_through() -> None:
+    """Every rank calls this once it can answer SIGNALS: its launcher starts it with them blocked. `StopFlag` does so."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """SIGNALS wait until the end. A process that is started inside has them blocked until it calls `let_through`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_at_once() -> None:
+    """For a command that has nothing to save yet, or any more: Ctrl-C ends it without a traceback, SIGUSR1 with AGAIN."""
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
+    signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(exit_codes.AGAIN))
+
+
+@contextlib.contextmanager
+def raising() -> Iterator[None]:
+    """For a command that tidies up on its way out: Ctrl-C raises KeyboardInterrupt, SIGUSR1 SystemExit with AGAIN."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(exit_codes.AGAIN)),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class StopFlag:
-    """Installs handlers. A second Ctrl-C acts at once; the others may come several times for one and the same reason (a
-    batch system sends them to the process, and its launcher passes them on), so a second one changes nothing."""
+    """Installs handlers, and lets through the signals that the launcher has held back.
+
+    A second Ctrl-C acts at once; the others may come several times for one and the same reason (a batch system sends them to
+    the process, and its launcher passes them on), so a second one changes nothing.
+    """
 
     def __init__(self) -> None:
         self.signum = 0
         self._end: Callable[[int], None] | None = None
         for number in SIGNALS:
             signal.signal(number, self._note)
+        let_through()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.signum = self.signum or signum

@@ -26,6 +26,7 @@ sys.exit(outcome.code)
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
+from megatron_rl.runtime import stop
 rank = int(os.environ["RANK"])
 folder = Path(sys.argv[1])
 def wait_for_rank_0():
@@ -34,6 +35,7 @@ def wait_for_rank_0():
 def here(name="pid"):
     (folder / f"{name}_{rank}.tmp").write_text(str(os.getpid()))
     (folder / f"{name}_{rank}.tmp").rename(folder / f"{name}_{rank}")
+stop.let_through()
 """
 
 

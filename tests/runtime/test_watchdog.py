@@ -30,8 +30,10 @@ sys.exit(outcome.code)
 RANK = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
+from megatron_rl.runtime import stop
 from megatron_rl.runtime.progress import PROGRESS, Deadlines
 from megatron_rl.runtime.watchdog import Watchdog
+stop.let_through()
 exec(os.environ.get("FAULTS", ""))
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 watchdog = Watchdog(Path(os.environ["MEGATRON_RL_ATTEMPT"]), rank, world, Deadlines(60.0, {"reward": 4.0, "update": 8.0}))
