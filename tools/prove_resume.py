@@ -91,7 +91,7 @@ def as_rank(command: str, run_dir: str, kill: Kill | None, others: Callable[[], 
         arm(kill, others)
     from megatron_rl.trainer.main import main as run_rank
 
-    return run_rank(command, run_dir, "auto")
+    return run_rank(command, run_dir, str(Path(run_dir) / "recipe.yaml"), "auto")
 
 
 def scramble() -> None:

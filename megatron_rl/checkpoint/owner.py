@@ -1,6 +1,10 @@
 """One run folder, one run: a file that says who writes here, kept fresh for as long as that one lives.
 
-A run that finds the file decides by evidence. An owner of the same host and process-id space lives exactly as long as its
+The owner is the command that starts rank 0 (or, under a plain torchrun, becomes it): it takes the folder before it writes
+anything there, and holds it until its ranks have ended. Rank 0 gets to know the owner through the environment; it keeps the
+file fresh as well, and ends the run when another command has taken the folder.
+
+A command that finds the file decides by evidence. An owner of the same host and process-id space lives exactly as long as its
 process does. Of any other owner (a requeued job usually comes to another host) only the heartbeat can be seen: whoever has
 beaten within the last minute is alive, and while that minute is not over, the newcomer watches whether it beats again.
 """
@@ -10,15 +14,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megatron_rl.runtime import process
+
 FILE = "owner.json"
+VARIABLE = "MEGATRON_RL_OWNER"  # in a rank's environment: the owner of its run folder, as JSON
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 
@@ -30,7 +39,7 @@ class OwnedError(RuntimeError):
 @dataclass(frozen=True)
 class Owner:
     """Attributes:
-    host, pid: of rank 0.
+    host, pid: of the command that holds the folder.
     started: ticks since boot at which the process was started; tells it from a later one of the same number.
     space: the host's boot and process-id namespace; a pid means something within the same one only.
     since: when it took the folder, UTC.
@@ -46,28 +55,35 @@ class Owner:
     def me() -> Owner:
         pid = os.getpid()
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        return Owner(socket.gethostname(), pid, _started(pid) or 0, _space(), since)
+        return Owner(socket.gethostname(), pid, process.started(pid) or 0, process.space(), since)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
     def is_gone(self) -> bool | None:
         """True or False where this machine can tell, otherwise None."""
-        return _started(self.pid) != self.started if self.space == _space() else None
+        return process.started(self.pid) != self.started if self.space == process.space() else None
 
 
 class Ownership:
-    """Holds a run folder from `take` to `release`; rank 0 does so for the run.
+    """Holds a run folder from `take` to `release`.
 
     Args:
         folder: the run folder; made if it is not there.
+        holder: who holds it already, where this process writes there on its behalf; None: this process takes it.
         beat_seconds, stale_seconds: how often the owner shows that it lives, and after which silence it counts as dead.
     """
 
-    def __init__(self, folder: Path, beat_seconds: float = BEAT_SECONDS, stale_seconds: float = STALE_SECONDS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        holder: Owner | None = None,
+        beat_seconds: float = BEAT_SECONDS,
+        stale_seconds: float = STALE_SECONDS,
+    ) -> None:
         self.path = folder / FILE
         self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
-        self._me = Owner.me()
+        self._holder, self._me = holder, holder or Owner.me()
         self._end = threading.Event()
         self._heart: threading.Thread | None = None
         self.lost: Owner | None = None  # who took the folder although this run lives: it was halted for too long
@@ -76,23 +92,28 @@ class Ownership:
         """Makes this process the owner. Returns whose place it took, if an earlier owner left without a word.
 
         Raises:
-            OwnedError: another run is alive in this folder.
+            OwnedError: another run is alive in this folder; or it is not the given holder's any more.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         former: Owner | None = None
-        while not self._claim():
-            former = self.wait_for_its_end()
-            self._remove(former)
+        if self._holder is not None:
+            self.check()
+        else:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            while not self._claim():
+                former = self._wait_for_its_end()
+                self._remove(former)
         self._heart = threading.Thread(target=self._beat, name="run folder's heartbeat", daemon=True)
         self._heart.start()
         return former
 
-    def wait_for_its_end(self) -> Owner | None:
+    def _wait_for_its_end(self) -> Owner | None:
         """Who left the file, once that one is known to be dead; None where the file is gone or cannot be read.
 
         Raises:
-            OwnedError: it is alive.
+            OwnedError: it is alive; or the file is none.
         """
+        if self.path.is_dir():
+            raise OwnedError(f"{self.path} is a folder, and should be the file that names the run in it: remove it")
         found = read(self.path.parent)
         gone = found.is_gone() if found is not None else None
         if gone is False:
@@ -102,36 +123,41 @@ class Ownership:
         return found
 
     def release(self) -> None:
-        """Gives the folder back; nothing happens where this process is not the owner."""
+        """Gives the folder back; where it is held on behalf of another process, that one does."""
         if self._heart is None:
             return
         self._end.set()
         self._heart.join()
         self._heart = None
-        if read(self.path.parent) == self._me:
+        if self._me.pid == os.getpid() and read(self.path.parent) == self._me:
             self.path.unlink(missing_ok=True)
 
     def check(self) -> None:
         """Raises:
-        OwnedError: another run has taken the folder meanwhile.
+        OwnedError: another run has taken the folder meanwhile, or it is gone.
         """
-        if self.lost is not None:
-            raise OwnedError(
-                f"{self.path.parent} was taken over by {self.lost}, while this run stood still; this one ends"
-            )
+        if not self.path.parent.is_dir():
+            raise OwnedError(gone(self.path.parent))
+        found = self.lost or read(self.path.parent)
+        if found is not None and found != self._me:
+            raise OwnedError(f"{self.path.parent} was taken over by {found}, while this run stood still; this one ends")
+
+    def variables(self) -> dict[str, str]:
+        """For the environment of a rank that is to write on behalf of this process."""
+        return {VARIABLE: json.dumps(asdict(self._me))}
 
     def _claim(self) -> bool:
         """Writes the file unless there is one; whole or not at all, also on NFS."""
-        handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=".owner")
+        temporary = self.path.with_name(f".owner.{secrets.token_hex(6)}")
         try:
-            with open(handle, "w", encoding="utf-8") as file:
+            with temporary.open("x", encoding="utf-8") as file:
                 json.dump(asdict(self._me), file)
             os.link(temporary, self.path)
             return True
         except FileExistsError:
             return False
         finally:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
 
     def _wait_for_silence(self, found: Owner | None) -> None:
         """Returns when the file has not been touched for `stale_seconds`, by the file system's own clock.
@@ -183,34 +209,20 @@ def read(folder: Path, name: str = FILE) -> Owner | None:
         return None
 
 
-def refuse_if_alive(folder: Path) -> None:
-    """For a launcher: looks before anything in the folder is touched. Waits only for an owner on another host that may have
-    died within the last minute.
+def of_this_rank(folder: Path, environment: Mapping[str, str]) -> Ownership:
+    """For rank 0: on behalf of the command that started it, or its own where no command did."""
+    held = environment.get(VARIABLE)
+    return Ownership(folder, Owner(**json.loads(held)) if held else None)
 
-    Raises:
-        OwnedError: a run is alive in this folder.
-    """
-    if (folder / FILE).exists():
-        Ownership(folder).wait_for_its_end()
+
+def gone(folder: Path) -> str:
+    """What to say of a run folder that has vanished under its run."""
+    return (
+        f"run_dir {folder} is gone: it was removed or renamed while the run wrote there. A renamed one is continued by the "
+        "same command with run_dir= its new name"
+    )
 
 
 def _refusal(path: Path, owner: Owner | None) -> str:
     who = f"belongs to a running job: {owner}" if owner is not None else f"is in use: {path} is being touched"
     return f"{path.parent} {who}. Stop that run first, or give this one another run_dir"
-
-
-def _started(pid: int) -> int | None:
-    """When a process was started, in ticks since boot; None where there is none (or only what is left of it)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-def _space() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"unknown {socket.gethostname()} {os.getpid()}"

@@ -14,8 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands.run_recipe import load_checked, machine_here, print_checked, refuse, start_ranks, write_recipe
-from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe, to_yaml
+from megatron_rl.commands.run_recipe import (
+    HeldError,
+    hold_run_folder,
+    load_checked,
+    machine_here,
+    print_checked,
+    refuse,
+    start_ranks,
+)
+from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe
 from megatron_rl.runtime import exit_codes
 
 
@@ -156,12 +164,12 @@ def _no_model(folder: Path, endpoint: bool) -> str:
 
 
 def _ask(config: Config, urls: list[str], name: str | None) -> int:
-    try:
-        write_recipe(Path(config.run_dir), to_yaml(config))
-    except OSError as error:
-        print(f"megatron-rl: cannot write to run_dir {config.run_dir}: {error.strerror}", file=sys.stderr)
-        return exit_codes.FAILED
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from megatron_rl.trainer.served import evaluate_served
+    try:
+        with hold_run_folder(config):
+            from megatron_rl.trainer.served import evaluate_served
 
-    return evaluate_served(config, urls, name)
+            return evaluate_served(config, urls, name)
+    except HeldError as error:
+        print(f"megatron-rl: {error}", file=sys.stderr)
+        return error.code

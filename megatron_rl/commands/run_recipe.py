@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_rl.checkpoint import owner
 from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.rewards import check_rewards
-from megatron_rl.runtime import exit_codes, stop, streams
+from megatron_rl.runtime import disk, exit_codes, stop, streams
 from megatron_rl.runtime.spawn import (
     ATTEMPT,
     Outcome,
@@ -75,23 +75,72 @@ def refuse(error: ConfigError, world: World | None) -> int:
 
 
 def start_ranks(name: str, config: Config, resume: str, machine: Machine, world: World | None) -> int:
-    """Writes the recipe into the run folder and runs the ranks, or the one of them that this process stands for."""
-    command = [name, "--run-dir", config.run_dir, "--resume", resume]
-    try:
+    """Takes the run folder, writes the recipe there, and runs the ranks, or the one of them that this process stands for.
+
+    Where several processes stand for ranks, rank 0's does so for all; the others write nothing outside the attempt's folder.
+    """
+    run_dir = Path(config.run_dir)
+    handle = _unnamed_file(to_yaml(config))
+    command = [name, "--run-dir", config.run_dir, "--recipe", f"/proc/self/fd/{handle}", "--resume", resume]
+    environment = rank_environment(machine.gpus)
+    with contextlib.ExitStack() as stack:
         if world is None or world.rank == 0:
-            owner.refuse_if_alive(Path(config.run_dir))  # before its recipe.yaml is replaced
-    except owner.OwnedError as error:
-        print(f"megatron-rl: {error}", file=sys.stderr)
-        return exit_codes.BAD_INPUT
+            try:
+                environment |= stack.enter_context(hold_run_folder(config))
+            except HeldError as error:
+                print(f"megatron-rl: {error}", file=sys.stderr)
+                return error.code
+        try:
+            if world is None:
+                return _start(command, config, machine.gpus, environment, handle)
+            return _join(world, command, config, environment, handle)
+        except TimeoutError as error:
+            why = str(error.strerror)
+        except OSError as error:
+            why = f"cannot write to run_dir {run_dir}: {error.strerror}" if run_dir.is_dir() else owner.gone(run_dir)
+    print(f"megatron-rl: {why}", file=sys.stderr)
+    return exit_codes.FAILED
+
+
+class HeldError(Exception):
+    """The run folder is another run's, or cannot be written; `code` is the exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@contextlib.contextmanager
+def hold_run_folder(config: Config) -> Iterator[dict[str, str]]:
+    """The run folder is this command's while the context is open, with the recipe in it. Gives what tells rank 0 so.
+
+    Raises:
+        HeldError: nothing in the folder was changed.
+    """
+    run_dir = Path(config.run_dir)
+    ownership = owner.Ownership(run_dir)
     try:
-        write_recipe(Path(config.run_dir), to_yaml(config))
-        if world is None:
-            return _start(command, config, machine.gpus)
-        logs = shared_attempt(Path(config.run_dir), os.environ)
+        former = ownership.take()
+        disk.replace(run_dir / "recipe.yaml", to_yaml(config))
+    except owner.OwnedError as error:
+        raise HeldError(str(error), exit_codes.BAD_INPUT) from None
     except OSError as error:
-        print(f"megatron-rl: cannot write to run_dir {config.run_dir}: {error.strerror}", file=sys.stderr)
-        return exit_codes.FAILED
-    return _join(world, command, logs, machine.gpus)
+        ownership.release()
+        raise HeldError(f"cannot write to run_dir {run_dir}: {error.strerror}", exit_codes.FAILED) from None
+    try:
+        if former is not None:
+            streams.say(f"the run folder was left by {former}, which is gone", sys.stdout)
+        yield ownership.variables()
+    finally:
+        ownership.release()
+
+
+def _unnamed_file(text: str) -> int:
+    """A file in memory that processes inherit: a rank reads the recipe that was checked for it, whatever happens on disk."""
+    handle = os.memfd_create("recipe.yaml", 0)
+    with open(handle, "w", encoding="utf-8", closefd=False) as file:
+        file.write(text)
+    return handle
 
 
 def load_checked(args: argparse.Namespace, machine: Machine, model: Mapping[str, Any] | None = None) -> Config:
@@ -128,34 +177,21 @@ def _resume(mode: str) -> str:
     return str(Path(mode).resolve())
 
 
-def write_recipe(run_dir: Path, recipe: str) -> None:
-    """Writes `recipe.yaml` in one move: with torchrun every process does, and none may read another's half."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=run_dir, prefix=".recipe")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(recipe)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, run_dir / "recipe.yaml")
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _start(command: Sequence[str], config: Config, gpus: int) -> int:
+def _start(command: Sequence[str], config: Config, gpus: int, environment: Mapping[str, str], recipe: int) -> int:
     assert config.launch.processes is not None  # `check` has filled it in
     given = os.environ.get(ATTEMPT)  # a batch script's, of a job with one task
     logs = Path(given) if given else new_attempt(Path(config.run_dir))
     on = "GPU" if gpus else "CPU"
     streams.say(f"{config.launch.processes} {on} processes; run folder {config.run_dir}, logs in {logs}", sys.stdout)
-    return _report(run_ranks(_rank(command), config.launch.processes, logs, rank_environment(gpus)))
+    return _report(run_ranks(_rank(command), config.launch.processes, logs, environment, files=(recipe,)))
 
 
-def _join(world: World, command: Sequence[str], logs: Path | None, gpus: int) -> int:
+def _join(world: World, command: Sequence[str], config: Config, environment: Mapping[str, str], recipe: int) -> int:
     """This process stands for a rank of srun's or torchrun's world: it runs the rank, in the attempt's log folder."""
+    logs = shared_attempt(Path(config.run_dir), os.environ, world.rank, 60 * config.launch.timeout_minutes)
     if logs is not None:
-        return _report(run_rank(_rank(command), world.variables, logs, rank_environment(gpus)))
-    os.environ.update(rank_environment(gpus))
+        return _report(run_rank(_rank(command), world.variables, logs, environment, files=(recipe,)))
+    os.environ.update(environment)
     os.environ.update(world.variables)
     stop.hold_back()  # until the rank has its handlers
     os.execv(sys.executable, _rank(command))

@@ -66,6 +66,29 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escape(dataclasses.asdict(config))))
 
 
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Dotted key, value before and value after, of every key in which two recipes, as plain trees, differ."""
+    old, new = dict(_leaves(before)), dict(_leaves(after))
+    return [
+        (key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    ]
+
+
+def as_tree(config: Config) -> dict[str, Any]:
+    """The recipe as YAML has it: mappings, lists and plain values."""
+    tree = yaml.safe_load(to_yaml(config))
+    assert isinstance(tree, dict)
+    return tree
+
+
+def _leaves(section: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(section, Mapping) or not section:
+        return [(prefix, section)]
+    return [
+        leaf for key, value in section.items() for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    ]
+
+
 # ----------------------------------------------------------------------------------------------------------- sources
 def _read(path: Path, chain: tuple[Path, ...], seen: set[Path] | None = None) -> list[_Layer]:
     """The layers of a file and its bases, lowest first; a file that several others build on counts once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 
@@ -19,6 +20,17 @@ def sync_tree(folder: Path) -> None:
     """Waits until a folder and everything in it is on the disk."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes a file in one move, as readable as the umask makes a new one: a reader finds the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def next_previous(folder: Path) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import io
 import math
 import os
@@ -41,6 +42,7 @@ OWN_MESSAGE = "megatron-rl: "  # how a rank's last words begin, where it knows w
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _TAIL = 40  # lines of a failed rank's log that are shown
 _LOOK = 5.0  # seconds between two looks at the ranks' heartbeats
+_GLANCE = 0.2  # seconds between two looks for the attempt that rank 0 makes
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,18 @@ def new_attempt(run_dir: Path) -> Path:
     return attempt
 
 
-def shared_attempt(run_dir: Path, environment: Mapping[str, str]) -> Path | None:
+def shared_attempt(run_dir: Path, environment: Mapping[str, str], rank: int, patience: float) -> Path | None:
     """The one `logs/attempt_<k>` of all ranks that srun has started together.
 
-    It is the folder that the batch script names in MEGATRON_RL_ATTEMPT; without it, the first rank to come makes one for
-    this Slurm step. None where there is neither: the ranks of a plain torchrun write where torchrun says.
+    It is the folder that the batch script names in MEGATRON_RL_ATTEMPT; without it, rank 0's process, which has taken the run
+    folder, makes one for this Slurm step, and the others wait for it. None where there is neither: the ranks of a plain
+    torchrun write where torchrun says.
+
+    Args:
+        patience: how long to wait for rank 0's, in seconds.
+
+    Raises:
+        TimeoutError: it has not made one by then.
     """
     if environment.get(ATTEMPT):
         Path(environment[ATTEMPT]).mkdir(parents=True, exist_ok=True)
@@ -108,19 +117,15 @@ def shared_attempt(run_dir: Path, environment: Mapping[str, str]) -> Path | None
         return None
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     mark = run_dir / "logs" / (".slurm_" + "_".join(environment.get(name, "0") for name in names))
-    if not mark.is_symlink():
-        own = _next_attempt(run_dir)
-        try:
-            mark.symlink_to(own.name)
-        except FileExistsError:  # another rank was faster
-            own.rmdir()
+    if rank == 0 and not mark.is_symlink():
+        mark.symlink_to(new_attempt(run_dir).name)
+    deadline = time.monotonic() + patience
+    while not mark.is_symlink():
+        if time.monotonic() > deadline:
+            why = f"rank 0 has not taken the run folder within {patience / 60:g} minutes (launch.timeout_minutes)"
+            raise TimeoutError(errno.ETIMEDOUT, f"rank {rank} gives up: {why}; see the output of rank 0")
+        time.sleep(_GLANCE)
     return mark.parent / mark.readlink()
-
-
-def _next_attempt(run_dir: Path) -> Path:
-    while True:
-        with contextlib.suppress(FileExistsError):  # another process has just taken that number
-            return new_attempt(run_dir)
 
 
 def run_ranks(
@@ -129,6 +134,7 @@ def run_ranks(
     log_dir: Path,
     environment: Mapping[str, str] | None = None,
     graces: Graces = Graces(),
+    files: Sequence[int] = (),
 ) -> Outcome:
     """Runs `command` once per rank and waits for all of them. To be called from the main thread.
 
@@ -145,12 +151,13 @@ def run_ranks(
         log_dir: an existing folder.
         environment: variables on top of this process's own.
         graces: how long to wait before killing.
+        files: open files that the ranks inherit, under the same numbers.
     """
     worlds = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     shared = {**os.environ, **(environment or {}), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     for _ in range(_TRIES):
-        group = _Group(command, {**shared, "MASTER_PORT": str(free_port())}, log_dir, graces)
+        group = _Group(command, {**shared, "MASTER_PORT": str(free_port())}, log_dir, graces, files)
         outcome = group.run(worlds)
         if outcome.code == 0 or group.was_stopped or not _port_was_taken(log_dir):
             break
@@ -158,13 +165,17 @@ def run_ranks(
 
 
 def run_rank(
-    command: Sequence[str], variables: Mapping[str, str], log_dir: Path, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    log_dir: Path,
+    environment: Mapping[str, str] | None = None,
+    files: Sequence[int] = (),
 ) -> Outcome:
     """Runs `command` as the one rank of a larger world that `variables` describe, with the logs of `run_ranks`.
 
     Signals are passed on; how long a rank may take to obey is for whoever started this process to say.
     """
-    group = _Group(command, {**os.environ, **(environment or {}), **variables}, log_dir, Graces(stop=math.inf))
+    group = _Group(command, {**os.environ, **(environment or {}), **variables}, log_dir, Graces(stop=math.inf), files)
     return group.run([dict(variables)])
 
 
@@ -175,9 +186,16 @@ def _port_was_taken(log_dir: Path) -> bool:
 class _Group:
     """The processes of one start. Threads wait for them; the main thread decides, and takes the signals."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_dir: Path, graces: Graces) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log_dir: Path,
+        graces: Graces,
+        files: Sequence[int] = (),
+    ) -> None:
         self._command, self._environment = list(command), {**environment, ATTEMPT: str(log_dir.absolute())}
-        self._log_dir, self._graces = log_dir, graces
+        self._log_dir, self._graces, self._files = log_dir, graces, tuple(files)
         self._events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()  # safe to use in a signal handler
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._running: set[int] = set()
@@ -231,6 +249,7 @@ class _Group:
                 stdout=tee.child_end if tee is not None and rank == 0 else log,
                 stderr=log,
                 env={**self._environment, **world},
+                pass_fds=self._files,
                 start_new_session=True,  # Ctrl-C reaches the ranks through us only, and each is a group of its own
                 preexec_fn=_die_with_parent(os.getpid()),
             )

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.saver import Outcome, Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.checkpoint.store import CheckpointError
-from megatron_rl.config import to_yaml
+from megatron_rl.config import as_tree, changes, to_yaml
 from megatron_rl.config.schema import OptimizerConfig
 from megatron_rl.models import export_hf
 from megatron_rl.models.export import companions
@@ -312,23 +312,14 @@ def _check_model(run: Run, folder: Path) -> None:
 
 
 def _note_changes(run: Run, folder: Path) -> None:
-    saved = dict(_leaves(yaml.safe_load((folder / "recipe.yaml").read_text())))
-    own = dict(_leaves(yaml.safe_load(to_yaml(run.config))))
+    saved = yaml.safe_load((folder / "recipe.yaml").read_text())
     changed = [
-        f"{key} {saved.get(key)!r} -> {own.get(key)!r}"
-        for key in sorted(saved.keys() | own.keys())
-        if saved.get(key) != own.get(key) and key != "run_dir"
+        f"{key} {before!r} -> {after!r}"
+        for key, before, after in changes(saved, as_tree(run.config))
+        if key != "run_dir"
     ]
     if changed:
         run.report.note(f"the recipe is not that of {folder.name}: {', '.join(changed)}")
-
-
-def _leaves(section: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if not isinstance(section, dict) or not section:
-        return [(prefix, section)]
-    return [
-        leaf for key, value in section.items() for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- export

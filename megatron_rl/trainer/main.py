@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import hashlib
 import os
 import signal
 import sys
@@ -14,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.checkpoint import owner
 from megatron_rl.checkpoint.owner import OwnedError, Ownership
-from megatron_rl.runtime import exit_codes, postmortem, provenance
+from megatron_rl.runtime import disk, exit_codes, postmortem, provenance
 from megatron_rl.runtime.progress import PROGRESS, Deadlines
 from megatron_rl.runtime.spawn import ATTEMPT, new_attempt
 from megatron_rl.runtime.stop import StopFlag, StopRequested
@@ -26,15 +28,15 @@ if TYPE_CHECKING:
     from megatron_rl.runtime.distributed import Grid
 
 
-def main(command: str, run_dir: str, resume: str = "auto") -> int:
-    """Runs `train`, `sft` or `evaluate` on this rank, by the resolved recipe in the run folder; returns the exit code."""
+def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
+    """Runs `train`, `sft` or `evaluate` on this rank, by the resolved recipe in the file `recipe`; returns the exit code."""
     stop = StopFlag()  # before anything that takes time
     quiet_known_warnings()
     # Imported here: the launcher sets the environment that torch and vLLM read on import.
     import torch
 
     from megatron_rl.checkpoint.store import CheckpointError
-    from megatron_rl.config import load_recipe
+    from megatron_rl.config import load_recipe, to_yaml
     from megatron_rl.rewards import RewardError
     from megatron_rl.rollout.sync import SyncError
     from megatron_rl.runtime import distributed
@@ -44,7 +46,7 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
     from megatron_rl.trainer.memory import memory_parts
     from megatron_rl.trainer.sft import sft
 
-    config = load_recipe(Path(run_dir) / "recipe.yaml")
+    config = load_recipe(recipe)
     torch.manual_seed(config.seed)
     attempt = os.environ.get(ATTEMPT)
     # From before the ranks look for each other, where the launcher has told them their folder.
@@ -62,12 +64,14 @@ def main(command: str, run_dir: str, resume: str = "auto") -> int:
     if watchdog is None:  # torchrun
         attempt = grid.broadcast(str(new_attempt(Path(run_dir))) if grid.is_main else "")
         watchdog = _watch(config, Path(attempt), grid.rank, grid.world)
-    if grid.is_main:
-        provenance.write(watchdog.attempt)
     run, code = None, exit_codes.OK
-    ownership = Ownership(Path(run_dir)) if grid.is_main else None
+    ownership = owner.of_this_rank(Path(run_dir), os.environ) if grid.is_main else None
     try:
         _take(ownership, grid)
+        if grid.is_main:
+            provenance.write(watchdog.attempt)
+            disk.replace(watchdog.attempt / "recipe.yaml", to_yaml(config))
+        _agree(config, grid)
         if not _fit(config, grid):
             return exit_codes.PREFLIGHT
         if command == "evaluate":  # every response is kept as it comes: nobody has to be waited for
@@ -105,17 +109,34 @@ def _take(ownership: Ownership | None, grid: Grid) -> None:
     Raises:
         OwnedError: another run writes there.
     """
-    former, error = None, None
+    error = None
     if ownership is not None:
         try:
-            former = ownership.take()
+            ownership.take()
         except OwnedError as refusal:
             error = str(refusal)
     error = grid.broadcast(error)
     if error is not None:
         raise OwnedError(error)
-    if former is not None:
-        print(f"the run folder was left by {former}, which is gone", flush=True)
+
+
+def _agree(config: Config, grid: Grid) -> None:
+    """Every rank has resolved the command line for itself, and a recipe that is not shared may differ between nodes.
+
+    Raises:
+        ValueError: on every rank, with the keys in which another rank's recipe is not rank 0's.
+    """
+    from megatron_rl.config import as_tree, changes, to_yaml
+
+    digests = grid.all_gather(hashlib.blake2b(to_yaml(config).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    recipes = grid.all_gather(as_tree(config))
+    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    shown = ", ".join(f"{key} {before!r} and {after!r}" for key, before, after in changes(recipes[0], recipes[rank]))
+    raise ValueError(
+        f"ranks 0 and {rank} were started with different recipes: {shown}; give all of them the same files and overrides"
+    )
 
 
 def _fit(config: Config, grid: Grid) -> bool:
@@ -177,6 +198,8 @@ def _fail(error: Exception, expected: bool, config: Config, watchdog: Watchdog) 
     if collectives.gave_up(error):
         watchdog.end_stalled(f"a collective gave up after launch.timeout_minutes = {config.launch.timeout_minutes:g}")
     text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and not Path(config.run_dir).is_dir():
+        text = owner.gone(Path(config.run_dir))
     out_of_memory = memory.is_out_of_memory(error)
     try:
         parts = PROGRESS.memory_parts()
@@ -184,8 +207,9 @@ def _fail(error: Exception, expected: bool, config: Config, watchdog: Watchdog) 
         parts = {}
     table = memory.table(parts, memory.in_use(), PROGRESS.memory_peaks())
     about = {"error": text, "versions": provenance.versions(), "memory": table.splitlines(), **_facts(True)}
-    with contextlib.suppress(OSError):  # the disk may be what failed
-        postmortem.write_rank(watchdog.folder, about, traceback.format_exc() + "\n" + stacks())
+    if Path(config.run_dir).is_dir():  # else it would come back with nothing but this in it
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            postmortem.write_rank(watchdog.folder, about, traceback.format_exc() + "\n" + stacks())
     place = watchdog.folder / f"rank_{PROGRESS.rank}.txt"
     if out_of_memory:
         help_ = "\n".join(f"  {line}" for line in memory.remedies(PROGRESS.phase, config))
@@ -246,10 +270,11 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.trainer.main")
     parser.add_argument("command", choices=("train", "sft", "evaluate"))
     parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--recipe", required=True, metavar="FILE", help="the resolved recipe")
     parser.add_argument("--resume", default="auto")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
     args = _arguments()
-    sys.exit(main(args.command, args.run_dir, args.resume))
+    sys.exit(main(args.command, args.run_dir, args.recipe, args.resume))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.checkpoint.owner import FILE, OwnedError, Owner, Ownership, read, refuse_if_alive
+from megatron_rl.checkpoint.owner import FILE, OwnedError, Owner, Ownership, of_this_rank, read
 
 ELSEWHERE = Owner("node7", 4242, 1, "another boot pid:[1]", "2026-01-01T00:00:00+00:00")
 
@@ -30,12 +30,10 @@ def leave(folder: Path, owner: Owner, age: float = 0.0) -> Path:
 def test_a_second_run_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
     first = Ownership(tmp_path)
     assert first.take() is None
-    for attempt in (Ownership(tmp_path).take, lambda: refuse_if_alive(tmp_path)):
-        with pytest.raises(OwnedError, match=rf"process {os.getpid()} on .*, since .* another run_dir"):
-            attempt()
+    with pytest.raises(OwnedError, match=rf"process {os.getpid()} on .*, since .* another run_dir"):
+        Ownership(tmp_path).take()
     first.release()
     assert not (tmp_path / FILE).exists()
-    refuse_if_alive(tmp_path)
     assert Ownership(tmp_path).take() is None
 
 
@@ -123,3 +121,51 @@ def test_the_owner_beats_and_notices_when_the_folder_was_taken_from_it(tmp_path:
         own.check()
     own.release()
     assert read(tmp_path) == ELSEWHERE, "what is another's is not removed"
+
+
+def test_a_rank_writes_on_behalf_of_the_command_that_started_it(tmp_path: Path) -> None:
+    command = subprocess.Popen(["sleep", "60"])
+    try:
+        holder = replace(Owner.me(), pid=command.pid, started=0)
+        environment = Ownership(tmp_path, holder).variables()
+        leave(tmp_path, holder)
+        rank = of_this_rank(tmp_path, environment)
+        assert rank.take() is None
+        rank.check()
+        rank.release()
+        assert read(tmp_path) == holder, "the command gives the folder back, not its rank"
+        leave(tmp_path, ELSEWHERE)
+        with pytest.raises(OwnedError, match="taken over by process 4242 on node7"):
+            of_this_rank(tmp_path, environment).take()
+    finally:
+        command.kill()
+        command.wait()
+    assert of_this_rank(tmp_path / "another", {}).take() is None
+
+
+def test_an_owner_that_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / FILE).mkdir()
+    with pytest.raises(OwnedError, match=r"owner\.json is a folder.*remove it"):
+        Ownership(tmp_path, stale_seconds=0).take()
+    assert (tmp_path / FILE).is_dir()
+
+
+def test_a_run_folder_that_was_removed_or_renamed_is_named(tmp_path: Path) -> None:
+    own = Ownership(tmp_path / "run")
+    own.take()
+    (tmp_path / "run").rename(tmp_path / "renamed")
+    with pytest.raises(OwnedError, match=r"run_dir .*/run is gone: it was removed or renamed"):
+        own.check()
+    own.release()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_file_is_as_private_as_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        own = Ownership(tmp_path)
+        own.take()
+        assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o640
+        own.release()
+    finally:
+        os.umask(before)

@@ -133,10 +133,88 @@ def test_a_job_of_one_task_writes_into_its_batch_scripts_attempt(recipe: str, mo
     for name, value in {"MEGATRON_RL_ATTEMPT": str(attempt), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}.items():
         monkeypatch.setenv(name, value)
     logs = []
-    monkeypatch.setattr(run_recipe, "run_ranks", lambda *given: logs.append(given[2]) or Outcome(0))
+    monkeypatch.setattr(run_recipe, "run_ranks", lambda *given, **more: logs.append(given[2]) or Outcome(0))
     assert main(["train", recipe]) == 0
     assert logs == [attempt]
     assert [path.name for path in Path("run/logs").iterdir()] == ["attempt_1"]
+
+
+def handed_over(command: list[str]) -> str:
+    """The recipe that a rank started with this command reads."""
+    return Path(command[command.index("--recipe") + 1]).read_text()
+
+
+def test_a_second_command_for_a_run_folder_changes_nothing_there(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the seconds before the first one's ranks have started: those of the first train the first's recipe."""
+    seen = []
+
+    def ranks(command: list[str], *given: object, **more: object) -> Outcome:
+        seen.append(main(["train", recipe, "seed=2"]))
+        seen.append(handed_over(command))
+        seen.append([path.name for path in Path("run/logs").iterdir()])
+        return Outcome(0)
+
+    monkeypatch.setattr(run_recipe, "run_ranks", ranks)
+    assert main(["train", recipe, "seed=1"]) == 0
+    code, text, attempts = seen
+    assert code == 2
+    assert "run belongs to a running job: process" in capsys.readouterr().err
+    assert yaml.safe_load(text)["seed"] == 1
+    assert load_recipe("run/recipe.yaml").seed == 1
+    assert attempts == ["attempt_1"]
+    assert not Path("run/owner.json").exists(), "given back"
+
+
+def test_what_the_ranks_read_is_not_a_file_that_another_can_replace(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+
+    def ranks(command: list[str], *given: object, files: tuple[int, ...]) -> Outcome:
+        Path("run/recipe.yaml").write_text("seed: 7\n")
+        code = "import sys; print(open(sys.argv[1]).read())"
+        argument = command[command.index("--recipe") + 1]
+        for _ in range(2):  # every rank reads it from its beginning
+            done = subprocess.run(
+                [sys.executable, "-c", code, argument], capture_output=True, text=True, pass_fds=files
+            )
+            texts.append(yaml.safe_load(done.stdout))
+        return Outcome(0)
+
+    monkeypatch.setattr(run_recipe, "run_ranks", ranks)
+    assert main(["train", recipe, "seed=1"]) == 0
+    assert [text["seed"] for text in texts] == [1, 1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_torchruns_processes_the_first_takes_the_run_folder_and_the_others_write_nothing(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    seen = {}
+
+    def become(program: str, command: list[str]) -> None:
+        there = {path.name for path in Path("run").iterdir()} if Path("run").exists() else set()
+        seen.update(recipe=yaml.safe_load(handed_over(command)), files=there, owner=os.environ.get("MEGATRON_RL_OWNER"))
+
+    monkeypatch.setattr(os, "environ", {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    monkeypatch.setattr(os, "execv", become)
+    main(["train", recipe, "seed=1", "launch.processes=null"])
+    assert seen["recipe"]["seed"] == 1
+    assert seen["files"] == ({"recipe.yaml", "owner.json"} if rank == 0 else set())
+    assert (seen["owner"] is not None) == (rank == 0)
+
+
+def test_what_a_command_writes_is_as_private_as_the_umask_says(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_recipe, "run_ranks", lambda *given, **more: Outcome(0))
+    before = os.umask(0o077)
+    try:
+        assert main(["train", recipe]) == 0
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o077 for path in [Path("run"), *Path("run").rglob("*")]}
+    assert set(modes.values()) == {0}, modes
 
 
 def test_of_several_tasks_one_asks_the_endpoint(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

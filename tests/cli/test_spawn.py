@@ -9,11 +9,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.runtime.spawn import free_port, new_attempt, rank_environment
+from megatron_rl.runtime.spawn import free_port, new_attempt, rank_environment, shared_attempt
 
 LAUNCHER = """
 import sys
@@ -282,6 +283,20 @@ def test_attempts_are_counted(tmp_path: Path) -> None:
     assert [new_attempt(tmp_path).name for _ in range(2)] == ["attempt_1", "attempt_2"]
     (tmp_path / "logs" / "attempt_10").mkdir()
     assert new_attempt(tmp_path).name == "attempt_11"
+
+
+def test_under_srun_all_ranks_write_into_the_attempt_that_rank_0_has_made(tmp_path: Path) -> None:
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}
+    with pytest.raises(TimeoutError, match="rank 3 gives up: rank 0 has not taken the run folder"):
+        shared_attempt(tmp_path, step, rank=3, patience=0.3)
+    assert list(tmp_path.iterdir()) == [], "before rank 0 has the folder, the others write nothing"
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(shared_attempt, tmp_path, step, rank, 60.0) for rank in (1, 2)]
+        (tmp_path / "logs" / "attempt_1").mkdir(parents=True)
+        own = shared_attempt(tmp_path, step, rank=0, patience=0.0)
+        assert own == tmp_path / "logs" / "attempt_2"
+        assert [other.result() for other in others] == [own, own]
+    assert shared_attempt(tmp_path, {}, rank=1, patience=0.0) is None
 
 
 def test_what_the_user_has_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.config import load_recipe
+
 from .job import Job, processes_of, rows, segments, variable, write_recipe
 
 ENDLESS = ("trainer.steps=100000", "trainer.eval_every=0", "checkpoint.keep=2")
@@ -43,7 +45,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint_whole(folder: Path) -> None:
     job = Job(folder, *ENDLESS, "checkpoint.on_failure=stop")
+    job.wait_for((job.run_dir / "owner.json").exists)
+    second = Job(folder, *ENDLESS, "seed=8")  # long before the first one's ranks have read their recipe
+    assert second.finish() == 2
+    assert messages(second)[0].startswith(f"{job.run_dir} belongs to a running job: process {job.process.pid} on ")
     job.wait_for_checkpoint(1)
+    recipes = [job.run_dir, job.run_dir / "checkpoints" / "step_1", job.run_dir / "logs" / "attempt_1"]
+    assert [load_recipe(place / "recipe.yaml").seed for place in recipes] == [3, 3, 3]
     ranks = job.ranks()
     port = variable(ranks[0], "MASTER_PORT")
     for pid in ranks.values():  # a file may grow to 100 kB from now on: what a full disk is to a process, without one
