@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
+from megatron_rl.config.published import published_config
 from megatron_rl.planner import GIB, PHASES, Plan, Shape, active_parameters, make_plan, total_parameters
 from megatron_rl.runtime import exit_codes
 
@@ -31,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--model-config",
         metavar="FILE",
-        help="the model's config.json, where its folder (model.path) is not on this machine",
+        help="the model's config.json, where its folder (model.path) is not on this machine and its name is not that of a "
+        "published model which the package knows",
     )
 
 
@@ -44,14 +46,33 @@ def run(args: argparse.Namespace) -> int:
         machine = Machine(gpus=args.gpus_per_node, world_size=world, local_world_size=args.gpus_per_node)
         config = load_recipe(args.recipe, args.overrides)
         config.launch.processes = None  # the command line says how many there are
-        given = None if args.model_config is None else _read(Path(args.model_config))
+        given, source = _given(config, args.model_config)
         config = check(config, command="train", machine=machine, model=given)
         plan = make_plan(config, _shape(config, given), world, args.gpu_memory_gib * GIB)
     except (ConfigError, ValueError) as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT
-    print(render(config, plan))
+    print(render(config, plan, source))
     return exit_codes.FAILED if any(plan.problems()) else exit_codes.OK
+
+
+def _given(config: Config, file: str | None) -> tuple[dict[str, Any] | None, str]:
+    """The config.json to plan with, where it is not in `model.path`; and a remark for the table.
+
+    Raises:
+        ConfigError: the file cannot be read, or nothing is known of a model whose folder is not there.
+    """
+    if file is not None:
+        return _read(Path(file)), ""
+    if config.model.path is None or (folder := Path(config.model.path).expanduser()).exists():
+        return None, ""
+    known = published_config(folder.name)
+    if known is None:
+        raise ConfigError(
+            f"`model.path`: {folder} does not exist, and the package knows no published model called {folder.name}; give "
+            "its config.json: --model-config FILE"
+        )
+    return known, f"; sizes of the published {folder.name}, since {folder} does not exist"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -73,13 +94,14 @@ def _shape(config: Config, given: Mapping[str, Any] | None) -> Shape:
     return Shape.created(config.model.create)
 
 
-def render(config: Config, plan: Plan) -> str:
-    """The table, then what it means, then what does not fit."""
+def render(config: Config, plan: Plan, source: str = "") -> str:
+    """The table, then what it means, then what does not fit. `source`: a remark on the model."""
     parallel, shape = config.actor.parallel, plan.shape
     total, active = total_parameters(shape), active_parameters(shape)
     lines = [
         f"model: {total / 1e9:.2f} B parameters"
-        + (f", {active / 1e9:.2f} B of them active per token" if active != total else ""),
+        + (f", {active / 1e9:.2f} B of them active per token" if active != total else "")
+        + source,
         f"actor: tensor {parallel.tensor} x pipeline {parallel.pipeline} x "
         + (f"context {parallel.context} x " if parallel.context > 1 else "")
         + f"data {plan.data_parallel}"

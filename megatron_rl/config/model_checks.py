@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import Config, CreateModelConfig
 from megatron_rl.config.stages import stage_layers
 
@@ -24,6 +25,11 @@ def check_model(config: Config, model: Mapping[str, Any] | None = None) -> Itera
         yield from _check_sizes(config, model)
     elif config.model.path is not None:
         folder = Path(config.model.path)
+        known = None if folder.exists() else published_config(folder.name)
+        if known is not None:
+            yield f"`model.path`: {folder} does not exist; what else was checked holds for {folder.name} as it is published"
+            yield from _check_sizes(config, known)
+            return
         problems = list(_check_folder(folder))
         yield from problems
         if not problems:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.config.published import published_config, published_names
 from megatron_rl.config.schema import ActorConfig, Config, FP8Config, ModelConfig, ParallelConfig, RolloutConfig
 from megatron_rl.models import family_for
 from megatron_rl.planner import (
@@ -28,7 +29,6 @@ from megatron_rl.planner import (
     total_parameters,
 )
 
-MODELS = Path(__file__).parent / "models"
 # As their model cards and safetensors indices give them.
 PUBLISHED = {
     "Qwen2.5-0.5B-Instruct": 494_032_768,
@@ -55,12 +55,13 @@ PUBLISHED = {
 
 
 def model_config(name: str) -> dict[str, Any]:
-    return dict(json.loads((MODELS / name / "config.json").read_text("utf-8")))
+    config = published_config(name)
+    assert config is not None
+    return config
 
 
 def test_every_model_of_the_tests_has_its_published_number_of_parameters() -> None:
-    folders = {path.name for path in MODELS.iterdir() if path.is_dir()}
-    assert {name: total_parameters(Shape.of(model_config(name))) for name in folders} == PUBLISHED
+    assert {name: total_parameters(Shape.of(model_config(name))) for name in published_names()} == PUBLISHED
 
 
 def test_active_parameters_of_mixtures_are_those_of_their_names() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import os
 import re
@@ -17,11 +18,12 @@ import yaml
 
 from megatron_rl.cli import main
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
+from megatron_rl.config.checks import smallest_world
+from megatron_rl.config.published import FOLDER, published_config, published_names
 from megatron_rl.planner import GIB, PHASES, Plan, Shape, make_plan
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
-MODELS = Path(__file__).parent / "models"
 H100_GIB = 79
 ELSEWHERE = ("cpu", "eval")  # folders with tests of their own
 
@@ -73,13 +75,12 @@ def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of models, with the real config.json and empty weights, and of data, with a row in each format."""
     models, data = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("data")
-    for source in MODELS.iterdir():
-        if source.is_dir():
-            folder = models / source.name
-            folder.mkdir()
-            (folder / "config.json").write_text((source / "config.json").read_text("utf-8"))
-            for name in ("tokenizer.json", "model.safetensors"):
-                (folder / name).touch()
+    for model in published_names():
+        folder = models / model
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(published_config(model)))
+        for name in ("tokenizer.json", "model.safetensors"):
+            (folder / name).touch()
     for name in runnable():
         for task in tasks_of(name):
             if "path" in task:
@@ -342,18 +343,86 @@ def test_plan_on_a_laptop_without_the_model(
 ) -> None:
     monkeypatch.setenv("MODELS", "/nowhere")
     recipe = str(RECIPES / "scale/qwen3-235b-a22b.yaml")
-    model = ["--model-config", str(MODELS / "Qwen3-235B-A22B" / "config.json")]
+    model = ["--model-config", str(FOLDER / "Qwen3-235B-A22B.json")]
     assert main(["plan", recipe, "--nodes", "16", *model]) == 0
     printed = capsys.readouterr().out
-    assert "235.09 B parameters, 22.19 B of them active" in printed
+    assert "235.09 B parameters, 22.19 B of them active per token\n" in printed
     assert "it fits" in printed.splitlines()
     assert "estimates, not measured" in printed
     assert main(["plan", recipe, "--nodes", "16", "--gpu-memory-gib", "40", *model]) == 1
     assert "IT DOES NOT FIT" in capsys.readouterr().out
     assert main(["plan", recipe, "actor.parallel.virtual_pipeline=3", "--nodes", "16", *model]) == 2
     assert "94 layers" in capsys.readouterr().err
-    assert main(["plan", recipe, "--nodes", "16"]) == 2
-    assert "/nowhere/Qwen3-235B-A22B does not exist" in capsys.readouterr().err
+    assert main(["plan", recipe, "--nodes", "16"]) == 0
+    by_name = capsys.readouterr().out
+    remark = "; sizes of the published Qwen3-235B-A22B, since /nowhere/Qwen3-235B-A22B does not exist\n"
+    assert by_name == printed.replace("active per token\n", f"active per token{remark}")
+    assert main(["plan", recipe, "--nodes", "16", "model.path=/nowhere/Qwen4"]) == 2
+    assert "no published model called Qwen4; give its config.json: --model-config FILE" in capsys.readouterr().err
+
+
+def test_a_check_without_the_model_says_that_it_is_missing_and_checks_its_published_sizes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MODELS", "/nowhere")
+    recipe = str(RECIPES / "scale/qwen3-32b.yaml")
+    missing = "/nowhere/Qwen3-32B does not exist; what else was checked holds for Qwen3-32B as it is published"
+    assert main(["train", recipe, "--check"]) == 2
+    assert capsys.readouterr().err == f"megatron-rl: `model.path`: {missing}\n"
+    assert main(["train", recipe, "actor.parallel.tensor=16", "--check"]) == 2
+    assert re.search(f"{missing}\n.*key/value heads", capsys.readouterr().err)
+
+
+def test_the_readmes_plan_runs_in_a_fresh_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MODELS", str(tmp_path / "models"))
+    commands = re.findall(r"^megatron-rl (plan [^#\n]*)", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert commands
+    for command in commands:
+        assert main(command.split()) == 0, capsys.readouterr().err
+
+
+# Comments with a layout's figures: the recipe that they are of, and further overrides of which they speak.
+FIGURES: dict[str, tuple[str, list[str]]] = {
+    "_h100/2b.yaml": ("awpo/qwen3-1.7b.yaml", []),
+    "_h100/4b.yaml": ("awpo/qwen3-4b-2507.yaml", []),
+    "_h100/8b.yaml": ("scale/qwen3-8b.yaml", []),
+    "_h100/14b.yaml": ("scale/qwen3-14b.yaml", []),
+    "_h100/32b.yaml": ("scale/qwen3-32b.yaml", []),
+    "_h100/30b-a3b.yaml": ("scale/qwen3-30b-a3b.yaml", []),
+    "_h100/235b-a22b.yaml": (
+        "scale/qwen3-235b-a22b.yaml",
+        ["rollout.tensor_parallel=8", "rollout.memory_fraction=0.83"],
+    ),
+    **{name: (name, []) for name in runnable() if name.startswith("scale/")},
+}
+
+
+def comment(name: str) -> str:
+    lines = (RECIPES / name).read_text("utf-8").splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in itertools.takewhile(lambda x: x.startswith("#"), lines))
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_figures_in_a_layouts_comment_are_what_plan_says(name: str) -> None:
+    recipe, overrides = FIGURES[name]
+    made = [
+        plan(checked(recipe, change, 8 * count), 8 * count)
+        for count in (1, 2, 4, 16, 32)
+        for change in ([], overrides)
+        if 8 * count % smallest_world(loaded(recipe)) == 0
+    ]
+    gib = {f"{part.bytes / GIB:.1f}" for one in made for part in one.components}
+    gib |= {f"{one.peak(phase) / GIB:.1f}" for one in made for phase in PHASES}
+    text = comment(name)
+    written = set(re.findall(r"(?<![\w.=-])\d+\.\d+(?! ?B\b)(?![\w-])", text))
+    if name.startswith("scale/"):
+        written |= set(re.findall(r"(?<![\d.])(\d+) GiB", text))
+    assert written <= gib, f"{name}: plan knows no {written - gib}"
+    sequences = {f"{one.full_length_sequences:.0f}" for one in made}
+    assert set(re.findall(r"(\d+) sequences", text)) <= sequences
+    assert all(match in {f"{one.gpu_bytes / GIB:.0f}" for one in made} for match in re.findall(r"GiB of (\d+)", text))
 
 
 def test_the_tables_in_the_layouts_page_are_what_plan_says() -> None:
