@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint import manifest, unpickle
 from megatron_rl.checkpoint.snapshot import sharded_model, sharded_state
 from megatron_rl.runtime import device
 from megatron_rl.runtime.disk import next_previous
@@ -49,7 +49,8 @@ def load(folder: Path, chunks: list[Any], optimizer: Any, grid: Grid) -> None:
         problems = _unfitting(tensors | {"masters": masters}, saved, pieces, grid)
         if problems:
             raise CheckpointError(f"{folder} does not fit this recipe: {shown(problems)}")
-        state = _load_optimizer(folder, tensors, masters, chunks)
+        with _named():
+            state = _load_optimizer(folder, tensors, masters, chunks)
         own = [{key: group[key] for key in _HYPERPARAMETERS} for group in optimizer.param_groups]
         with _keeping_adam_steps():
             optimizer.load_state_dict(state)
@@ -59,13 +60,25 @@ def load(folder: Path, chunks: list[Any], optimizer: Any, grid: Grid) -> None:
 
 
 def load_model(folder: Path, chunks: list[Any]) -> None:
-    """Fills the model chunks alone; every rank calls it."""
-    from megatron.core import dist_checkpointing
+    """Fills the model chunks alone; every rank calls it.
 
+    Raises:
+        CheckpointError: on every rank, if a file is damaged or names a class that has no place in a checkpoint.
+    """
     with device.megatron():
-        loaded = dist_checkpointing.load(sharded_model(chunks), str(folder))
+        with _named():
+            loaded = unpickle.load(sharded_model(chunks), folder)
         for i, chunk in enumerate(chunks):
             chunk.load_state_dict(loaded[f"model{i}"], strict=True)
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """What could not be unpickled, as the error of this module."""
+    try:
+        yield
+    except unpickle.UnpickleError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def whole(folder: Path) -> str | None:
@@ -160,20 +173,19 @@ def _load_optimizer(
     plain or distributed, one for all parameters or, with expert parallelism, one for dense and one for expert parameters.
     Where there are others now, only tensors are taken, which have the same names, and the number of steps, the same for all.
     """
-    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import merge
 
     wanted = tensors["optimizer"]
-    common = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
+    common = unpickle.load_common(folder)["optimizer"]
     alike = _form(common) == _form(wanted)
     key = "optimizer" if alike else "optimizer now"  # Megatron merges what it finds under the same key
     models = {name: value for name, value in tensors.items() if name != "optimizer"}
-    loaded = dist_checkpointing.load(models | {key: wanted}, str(folder))
+    loaded = unpickle.load(models | {key: wanted}, folder)
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{i}"], strict=True)
     state = loaded[key]
     if masters:
-        merge(state, dist_checkpointing.load({"masters": masters}, str(folder))["masters"])
+        merge(state, unpickle.load({"masters": masters}, folder)["masters"])
     if alike:
         return state
     [step] = {float(step) for step in _steps(common)}

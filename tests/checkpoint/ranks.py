@@ -7,6 +7,7 @@ import io
 import resource
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -208,8 +209,8 @@ def save_in_every_way(root: str) -> None:
     close()
 
 
-def try_to_load(root: str, layout: Layout, folders: list[str]) -> None:
-    """What loading each of the folders says; the weights must still be those of before."""
+def try_to_load(root: str, layout: Layout, folders: list[str], hostile: list[str]) -> None:
+    """What loading each of the folders says; the weights must still be those of before, but for `hostile` ones."""
     actor, said = make_actor(Path(root), layout), {}
     before = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
     for folder in folders:
@@ -219,6 +220,16 @@ def try_to_load(root: str, layout: Layout, folders: list[str]) -> None:
         except store.CheckpointError as error:
             said[folder] = str(error)
             assert all(torch.equal(before[name], tensor) for name, tensor in actor.iter_hf_weights())
+    for folder in hostile:
+        for what, read in (
+            ("all", partial(store.load, optimizer=actor.optimizer, grid=actor.grid)),
+            ("model", store.load_model),
+        ):
+            try:
+                read(Path(folder), chunks=actor.chunks)
+                said[f"{what} of {folder}"] = "loaded"
+            except store.CheckpointError as error:
+                said[f"{what} of {folder}"] = str(error)
     changed = OptimizerConfig(lr=1e-3, betas=[0.5, 0.6], eps=1e-5, weight_decay=0.3, distributed=layout.distributed)
     actor.start_optimizer(changed, UPDATES)
     load(actor, Path(folders[-1]), 2)

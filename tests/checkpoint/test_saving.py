@@ -20,6 +20,7 @@ from megatron_rl.checkpoint import manifest, store
 from megatron_rl.models.files import whole_folder
 from tests.actor.layouts import make_models
 from tests.actor.processes import spawn
+from tests.checkpoint.hostile import HIDING_PLACES
 from tests.checkpoint.ranks import Layout, contents, save_in_every_way, try_to_load
 
 pytestmark = pytest.mark.slow
@@ -236,7 +237,7 @@ CHANGES: dict[str, tuple[Callable[[Tensors, Pieces], tuple[Tensors, Pieces]], li
 @pytest.fixture(scope="module")
 def said(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Change -> what loading a checkpoint with it says; its manifest fits, as if it had been written like that."""
-    folders = {}
+    folders, hostile = {}, {}
     for name, (change, _) in CHANGES.items():
         folder = tmp_path_factory.mktemp(name) / "step_1"
         shutil.copytree(root / "sync" / "step_1", folder)
@@ -244,9 +245,17 @@ def said(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
         (folder / "tensors.json").unlink()
         manifest.write(folder, {}, *change(*manifest.read_tensors(root / "sync" / "step_1")))
         folders[name] = str(folder)
-    spawn(try_to_load, 2, str(root), Layout(tensor=2), [*folders.values(), str(root / "sync" / "step_1")])
+    for name, poison in HIDING_PLACES.items():
+        folder = shutil.copytree(root / "sync" / "step_1", tmp_path_factory.mktemp(name) / "step_1")
+        poison(folder, folder / "ran")
+        hostile[name] = str(folder)
+    good = str(root / "sync" / "step_1")
+    spawn(try_to_load, 2, str(root), Layout(tensor=2), [*folders.values(), good], [*hostile.values()])
     first = torch.load(root / f"said_{Layout(tensor=2).name}_1.pt")
-    rest = {"good": first[str(root / "sync" / "step_1")], "groups": first["groups"]}
+    rest = {"good": first[good], "groups": first["groups"]}
+    for name, folder in hostile.items():
+        rest |= {f"ran {name}": str((Path(folder) / "ran").exists())}
+        rest |= {f"{what} {name}": first[f"{what} of {folder}"] for what in ("all", "model")}
     return {name: first[folder] for name, folder in folders.items()} | rest
 
 
@@ -255,6 +264,18 @@ def test_what_does_not_fit_the_model_is_refused_by_tensor_and_file(said: dict[st
     assert said["good"] == "loaded"
     for part in CHANGES[change][1]:
         assert part in said[change]
+
+
+@pytest.mark.parametrize(
+    ("place", "file"),
+    [("metadata", ".metadata"), ("planner", ".metadata"), ("common", "common.pt"), ("object", "__9_0.distcp")],
+)
+def test_a_checkpoint_cannot_run_a_command(said: dict[str, str], place: str, file: str) -> None:
+    """`all` is what a resume reads, `model` what an evaluation does."""
+    assert said[f"ran {place}"] == "False"
+    assert file in said[f"all {place}"]
+    assert "names posix.system, which is not one of the classes" in said[f"all {place}"]
+    assert said[f"model {place}"] == said[f"all {place}"]
 
 
 def test_the_recipes_betas_epsilon_and_weight_decay_win_over_the_checkpoints(said: dict[str, str]) -> None:

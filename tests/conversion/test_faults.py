@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -15,14 +16,16 @@ import torch
 from models import tiny
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint import manifest, unpickle
 from megatron_rl.checkpoint.convert import jobs
+from megatron_rl.checkpoint.convert.inspect import contents
 from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.source import config_folder, megatron_folder
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.checkpoint.convert.verify import compare
 from megatron_rl.models.files import INDEX
+from tests.checkpoint.hostile import HIDING_PLACES, Command
 
 from .convert import to_hf, to_megatron
 
@@ -159,6 +162,27 @@ def test_a_renamed_tensor_of_a_plain_checkpoint(megatron: Path, tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize("place", ["metadata", "planner"])
+def test_an_index_that_runs_a_command(megatron: Path, tmp_path: Path, place: str) -> None:
+    """Neither conversion nor its verification nor inspection runs what the index names."""
+    named = r"\.metadata names posix\.system"
+    to_hf(megatron, tmp_path / "good")
+    HIDING_PLACES[place](megatron, tmp_path / "ran")
+    refused(ToHF(megatron, megatron), tmp_path / "out", named)
+    for look in (lambda: compare(ToHF(megatron, megatron), tmp_path / "good", 1), lambda: contents(megatron)):
+        with pytest.raises(ValueError, match=named):
+            look()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_that_points_outside(megatron: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes((megatron / "__0_0.distcp").read_bytes())
+    path = megatron / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"__0_0.distcp", b"../elsewhere"))
+    (megatron / manifest.TENSORS).unlink()
+    refused(ToHF(megatron, megatron), tmp_path / "out", r"points at a file outside the checkpoint: '\.\./elsewhere'")
+
+
 # ------------------------------------------------------------------------------------------------ another model's config
 FIELDS = {
     "hidden_size": 64,
@@ -261,3 +285,31 @@ def test_where_a_checkpoint_and_its_config_are_looked_for(megatron: Path, origin
         config_folder(step, None)
     (tmp_path / "run" / "recipe.yaml").write_text(f"model: {{path: {originals / 'hf'}}}")
     assert config_folder(step, None) == originals / "hf"
+
+
+def test_the_state_of_a_layer_is_looked_at_before_transformer_engine_unpickles_it(tmp_path: Path) -> None:
+    """Transformer Engine keeps an FP8 layer's state as pickled bytes in a tensor, and unpickles whatever is there."""
+
+    def state(content: Any) -> dict[str, Any]:
+        data = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
+        return {"decoder": {"layers.0._extra_state": data}, 0: {}, "layers.1._extra_state": torch.empty(0)}
+
+    unpickle._check_extra_states(state({"scale": torch.ones(2), "history": [1.0], "more": (None, True)}), "a")
+    for hidden in (Command(tmp_path / "ran"), {"scale": [torch.ones(2), Command(tmp_path / "ran")]}):
+        with pytest.raises(ValueError, match=r"^a\.layers\.0\._extra_state names posix\.system"):
+            unpickle._check_extra_states(state(hidden), "a")
+    with pytest.raises(ValueError, match=r"^a\.layers\.0\._extra_state names posix\.system"):
+        unpickle._check_extra_states(state(Storage(Command(tmp_path / "ran"))), "a")
+    assert not (tmp_path / "ran").exists()
+
+
+class Storage:
+    """Pickled as the storage of a tensor is, a call of torch's own loader; but with something else inside."""
+
+    def __init__(self, content: Any) -> None:
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        self._data = buffer.getvalue()
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return torch.storage._load_from_bytes, (self._data,)

@@ -15,10 +15,9 @@ from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint import manifest, unpickle
 from megatron_rl.checkpoint.convert.layout import aliases, known_names, leading
 from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.files import DTYPE_NAMES
@@ -59,10 +58,7 @@ class TorchDist:
         self.folder = Path(folder)
         if not (self.folder / ".metadata").is_file():
             raise ValueError(f"{self.folder} holds no Megatron checkpoint of format torch_dist: it has no .metadata")
-        try:
-            metadata = FileSystemReader(self.folder).read_metadata()
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
-            raise ValueError(f"{self.folder / '.metadata'} cannot be read: {error!r}") from error
+        metadata = unpickle.read_metadata(self.folder)
         self.listed = (self.folder / manifest.TENSORS).is_file()
         digests: dict[tuple[str, int], str] = {}
         if self.listed:
