@@ -107,7 +107,7 @@ def meet(minutes: float) -> _Ranks:
     import torch
     import torch.distributed as dist
 
-    from megatron_rl.runtime import device
+    from megatron_rl.runtime import device, rendezvous
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -115,7 +115,7 @@ def meet(minutes: float) -> _Ranks:
     # torchrun serves the store itself.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(address, port, world, serves, patience, wait_for_workers=False)
+        store = rendezvous.store(patience, wait=False)
     except (RuntimeError, OSError) as error:
         what = f"cannot listen at {address}:{port}" if serves else f"cannot reach rank 0 at {address}:{port}"
         raise NobodyCame(f"node {host}: {what} within {minutes:g} min: {str(error).splitlines()[0]}") from None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.runtime import device
+from megatron_rl.runtime import device, rendezvous
 
 T = TypeVar("T")
 
@@ -81,7 +81,9 @@ def initialize(parallel: ParallelConfig, timeout_minutes: float, gpu_timeout_min
         minutes = gpu_timeout_minutes or timeout_minutes
         torch.cuda.set_device(device.index())
     if not dist.is_initialized():
-        dist.init_process_group(device.backend(), rank=rank, world_size=world, timeout=timedelta(minutes=minutes))
+        timeout = timedelta(minutes=minutes)
+        store = dist.PrefixStore("default_pg", rendezvous.store(timeout))
+        dist.init_process_group(device.backend(), store=store, rank=rank, world_size=world, timeout=timeout)
     with device.megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,

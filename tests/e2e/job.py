@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -152,6 +154,25 @@ def processes_of(run_dir: Path) -> list[int]:
         except OSError:
             continue
     return [pid for pid in alive if pid != os.getpid()]
+
+
+def listening_at(pid: int) -> list[str]:
+    """Addresses at which a process listens, without ports, from the kernel's tables of TCP sockets."""
+    own = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            own.add(os.readlink(path))
+    addresses = []
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:  # TCP_LISTEN
+                words = bytes.fromhex(fields[1].partition(":")[0])
+                packed = b"".join(
+                    words[i : i + 4][::-1] for i in range(0, len(words), 4)
+                )  # 32-bit words, little-endian
+                addresses.append(socket.inet_ntop(family, packed))
+    return addresses
 
 
 def segments(port: str | None) -> list[Path]:

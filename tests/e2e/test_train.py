@@ -49,6 +49,11 @@ def test_nothing_is_left_behind(straight: Finished) -> None:
     assert straight.sockets == []
 
 
+def test_it_listens_within_the_machine_only(straight: Finished) -> None:
+    assert straight.listening, "the rendezvous and gloo listen somewhere"
+    assert set(straight.listening) == {"127.0.0.1"}
+
+
 def test_the_run_folder_is_complete(straight: Finished) -> None:
     folder = straight.run_dir
     assert yaml.safe_load((folder / "recipe.yaml").read_text())["algorithm"]["preset"] == "awpo"
