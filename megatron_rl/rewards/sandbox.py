@@ -7,10 +7,14 @@ and disk, an empty environment. It is killed when its time is up. Where the kern
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import selectors
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -40,7 +44,8 @@ class Limits:
     wall_seconds: float = 10.0
     memory_mib: int = 512  # address space
     output_mib: int = 8  # of what it prints, and of each file in the scratch folder
-    scratch_mib: int = 32  # of all files there
+    threads: int = 64  # at a time, the main one included
+    scratch_mib: int = 32  # of all files there; it is looked at 20 times a second
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def run_program(
     """Run a program once.
 
     Args:
-        code: Python source; the standard library is all it can import.
+        code: Python source; what comes with Python is all it can import.
         stdin: what it reads.
         function: None runs the source as a script. Otherwise it is imported, with the usual names of the standard library
             at hand, and this function, or method of its class `Solution`, is called.
@@ -96,8 +101,9 @@ def run_program(
         _file() as printed,
         _file() as returned,
         _file() as complained,
+        _Threads(limits.threads) as threads,
     ):
-        channels = request.fileno(), refused.fileno(), returned.fileno()
+        channels = request.fileno(), refused.fileno(), returned.fileno(), threads.child_end.fileno()
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", str(_CHILD), *map(str, channels)],
             stdin=given,
@@ -109,7 +115,7 @@ def run_program(
             start_new_session=True,
         )
         try:
-            status = _watch(process, scratch, limits)
+            status = _watch(process, scratch, limits, threads)
         finally:
             process.kill()
             process.wait()
@@ -143,23 +149,80 @@ def _content(file: BinaryIO) -> str:
     return file.read().decode("utf-8", "replace")
 
 
-def _watch(process: subprocess.Popen[bytes], scratch: str, limits: Limits) -> str:
+def _watch(process: subprocess.Popen[bytes], scratch: str, limits: Limits, threads: _Threads) -> str:
     """`ok` once the process has ended by itself; `time` or `disk` once it has used up what it may."""
     deadline = time.monotonic() + limits.wall_seconds
     descriptor = os.pidfd_open(process.pid)
+    threads.child_end.close()
+    looked = time.monotonic()
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(descriptor, selectors.EVENT_READ)
+            selector.register(threads.parent_end, selectors.EVENT_READ)
             while True:
                 left = deadline - time.monotonic()
-                if selector.select(max(0.0, min(_TICK, left))):
+                ready = {key.fd for key, _ in selector.select(max(0.0, min(_TICK, left)))}
+                if descriptor in ready:
                     return "ok"
+                if threads.parent_end.fileno() in ready:  # once
+                    selector.unregister(threads.parent_end)
+                    if threads.receive():
+                        selector.register(threads.listener, selectors.EVENT_READ)
+                if threads.listener in ready and not threads.answer(process.pid):
+                    selector.unregister(threads.listener)
                 if left <= 0:
                     return "time"
-                if _bytes_in(scratch) > limits.scratch_mib << 20:
-                    return "disk"
+                if time.monotonic() - looked >= _TICK:
+                    looked = time.monotonic()
+                    if _bytes_in(scratch) > limits.scratch_mib << 20:
+                        return "disk"
     finally:
         os.close(descriptor)
+
+
+class _Threads:
+    """Counts a program's threads. The kernel stops it at every `clone` until this side has answered (seccomp_unotify(2)).
+
+    Args:
+        limit: threads that may be alive at a time.
+    """
+
+    _RECEIVE, _SEND = 0xC0502100, 0xC0182101  # ioctl: SECCOMP_IOCTL_NOTIF_RECV, SECCOMP_IOCTL_NOTIF_SEND
+    _NOTIFICATION, _RESPONSE = 80, struct.Struct("<QqiI")  # bytes of the first; id, value, error, flags
+    _CONTINUE = 1  # a flag: the system call goes on
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.listener = -1
+        self.parent_end, self.child_end = socket.socketpair()
+
+    def __enter__(self) -> _Threads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.parent_end.close()
+        self.child_end.close()
+        if self.listener >= 0:
+            os.close(self.listener)
+
+    def receive(self) -> bool:
+        """Takes the descriptor that the child sends before it runs the program; False where the child has ended."""
+        _, descriptors, _, _ = socket.recv_fds(self.parent_end, 1, 1)
+        self.listener = descriptors[0] if descriptors else -1
+        return bool(descriptors)
+
+    def answer(self, pid: int) -> bool:
+        """Allows one more thread, or refuses it (EAGAIN); False once the program has ended."""
+        notification = bytearray(self._NOTIFICATION)
+        try:
+            fcntl.ioctl(self.listener, self._RECEIVE, notification)
+            (number,) = struct.unpack_from("<Q", notification)
+            few = len(os.listdir(f"/proc/{pid}/task")) < self._limit
+            error, flags = (0, self._CONTINUE) if few else (-errno.EAGAIN, 0)
+            fcntl.ioctl(self.listener, self._SEND, bytearray(self._RESPONSE.pack(number, 0, error, flags)))
+        except (FileNotFoundError, ProcessLookupError):  # it ended, or the thread that asked was killed
+            return os.path.exists(f"/proc/{pid}/task")
+        return True
 
 
 def _bytes_in(folder: str) -> int:

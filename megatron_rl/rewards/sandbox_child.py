@@ -3,15 +3,17 @@
 Started as a script in an isolated interpreter by `megatron_rl.rewards.sandbox`; imports the standard library only. All of it
 is enforced by the kernel on this process: nothing a Python program does can take it back.
 
-- Landlock: files can be read below the interpreter's library folders, and read and written in the scratch folder (the working
-  directory), where no folder can be made. Nothing else can be opened, `/proc` included.
+- Landlock: files of Python's own library and the system's shared libraries can be read, not those of packages; files
+  in the scratch folder (the working directory) can be read and written. There no folder can be made, and no file removed or
+  renamed: a file without a name takes room that the parent cannot see. Nothing else can be opened, `/proc` included.
 - seccomp: system calls of a list only. No sockets, no new processes, no signals to others, no changes of ownership, limits or
-  namespaces.
+  namespaces. A new thread waits until the parent has counted the others and allows it.
 - resource limits: CPU time, address space, size of a file, open files.
 """
 
 from __future__ import annotations
 
+import _socket
 import ctypes
 import errno
 import json
@@ -30,7 +32,7 @@ _ALLOWED = (
     *(0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),  # read .. rt_sigreturn: files, memory, own signals
     *(17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28),  # pread .. madvise
     *(32, 33, 34, 35, 36, 37, 38, 39, 60, 63),  # dup, timers, getpid, exit, uname
-    *(74, 75, 77, 78, 79, 80, 82, 87, 89, 96, 97, 98, 99, 100),  # sync, ftruncate, names of files, times and usage
+    *(74, 75, 77, 78, 79, 80, 89, 96, 97, 98, 99, 100),  # sync, ftruncate, folders, times and usage
     *(
         102,
         104,
@@ -52,18 +54,20 @@ _ALLOWED = (
         158,
     ),  # who am I, own signals
     *(186, 201, 202, 204, 213, 217, 218, 219, 228, 229, 230, 231, 232, 233),  # threads, clocks, epoll, exit_group
-    *(262, 263, 264, 267, 269, 270, 271, 273, 274, 290, 291, 292, 293, 309, 316, 318, 324, 332, 334, 439),
+    *(262, 267, 269, 270, 271, 273, 274, 290, 291, 292, 293, 309, 318, 324, 332, 334, 439),
 )
 _OPEN, _IOCTL, _CLONE, _FCNTL, _TGKILL, _OPENAT, _PRLIMIT64, _CLONE3 = 2, 16, 56, 72, 234, 257, 302, 435
 _CLONE_THREAD = 0x10000
+_O_TMPFILE = os.O_TMPFILE & ~os.O_DIRECTORY
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)  # duplicate, flags, locks; not those that send signals
 _AUDIT_ARCH_X86_64 = 0xC000003E
 
 _LD_WORD, _JEQ, _JGE, _JSET, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06  # BPF
-_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_ALLOW, _ERRNO, _KILL, _ASK = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000
+_SECCOMP, _SET_FILTER, _NEW_LISTENER = 317, 1, 8
 _NR, _ARCH, _ARG0, _ARG1, _ARG2 = 0, 4, 16, 24, 32  # offsets in seccomp_data; arguments are 64 bits, low half first
 
-_READ_FILE, _READ_DIR, _WRITE_FILE, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = 1 << 2, 1 << 3, 1 << 1, 1 << 5, 1 << 8, 1 << 14
+_READ_FILE, _READ_DIR, _WRITE_FILE, _MAKE_REG, _TRUNCATE = 1 << 2, 1 << 3, 1 << 1, 1 << 8, 1 << 14
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 
 BAD_SYNTAX = 66  # exit code: the program does not compile
@@ -102,6 +106,28 @@ def _call(libc: ctypes.CDLL, what: str, number: int, *args: object) -> int:
     return result
 
 
+def _libraries() -> list[tuple[str, int]]:
+    """Folders and files that a program may read, with the rights: Python's own library and shared libraries.
+
+    A right goes for everything below a folder, so where installed packages lie among other things, each of the others is
+    named. Of a library's folder itself only the names can be read, which importing takes.
+    """
+    own = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    system = {os.path.realpath(path) for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64")}
+    grants = [(path, _READ_DIR) for path in sorted(own)]
+    for folder in sorted(own | system):
+        if not os.path.isdir(folder):
+            continue
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                packages = entry.name.startswith("python") if folder in system else entry.name.endswith("-packages")
+                if packages:
+                    continue
+                is_dir = entry.is_dir()
+                grants.append((entry.path, _READ_FILE | (_READ_DIR if is_dir else 0)))
+    return grants
+
+
 def _landlock(libc: ctypes.CDLL, scratch: str) -> None:
     try:
         version = _call(libc, "Landlock", _LANDLOCK_CREATE, None, 0, 1)
@@ -118,18 +144,10 @@ def _landlock(libc: ctypes.CDLL, scratch: str) -> None:
     packed = struct.pack(f"<{len(attributes)}Q", *attributes)
     rules = _call(libc, "Landlock rules", _LANDLOCK_CREATE, packed, len(packed), 0)
     readable = _READ_FILE | _READ_DIR
-    library = [
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("platstdlib"),
-        "/lib",
-        "/lib64",
-        "/usr/lib",
-        "/usr/lib64",
-    ]
-    grants = [(path, readable) for path in (*library, "/usr/share/zoneinfo")]
+    grants = [*_libraries(), ("/usr/share/zoneinfo", readable)]
     grants += [(path, _READ_FILE) for path in ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")]
     grants += [("/dev/null", _READ_FILE | _WRITE_FILE)]
-    grants += [(scratch, readable | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | (_TRUNCATE if version >= 3 else 0))]
+    grants += [(scratch, readable | _WRITE_FILE | _MAKE_REG | (_TRUNCATE if version >= 3 else 0))]
     for path, rights in grants:
         if os.path.exists(path):
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -139,10 +157,29 @@ def _landlock(libc: ctypes.CDLL, scratch: str) -> None:
     os.close(rules)
 
 
-def _filter(pid: int) -> bytes:
-    def instruction(code: int, value: int, when: int = 0, otherwise: int = 0) -> bytes:
-        return struct.pack("<HBBI", code, when, otherwise, value)
+def _instruction(code: int, value: int, when: int = 0, otherwise: int = 0) -> bytes:
+    return struct.pack("<HBBI", code, when, otherwise, value)
 
+
+def _ask_for_threads(libc: ctypes.CDLL, parent: int) -> None:
+    """Has every `clone` wait for an answer, and sends the descriptor to answer by to the parent; see `sandbox._Threads`.
+
+    Args:
+        parent: descriptor of a Unix socket.
+    """
+    program = _instruction(_LD_WORD, _NR) + _instruction(_JEQ, _CLONE, 0, 1)
+    program += _instruction(_RETURN, _ASK) + _instruction(_RETURN, _ALLOW)
+    code = ctypes.create_string_buffer(program)
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+    listener = _call(libc, "seccomp's notifications", _SECCOMP, _SET_FILTER, _NEW_LISTENER, header)
+    channel = _socket.socket(fileno=parent)
+    channel.sendmsg([b"t"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", listener))])
+    channel.close()
+    os.close(listener)
+
+
+def _filter(pid: int) -> bytes:
+    instruction = _instruction
     refuse, allow = instruction(_RETURN, _ERRNO | errno.EPERM), instruction(_RETURN, _ALLOW)
     program = [
         instruction(_LD_WORD, _ARCH),
@@ -164,10 +201,12 @@ def _filter(pid: int) -> bytes:
     ]
 
     def opening(flags: int) -> list[bytes]:
-        # Neither to read nor to write (3), or truncated while reading: before Linux 6.2 Landlock does not stop that.
+        # Neither to read nor to write (3), or truncated while reading: before Linux 6.2 Landlock does not stop that. A file
+        # without a name is not made either.
         odd = (os.O_TRUNC, os.O_ACCMODE, os.O_TRUNC | os.O_ACCMODE)
         checks = [instruction(_JEQ, value, len(odd) - i, 0) for i, value in enumerate(odd)]
-        return [instruction(_LD_WORD, flags), instruction(_AND, os.O_TRUNC | os.O_ACCMODE), *checks, allow, refuse]
+        unnamed = [instruction(_LD_WORD, flags), instruction(_JSET, _O_TMPFILE, 0, 1), refuse]
+        return [*unnamed, instruction(_AND, os.O_TRUNC | os.O_ACCMODE), *checks, allow, refuse]
 
     commands = [instruction(_LD_WORD, _ARG1)]
     for command in _FCNTL_COMMANDS:
@@ -186,8 +225,13 @@ def _filter(pid: int) -> bytes:
     return b"".join(program)
 
 
-def confine(scratch: str, limits: dict[str, int]) -> None:
+def confine(scratch: str, limits: dict[str, int], parent_fd: int) -> None:
     """Give up all rights but those of the module's docstring, for good.
+
+    Args:
+        scratch: the folder to write in.
+        limits: `cpu_seconds`, `memory_bytes`, `file_bytes`.
+        parent_fd: a Unix socket to the parent, who allows threads; closed.
 
     Raises:
         Refused: this kernel or processor lacks what it takes.
@@ -203,24 +247,26 @@ def confine(scratch: str, limits: dict[str, int]) -> None:
         raise Refused(f"no_new_privs: {os.strerror(ctypes.get_errno())}")
     _limit(limits)
     _landlock(libc, scratch)
+    _ask_for_threads(libc, parent_fd)
     code = ctypes.create_string_buffer(program := _filter(os.getpid()))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     if libc.prctl(22, 2, header, 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
         raise Refused(f"seccomp: {os.strerror(ctypes.get_errno())}")
 
 
-def main(job_fd: int, refusal_fd: int, result_fd: int) -> None:
+def main(job_fd: int, refusal_fd: int, result_fd: int, parent_fd: int) -> None:
     """Run a job (JSON).
 
     Args:
         job_fd: descriptor to read the job from.
         refusal_fd: where to say why this process cannot be confined; closed before the program starts.
         result_fd: where to write what a called function returned, as JSON.
+        parent_fd: a Unix socket to the parent, who allows threads.
     """
     with os.fdopen(job_fd, "rb") as file:
         job = json.loads(file.read())
     try:
-        confine(os.getcwd(), job["limits"])
+        confine(os.getcwd(), job["limits"], parent_fd)
     except Refused as error:
         os.write(refusal_fd, str(error).encode())
         os._exit(1)

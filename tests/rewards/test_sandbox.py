@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def test_a_function_or_method_is_called() -> None:
     [
         "import sys, threading\nthreading.stack_size(1 << 27)\nsys.setrecursionlimit(10**6)\n"
         "def f(n): return n and 1 + f(n - 1)\nt = threading.Thread(target=lambda: print(f(20000)))\nt.start(); t.join()",
-        "open('a', 'w').write('1'); import os; os.rename('a', 'b'); print(open('b').read()); os.remove('b')",
+        "open('a', 'w').write('1'); print(open('a').read()); open('a', 'w').write('22'); assert open('a').read() == '22'",
         "import asyncio, datetime, decimal, heapq, random, re, statistics, tempfile, zoneinfo; print(random.random() < 1)",
         "from concurrent.futures import ThreadPoolExecutor as P\nprint(*P(2).map(abs, [-1, 2]))",
         "import time; time.sleep(0.01); print(time.time() > 0)",
@@ -102,6 +103,11 @@ HOSTILE = {
     "big file": "f = open('a', 'wb')\nwhile True: f.write(bytes(1 << 20))",
     "sparse file": "f = open('a', 'wb'); f.truncate(1 << 40); print('BROKEN')",
     "many files": "i = 0\nwhile True:\n    i += 1\n    with open(str(i), 'wb') as f: f.write(bytes(10**6))",
+    "files without names": "import os\nopen('a', 'w'); os.remove('a'); print('BROKEN')",
+    "files without names, by folder": "import os\nopen('a', 'w'); os.unlink('a', dir_fd=os.open('.', 0)); print('BROKEN')",
+    "files without names, replaced": "import os\nopen('a', 'w'); open('b', 'w'); os.replace('a', 'b'); print('BROKEN')",
+    "files without names from the start": "import os; os.open('.', os.O_TMPFILE | os.O_RDWR); print('BROKEN')",
+    "installed packages": "import sys; sys.path += {packages!r}; import {package}; print('BROKEN')",
     "folders": "import os; os.mkdir('a'); print('BROKEN')",
     "symbolic link": "import os; os.symlink('/etc', 'a'); print('BROKEN')",
     "environment": "import os; assert not set(os.environ) - {'LANG', 'LC_CTYPE'}, print('BROKEN', dict(os.environ)); 1/0",
@@ -145,12 +151,22 @@ HOSTILE = {
 }
 
 
+def installed() -> tuple[list[str], str]:
+    """Folders with installed packages beside Python's own library or the system's, and a package in the last of them."""
+    below = [Path(sysconfig.get_path("stdlib")), *Path("/usr/lib").glob("python3*")]
+    folders = [folder for path in below for folder in path.glob("*-packages") if folder.is_dir()]
+    names = [path.parent.name for folder in folders for path in folder.glob("*/__init__.py")]
+    return [str(folder) for folder in folders], (names or ["pip"])[-1]
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_get_nothing(name: str, tmp_path: Path) -> None:
     victim, outside = tmp_path / "victim", tmp_path / "outside"
     victim.write_text("precious")
     before = victim.stat()
     code = HOSTILE[name]
+    packages, package = installed()
+    code = code.replace("{packages!r}", repr(packages)).replace("{package}", package)
     for key, value in (("this", __file__), ("outside", str(outside)), ("victim", str(victim)), ("name", "beside")):
         code = code.replace(f"{{{key}!r}}", repr(value))
     start, children = time.monotonic(), _children()
@@ -191,6 +207,32 @@ def test_the_answer_is_not_there_to_be_read() -> None:
     """The expected result never enters the process: a program can print whatever it likes."""
     code = "import gc\nprint([o for o in gc.get_objects() if isinstance(o, dict) and 'outputs' in o and o is not globals()])"
     assert run_program(code).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("stack", [0, 32768])
+def test_threads_are_counted_and_end(stack: int) -> None:
+    """32 programs at once would otherwise use up a machine's process ids, and with them the trainer's own threads."""
+    start = f"import threading, time\nthreading.stack_size({stack})\nn = 1\n"
+    code = (
+        start + "try:\n"
+        "    while True: threading.Thread(target=time.sleep, args=(99,), daemon=True).start(); n += 1\n"
+        "except RuntimeError: print(n)"
+    )
+    outcome = run_program(code, limits=Limits(threads=20, memory_mib=4096))
+    assert (outcome.status, outcome.stdout) == ("ok", "20\n")
+    code = start + "for _ in range(99):\n    t = threading.Thread(target=int); t.start(); t.join()\nprint('done')"
+    assert run_program(code, limits=Limits(threads=20)).stdout == "done\n", "only those alive at a time count"
+
+
+def test_threads_that_start_threads_are_counted_together() -> None:
+    code = (
+        "import threading, time\nthreading.stack_size(32768)\ndef f():\n    try:\n"
+        "        while True: threading.Thread(target=f, daemon=True).start()\n    except RuntimeError: time.sleep(1)\n"
+        "f()\nprint(threading.active_count())"
+    )
+    outcome = run_program(code, limits=Limits(threads=20, memory_mib=4096))
+    assert outcome.status == "ok"
+    assert int(outcome.stdout) <= 20
 
 
 def test_limits_are_those_that_were_asked_for() -> None:
