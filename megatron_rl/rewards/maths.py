@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.rewards.isolation import Isolated
-from megatron_rl.rewards.maths_strict import last_box
 from megatron_rl.rewards.registry import Reward, choice, flag, real, register_reward, stopped
 
-_POWER = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d+)\s*")
 _LONGEST = 100_000  # characters of a completion that are looked at, from its end
 
 
@@ -50,7 +46,8 @@ def math_reward(
     if gold_after is not None and not (isinstance(gold_after, str) and gold_after):
         raise ValueError(f"gold_after = {gold_after!r}, must be text")
     real("timeout_seconds", timeout_seconds, low=0.01)
-    compare = "maths_strict:strictly_same" if strict else "maths:same_answer"
+    compare = "maths_strict:strictly_same" if strict else "maths_lenient:same_answer"
+    more = () if strict else (boxes,)
     isolated = Isolated(f"megatron_rl.rewards.{compare}", ("math_verify",), timeout_seconds, on_timeout=0.0)
 
     def gold_of(sample: Mapping[str, Any]) -> str:
@@ -62,10 +59,7 @@ def math_reward(
         gold = gold_of(sample)
         if require_stop and not stopped(sample):
             return wrong
-        text = completion[-_LONGEST:]
-        if boxes == "last" and not strict:
-            text = _last_box(text)
-        return correct if isolated(text, gold) else wrong
+        return correct if isolated(completion[-_LONGEST:], gold, *more) else wrong
 
     score.isolated = isolated  # type: ignore[attr-defined]
     score.check_sample = gold_of  # type: ignore[attr-defined]
@@ -86,46 +80,3 @@ def gold_text(answer: Any, after: str | None) -> str:
     if not text.strip():
         raise ValueError("the gold answer is empty")
     return text.strip()
-
-
-def _last_box(text: str) -> str:
-    r"""The last `\boxed{}` alone, from its beginning on where it is not closed; the text where there is none."""
-    inside = last_box(text)
-    return f"\\boxed{{{_power(inside)}}}" if inside is not None else text[max(0, text.rfind("\\boxed")) :]
-
-
-def same_answer(completion: str, gold: str) -> bool:
-    """Whether a completion's final answer equals the gold one. It has no deadline of its own: call it `Isolated`.
-
-    A gold answer without any LaTeX delimiter is read as LaTeX, as data sets store it.
-    """
-    import logging
-
-    from math_verify import parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs that its timeouts are off: ours is outside
-    marked = _power(gold).replace("\\$", "")  # dollars, which would be taken for a delimiter
-    whole = f"${marked.replace('$', '')}$"
-    if marked.count("$") % 2 or not any(mark in marked for mark in ("$", "\\boxed", "\\(", "\\[")):
-        marked = whole
-    # Some gold answers have $ in their middle, where it delimits nothing.
-    target = parse(marked, parsing_timeout=None) or parse(whole, parsing_timeout=None)
-    if not target:
-        raise ValueError(f"math-verify finds no answer in the gold text {gold!r:.200}")
-    given, more = parse(completion, parsing_timeout=None), _further_decimals(target[0])
-    return bool(verify(target, given, float_rounding=6 + more, numeric_precision=15 + more, timeout_seconds=None))
-
-
-def _power(text: str) -> str:
-    """7e37, as Minerva writes it, as LaTeX, in which it would be 7 times e times 37."""
-    power = _POWER.fullmatch(text)
-    return text if power is None else f"{power[1]} \\times 10^{{{power[2]}}}"
-
-
-def _further_decimals(gold: Any) -> int:
-    """How many decimals a small number needs besides the usual ones, at which it is as good as zero."""
-    try:
-        size = abs(float(gold))
-    except (TypeError, ValueError, OverflowError):  # no number
-        return 0
-    return -math.floor(math.log10(size)) if 0 < size < 1e-3 else 0

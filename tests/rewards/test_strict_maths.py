@@ -8,7 +8,8 @@ import pytest
 
 from megatron_rl.rewards import make_reward
 from megatron_rl.rewards.maths import gold_text
-from megatron_rl.rewards.maths_strict import last_box, strictly_same
+from megatron_rl.rewards.maths_forms import last_box
+from megatron_rl.rewards.maths_strict import strictly_same
 from megatron_rl.rewards.registry import Reward
 
 RIGHT = [
@@ -49,6 +50,23 @@ RIGHT = [
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1\\2 \end{pmatrix}"),
     ("42", r"the answer is \boxed{42}"),
     ("42", "$42$"),
+    (r"12 \text{ apples}", "12"),
+    (r"5 \text{ m/s}", "5"),
+    (r"5\text{ m/s}^2", "5"),
+    (r"16\pi \mathrm{~cm}^2", r"16\pi"),
+    ("12 apples", "12"),
+    ("6,000 people", "6000"),
+    (r"3 \text{ million people}", "3000000"),
+    (r"1\,000", "1000"),
+    ("1 000", "1000"),
+    (r"3 \text{ and } 5", "5, 3"),
+    (r"\varnothing", r"\emptyset"),
+    ("4210_5", "4210_{5}"),
+    (r"4210_{\text{five}}", "4210_{5}"),
+    ("5 = k", "k = 5"),
+    ("f(x) = 2x+1", "y=2x+1"),
+    (r"c^{2} m (\gamma^2-1)", r"m c^{2}\left(\gamma^{2}-1\right)"),
+    (r"a \cos t", r"\cos(t) a"),
 ]
 WRONG = [
     ("28", "27"),
@@ -78,6 +96,19 @@ WRONG = [
     (r"\text{west}", r"\text{east}"),
     ("", "5"),
     ("9" * 5000, "3"),
+    (r"27 \text{ or } 28", "27"),
+    (r"3 \text{ million}", "3"),
+    ("3 dozen", "3"),
+    (r"5\mathrm{i}", "5"),
+    ("2 7", "27"),
+    ("y = 5", "x = 5"),
+    ("-k = 5", "k = 5"),
+    ("4210_6", "4210_5"),
+    (r"555_{10}", "4210_5"),
+    (r"\sin h", r"\sinh"),
+    # What math-verify's parser reads as a function, a constant or 0, and so takes for the gold answer:
+    (r"m c^{2}\left(\gamma^{2}-3\right)", r"m c^{2}\left(\gamma^{2}-1\right)"),
+    (r"-\frac{d x}{d t}=k x-a", r"\frac{d x}{d t}=k x-a"),
 ]
 
 
@@ -91,7 +122,17 @@ def test_another_value_or_an_unfinished_form_is_wrong(answer: str, gold: str) ->
     assert not strictly_same(f"Therefore \\boxed{{{answer}}}.", gold)
 
 
-@pytest.mark.parametrize("text", ["27", "The answer is 27.", r"\boxed{27", r"\boxed 27", r"\boxed{27} no, \boxed{26}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "27",
+        "The answer is 27.",
+        r"\boxed{27",
+        r"\boxed 27",
+        r"\boxed{27} no, \boxed{26}",
+        r"<think>\boxed{27}</think> 27",
+    ],
+)
 def test_only_the_last_closed_box_counts(text: str) -> None:
     assert not strictly_same(text, "27")
 

@@ -26,7 +26,7 @@ COUNTDOWN: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def maths() -> Iterator[Reward]:
-    reward = make_reward("math", timeout_seconds=2)
+    reward = make_reward("math", timeout_seconds=5)
     yield reward
     reward.isolated.close()  # type: ignore[attr-defined]
 
@@ -108,7 +108,7 @@ def test_the_deadline_holds_in_any_thread(maths: Reward) -> None:
 
 
 def test_a_gold_answer_that_is_none_is_an_error(maths: Reward) -> None:
-    with pytest.raises(RewardProcessError, match="finds no answer in the gold text"):
+    with pytest.raises(RewardProcessError, match=r"the gold text .* holds no answer"):
         maths(r"\boxed{12}", {"answer": "$$"})
     with pytest.raises(ValueError, match="needs the sample's answer"):
         maths(r"\boxed{12}", {})
