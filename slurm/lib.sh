@@ -3,8 +3,8 @@
 #
 # A job's life: the recipe is checked once, for the job's number of processes, before anything large starts. Each start of a
 # job is an attempt with a folder of logs of its own, <run_dir>/logs/attempt_<k>. Slurm's notice before the time limit
-# (SIGUSR1 to this shell) is passed to all ranks, which save and end with 75; 75 and 76 (a stall) are answered with a
-# requeue. The requeued job continues from the newest checkpoint, as every start does.
+# (SIGUSR1 to this shell) is passed to all ranks, which save and end with 75. `answer` says which exit codes are answered
+# with a requeue. The requeued job continues from the newest checkpoint, as every start does.
 
 AGAIN=75 # megatron_rl/runtime/exit_codes.py
 STALLED=76
@@ -152,6 +152,10 @@ begin_attempt() {
 # Ends the job where the last starts of it, more than $1 of them, have all found the newest checkpoint that there is now.
 refuse_more_starts_than() {
   local step starts
+  if [[ -z ${RUN_DIR:-} ]]; then # a conversion: each start writes more of it
+    ((${SLURM_RESTART_COUNT:-0} < $1)) || die "job $(job_name) has been requeued ${SLURM_RESTART_COUNT:-0} times, and is not again"
+    return 0
+  fi
   step=$(newest_step)
   starts=$(awk -v job="$(job_name)" -v step="$step" \
     '$3 == job { count = ($9 == step) ? count + 1 : 0 } END { print count + 0 }' "$RUN_DIR/logs/starts")
@@ -163,20 +167,26 @@ refuse_more_starts_than() {
 
 # ----------------------------------------------------------------------------------------------------------------- running
 NOTICE=''  # the signal that asked this job to stop
+RANKS=''   # process id of their srun
+STOP_SIGNAL=USR1 # what srun passes on to its tasks; SIGTERM makes srun kill them
 ABANDON='' # set when the ranks have not obeyed it in time
 
-# Runs `launch "$@"` in the background and passes this shell's signals on to it; CODE is its exit code.
+# Runs a function that becomes srun (`in_job`, `launch`) in the background and passes this shell's signals on to it; CODE is
+# its exit code.
 run_and_wait() {
-  (launch "$@") &
-  local pid=$!
-  trap 'notice USR1 '"$pid" USR1
-  trap 'notice TERM '"$pid" TERM # preemption; Slurm tells the ranks too, and a second one says nothing new to them
+  if [[ -n $NOTICE ]]; then # it came before there were ranks
+    CODE=$AGAIN
+    return
+  fi
   trap 'ABANDON=1' USR2
+  ("$@") &
+  RANKS=$!
+  [[ -z $NOTICE ]] || kill -s "$STOP_SIGNAL" "$RANKS" 2> /dev/null || true # it came before RANKS was known
   while true; do
     CODE=0
-    wait "$pid" || CODE=$?
+    wait "$RANKS" || CODE=$?
     # `wait` also returns, with 128 + n, when a trap ran; then srun is still there.
-    if [[ -n $ABANDON ]] || ! kill -0 "$pid" 2> /dev/null; then break; fi
+    if [[ -n $ABANDON ]] || ! kill -0 "$RANKS" 2> /dev/null; then break; fi
   done
   trap '' USR1 TERM USR2
 }
@@ -184,8 +194,12 @@ run_and_wait() {
 notice() {
   [[ -z $NOTICE ]] || return 0
   NOTICE=$1
+  if [[ -z $RANKS ]]; then
+    say "SIG$1: the job stops before it has started its ranks"
+    return
+  fi
   say "SIG$1: asking the ranks to save and to stop"
-  kill -s "$1" "$2" 2> /dev/null || true
+  kill -s "$STOP_SIGNAL" "$RANKS" 2> /dev/null || true
   # A phase that takes longer than what is left is given up: the next attempt redoes it from the last checkpoint.
   local end left
   end=$(job_field EndTime)
@@ -200,17 +214,28 @@ notice() {
 # What the first rank that did not end well said; srun's own code is only the largest of all ranks', and torchrun's is 1.
 attempt_code() {
   local code=''
-  [[ ! -r $MEGATRON_RL_ATTEMPT/end ]] || read -r code _ < "$MEGATRON_RL_ATTEMPT/end"
-  code=${code:-$CODE}
-  # A rank that was asked to stop before it could listen dies of the signal.
-  if [[ -n $ABANDON || (-n $NOTICE && ($code == 138 || $code == 143)) ]]; then code=$AGAIN; fi
-  echo "$code"
+  [[ ! -r ${MEGATRON_RL_ATTEMPT:-}/end ]] || read -r code _ < "$MEGATRON_RL_ATTEMPT/end"
+  [[ -z $ABANDON ]] || code=$AGAIN
+  echo "${code:-$CODE}"
+}
+
+# answer CODE: `requeue`, `look` (requeue where a node does not answer any more) or `end`. docs/slurm.md has the table.
+answer() {
+  case $1 in
+    "$AGAIN" | "$STALLED") echo requeue ;;
+    # SIGHUP, SIGUSR1, SIGTERM: a preemption's notice, which goes to the steps only, to ranks that could not handle it yet,
+    # or a node that shuts down. Where a person cancels the job, Slurm has set its state before (`leave_to_slurm`).
+    129 | 138 | 143) echo requeue ;;
+    130) echo end ;; # SIGINT, which only a person sends
+    1 | 12[0-9] | 13? | 14?) echo look ;; # what ranks end with when another has vanished
+    *) echo end ;;
+  esac
 }
 
 # run_recipe COMMAND RECIPE [key=value ...]: a whole job of `train`, `sft` or `evaluate`.
 run_recipe() {
   begin_job "$@"
-  run_and_wait "${COMMAND[@]}"
+  run_and_wait launch "${COMMAND[@]}"
   finish_job
 }
 
@@ -228,28 +253,43 @@ finish_job() {
   code=$(attempt_code)
   ((code != 0)) || exit 0
   leave_to_slurm "$code"
-  [[ -z $ABANDON ]] || say "the ranks have not stopped in time; this attempt's work since step $(newest_step) is given up"
-  case $code in
-    "$AGAIN" | "$STALLED") requeue "$code" ;;
-    1 | 1[23]? | 14?) # what ranks end with when another has vanished
-      say "ended with exit code $code; see $MEGATRON_RL_ATTEMPT"
+  if [[ -n $ABANDON ]]; then
+    record_end 143 "the ranks have not stopped in time"
+    say "the ranks have not stopped in time; what this attempt has not saved is lost"
+  fi
+  record_end "$code" "no rank has recorded its end"
+  case $(answer "$code") in
+    requeue) requeue "$code" ;;
+    look)
+      say "ended with exit code $code$(see_logs)"
       if ! nodes_answer; then
         leave_to_slurm "$code"
         say "a node of this job does not answer any more"
         requeue "$code"
       fi
       ;;
-    *) say "ended with exit code $code; see $MEGATRON_RL_ATTEMPT" ;;
+    *) say "ended with exit code $code$(see_logs)" ;;
   esac
   exit "$code"
+}
+
+see_logs() { [[ -z ${MEGATRON_RL_ATTEMPT:-} ]] || echo "; see $MEGATRON_RL_ATTEMPT"; }
+
+# record_end CODE WHY: how the attempt ended, where no rank has written it down.
+record_end() {
+  [[ -d ${MEGATRON_RL_ATTEMPT:-} && ! -e $MEGATRON_RL_ATTEMPT/end ]] || return 0
+  echo "$1 job $(job_name) on $(hostname): $2" > "$MEGATRON_RL_ATTEMPT/end"
 }
 
 # Waits for Slurm to end this script, at the latest after its KillWait, where what becomes of the job has been decided:
 # cancelled, past its limit, or requeued for a lost node. There an exit of ours must not become the job's end.
 leave_to_slurm() {
-  case $(job_field JobState) in
+  local state
+  state=$(job_field JobState)
+  case $state in
     RUNNING | "") return 0 ;; # 0: a plain return is not one in an EXIT trap
   esac
+  record_end 143 "Slurm has ended it ($state)"
   say "stopped; what becomes of the job has been decided by Slurm"
   sleep 300
   exit "$1"
@@ -263,8 +303,18 @@ around_srun() {
   export MASTER_ADDR MASTER_PORT
   # Every process sees all GPUs of its node, as in in_job; srun reads this where it is given no --gpu-bind.
   [[ -z ${SLURM_GPUS_ON_NODE:-} ]] || export SLURM_GPU_BIND=none
-  NOTICE=USR1 # may have come, unseen by this shell
   trap 'CODE=$?; trap - EXIT ERR; finish_job' EXIT
+}
+
+# Where the job's next start begins.
+next_start() {
+  local step
+  if [[ -z ${RUN_DIR:-} ]]; then
+    echo "continues with what is not written yet"
+    return
+  fi
+  step=$(newest_step)
+  if [[ $step == none ]]; then echo "starts over: there is no checkpoint"; else echo "continues after step $step"; fi
 }
 
 # Long before Slurm gives a node up (SlurmdTimeout, minutes), the ranks have noticed.
@@ -275,7 +325,7 @@ nodes_answer() {
 
 requeue() {
   refuse_more_starts_than "$MAX_REQUEUES_WITHOUT_PROGRESS"
-  say "exit code $1: job $(job_name) is requeued, and continues after step $(newest_step)"
+  say "exit code $1: job $(job_name) is requeued, and $(next_start)"
   scontrol requeue "$(job_name)" || {
     say "Slurm did not requeue it; the same submission continues the run"
     return 0
@@ -289,6 +339,8 @@ unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT MEGATR
 
 enter_home() {
   set -E
+  trap 'notice USR1' USR1 # from here on, a signal ends the job by way of `finish_job`
+  trap 'notice TERM' TERM
   trap 'say "line $LINENO of ${BASH_SOURCE[0]} failed: $BASH_COMMAND"' ERR # set -e alone says nothing
   cd "$MEGATRON_RL_HOME" || die "no folder $MEGATRON_RL_HOME on $(hostname)"
   load_site

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -18,6 +19,7 @@ from megatron_rl.rewards import check_rewards
 from megatron_rl.runtime import disk, exit_codes, stop, streams
 from megatron_rl.runtime.spawn import (
     ATTEMPT,
+    Graces,
     Outcome,
     new_attempt,
     rank_environment,
@@ -183,7 +185,14 @@ def _start(command: Sequence[str], config: Config, gpus: int, environment: Mappi
     logs = Path(given) if given else new_attempt(Path(config.run_dir))
     on = "GPU" if gpus else "CPU"
     streams.say(f"{config.launch.processes} {on} processes; run folder {config.run_dir}, logs in {logs}", sys.stdout)
-    return _report(run_ranks(_rank(command), config.launch.processes, logs, environment, files=(recipe,)))
+    return _report(
+        run_ranks(_rank(command), config.launch.processes, logs, environment, graces(os.environ), files=(recipe,))
+    )
+
+
+def graces(environment: Mapping[str, str]) -> Graces:
+    """How long ranks may take to obey. In a Slurm step Slurm kills what has not ended in time (GraceTime, KillWait)."""
+    return Graces(stop=math.inf) if "SLURM_STEP_ID" in environment else Graces()
 
 
 def _join(world: World, command: Sequence[str], config: Config, environment: Mapping[str, str], recipe: int) -> int:

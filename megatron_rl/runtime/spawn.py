@@ -346,6 +346,8 @@ class _Group:
                     os.kill(self._ranks[rank].pid, number)
 
     def _kill(self) -> None:
+        for rank in sorted(self._running)[:1]:  # where no rank has said how the attempt ended, this is how
+            _record_end(self._log_dir, rank, exit_codes.FAILED if self._signal is None else 128 + self._signal)
         self._killed, self._deadline = True, math.inf
         self._kill_all()
 

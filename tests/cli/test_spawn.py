@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.commands.run_recipe import graces
 from megatron_rl.runtime.spawn import free_port, new_attempt, rank_environment, shared_attempt
 
 LAUNCHER = """
@@ -229,7 +231,7 @@ def test_ctrl_c_before_a_rank_is_ready_is_no_failure(launch) -> None:
     assert "Traceback" not in err
 
 
-def test_sigterm_is_passed_on_and_then_enforced(launch) -> None:
+def test_sigterm_is_passed_on_and_then_enforced(launch, tmp_path: Path) -> None:
     launched = launch("""
         signal.signal(signal.SIGTERM, lambda *_: here("asked"))
         here()
@@ -242,6 +244,12 @@ def test_sigterm_is_passed_on_and_then_enforced(launch) -> None:
     assert code == 128 + signal.SIGTERM
     assert launched.pids("asked") == pids
     assert not any(map(is_running, pids))
+    assert (tmp_path / "end").read_text().startswith("143 rank 0 on ")
+
+
+def test_in_a_slurm_step_ranks_have_the_time_that_slurm_gives_them() -> None:
+    assert graces({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}).stop == math.inf
+    assert graces({"SLURM_JOB_ID": "7"}).stop == 30.0  # a shell of salloc, as on a laptop
 
 
 def test_nobody_outlives_a_killed_launcher(launch) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megatron_rl.runtime import exit_codes
 
 from .jobs import REPOSITORY, write_recipe
 
@@ -44,7 +47,7 @@ class Batch:
 
     def __init__(self, folder: Path, script: str, *arguments: str, nodes: int = 1, site: str = "", **own: str) -> None:
         programs = folder / "bin"
-        programs.mkdir(exist_ok=True)
+        programs.mkdir(parents=True, exist_ok=True)
         for name, text in STAND_INS.items():
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
@@ -107,9 +110,9 @@ def test_what_the_job_was_given_beats_the_site(tmp_path: Path) -> None:
 )
 def test_how_long_ranks_may_take_to_obey(tmp_path: Path, end: str, seconds: range) -> None:
     (tmp_path / "job.sh").write_text(
-        f'set -euo pipefail\nsource {REPOSITORY}/slurm/lib.sh\nSLURM_JOB_ID=7\ntrap "" USR2\n'
+        f'set -euo pipefail\nsource {REPOSITORY}/slurm/lib.sh\nSLURM_JOB_ID=7\ntrap "" USR1 USR2\n'
         f'scontrol() {{ [[ -n "{end}" ]] && echo "JobId=7 EndTime={end} StdOut=/x"; }}\n'
-        f'sleep() {{ echo "$1" > {tmp_path}/seconds; }}\nnotice CONT $$\nwait\n'
+        f'sleep() {{ echo "$1" > {tmp_path}/seconds; }}\nRANKS=$$\nnotice TERM\nwait\n'
     )
     done = subprocess.run(["bash", str(tmp_path / "job.sh")], capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, done.stderr
@@ -141,24 +144,62 @@ def test_the_last_task_of_an_array_requeues_itself_and_not_the_array(tmp_path: P
     assert (tmp_path / "run" / "001-_seed=2_" / "logs" / "starts").exists()
 
 
-@pytest.mark.parametrize(("code", "again"), [(75, True), (76, True), (0, False), (1, False), (77, False), (137, False)])
-def test_which_ends_are_answered_with_a_requeue(tmp_path: Path, code: int, again: bool) -> None:
+def documented_answers() -> dict[int, str]:
+    """Exit code -> answer, as docs/slurm.md has them."""
+    table = (REPOSITORY / "docs" / "slurm.md").read_text().partition("| exit code | what it says | answer |")[2]
+    rows = [[cell.strip() for cell in row.split("|")[1:4]] for row in table.partition("\n\n")[0].splitlines()[2:]]
+    return {int(code): answer for codes, _, answer in rows for code in codes.split(",")}
+
+
+def test_the_answer_to_every_exit_code_is_the_documented_one() -> None:
+    own = {value for name, value in vars(exit_codes).items() if name.isupper()}
+    documented = documented_answers()
+    assert own <= documented.keys()
+    named = (signal.SIGHUP, signal.SIGINT, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
+    assert {128 + number for number in (*named, signal.SIGTERM, signal.SIGUSR1)} <= documented.keys()
+    words = " ".join(str(code) for code in documented if code)
+    script = f'source {REPOSITORY}/slurm/lib.sh; for code in {words}; do echo "$code $(answer "$code")"; done'
+    said = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout.split()
+    assert dict(zip(map(int, said[::2]), said[1::2], strict=True)) | {0: "end"} == documented
+
+
+@pytest.mark.parametrize("code", [0, 2, 75, 76, 77, 130, 137, 138, 143])
+def test_which_ends_are_answered_with_a_requeue(tmp_path: Path, code: int) -> None:
     batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), SRUN_EXIT=str(code))
     assert batch.code == code
-    assert ("scontrol requeue 1234\n" in batch.record) == again
+    assert ("scontrol requeue 1234\n" in batch.record) == (documented_answers()[code] == "requeue")
+    assert ("ntasks-per-node=1\n--input=none\ntrue\n" in batch.record) == (documented_answers()[code] == "look")
+    ends = list((tmp_path / "run" / "logs").glob("attempt_1/end"))
+    assert [path.read_text().split(": ")[1] for path in ends] == ["no rank has recorded its end\n"] * (code != 0)
 
 
-def test_preflight_runs_once_on_all_ranks_and_is_not_requeued(tmp_path: Path) -> None:
-    batch = Batch(tmp_path, "preflight", str(write_recipe(tmp_path)), "--json", nodes=2, SRUN_EXIT="3")
-    assert batch.code == 3
-    assert "\n--ntasks=16\n" in batch.record
-    assert batch.record.endswith("\npreflight\nFOLDER/recipe.yaml\n--json\nlaunch.processes=null\n")
-    assert not (tmp_path / "run").exists()
+def test_a_conversion_that_is_preempted_is_requeued(tmp_path: Path) -> None:
+    words = ("convert", "to-hf", "--megatron", "x", "--hf", "y")
+    batch = Batch(tmp_path, *words, SRUN_EXIT="143")
+    assert "scontrol requeue 1234\n" in batch.record
+    assert "is requeued, and continues with what is not written yet" in batch.stderr
+    assert "scontrol" not in Batch(tmp_path / "second", *words, SRUN_EXIT="143", SLURM_RESTART_COUNT="3").record
 
 
-def test_an_evaluation_that_ran_out_of_time_is_requeued(tmp_path: Path) -> None:
-    batch = Batch(tmp_path, "evaluate", str(write_recipe(tmp_path)), SRUN_EXIT="75")
-    assert "scontrol requeue 1234\n" in batch.record, batch.stderr
+def test_a_signal_to_the_script_reaches_the_ranks_as_the_one_that_srun_passes_on(tmp_path: Path) -> None:
+    rank = "trap 'exit 75' USR1; kill -TERM $PPID; while true; do sleep 0.1; done"
+    (tmp_path / "site.sh").write_text("")
+    (tmp_path / "job.sh").write_text(
+        f"set -euo pipefail\nsource {REPOSITORY}/slurm/lib.sh\nscontrol() {{ :; }}\nsleep() {{ command sleep 20; }}\n"
+        f'enter_home\nrank() {{ exec bash -c "{rank.replace("$", chr(92) + "$")}"; }}\nrun_and_wait rank\necho $CODE\n'
+    )
+    own = {"MEGATRON_RL_HOME": str(tmp_path), "MEGATRON_RL_SITE": str(tmp_path / "site.sh"), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", str(tmp_path / "job.sh")], env={**os.environ, **own}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "75\n", done.stderr
+
+
+def test_a_notice_before_there_are_ranks_is_answered_with_a_requeue(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), site="kill -USR1 $$")
+    assert "SIGUSR1: the job stops before it has started its ranks" in batch.stderr
+    assert "srun" not in batch.record
+    assert "scontrol requeue 1234\n" in batch.record
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "PENDING"])
@@ -191,7 +232,7 @@ def test_a_batch_script_that_brings_its_own_srun_is_requeued_too(tmp_path: Path,
     assert ("scontrol requeue 1234\n" in batch.record) == again
 
 
-@pytest.mark.parametrize("code", ["1", "137", "143"])
+@pytest.mark.parametrize("code", ["1", "137", "139"])
 def test_ranks_that_fail_because_a_node_is_gone_are_started_again(tmp_path: Path, code: str) -> None:
     recipe = str(write_recipe(tmp_path))
     batch = Batch(tmp_path, "train", recipe, nodes=2, SRUN_EXIT=code, NODE_LOST="1")

@@ -13,6 +13,8 @@ import pytest
 from e2e.job import rows, variable
 from safetensors.numpy import load_file
 
+from megatron_rl.runtime.run_status import read_status
+
 from .cluster import NODES, SPARE, Cluster, wait_until
 from .jobs import REPOSITORY, SMALL, Job, assert_same_run, submit_refused, write_recipe, write_site
 
@@ -112,6 +114,32 @@ def test_time_limit_and_preemption_requeue_the_job_and_it_ends_with_the_same_bit
         assert "continues from step_" in (logs / "rank_0.log").read_text()
     assert not (job.run_dir / "logs" / "attempt_3" / "end").exists()
     assert_same_run(job.run_dir, straight[0].run_dir)
+
+
+def test_a_job_of_one_task_that_is_told_to_end_before_it_can_save_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, "--nodes=1", "train", str(write_recipe(tmp_path)))
+
+    def wait_for_rank() -> None:
+        wait_until(lambda: any(ranks_on(cluster, node) for node in NODES), 120, lambda: cluster.output(job.number))
+
+    wait_for_rank()
+    cluster.run("scancel", "--signal=TERM", job.number)  # to the ranks, not to the batch script: as preemption does
+    job.wait_for_attempt(2)
+    wait_for_rank()
+    urgent = cluster.run(
+        *("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    ).strip()
+    job.wait_for_attempt(3)
+    assert cluster.state(urgent) == "COMPLETED"
+    wait_for_rank()
+    cluster.run("scancel", job.number)
+    job.finish("CANCELLED")
+    wait_until(lambda: not any(ranks_on(cluster, node) for node in NODES), 60, "the end of the job's processes")
+    ends = job.run_dir / "logs"
+    wait_until((ends / "attempt_3" / "end").exists, 30, "the record of the last attempt's end")
+    for attempt in (1, 2, 3):  # 75 where the rank was just fast enough
+        assert re.match(r"(143|75) (rank 0|job \d+) on ", (ends / f"attempt_{attempt}" / "end").read_text())
+    assert read_status(job.run_dir).state == "stopped"
 
 
 def test_a_node_that_goes_down_costs_the_steps_since_the_last_checkpoint(
