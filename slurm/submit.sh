@@ -17,39 +17,67 @@ usage() {
   exit 2
 }
 
+COMMANDS=' train sft evaluate convert preflight sweep chain '
+is_command() { [[ -n $1 && $COMMANDS == *" $1 "* ]]; }
+
+# sbatch's options, up to the command. A short one takes the next word as its value, but for those that have none; a long
+# one has its value behind `=`.
 options=()
 while [[ ${1:-} == -* ]]; do
-  [[ $1 != -h && $1 != --help ]] || usage
-  # `-N 2` is two words; sbatch's long options are written with `=`.
-  if [[ $1 == -? ]]; then
-    options+=("$1" "${2:?$1 needs a value}")
-    shift
-  else
-    [[ $1 == *=* || $1 == --parsable || $1 == --hold || $1 == --exclusive || $1 == --wait || $1 == --test-only ||
-      $1 == --no-requeue || $1 == --requeue ]] || die "write $1 with its value as one word: $1=..." 2
-    options+=("$1")
-  fi
+  case $1 in
+    -h | --help) usage ;;
+    -[HIkOQsvVW]) options+=("$1") ;;
+    -?)
+      options+=("$1" "${2:?$1 needs a value}")
+      shift
+      ;;
+    *=* | -[!-]*) options+=("$1") ;;
+    *)
+      [[ ${2:-} == -* ]] || is_command "${2:-}" || die "write $1 and its value as one word: $1=${2:-}" 2
+      options+=("$1")
+      ;;
+  esac
   shift
 done
 command=${1:-}
-[[ -n $command && $# -ge 2 ]] || usage
-[[ $command == chain || -r $MEGATRON_RL_HOME/slurm/$command.sbatch ]] || usage
+is_command "$command" || usage
+(($# >= 2)) || usage
 shift
 load_site
 if [[ -n $VENV && -x $VENV/bin/python ]]; then PATH=$VENV/bin:$PATH; fi
 
 # submit SCRIPT ARGUMENTS...
-processes=(--ntasks-per-node="$TASKS_PER_NODE")
-[[ -z $CPUS_PER_TASK ]] || processes+=(--cpus-per-task="$CPUS_PER_TASK")
+tasks=(--ntasks-per-node="$TASKS_PER_NODE")
+[[ -z $CPUS_PER_TASK ]] || tasks+=(--cpus-per-task="$CPUS_PER_TASK")
 submit() {
   local script=$1
   shift
-  sbatch --chdir="$MEGATRON_RL_HOME" ${SITE_SBATCH[@]+"${SITE_SBATCH[@]}"} "${processes[@]}" \
+  sbatch --chdir="$MEGATRON_RL_HOME" ${SITE_SBATCH[@]+"${SITE_SBATCH[@]}"} "${tasks[@]}" \
     ${options[@]+"${options[@]}"} "$MEGATRON_RL_HOME/slurm/$script.sbatch" "$@"
 }
 
+# processes_of OPTIONS...: the job's number of ranks; `unknown` where Slurm may choose the number of nodes (--nodes=2-4).
+processes_of() {
+  local nodes=1 per_node=$TASKS_PER_NODE # 1: as in the batch scripts
+  while (($#)); do
+    case $1 in
+      --nodes=* | --ntasks-per-node=*) ;;
+      -N) set -- "--nodes=${2:-}" "${@:3}" ;;
+      -N*) set -- "--nodes=${1#-N}" "${@:2}" ;;
+    esac
+    case $1 in
+      --nodes=*) nodes=${1#*=} ;;
+      --ntasks-per-node=*) per_node=${1#*=} ;;
+    esac
+    shift
+  done
+  if [[ $nodes =~ ^[0-9]+$ && $per_node =~ ^[0-9]+$ ]]; then echo $((nodes * per_node)); else echo unknown; fi
+}
+world=$(processes_of ${SITE_SBATCH[@]+"${SITE_SBATCH[@]}"} "${tasks[@]}" ${options[@]+"${options[@]}"})
+[[ $world != unknown ]] || say "the number of nodes is Slurm's choice, so the job checks at its start whether the recipe fits it"
+
 if [[ $command == chain ]]; then
-  plan=$(python -m megatron_rl.launch.plan chain "$MEGATRON_RL_HOME" "$@") || die "nothing was submitted" 2
+  plan=$(python -m megatron_rl.launch chain "$MEGATRON_RL_HOME" "$world" "$@") || die "nothing was submitted" 2
   given=(${options[@]+"${options[@]}"}) previous=''
   while read -r line; do
     eval "words=($line)" # quoted by Python's shlex
@@ -66,8 +94,11 @@ fi
 
 # The words that the job is to run, checked here.
 case $command in
-  train | sft | evaluate) checked=(megatron_rl "$command" "$@" --check) ;;
-  sweep) checked=(megatron_rl.launch.plan sweep "$MEGATRON_RL_HOME" "$@") ;;
+  train | sft | evaluate)
+    checked=(megatron_rl "$command" "$@" launch.processes=null --check)
+    [[ $world == unknown ]] || checked+=(--processes "$world")
+    ;;
+  sweep) checked=(megatron_rl.launch sweep "$MEGATRON_RL_HOME" "$world" "$@") ;;
   *) checked=() ;;
 esac
 if ((${#checked[@]})); then

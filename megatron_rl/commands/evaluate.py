@@ -16,8 +16,10 @@ from typing import Any
 
 from megatron_rl.commands.run_recipe import (
     HeldError,
+    add_check,
     hold_run_folder,
     load_checked,
+    machine_asked_for,
     machine_here,
     print_checked,
     refuse,
@@ -48,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         help="base URL of a vLLM server, such as http://localhost:8000/v1; several share the requests",
     )
     parser.add_argument("--served-name", metavar="NAME", help="the model's name there, where it serves several")
-    parser.add_argument("--check", action="store_true", help="check the recipe, print it resolved, start nothing")
+    add_check(parser)
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0, 1 where too many requests failed, 2 for a bad recipe or model, 130 after Ctrl-C, or a process's code."""
     machine, world = machine_here()
     try:
+        machine = machine_asked_for(args, machine)
         config, checkpoint = _resolve(args, machine)
         if args.check:
-            return print_checked(config, machine)
+            return print_checked(config, machine if args.processes is None else None)
         if not args.endpoint:
             check_machine(config, machine)
     except ConfigError as error:

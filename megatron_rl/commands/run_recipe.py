@@ -34,7 +34,7 @@ from megatron_rl.tasks import check_tasks, tasks_to_evaluate
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.steps=5")
-    parser.add_argument("--check", action="store_true", help="check the recipe, print it resolved, start nothing")
+    add_check(parser)
     parser.add_argument(
         "--resume",
         metavar="auto|PATH|never",
@@ -43,18 +43,50 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
 
 
+def add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="check the recipe, print it resolved, start nothing")
+    parser.add_argument(
+        "--processes",
+        metavar="N",
+        type=_positive,
+        help="with --check: for N processes on other machines, not for this one",
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes")
+    return int(text)
+
+
 def run(args: argparse.Namespace) -> int:
     """Returns 0, 2 for a bad recipe, 130 after Ctrl-C, or the exit code of a failed process."""
     machine, world = machine_here()
     try:
+        machine = machine_asked_for(args, machine)
         config = load_checked(args, machine)
         if args.check:
-            return print_checked(config, machine)
+            return print_checked(config, machine if args.processes is None else None)
         check_machine(config, machine)
         resume = _resume(args.resume)
     except ConfigError as error:
         return refuse(error, world)
     return start_ranks(args.command, config, resume, machine, world)
+
+
+def machine_asked_for(args: argparse.Namespace, machine: Machine) -> Machine:
+    """The machine that the recipe is checked for: this one, or with --processes N whatever has N processes.
+
+    Raises:
+        ConfigError: --processes without --check.
+    """
+    if args.processes is None:
+        return machine
+    if not args.check:
+        raise ConfigError(
+            f"--processes {args.processes} needs --check; launch.processes={args.processes} starts that many here"
+        )
+    return Machine(world_size=args.processes)
 
 
 def machine_here() -> tuple[Machine, World | None]:
@@ -160,9 +192,15 @@ def load_checked(args: argparse.Namespace, machine: Machine, model: Mapping[str,
     return config
 
 
-def print_checked(config: Config, machine: Machine) -> int:
-    """Where the number of processes is given (by a batch script, say), the recipe has to fit it; else this is a laptop."""
+def print_checked(config: Config, machine: Machine | None) -> int:
+    """Where the number of processes is given (by a batch script, say), the recipe has to fit it; else this is a laptop.
+
+    Args:
+        machine: None where the recipe is to run elsewhere.
+    """
     print(to_yaml(config), end="")
+    if machine is None:
+        return exit_codes.OK
     try:
         check_machine(config, machine)
     except ConfigError as error:

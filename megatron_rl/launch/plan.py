@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,8 @@ def one(
 ) -> Task:
     """A single run, with an absolute run folder."""
     config = resolve(command, recipe, overrides, processes, remote)
-    return Task(_name(command, recipe), (command, recipe, *overrides, f"run_dir={_run_dir(config, root)}"))
+    words = _replaced(overrides, f"run_dir={_run_dir(config, root)}")
+    return Task(_name(command, recipe), (command, recipe, *words))
 
 
 def sweep(
@@ -58,7 +58,8 @@ def sweep(
         except ValueError as error:  # of shlex, or a ConfigError
             raise ConfigError(f"line {number + 1} of the sweep ({line}): {error}") from None
         folder = _run_dir(config, root) / f"{number:03d}-{re.sub(r'[^A-Za-z0-9=.,_]+', '_', line)}"
-        tasks.append(Task(f"{_name('train', recipe)}-{number:03d}", ("train", recipe, *words, f"run_dir={folder}")))
+        words = _replaced(words, f"run_dir={folder}")
+        tasks.append(Task(f"{_name('train', recipe)}-{number:03d}", ("train", recipe, *words)))
     if not tasks:
         raise LaunchError("the sweep has no line; give it one line of overrides per run")
     return tasks
@@ -90,12 +91,12 @@ def chain(recipe: str, overrides: Sequence[str], processes: int | None, root: Pa
         ),
         Task(
             f"train{name}",
-            ("train", recipe, *overrides, f"run_dir={run_dir}", f"model.path={converted}"),
+            ("train", recipe, *_replaced(overrides, f"run_dir={run_dir}", f"model.path={converted}")),
             after=(f"convert{name}",),
         ),
         Task(
             f"evaluate{name}",
-            ("evaluate", recipe, "--model", str(last), *overrides, f"run_dir={run_dir / 'evaluation'}"),
+            ("evaluate", recipe, "--model", str(last), *_replaced(overrides, f"run_dir={run_dir / 'evaluation'}")),
             after=(f"train{name}",),
         ),
         Task(
@@ -153,30 +154,11 @@ def _run_dir(config: Config, root: Path) -> Path:
     return root / config.run_dir  # an absolute run_dir stays what it is
 
 
+def _replaced(overrides: Sequence[str], *own: str) -> list[str]:
+    """The overrides, with `own` in place of those of the same keys."""
+    keys = {override.partition("=")[0] for override in own}
+    return [*(override for override in overrides if override.partition("=")[0] not in keys), *own]
+
+
 def _name(command: str, recipe: str) -> str:
     return f"{command}-{re.sub(r'[^A-Za-z0-9_.]+', '-', Path(recipe).stem)}"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """`python -m megatron_rl.launch.plan chain|sweep ROOT [FILE] RECIPE [key=value ...]`, for slurm/submit.sh: one
-    job per line, as the name of the batch script, then its arguments as a shell reads them."""
-    kind, root, *words = arguments
-    try:
-        lines = read_sweep(Path(words.pop(0))) if kind == "sweep" else []
-        if not words:
-            raise LaunchError(f"{kind}: name a recipe")
-        recipe, *overrides = words
-        if kind == "sweep":
-            tasks = sweep(recipe, lines, overrides, None, Path(root))
-        else:
-            tasks = chain(recipe, overrides, None, Path(root))
-    except (ConfigError, LaunchError) as error:
-        print(f"megatron-rl: {error}", file=sys.stderr)
-        return 2
-    for task in tasks:
-        print(shlex.join(task.arguments))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -11,8 +11,9 @@ import pytest
 from megatron_rl import cli
 from megatron_rl.config import ConfigError
 from megatron_rl.launch import LaunchError, chain, one, read_site, sweep
+from megatron_rl.launch.__main__ import main
 from megatron_rl.launch.package import pack
-from megatron_rl.launch.plan import main, read_sweep
+from megatron_rl.launch.plan import read_sweep
 
 from .conftest import need
 from .jobs import REPOSITORY, write_recipe
@@ -21,7 +22,8 @@ from .jobs import REPOSITORY, write_recipe
 def test_run_folders_are_absolute_wherever_the_code_is_copied_to(tmp_path: Path) -> None:
     recipe = str(write_recipe(tmp_path))
     assert one("train", recipe, ["run_dir=runs/x"], 2, tmp_path).arguments[-1] == f"run_dir={tmp_path}/runs/x"
-    assert one("train", recipe, ["run_dir=/shared/x"], 2, tmp_path).arguments[-1] == "run_dir=/shared/x"
+    given = one("train", recipe, ["run_dir=/shared/x", "seed=5"], 2, tmp_path).arguments
+    assert given == ("train", recipe, "seed=5", "run_dir=/shared/x")
 
 
 def test_a_sweep_has_a_run_folder_for_every_line(tmp_path: Path) -> None:
@@ -41,9 +43,9 @@ def test_a_sweep_is_checked_line_by_line_before_it_is_submitted(
 ) -> None:
     recipe, file = str(write_recipe(tmp_path)), tmp_path / "sweep.txt"
     file.write_text("seed=1\nseed='2\n")
-    assert main(["sweep", str(tmp_path), str(file), recipe]) == 2
+    assert main(["sweep", str(tmp_path), "2", str(file), recipe]) == 2
     assert "line 2 of the sweep (seed='2): No closing quotation" in capsys.readouterr().err
-    assert main(["sweep", str(tmp_path), str(tmp_path / "none.txt"), recipe]) == 2
+    assert main(["sweep", str(tmp_path), "2", str(tmp_path / "none.txt"), recipe]) == 2
     assert "none.txt cannot be read" in capsys.readouterr().err
 
 

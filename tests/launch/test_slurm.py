@@ -264,7 +264,7 @@ def test_a_layout_that_does_not_fit_the_nodes_ends_the_job_before_any_rank_start
         model={**SMALL["model"], "create": {**SMALL["model"]["create"], "layers": 3}},
         launch={"processes": 3},
     )
-    job = Job(cluster, tmp_path, "--nodes=2", "train", str(recipe))
+    job = Job(cluster, tmp_path, "--nodes=2-2", "train", str(recipe))  # a range: submit.sh leaves the check to the job
     job.finish("FAILED")
     output = cluster.output(job.number)
     assert "2 nodes x 1 processes; nothing was started" in output
