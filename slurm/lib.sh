@@ -182,12 +182,10 @@ run_and_wait() {
   ("$@") &
   RANKS=$!
   [[ -z $NOTICE ]] || kill -s "$STOP_SIGNAL" "$RANKS" 2> /dev/null || true # it came before RANKS was known
-  while true; do
-    CODE=0
-    wait "$RANKS" || CODE=$?
-    # `wait` also returns, with 128 + n, when a trap ran; then srun is still there.
-    if [[ -n $ABANDON ]] || ! kill -0 "$RANKS" 2> /dev/null; then break; fi
-  done
+  # `wait` also returns, with 128 + n, when a trap has run; only the exit code of a srun that is gone is its own.
+  until [[ -n $ABANDON ]] || ! kill -0 "$RANKS" 2> /dev/null; do wait "$RANKS" || true; done
+  CODE=0
+  [[ -n $ABANDON ]] || wait "$RANKS" || CODE=$?
   trap '' USR1 TERM USR2
 }
 
