@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +19,7 @@ from megatron_rl.models.hf_config import read_hf_config
 from megatron_rl.models.registry import family_for
 
 PAD, EOS = "<pad>", "<eos>"
+MADE_FROM = "made_from.json"  # in the folder: settings and seed that it was made from, and every file's checksum
 
 
 def create_model(folder: str | Path, config: CreateModelConfig, seed: int) -> None:
@@ -23,7 +28,7 @@ def create_model(folder: str | Path, config: CreateModelConfig, seed: int) -> No
     Matrices, embedding and output layer are normal with standard deviation `init_std`, whatever the depth; norms are 1.
     The tokenizer maps every word of `words` and every other character of `characters` to one token, after `<pad>` (0) and
     `<eos>` (1); where several words begin, the longest counts. It adds no token by itself. Rows up to `vocab_size` are named
-    `<unused_i>`, so that every id decodes.
+    `<unused_i>`, so that every id decodes. `made_from.json` says what it was made from, for `differences`.
 
     Raises:
         ValueError: sizes that no Qwen3 model can have, or characters that do not fit the vocabulary.
@@ -33,6 +38,39 @@ def create_model(folder: str | Path, config: CreateModelConfig, seed: int) -> No
         _write_config(temporary, config)
         _write_tokenizer(temporary, config)
         save_tensors(temporary / "model.safetensors", _random_weights(temporary, config.init_std, seed))
+        origin = {**_origin(config, seed), "files": _digests(temporary)}
+        (temporary / MADE_FROM).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
+
+
+def differences(folder: Path, config: CreateModelConfig, seed: int) -> list[str]:
+    """In what `folder` is not what `create_model` makes of these settings and this seed: keys and files by name."""
+    try:
+        made = json.loads((folder / MADE_FROM).read_text(encoding="utf-8"))
+        settings, files = {key: made[key] for key in ("model.create", "seed")}, dict(made["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return [f"{MADE_FROM} is missing or unreadable"]
+    before, after = _flat(settings), _flat(_origin(config, seed))
+    found = [
+        f"{key} {before.get(key)!r} there and {after.get(key)!r} here"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+    there = _digests(folder)
+    return found + [f"{name} changed" for name in sorted(files.keys() | there) if files.get(name) != there.get(name)]
+
+
+def _origin(config: CreateModelConfig, seed: int) -> dict[str, Any]:
+    return {"model.create": asdict(config), "seed": seed}
+
+
+def _flat(origin: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"model.create.{key}": value for key, value in origin["model.create"].items()} | {"seed": origin["seed"]}
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Checksum of every file in the folder but `made_from.json`."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MADE_FROM)
+    return {path.name: hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() for path in paths}
 
 
 def _check(config: CreateModelConfig) -> None:

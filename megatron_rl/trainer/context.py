@@ -14,9 +14,11 @@ from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Sample
 from megatron_rl.models import create_model
+from megatron_rl.models.create import differences
 from megatron_rl.rewards import Report, Scorer
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.sync import WeightSync
+from megatron_rl.runtime.disk import next_previous
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.phases import Phases
 from megatron_rl.runtime.stop import StopFlag
@@ -132,7 +134,8 @@ def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train",
 
     report = Reporter(config, run_dir, grid, command)
     report.phase("loading the model and the tasks")
-    folder = model_folder(config, grid, run_dir)
+    folder = model_folder(config, report, run_dir)
+    grid.barrier()
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     prompts = load_prompts(config, tokenizer, report.note, training=command != "evaluate")
     algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
@@ -162,13 +165,21 @@ def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train",
     )
 
 
-def model_folder(config: Config, grid: Grid, run_dir: Path) -> Path:
-    """`model.path`, or the small model that `model.create` describes, made in the run folder by rank 0."""
+def model_folder(config: Config, report: Reporter, run_dir: Path) -> Path:
+    """`model.path`, or the small model that `model.create` describes, made in the run folder by rank 0.
+
+    One that is there is used only where it is, byte for byte, what this recipe makes; another is moved to `previous_<k>`.
+    """
     if config.model.path is not None:
         return Path(config.model.path)
     assert config.model.create is not None  # the recipe check has seen to it
     folder = run_dir / "model"
-    if grid.is_main and not (folder / "config.json").exists():
-        create_model(folder, config.model.create, config.seed)
-    grid.barrier()
+    if report.active:
+        if folder.exists() and (found := differences(folder, config.model.create, config.seed)):
+            aside = next_previous(run_dir)
+            aside.mkdir()
+            folder.rename(aside / folder.name)
+            report.warn(f"{folder} was not made from this recipe ({'; '.join(found)}): moved to {aside} and made anew")
+        if not folder.exists():
+            create_model(folder, config.model.create, config.seed)
     return folder

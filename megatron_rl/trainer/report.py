@@ -51,6 +51,8 @@ _OUTPUTS = (
     "reference",
     "export",
     "responses",
+    "wandb_id",
+    "mlflow_id",
 )
 
 

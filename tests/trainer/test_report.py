@@ -38,3 +38,12 @@ def test_only_the_writing_rank_moves_an_earlier_run(tmp_path: Path) -> None:
     main.close()
     assert not (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "previous_3" / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_a_run_that_starts_over_is_another_run_for_its_trackers(tmp_path: Path) -> None:
+    for name in ("wandb_id", "mlflow_id"):
+        (tmp_path / name).write_text("old")
+    main = reporter(tmp_path, rank=0)
+    main.start_over()
+    main.close()
+    assert sorted(path.name for path in (tmp_path / "previous_1").iterdir()) == ["mlflow_id", "wandb_id"]
