@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from statistics import NormalDist
 
 import pytest
 
@@ -25,10 +26,22 @@ def test_pass_at_k_needs_k_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("freedom", "value"), [(1, 12.7062), (2, 4.30265), (5, 2.57058), (29, 2.04523), (1e9, 1.95996)]
+    ("freedom", "value"),
+    [
+        (1, math.tan(0.475 * math.pi)),
+        (2, 0.95 * math.sqrt(2 / (1 - 0.95**2))),
+        (3, 3.182446305284263),
+        (7, 2.364624251592785),
+        (29, 2.045229642132703),
+        (1e9, NormalDist().inv_cdf(0.975)),
+    ],
 )
 def test_students_t(freedom: float, value: float) -> None:
-    assert t_quantile(0.975, freedom) == pytest.approx(value, rel=2e-4)
+    assert t_quantile(0.975, freedom) == pytest.approx(value, rel=1e-8)
+
+
+def test_the_quantile_of_fractional_degrees_of_freedom_lies_between() -> None:
+    assert t_quantile(0.975, 3) > t_quantile(0.975, 3.5) > t_quantile(0.975, 4) > t_quantile(0.9, 4) > 0
 
 
 def simulate(prompts: int, rollouts: int, a: float, b: float, seed: int) -> list[float]:
@@ -61,6 +74,15 @@ def test_the_standard_error_is_what_repetition_shows() -> None:
     spread = math.sqrt(sum((e.value - center) ** 2 for e in estimates) / (len(estimates) - 1))
     claimed = math.sqrt(sum((e.stderr or 0.0) ** 2 for e in estimates) / len(estimates))
     assert claimed == pytest.approx(spread, rel=0.1)
+
+
+def test_none_right_is_not_certainty_and_its_interval_begins_at_0() -> None:
+    for count in range(2, 200):
+        estimate = mean([0.0] * count, 0.95)
+        assert estimate.low == 0.0
+        assert mean([1.0] * count, 0.95).high == 1.0
+    assert estimate.high is not None
+    assert 0.01 < estimate.high < 0.05
 
 
 def test_all_right_is_not_certainty() -> None:
