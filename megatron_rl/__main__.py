@@ -13,6 +13,7 @@ from megatron_rl.runtime import streams  # noqa: E402
 def main() -> int:
     """Runs one command as a process of its own; the exit code."""
     streams.open_missing()
+    streams.accept_any_text()
     try:
         return command()
     finally:

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime import disk, exit_codes
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     default = records[0].path / "report.html" if len(records) == 1 else Path("report.html")
     output: Path = args.output or default
     try:
-        output.write_text(render(records), encoding="utf-8")
+        disk.replace(output, render(records))
     except OSError as error:
         print(
             f"megatron-rl: cannot write {output}: {error.strerror}; name another place with --output", file=sys.stderr

@@ -17,6 +17,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data import Rollout, Sample
 from megatron_rl.evaluation.statistics import Estimate
 from megatron_rl.evaluation.summary import TaskSummary
+from megatron_rl.runtime import disk
 
 # What the table shows where a task has it: part of the name, heading, whether it is a share.
 _COLUMNS = (
@@ -126,7 +127,7 @@ def write_responses(
     """`samples/<task>.jsonl`: one line per response, with its prompt, gold answer, rewards and verdict; null: no value."""
     by_id = {sample.id: sample for sample in samples}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with disk.text_file(path) as file:
         for rollout in rollouts:
             sample = by_id[rollout.sample_id]
             rewards = {name: None if math.isnan(value) else value for name, value in rollout.rewards.items()}

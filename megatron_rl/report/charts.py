@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import math
 from collections.abc import Sequence
@@ -10,35 +11,43 @@ from typing import Any
 
 from megatron_rl.report.run import RunRecord
 
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+COLOURS = (
+    *("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f"),
+    *("#78350f", "#f472b6", "#1e3a8a", "#a3e635", "#fbbf24", "#0f766e", "#c4b5fd", "#fb7185"),
+)
 _DASHES = ("-", "--", ":", "-.")
+_MARKS = 150  # most points of a line that show their value
 _MANY = 60  # points from which on the raw line is faint and a running mean is drawn over it
 
 
 @dataclass(frozen=True)
 class Chart:
-    """`metrics` may end in `*` for every metric that starts so; drawn only where some run has one of them."""
+    """`metrics` may end in `*` for every metric that starts so; drawn only where some run has one of them.
+
+    `at_least`: the axis goes from 0 to this or further, so that a share of a few thousandths looks like one.
+    """
 
     title: str
     metrics: tuple[str, ...]
     log: bool = False
+    at_least: float | None = None
 
 
 CHARTS = (
     Chart("Evaluation", ("eval/*",)),
     Chart("Reward, weighted sum", ("reward/mean",)),
     Chart("Reward columns", ("reward/*",)),
-    Chart("Groups with a signal", ("groups/signal_share",)),
+    Chart("Groups with a signal", ("groups/signal_share",), at_least=1.0),
     Chart("Response length, tokens", ("response_length/mean",)),
-    Chart("Cut at the token limit", ("response_length/truncated_share",)),
+    Chart("Cut at the token limit", ("response_length/truncated_share",), at_least=0.1),
     Chart("Entropy, nats per token", ("actor/entropy",)),
     Chart("Gradient norm", ("actor/grad_norm",)),
     Chart("KL to the policy before the step (k3)", ("old_policy/kl_k3",), log=True),
     Chart("KL from the reference policy", ("reference/kl_*",)),
-    Chart("Tokens outside the trust region", ("region_share/LN", "region_share/HP")),
+    Chart("Tokens outside the trust region", ("region_share/LN", "region_share/HP"), at_least=0.02),
     Chart("Advantage spread", ("advantage/std",)),
     Chart("Shrinkage λ", ("shrinkage/lambda",)),
-    Chart("AWPO: share of the mixed advantage", ("awpo/w_mix",)),
+    Chart("AWPO: share of the mixed advantage", ("awpo/w_mix",), at_least=1.0),
     Chart("Trainer and engine: |Δ log-prob|", ("sync/logprob_max_diff", "mismatch/abs_log_ratio"), log=True),
     Chart("Tokens per second, whole step", ("perf/tokens_per_s",)),
     Chart("Peak memory, GiB", ("memory/host_peak_gib", "memory/device_peak_gib")),
@@ -70,6 +79,7 @@ def draw(chart: Chart, runs: Sequence[RunRecord]) -> str | None:
     if not metrics:
         return None
     figure, axes = _figure(4.6, 2.7)
+    marks: list[Mark] = []
     for i, run in enumerate(runs):
         for j, metric in enumerate(metrics):
             steps, values = run.series(metric)
@@ -79,14 +89,20 @@ def draw(chart: Chart, runs: Sequence[RunRecord]) -> str | None:
             colour = COLOURS[(i if len(runs) > 1 else j) % len(COLOURS)]
             dash = _DASHES[j % len(_DASHES)] if len(runs) > 1 else "-"
             _line(axes, steps, values, colour, dash, label)
+            marks += _point_marks(label, steps, values)
     if chart.log and all(value > 0 for run in runs for metric in metrics for value in run.series(metric)[1]):
         axes.set_yscale("log")
+    elif chart.at_least is not None:
+        axes.set_ylim(0, max(chart.at_least, axes.get_ylim()[1]))
+    drawn = {mark.x for mark in marks}
+    if len(drawn) == 1:  # else the axis has fractions of a step
+        axes.set_xlim(min(drawn) - 1, min(drawn) + 1)
     axes.set_title(chart.title, fontsize=10, loc="left", fontweight="bold")
     if len(runs) > 1 or len(metrics) > 1:
         axes.legend(fontsize=7, frameon=False)
     if len(metrics) == 1:
         axes.set_title(metrics[0], fontsize=7, loc="right", color="#94a3b8")
-    return _svg(figure)
+    return _svg(figure, axes, marks)
 
 
 def draw_time(run: RunRecord) -> str | None:
@@ -107,12 +123,34 @@ def draw_time(run: RunRecord) -> str | None:
         *layers,
         other,
         labels=[*labels, f"other {sum(other) / total:.0%}"],
-        colors=[*(COLOURS * 2)[: len(layers)], "#cbd5e1"],
+        colors=[*(COLOURS[i % len(COLOURS)] for i in range(len(layers))), "#cbd5e1"],
         alpha=0.85,
     )
     axes.set_title("Seconds per step, by phase", fontsize=10, loc="left", fontweight="bold")
     axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return _svg(figure)
+    marks = []
+    for row in rows[:: -(-len(rows) // _MARKS)]:
+        parts = ", ".join(f"{name.removeprefix('timing_s/')} {row[name]:.3g}" for name in order if name in row)
+        marks.append(
+            Mark(row["step"], row["timing_s/step"], f"step {row['step']}: {row['timing_s/step']:.3g} s ({parts})")
+        )
+    return _svg(figure, axes, marks)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a chart, in the data's units, with what is shown while the mouse is over it."""
+
+    x: float
+    y: float
+    text: str
+
+
+def _point_marks(label: str, steps: Sequence[int], values: Sequence[float]) -> list[Mark]:
+    points = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+    return [
+        Mark(step, value, f"{label}, step {step}: {value:.4g}") for step, value in points[:: -(-len(points) // _MARKS)]
+    ]
 
 
 def _label(run: RunRecord, metric: str, runs: int, metrics: int) -> str:
@@ -161,11 +199,18 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _svg(figure: Any) -> str:
+def _svg(figure: Any, axes: Any, marks: Sequence[Mark]) -> str:
+    """The figure as text, with an unseen circle over each mark: browsers show its title under the mouse, without a script."""
     from matplotlib import pyplot
 
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
+    places = axes.transData.transform([(mark.x, mark.y) for mark in marks]) * 72 / figure.dpi if marks else []
+    height = 72 * figure.get_figheight()
     pyplot.close(figure)
+    circles = "".join(
+        f'<circle class="mark" cx="{x:.1f}" cy="{height - y:.1f}" r="5"><title>{html.escape(mark.text)}</title></circle>'
+        for mark, (x, y) in zip(marks, places, strict=True)
+    )
     text = out.getvalue()
-    return text[text.index("<svg") :]
+    return text[text.index("<svg") : text.rindex("</svg>")] + circles + "</svg>"

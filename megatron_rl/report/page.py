@@ -10,6 +10,7 @@ import yaml
 
 from megatron_rl.report.charts import CHARTS, COLOURS, draw, draw_time
 from megatron_rl.report.findings import find
+from megatron_rl.report.groups import Group, chosen_groups
 from megatron_rl.report.run import RunRecord, differing_keys
 
 _STYLE = """
@@ -33,9 +34,15 @@ ul.findings li { margin: .25rem 0 }
 .dot { font-size: 1.2em }
 pre { background: #f8fafc; padding: .7rem; margin: .2rem 0; font-size: .8rem; white-space: pre-wrap; overflow-wrap: anywhere }
 details { margin: .6rem 0 }
+details.group > summary .sub { font-weight: 400 }
+details.more { margin: 0 } details.more > summary { font-weight: 400; font-size: .8rem; color: #64748b }
+details.more[open] > summary { display: none }
+td.text { width: 100%; min-width: 20rem }
+.mark { fill: #0f172a; fill-opacity: 0 } .mark:hover { fill-opacity: .35 }
 summary { cursor: pointer; font-weight: 600 }
 """
-_SAMPLES = 8
+_SHOWN = 8  # rollouts of a group
+_LONG = 700  # characters of a text that are seen at once
 
 
 def render(runs: Sequence[RunRecord]) -> str:
@@ -51,12 +58,13 @@ def render(runs: Sequence[RunRecord]) -> str:
     parts += _section("Where the time went", [_named(run, svg, len(runs)) for run, svg in times])
     if len(runs) > 1:
         parts += _section("Where the recipes differ", [_differences(runs)])
-    parts += _section("Rollouts of the newest sampled step", _rollouts(runs))
+    parts += _section("Rollouts", _rollouts(runs))
     parts += _section("Recipes", [_details(run.name, yaml.safe_dump(run.recipe, sort_keys=False)) for run in runs])
-    return (
+    page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
+    return page.encode(errors="backslashreplace").decode()  # models and file names may give half a surrogate pair
 
 
 def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
@@ -112,20 +120,44 @@ def _differences(runs: Sequence[RunRecord]) -> str:
 def _rollouts(runs: Sequence[RunRecord]) -> list[str]:
     parts = []
     for run in runs:
-        if not run.samples:
-            continue
-        columns = list(run.samples[0]["rewards"])
-        rows = []
-        for sample in run.samples[:_SAMPLES]:
-            prompt = sample["prompt"] if isinstance(sample["prompt"], str) else yaml.safe_dump(sample["prompt"])
-            cells = [f"<pre>{_text(prompt)}</pre>", f"<pre>{_text(sample['response'])}</pre>"]
-            cells += [_number(sample["rewards"].get(column)) for column in columns]
-            cells += [_number(sample.get("advantage")), str(sample["tokens"])]
-            rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-        head = "".join(f"<th>{_text(name)}</th>" for name in ("prompt", "response", *columns, "advantage", "tokens"))
-        table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
-        parts.append(_named(run, f'<p class="sub">step {run.samples_step}</p>{table}', len(runs)))
+        groups = [_group_of(group, why) for group, why in chosen_groups(run.samples)]
+        if groups:
+            parts.append(_named(run, "".join(groups), len(runs)))
     return parts
+
+
+def _group_of(group: Group, why: Sequence[str]) -> str:
+    """One prompt with its responses, folded."""
+    columns = list(group.rollouts[0]["rewards"])
+    head = "".join(f"<th>{_text(name)}</th>" for name in ("response", *columns, "advantage", "tokens", "ended by"))
+    rows = []
+    for rollout in group.rollouts[:_SHOWN]:
+        cells = [_number(rollout["rewards"].get(column)) for column in columns]
+        cells += [
+            _number(rollout.get("advantage")),
+            str(rollout["tokens"]),
+            _text(str(rollout.get("finish_reason", ""))),
+        ]
+        response = f'<td class="text">{_long(rollout["response"])}</td>'
+        rows.append(f"<tr>{response}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    prompt = group.rollouts[0]["prompt"]
+    text = prompt if isinstance(prompt, str) else yaml.safe_dump(prompt, sort_keys=False, allow_unicode=True)
+    facts = f"reward {_number(group.reward)}, up to {group.longest} tokens, {len(group.rollouts)} rollouts"
+    return (
+        f'<details class="group"><summary>Step {group.step}: {_text(", ".join(why))} '
+        f'<span class="sub">{facts}</span></summary>'
+        f"{_long(text)}<table><tr>{head}</tr>{''.join(rows)}</table></details>"
+    )
+
+
+def _long(text: str) -> str:
+    """A text, cut with a button for the rest where it is long."""
+    if len(text) <= _LONG:
+        return f"<pre>{_text(text)}</pre>"
+    return (
+        f'<pre>{_text(text[:_LONG])}</pre><details class="more"><summary>… show all {len(text):,} characters</summary>'
+        f"<pre>{_text(text[_LONG:])}</pre></details>"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- pieces

@@ -11,23 +11,23 @@ from typing import Any
 import yaml
 
 Row = Mapping[str, Any]
+_SAMPLED_STEPS = 13  # files of rollouts that are read; odd, so that the middle one is among them
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `rows` and `sft_rows` are those of the metrics files, in order; `samples` the newest file of rollouts."""
+    """One run. `rows` and `sft_rows` are those of the metrics files, in order; `samples` rollouts of some steps."""
 
     path: Path
     recipe: dict[str, Any]
     rows: Sequence[Row]
     sft_rows: Sequence[Row]
-    samples: list[dict[str, Any]]
-    samples_step: int | None
+    samples: dict[int, list[dict[str, Any]]]  # by step: the first, the last and some between them
     attempts: int
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return self.path.name.encode(errors="backslashreplace").decode()  # file names may be no UTF-8
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """Steps and values of the rows that have the metric."""
@@ -55,14 +55,12 @@ def read_run(path: Path) -> RunRecord:
     rows = list(_json_lines(metrics_file))
     if not rows:
         raise ValueError(f"{path} has no metrics yet ({metrics_file.name} is missing or empty)")
-    samples_step, samples = _newest_samples(path / "samples")
     return RunRecord(
         path=path,
         recipe=yaml.safe_load(recipe_file.read_text()),
         rows=rows,
         sft_rows=list(_json_lines(path / "sft" / "metrics.jsonl")),
-        samples=samples,
-        samples_step=samples_step,
+        samples=_read_samples(path / "samples"),
         attempts=len(list((path / "logs").glob("attempt_*"))),
     )
 
@@ -93,9 +91,9 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
             return
 
 
-def _newest_samples(folder: Path) -> tuple[int | None, list[dict[str, Any]]]:
-    steps = {int(path.stem.removeprefix("step_")): path for path in folder.glob("step_*.jsonl")}
-    if not steps:
-        return None, []
-    newest = max(steps)
-    return newest, list(_json_lines(steps[newest]))
+def _read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    steps = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.jsonl"))
+    count = min(_SAMPLED_STEPS, len(steps))
+    chosen = {steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)}
+    read = {step: list(_json_lines(folder / f"step_{step}.jsonl")) for step in sorted(chosen)}
+    return {step: rows for step, rows in read.items() if rows}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from typing import TextIO
 
 
 def sync(path: Path) -> None:
@@ -22,11 +23,20 @@ def sync_tree(folder: Path) -> None:
         sync(path)
 
 
+def text_file(path: Path) -> TextIO:
+    """A new file in UTF-8 for text of users and models. Half a surrogate pair, which JSON may hold and UTF-8 may not, is
+    written as its escape, such as `\\ud83d`: in a file of JSON that is the same text."""
+    return path.open("w", encoding="utf-8", errors="backslashreplace")
+
+
 def replace(path: Path, text: str) -> None:
-    """Writes a file in one move, as readable as the umask makes a new one: a reader finds the old text or the new one."""
+    """Writes a file in one move, as readable as the umask makes a new one: a reader finds the old text or the new one.
+
+    Half a surrogate pair is written as in `text_file`.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         os.replace(temporary, path)
     finally:

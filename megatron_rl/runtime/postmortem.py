@@ -76,7 +76,7 @@ def write_rank(folder: Path, about: Mapping[str, Any], stacks: str) -> None:
         "at": waiting_place(stacks),
         **about,
     }
-    (folder / f"rank_{PROGRESS.rank}.txt").write_text(stacks, encoding="utf-8")
+    (folder / f"rank_{PROGRESS.rank}.txt").write_text(stacks, encoding="utf-8", errors="backslashreplace")
     temporary = folder / f".rank_{PROGRESS.rank}.json"
     temporary.write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")
     os.replace(temporary, folder / f"rank_{PROGRESS.rank}.json")  # whoever sees it sees all of it

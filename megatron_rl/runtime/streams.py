@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from typing import TextIO
@@ -16,6 +17,14 @@ def open_missing() -> None:
             if not _is_open(number):
                 _discard(number)
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+
+
+def accept_any_text() -> None:
+    """From here on, what the encoding of standard output has not, half a surrogate pair in a model's or a server's text for
+    example, is printed as its escape, and is no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.checkpoint import owner
 from megatron_rl.checkpoint.owner import OwnedError, Ownership
-from megatron_rl.runtime import disk, exit_codes, postmortem, provenance
+from megatron_rl.runtime import disk, exit_codes, postmortem, provenance, streams
 from megatron_rl.runtime.progress import PROGRESS, Deadlines
 from megatron_rl.runtime.spawn import ATTEMPT, new_attempt
 from megatron_rl.runtime.stop import StopFlag, StopRequested
@@ -277,4 +277,5 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = _arguments()
+    streams.accept_any_text()
     sys.exit(main(args.command, args.run_dir, args.recipe, args.resume))

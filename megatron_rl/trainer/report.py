@@ -21,7 +21,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data import RewardTable, Rollout, Sample
 from megatron_rl.report import read_run, render
 from megatron_rl.rewards import Report as Scored
-from megatron_rl.runtime.disk import next_previous
+from megatron_rl.runtime import disk
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.progress import PROGRESS
 from megatron_rl.trainer.record import write_step
@@ -92,7 +92,7 @@ class Reporter:
             return
         left = [name for name in _OUTPUTS if (self.run_dir / name).exists() and name != but]
         if left:
-            archive = next_previous(self.run_dir)
+            archive = disk.next_previous(self.run_dir)
             archive.mkdir()
             for name in left:
                 os.rename(self.run_dir / name, archive / name)
@@ -113,7 +113,7 @@ class Reporter:
                     f"metrics.jsonl has {len(text.encode())} bytes up to step {step}, {metrics_bytes} were written: rows are "
                     "missing or were changed"
                 )
-            _replace(self.run_dir / "metrics.jsonl", text)
+            disk.replace(self.run_dir / "metrics.jsonl", text)
             for row in kept:
                 self._remember(row)
         self.note(f"continuing after step {step}")
@@ -282,7 +282,7 @@ class Reporter:
             shown = ", ".join(f"{name.removeprefix('timing_s/')} {value / spent:.0%}" for name, value in shares)
             self.console.print(f"Time within {'SFT' if self.command == 'sft' else 'RL'} steps: {shown}")
         if self.config.logging.report and self.command != "evaluate":
-            (self.run_dir / "report.html").write_text(render([read_run(self.run_dir)]), encoding="utf-8")
+            disk.replace(self.run_dir / "report.html", render([read_run(self.run_dir)]))
         self.console.print(f"Everything is in {self.run_dir}: " + ", ".join(self._files()), markup=False)
 
     def _files(self) -> list[str]:
@@ -315,18 +315,12 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
 def _write_rollouts(
     path: Path, samples: Sequence[Sample], rollouts: Sequence[Rollout], extra: Sequence[Mapping[str, float]]
 ) -> None:
     by_id = {sample.id: sample for sample in samples}
     path.parent.mkdir(exist_ok=True)
-    with path.open("w") as file:
+    with disk.text_file(path) as file:
         for rollout, more in zip(rollouts, extra, strict=True):
             sample = by_id[rollout.sample_id]
             record = {

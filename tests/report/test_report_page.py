@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -12,8 +13,10 @@ import pytest
 import yaml
 
 from megatron_rl.cli import main
+from megatron_rl.config.schema import PHASES
 from megatron_rl.report import find, read_run, render
-from megatron_rl.report.charts import CHARTS, _running_mean, matching
+from megatron_rl.report.charts import CHARTS, COLOURS, _running_mean, draw, draw_time, matching
+from megatron_rl.report.groups import chosen_groups
 from megatron_rl.report.run import differing_keys
 
 VOID = {"meta", "br"}
@@ -129,7 +132,7 @@ def test_the_page_nests_escapes_what_the_model_said_and_holds_every_curve(tmp_pa
     text = "".join(outline.text)
     assert "script" not in outline.tags
     assert "1 < 2 & <b>?" in text
-    assert "the\u2028newest" in text  # of step 10, not of step 5
+    assert "the\u2028newest" in text
     for title in ("Evaluation", "Reward columns", "Entropy, nats per token", "Seconds per step, by phase", "Findings"):
         assert title in text
     assert "Shrinkage λ" not in text  # the run has no such metric
@@ -194,3 +197,100 @@ def test_a_folder_that_is_no_run_is_refused(
     (folder / missing).unlink()
     assert main(["report", str(folder)]) == 2
     assert words in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------- rollouts
+def rollout(prompt: str, response: str, reward: float, tokens: int = 4, ended: str = "stop") -> dict[str, Any]:
+    facts = {"sample": prompt, "prompt": prompt, "response": response, "rewards": {"right": reward}, "advantage": 0.0}
+    return facts | {"tokens": tokens, "finish_reason": ended}
+
+
+def sampled(folder: Path, steps: dict[int, list[dict[str, Any]]]) -> Path:
+    write_run(folder, healthy())
+    for path in (folder / "samples").glob("step_*.jsonl"):
+        path.unlink()
+    for step, rows in steps.items():
+        (folder / "samples" / f"step_{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_handful_of_groups_is_shown_over_the_run(tmp_path: Path) -> None:
+    steps = {step: [rollout(f"q{step}", "r", 0.5), rollout(f"p{step}", "r", 0.5)] for step in range(1, 31)}
+    steps[1][0] |= {"rewards": {"right": 0.4}}
+    steps[8] = [rollout("worst", "r", -1.0), rollout("best", "r", 2.0)]
+    steps[18] = [rollout("longest", "r", 0.5, tokens=900), rollout("cut", "r", 0.5, ended="length")]
+    record = read_run(sampled(tmp_path / "run", steps))
+    assert {1, 15, 30} <= record.samples.keys()
+    assert len(record.samples) == 13
+    found = {group.rollouts[0]["prompt"]: (group.step, why) for group, why in chosen_groups(record.samples)}
+    shown = {8, 18} & record.samples.keys()
+    assert shown == {8, 18}, "the test's steps are not among those that are read"
+    assert found == {
+        "q1": (1, ["first step"]),
+        "worst": (8, ["lowest reward"]),
+        "best": (8, ["highest reward"]),
+        "q15": (15, ["middle"]),
+        "longest": (18, ["longest response"]),
+        "cut": (18, ["cut at the token limit"]),
+        "q30": (30, ["last step"]),
+    }
+    text = "".join(Outline(render([record])).text)
+    for prompt in found:
+        assert prompt in text
+
+
+def test_a_long_text_is_cut_with_the_rest_behind_a_click(tmp_path: Path) -> None:
+    long = "".join(f"<{number}>" for number in range(4000))
+    page = render([read_run(sampled(tmp_path / "run", {1: [rollout("q", long, 1.0)]}))])
+    outline = Outline(page)
+    assert long in "".join(outline.text).replace(f"… show all {len(long):,} characters", "")
+    folded = page.index('<details class="more">')
+    assert page[:folded].count("&lt;") < 300
+
+
+def test_half_a_surrogate_pair_neither_ends_the_report_nor_the_page_that_is_there(tmp_path: Path) -> None:
+    folder = sampled(tmp_path / "run", {1: [rollout("q", "half \ud83d of it", 1.0)]})
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "half \\ud83d of it" in page
+    assert not list(folder.glob(".report*"))
+
+
+def test_a_page_that_cannot_be_drawn_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run", healthy())
+    (folder / "report.html").write_text("before")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert main(["report", str(folder)]) == 1
+    assert (folder / "report.html").read_text() == "before"
+    assert not list(folder.glob(".report*"))
+
+
+# ------------------------------------------------------------------------------------------------------------- charts
+def test_every_phase_has_a_colour_of_its_own() -> None:
+    assert len(set(COLOURS)) == len(COLOURS) >= len(PHASES)
+
+
+def test_values_can_be_read_and_lie_on_the_line(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", healthy()))
+    [chart] = [chart for chart in CHARTS if chart.title == "Reward, weighted sum"]
+    svg = draw(chart, [run])
+    assert svg is not None
+    found = re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="5"><title>([^<]*)</title>', svg)
+    assert [text for *_, text in found][:2] == ["run, step 1: 0.05", "run, step 2: 0.1"]
+    [line] = re.findall(r'<path d="M ([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #2563eb', svg)
+    drawn = [(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", line)]
+    marked = [(float(x), float(y)) for x, y, _ in found]
+    assert marked[0] == pytest.approx(drawn[0], abs=0.1)
+    assert marked[-1] == pytest.approx(drawn[-1], abs=0.1)
+    times = draw_time(run)
+    assert times is not None
+    assert "step 3: 2 s (generate 1.25, update 0.5)" in times
+
+
+def test_a_small_share_is_not_drawn_to_full_height(tmp_path: Path) -> None:
+    rows = healthy(response_length__truncated_share=[0.002])
+    [chart] = [chart for chart in CHARTS if chart.title == "Cut at the token limit"]
+    svg = draw(chart, [read_run(write_run(tmp_path / "run", rows))])
+    assert svg is not None
+    heights = [float(y) for y in re.findall(r'cy="([\d.]+)"', svg)]
+    assert 0 < max(heights) - min(heights) < 10  # of some 150 points of the chart's height

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_rl.config.schema import Config
+from megatron_rl.data import Rollout, Sample
+from megatron_rl.evaluation.output import write_responses
 from megatron_rl.trainer.report import Reporter
 
 
@@ -47,3 +54,27 @@ def test_a_run_that_starts_over_is_another_run_for_its_trackers(tmp_path: Path) 
     main.start_over()
     main.close()
     assert sorted(path.name for path in (tmp_path / "previous_1").iterdir()) == ["mlflow_id", "wandb_id"]
+
+
+def test_half_a_surrogate_pair_in_data_ends_neither_training_nor_evaluation(tmp_path: Path) -> None:
+    half = "half \ud83d of it"  # as JSON may hold it
+    sample = Sample(id="t/0", task="t", prompt=[{"role": "user", "content": "q"}], prompt_ids=[1], answer=half)
+    ids = np.array([1], dtype=np.int64)
+    rollout = Rollout("t/0", 0, ids, ids, np.zeros(1, dtype=np.float32), "stop")
+    rollout.text, rollout.rewards = half, {"right": 1.0}
+    main = reporter(tmp_path, rank=0)
+    main.samples(1, [sample], [rollout], torch.zeros(1))
+    main.close()
+    write_responses(tmp_path / "samples" / "t.jsonl", [sample], [rollout], ("right", 1.0))
+    for name in ("step_1.jsonl", "t.jsonl"):
+        row = json.loads((tmp_path / "samples" / name).read_text(encoding="utf-8"))
+        assert (row["answer"], row["response"]) == (half, half)
+
+
+def test_half_a_surrogate_pair_can_be_printed() -> None:
+    code = (
+        "from megatron_rl.runtime import streams\nstreams.accept_any_text()\n"
+        "from rich.console import Console\nprint('a \\ud83d')\nConsole().print('b \\ud83d')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8")
+    assert (done.returncode, done.stdout) == (0, "a \\ud83d\nb \\ud83d\n"), done.stderr
