@@ -91,8 +91,8 @@ def tidy(text: str) -> str:
         if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
             text = text[len(opening) : -len(closing)].strip()
     text = re.sub(r"\\?\$", "", text).strip().rstrip(".").strip()
-    for character, meant in _CHARACTERS.items():
-        text = text.replace(character, meant)
+    for character, command in _CHARACTERS.items():
+        text = text.replace(character, command)
     text = re.sub(r"\\(?:left|right|displaystyle|big|Big|bigg|Bigg)(?![a-zA-Z])", "", text)
     text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
     text = re.sub(r"\\frac\s*(\d)\s*(?=[\d{])", r"\\frac{\1}", text)  # \frac12, \frac1{19}, \frac{270}7

@@ -31,7 +31,8 @@ def same_answer(completion: str, gold: str, boxes: str = "last") -> bool:
     r"""Whether a completion's final answer equals the gold one. It has no deadline of its own: call it `Isolated`.
 
     The gold answer is what stands in the last `\boxed{}` of the gold text, or the text itself; the completion's is what
-    stands in its last box. Where it has no box behind its thinking, or the gold text is prose, math-verify looks for the answer.
+    stands in its last box. Where it has no box behind its thinking, or the gold text is prose, math-verify looks
+    for the answer.
 
     Args:
         boxes: `last`, or `all`: several boxes of a text are one answer, a set, as math-verify reads them.

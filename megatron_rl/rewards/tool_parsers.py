@@ -78,12 +78,11 @@ def parse_tool_calls(completion: str) -> list[Call] | None:
 
 
 def toolrl_calls(completion: str) -> list[Call] | None:
-    """`parse_tool_calls`; [] where nothing but the thinking mentions the tags, and holds no calls."""
-    calls = parse_tool_calls(completion)
+    """`parse_tool_calls`; [] where nothing but the thinking mentions the tags: a block in there is no call."""
     head, closed, said = completion.partition(THOUGHT)
     before, opened, _ = head.partition(THINK)
     outside = (before if opened else "") + said if closed else completion
-    return [] if calls is None and OPEN not in outside and CLOSE not in outside else calls
+    return parse_tool_calls(completion) if OPEN in outside or CLOSE in outside else []
 
 
 def hermes_calls(completion: str) -> list[Call] | None:

@@ -43,29 +43,39 @@ def tool_format(strict: bool = True, parser: str = "toolrl", think: str = "requi
 
 @register_reward("tool_correctness")
 def tool_correctness(
-    matching: str = "greedy", names: str = "multiset", same_name: bool = True, parser: str = "toolrl"
+    matching: str = "greedy",
+    names: str = "multiset",
+    same_name: bool = True,
+    parser: str = "toolrl",
+    no_call_wanted: str = "compare",
 ) -> Reward:
     """6 * R_max / S_max - 3, in [-3, 3]: names, parameter names and parameter values of the calls (GDPO, appendix C).
 
     The gold calls are the sample's `tool_calls`. A completion without a call, or whose calls cannot be read, scores -3
-    where the gold turn calls a tool. Where it calls none: 3 for calling none, -3 otherwise.
+    where the gold turn calls a tool. Where it calls none: 3 for calling none, -3 otherwise; or `no_call_wanted`.
 
     Args:
         matching: `greedy` as in ToolRL's released reward, or `optimal` as the paper writes.
         names: `multiset` as in the released reward, or `set` as the paper writes.
         same_name: only calls of the same tool can be matched, as both codes do; false: any two calls.
         parser: how the completion writes calls: `toolrl`, `hermes` or `llama`, see `tool_parsers`.
+        no_call_wanted: what a completion gets whose gold turn calls no tool: `compare` as above, or `zero`, 0 whatever it
+            does, as in ToolRL's released reward.
     """
     choice("matching", matching, ("greedy", "optimal"))
     choice("names", names, ("multiset", "set"))
     flag("same_name", same_name)
+    choice("no_call_wanted", no_call_wanted, ("compare", "zero"))
     read = PARSERS[choice("parser", parser, tuple(PARSERS))]
 
     def score(completion: str, sample: Mapping[str, Any]) -> float:
+        gold = sample.get("tool_calls") or []
+        if not gold and no_call_wanted == "zero":
+            return 0.0
         calls = read(completion)
         if calls is None:
             return -3.0
-        return 6 * match_share(sample.get("tool_calls") or [], calls, matching, names, same_name) - 3
+        return 6 * match_share(gold, calls, matching, names, same_name) - 3
 
     return score
 

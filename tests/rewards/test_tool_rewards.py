@@ -189,3 +189,21 @@ def test_a_thousand_calls_are_matched_in_time() -> None:
     calls = [{"name": "a", "parameters": {"x": i}} for i in range(1000)]
     score = make_reward("tool_correctness", matching="optimal")(completion(calls), {"tool_calls": calls[-3:]})
     assert math.isclose(score, 6 * (3 / 1000 + 6) / 7 - 3)
+
+
+@pytest.mark.parametrize(
+    ("said", "gold", "expected"), [("", [CALL], -3.0), ("", [], 3.0), ("<response>r</response>", [], 3.0)]
+)
+def test_a_block_in_the_thinking_is_no_call(said: str, gold: list[Any], expected: float) -> None:
+    text = f"<think>\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>\n</think>\n{said}"
+    assert make_reward("tool_correctness")(text, {"tool_calls": gold}) == expected
+    assert make_reward("tool_exec")(text, {"tool_calls": gold}) == (expected + 3) / 6
+
+
+def test_the_released_reward_s_zero_where_no_call_is_wanted() -> None:
+    released = make_reward("tool_correctness", no_call_wanted="zero")
+    for text in ("<think>t</think>\n<response>r</response>", completion([CALL]), completion(None)):
+        assert released(text, {"tool_calls": []}) == 0.0
+        assert released(text, {"tool_calls": [CALL]}) == make_reward("tool_correctness")(text, {"tool_calls": [CALL]})
+    with pytest.raises(ValueError, match="no_call_wanted"):
+        make_reward("tool_correctness", no_call_wanted="skip")
