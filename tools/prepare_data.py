@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config.schema import TaskConfig
-from megatron_rl.tasks.convert import FORMATS, STYLES, SYSTEM, Converter, Dropped, Options
+from megatron_rl.tasks.convert import BENCHMARKS, FORMATS, STYLES, SYSTEM, Converter, Dropped, Options
 from megatron_rl.tasks.files import Row, huggingface_rows, jsonl_rows, parquet_rows
 
 
@@ -36,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = Options(args.style, _system(args.system), args.seed, args.ability)
         config = TaskConfig(source="huggingface", path=args.input, subset=args.subset, split=args.split)
-        counts = convert(_rows(config), FORMATS[args.format](options), Path(args.output), args.keep_duplicates)
+        keep = args.keep_duplicates or args.format in BENCHMARKS
+        counts = convert(_rows(config), FORMATS[args.format](options), Path(args.output), keep)
     except (OSError, ValueError) as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return 1
@@ -118,7 +119,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ability", choices=("math", "code"), default="math", help="eurus: which of its two halves; math"
     )
-    parser.add_argument("--keep-duplicates", action="store_true", help="keep rows that have the same prompt and answer")
+    parser.add_argument(
+        "--keep-duplicates",
+        action="store_true",
+        help="keep rows that have the same prompt and answer; api_bank, a benchmark, always does",
+    )
     return parser
 
 

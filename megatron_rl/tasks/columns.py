@@ -61,7 +61,7 @@ def to_item(row: Row, columns: ColumnsConfig, arrow: bool = False) -> Item:
     prompt = _prompt(row, columns, arrow)
     calls_column = column(row, columns.tool_calls)
     calls = gold_calls(calls_column, columns.tool_calls)
-    if arrow and any(None in call["parameters"].values() for call in calls or ()):
+    if arrow and _filled_in(calls_column):
         raise ValueError(
             f"{columns.tool_calls!r} has null parameters: Arrow gives every call the parameters of all calls; store the "
             "gold calls as JSON text"
@@ -151,6 +151,16 @@ def gold_calls(value: Any, name: str) -> list[Call] | None:
             raise ValueError(f'a gold call must be {{"name": text, "parameters": object}}, not {item!r:.80}')
         calls.append(call)
     return calls
+
+
+def _filled_in(calls: Any) -> bool:
+    """Whether calls that are objects have null parameters, which Arrow gives them. In JSON text a null is the data's own."""
+    for call in [calls] if isinstance(calls, dict) else calls if isinstance(calls, list) else []:
+        inner = call["function"] if isinstance(call.get("function"), dict) else call
+        for parameters in (inner.get("parameters"), inner.get("arguments")):
+            if isinstance(parameters, dict) and None in parameters.values():
+                return True
+    return False
 
 
 def _gold_call(value: Any) -> Call | None:

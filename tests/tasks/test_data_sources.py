@@ -103,6 +103,25 @@ def test_gold_calls_may_be_written_in_several_ways(calls: Any) -> None:
     assert to_item({"prompt": "q", "tool_calls": calls}, ColumnsConfig()).tool_calls == [CALL]
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [
+        json.dumps([{"name": "add", "parameters": {"x": 1, "y": None}}]),
+        '<think>t</think>\n<tool_call>\n{"name": "add", "parameters": {"x": 1, "y": null}}\n</tool_call>',
+        [{"function": {"name": "add", "arguments": '{"x": 1, "y": null}'}}],
+    ],
+    ids=["json", "tags", "arguments"],
+)
+def test_a_null_in_the_text_of_gold_calls_is_the_data_s_own(
+    calls: Any, tmp_path: Path, printable: PreTrainedTokenizerFast
+) -> None:
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"prompt": "q", "tool_calls": calls}]), tmp_path / "x.parquet"
+    )
+    (sample,) = load_task("t", TaskConfig(source="parquet", path=str(tmp_path / "x.parquet")), printable)
+    assert sample.tool_calls == [{"name": "add", "parameters": {"x": 1, "y": None}}]
+
+
 def test_calls_that_arrow_has_mixed_up_are_refused(tmp_path: Path, printable: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "q", "tool_calls": [CALL, {"name": "sub", "parameters": {"y": 2}}]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")

@@ -176,6 +176,11 @@ def test_toolrl_and_api_bank_rows_keep_their_prompts(tmp_path: Path) -> None:
     assert [made["tool_calls"] for made in prepare(tmp_path, "api_bank", rows)] == [[call], [call]]
 
 
+def test_a_benchmark_keeps_all_its_cases(tmp_path: Path) -> None:
+    row = {"system": "s", "user": "u", "answer": {"name": "f", "parameters": {}}}
+    assert len(prepare(tmp_path, "api_bank", [row, row])) == 2
+
+
 def test_maths(tmp_path: Path) -> None:
     (row,) = prepare(
         tmp_path, "gsm8k", [{"question": "How many?", "answer": "2 * 600 = <<2*600=1200>>1,200\n#### 1,200"}]

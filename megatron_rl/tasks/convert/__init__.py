@@ -42,4 +42,7 @@ FORMATS: dict[str, Callable[[Options], Converter]] = {
     "eurus": lambda o: partial(eurus_rows, ability=o.ability),
 }
 
-__all__ = ["FORMATS", "STYLES", "SYSTEM", "Converter", "Dropped", "Options"]
+# Benchmarks: a row is a case of theirs, whatever else has the same prompt and answer.
+BENCHMARKS = frozenset({"api_bank"})
+
+__all__ = ["BENCHMARKS", "FORMATS", "STYLES", "SYSTEM", "Converter", "Dropped", "Options"]
