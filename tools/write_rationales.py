@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.rewards.endpoint import Endpoint, EndpointConfig, EndpointError, Unanswered, event_loop
-from megatron_rl.rewards.judge import check_body, reply_text
+from megatron_rl.rewards.judge import check_body, has_message, reply_text
 from megatron_rl.rewards.judge_prompt import messages
 from megatron_rl.rewards.remote import Nonsense
 from megatron_rl.tasks.columns import column, gold_calls
@@ -191,7 +191,7 @@ async def _ask(
         if args.max_tokens is not None and traffic.prompt_tokens + traffic.completion_tokens >= args.max_tokens:
             raise Unanswered("--max-tokens is used up", "budget")
 
-    endpoint = Endpoint(config, spend)
+    endpoint = Endpoint(config, spend, has_message)
     began = shown = time.monotonic()
     with partial.open("a", encoding="utf-8") as file:
         file.write("\n")  # ends a line that a killed process left unfinished

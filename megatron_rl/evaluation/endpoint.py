@@ -128,7 +128,7 @@ def complete(
     requests = [(sample, index) for sample in samples for index in range(count)]
 
     async def everything() -> list[Rollout | Unanswered]:
-        endpoint = http.Endpoint(_settings(server.urls, config))
+        endpoint = http.Endpoint(_settings(server.urls, config), is_reply=lambda reply: bool(reply.get("choices")))
 
         async def one(sample: Sample, index: int) -> Rollout | Unanswered:
             if (sample.id, index) in there:

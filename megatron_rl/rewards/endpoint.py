@@ -51,7 +51,7 @@ class Traffic:
     replies: int = 0
     timeouts: int = 0
     rate_limited: int = 0  # HTTP 429
-    errors: int = 0  # connection lost, other HTTP errors, replies that are not JSON
+    errors: int = 0  # connection lost, other HTTP errors, replies that are not JSON or lack what was asked for
     aborted: int = 0  # in flight when the step's deadline came
     unreachable: int = 0  # attempts that found nobody to send to; not among `requests`
     prompt_tokens: int = 0
@@ -148,13 +148,21 @@ class Endpoint:
     Args:
         config: where and how.
         spend: called before every request; raises Unanswered where the budget is used up.
+        is_reply: whether a JSON object is a reply of this kind of server. One that is not (`{"choices": []}`) is a passing
+            fault: the request is sent again.
 
     Attributes:
         traffic: counts since they were last taken.
     """
 
-    def __init__(self, config: EndpointConfig, spend: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        config: EndpointConfig,
+        spend: Callable[[], None] = lambda: None,
+        is_reply: Callable[[Mapping[str, Any]], bool] = lambda reply: True,
+    ) -> None:
         self.config = config
+        self._is_reply = is_reply
         self.traffic = Traffic()
         self._spend = spend
         self._servers = [_Server(url) for url in config.urls]
@@ -271,6 +279,9 @@ class Endpoint:
         if not isinstance(reply, dict):
             self.traffic.errors += 1
             raise _Failed(f"the reply is not a JSON object: {text[:100]!r}")
+        if not self._is_reply(reply):
+            self.traffic.errors += 1
+            raise _Failed(f"the reply lacks what was asked for: {text[:100]!r}")
         self.traffic.replies += 1
         self.traffic.latencies.append(seconds)
         usage = reply.get("usage")

@@ -85,18 +85,24 @@ def judge(
         "/chat/completions",
         render,
         read,
+        has_message,
     )
 
 
 def reply_text(reply: Mapping[str, Any]) -> str:
-    """The content of a chat completion's first choice; raises Nonsense where there is none."""
-    try:
-        content = reply["choices"][0]["message"]["content"]
-    except (LookupError, TypeError):
-        content = None
+    """The content of a chat completion's first choice; raises Nonsense where that is no text."""
+    content = reply["choices"][0]["message"].get("content")
     if not isinstance(content, str):
-        raise Nonsense(f"no message in the reply: {str(reply)[:500]}")
+        raise Nonsense(f"no text in the message: {str(reply)[:500]}")
     return content
+
+
+def has_message(reply: Mapping[str, Any]) -> bool:
+    """Whether a reply is a chat completion: it has a choice with a message. One without is a fault of the server's."""
+    try:
+        return isinstance(reply["choices"][0]["message"], Mapping)
+    except (LookupError, TypeError):
+        return False
 
 
 def check_body(body: Any, default: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,6 +103,7 @@ class RemoteReward:
         path: what is posted to, below the base URL.
         render: completion and sample to the request's JSON body.
         read: the reply's JSON to a score and the text to keep; raises Nonsense.
+        is_reply: whether a reply's JSON is one that can be read; the request is sent again where it is not.
 
     Attributes:
         may_abstain: a call may return None, no score.
@@ -115,11 +116,12 @@ class RemoteReward:
         path: str,
         render: Callable[[str, Mapping[str, Any]], dict[str, Any]],
         read: Callable[[Mapping[str, Any]], tuple[float, str]],
+        is_reply: Callable[[Mapping[str, Any]], bool],
     ) -> None:
         self.policy = policy
         self.may_abstain = policy.unanswered == "drop"
         self.render = render
-        self._endpoint = Endpoint(endpoint, self._check_budget)
+        self._endpoint = Endpoint(endpoint, self._check_budget, is_reply)
         self._path, self._read = path, read
         self._counts = Counts()
         self._rank, self._world = 0, 1

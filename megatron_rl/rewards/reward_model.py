@@ -98,6 +98,7 @@ def reward_model(
         "/classify",
         render,
         read,
+        lambda reply: isinstance(reply.get("data"), list) and bool(reply["data"]),
     )
 
 

@@ -249,6 +249,17 @@ def test_a_restart_does_not_ask_again_even_after_a_torn_line(tmp_path: Path) -> 
         assert (counts.cache_hits, counts.nonsense, counts.unanswered) == (2, 1, 1)
 
 
+@pytest.mark.parametrize(
+    "body", ['{"choices": []}', "{}", '{"choices": [{}]}', '{"error": "busy"}', '{"choices": null}']
+)
+def test_a_reply_without_a_message_is_a_fault_of_the_server_s_and_the_question_is_asked_again(body: str) -> None:
+    with serving(lambda number, _: "score:0.75" if number else f"raw:{body}") as server:
+        reward = make(server.url, retries=1)
+        assert reward("a", SAMPLE) == 0.75
+        counts, _ = reward.take_counts()
+        assert (counts.nonsense, counts.traffic.errors, counts.traffic.retries) == (0, 1, 1)
+
+
 def test_ranks_learn_each_others_answers(tmp_path: Path) -> None:
     with serving("score:0.25") as server:
         ranks = [make(server.url), make(server.url)]
