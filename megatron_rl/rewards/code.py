@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from megatron_rl.rewards.registry import Reward, real, register_reward
@@ -22,6 +23,7 @@ from megatron_rl.rewards.tool_parsers import json_lines
 _FENCE = re.compile(
     r"```[^`\n]*```|```([^`\n]*)\n(.*?)(?:(?=```[ \t]*(?:python3?|py)\b[^`\n]*\n)|```)", re.DOTALL | re.IGNORECASE
 )
+_WHOLE, _DECIMAL = re.compile(r"[+-]?[0-9]+"), re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 _PYTHON = ("python", "python3", "py")
 
 
@@ -157,22 +159,23 @@ def run_tests(code: str, tests: Tests, limits: Limits, total_seconds: float) -> 
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two texts agree token by token: white space is ignored, and decimals may differ by 1e-6."""
+    """Whether two texts agree token by token. White space is ignored; decimals may differ by 1e-6, whole numbers not."""
     left, right = printed.split(), expected.split()
     return len(left) == len(right) and all(a == b or _close(a, b) for a, b in zip(left, right, strict=True))
 
 
-def _close(left: str, right: str) -> bool:
-    if "." not in left + right and "e" not in (left + right).lower():
-        return False  # whole numbers are exact
+def _close(printed: str, expected: str) -> bool:
+    if _WHOLE.fullmatch(expected):
+        return _DECIMAL.fullmatch(printed) is not None and Decimal(printed) == Decimal(expected)
     try:
-        return same_result(float(left), float(right))
+        return _same(float(printed), float(expected))
     except ValueError:
         return False
 
 
 def same_result(value: Any, expected: Any) -> bool:
-    """Whether a returned value is the expected one, both as JSON has them; floats may differ by 1e-6.
+    """Whether a returned value is the expected one, both as JSON has them. Floats may differ by 1e-6; where a whole number is
+    expected, the value is exactly that, as an integer or a float.
 
     Some data sets wrap every result in a list of one, or store it as JSON text: what is inside is accepted too.
     """
@@ -189,6 +192,8 @@ def same_result(value: Any, expected: Any) -> bool:
 def _same(value: Any, expected: Any) -> bool:
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
+    if isinstance(expected, int):
+        return isinstance(value, int | float) and value == expected
     if isinstance(value, float) or isinstance(expected, float):
         numbers = isinstance(value, int | float) and isinstance(expected, int | float)
         try:

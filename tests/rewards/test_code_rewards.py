@@ -133,6 +133,11 @@ def test_outputs(printed: str, expected: str, same: bool) -> None:
         ([1, 2], [2, 1], False),
         ("x", "[", False),
         (10**400, 1.5, False),
+        (1e20, 10**20 + 1, False),
+        (1e20, 10**20, True),
+        (1000000.0, 1000001, False),
+        (2.9999999, 3, False),
+        (3, 2.9999999, True),
     ],
 )
 def test_results(value: Any, expected: Any, same: bool) -> None:
