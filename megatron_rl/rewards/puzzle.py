@@ -19,7 +19,9 @@ PLAIN_VERIFIERS = frozenset({"chain_sum", "knights_knaves"})
 # Those that evaluate the answer as Python, by `eval` or sympy, and what it may be made of there. Anything else could look up
 # or compute what it should have found, as Integral(x, x) is an integral of x; it is handed on as _NONSENSE. So is the nan to
 # which every complex number is near.
-_ARITHMETIC, _LIST = re.compile(r"[\d\s.+\-*/()]*"), re.compile(r"[\w\s,'\"\[\]-]*")
+# Arithmetic has + - * / between whole numbers: Python's ** and //, or a dot that joins two numbers, are other operations.
+_ARITHMETIC = re.compile(r"(?:[\d\s+\-()]|\*(?!\*)|/(?!/)|\.(?!\s*\d))*+")
+_LIST = re.compile(r"[\w\s,'\"\[\]-]*")
 # Possessive: `x1` is one name or a name and a digit, and a text of many such would be tried in every combination.
 _EXPRESSION = re.compile(r"(?:[\d\s.,+\-*/^()]|(?<![\w.])[A-Za-z]\w*+)*+")
 _EVALUATED = {
@@ -43,17 +45,17 @@ _NONSENSE = "?"
 @register_reward("puzzle")
 def puzzle(
     after: str | None = None,
-    partial: bool = True,
+    partial: bool = False,
     require_stop: bool = True,
     timeout_seconds: float = 5.0,
 ) -> Reward:
-    """The score of the dataset's own verifier, in [0, 1].
+    """1 for an answer that the dataset's own verifier gives full marks, else 0; with `partial` its score in [0, 1].
 
     The dataset is the sample's `metadata["source_dataset"]`, as the task source `reasoning_gym` leaves it.
 
     Args:
         after: the answer is the text after the last such marker, 0 where there is none; null: the whole completion.
-        partial: keep the verifier's partial credit; false: 1 for full marks, else 0.
+        partial: keep the verifier's partial credit, which constant answers can earn; false: 1 for full marks, else 0.
         require_stop: a response cut at the token limit scores 0.
         timeout_seconds: a verifier that takes longer is stopped; the response scores 0 and counts as a timeout.
     """

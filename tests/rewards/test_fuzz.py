@@ -77,9 +77,9 @@ REWARDS = [
     ("format", {"pattern": "[^#]*#-?[0-9]+"}, {}, (0, 1)),
     ("length", {"limit": 100, "unit": "characters"}, {}, (0, 1)),
     ("chain_sum_steps", {}, SUM, (0, 1)),
-    ("puzzle", {"after": "#"}, SUM, (0, 1)),
-    ("puzzle", {}, SUM, (0, 1)),
-    ("puzzle", {}, KNIGHTS, (0, 1)),
+    ("puzzle", {"after": "#", "partial": True}, SUM, (0, 1)),
+    ("puzzle", {"partial": True}, SUM, (0, 1)),
+    ("puzzle", {"partial": True}, KNIGHTS, (0, 1)),
 ]
 
 

@@ -33,7 +33,7 @@ def maths() -> Iterator[Reward]:
 
 @pytest.fixture(scope="module")
 def puzzle() -> Iterator[Reward]:
-    reward = make_reward("puzzle", timeout_seconds=2)
+    reward = make_reward("puzzle", partial=True, timeout_seconds=2)
     yield reward
     reward.isolated.close()  # type: ignore[attr-defined]
 
@@ -118,12 +118,12 @@ def test_a_gold_answer_that_is_none_is_an_error(maths: Reward) -> None:
     ("params", "completion", "expected"),
     [
         ({}, "-8", 1),
-        ({}, "the answer is -8", 2 / 16),
-        ({"partial": False}, "the answer is -8", 0),
-        ({"after": "#", "partial": False}, "1+3=4#7#-8", 1),
-        ({"after": "#", "partial": False}, "#-8#", 0),
-        ({"after": "#", "partial": False}, "#-88", 0),
-        ({"after": "#"}, "#-88", 2 / 3),
+        ({}, "the answer is -8", 0),
+        ({"partial": True}, "the answer is -8", 2 / 16),
+        ({"after": "#"}, "1+3=4#7#-8", 1),
+        ({"after": "#"}, "#-8#", 0),
+        ({"after": "#"}, "#-88", 0),
+        ({"after": "#", "partial": True}, "#-88", 2 / 3),
         ({"after": "#"}, "-8", 0),
         ({"after": "#"}, "", 0),
     ],
@@ -155,8 +155,25 @@ def test_countdown_in_its_own_process(puzzle: Reward) -> None:
     assert puzzle("94*4 - 61 - 6", COUNTDOWN) == 1.0
     assert puzzle("6 + 61", COUNTDOWN) == 0.05
     assert puzzle("", COUNTDOWN) == 0.01
-    assert puzzle("9**9**9**9**9", COUNTDOWN) == 0.0
-    assert puzzle.isolated.timeouts == 1  # type: ignore[attr-defined]
+    assert puzzle("9**9**9**9**9", COUNTDOWN) == 0.01  # no arithmetic of countdown's: not evaluated
+
+
+def test_a_verifier_that_takes_too_long_is_stopped(puzzle: Reward) -> None:
+    before = puzzle.isolated.timeouts  # type: ignore[attr-defined]
+    metadata = {"source_dataset": "simple_integration", "variable": "x", "integrand": "x"}
+    assert puzzle("9**9**9**9**9", {"answer": "x**2/2 + C", "metadata": metadata}) == 0.0
+    assert puzzle.isolated.timeouts == before + 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "target", "answer"),
+    [([2, 3], 8, "2**3"), ([7, 2], 3, "7//2"), ([5, 2, 2], 5, "5.2 - .2"), ([5, 2], 5.2, "5.2"), ([2, 3], 8, "2 ** 3")],
+)
+def test_countdown_takes_the_four_operations_only(
+    numbers: list[int], target: float, answer: str, puzzle: Reward
+) -> None:
+    metadata = {"source_dataset": "countdown", "numbers": numbers, "target": target}
+    assert puzzle(answer, {"answer": "0", "metadata": metadata}) == 0.01
 
 
 @pytest.mark.parametrize(
