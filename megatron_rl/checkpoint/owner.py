@@ -140,7 +140,7 @@ class Ownership:
             raise OwnedError(gone(self.path.parent))
         found = self.lost or read(self.path.parent)
         if found is not None and found != self._me:
-            raise OwnedError(f"{self.path.parent} was taken over by {found}, while this run stood still; this one ends")
+            raise OwnedError(f"{self.path.parent} was taken over by {found}, while this run was halted; this one ends")
 
     def variables(self) -> dict[str, str]:
         """For the environment of a rank that is to write on behalf of this process."""
@@ -162,12 +162,18 @@ class Ownership:
     def _wait_for_silence(self, found: Owner | None) -> None:
         """Returns when the file has not been touched for `stale_seconds`, by the file system's own clock.
 
+        That clock may have been set since the owner's last beat. So the file is watched for two beats at least, on this
+        process's monotonic clock, and for `stale_seconds` at most.
+
         Raises:
             OwnedError: it was touched while this watched.
         """
+        began = time.monotonic()
         try:
             first = self.path.stat().st_mtime
-            while self._age() < self._stale_seconds:
+            while (watched := time.monotonic() - began) < self._stale_seconds:
+                if watched >= 2 * self._beat_seconds and self._age() >= self._stale_seconds:
+                    return
                 time.sleep(min(self._beat_seconds / 2, 1.0))
                 if self.path.stat().st_mtime != first:
                     raise OwnedError(_refusal(self.path, found))

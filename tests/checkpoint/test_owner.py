@@ -69,7 +69,14 @@ def test_a_dead_owner_on_this_host_is_replaced_at_once(tmp_path: Path, change: d
 
 def test_an_owner_elsewhere_that_is_silent_is_replaced(tmp_path: Path) -> None:
     leave(tmp_path, ELSEWHERE, age=61)
-    assert Ownership(tmp_path).take() == ELSEWHERE
+    assert Ownership(tmp_path, beat_seconds=0.2).take() == ELSEWHERE
+
+
+def test_a_clock_that_was_set_back_does_not_keep_a_silent_owner(tmp_path: Path) -> None:
+    leave(tmp_path, ELSEWHERE, age=-7200)
+    begin = time.monotonic()
+    assert Ownership(tmp_path, beat_seconds=0.2, stale_seconds=1).take() == ELSEWHERE
+    assert time.monotonic() - begin > 1
 
 
 def test_an_owner_elsewhere_that_may_just_have_died_is_watched(tmp_path: Path) -> None:
@@ -79,8 +86,9 @@ def test_an_owner_elsewhere_that_may_just_have_died_is_watched(tmp_path: Path) -
     assert time.monotonic() - begin > 1.5
 
 
-def test_an_owner_elsewhere_that_beats_is_not(tmp_path: Path) -> None:
-    path = leave(tmp_path, ELSEWHERE, age=1)
+@pytest.mark.parametrize("age", [1, 7200], ids=["", "the clock was set since its last beat"])
+def test_an_owner_elsewhere_that_beats_is_not(tmp_path: Path, age: float) -> None:
+    path = leave(tmp_path, ELSEWHERE, age)
     end = threading.Event()
 
     def beat() -> None:
@@ -91,7 +99,7 @@ def test_an_owner_elsewhere_that_beats_is_not(tmp_path: Path) -> None:
     heart.start()
     try:
         with pytest.raises(OwnedError, match="process 4242 on node7"):
-            Ownership(tmp_path, beat_seconds=0.2, stale_seconds=30).take()
+            Ownership(tmp_path, beat_seconds=2, stale_seconds=30).take()
     finally:
         end.set()
         heart.join()
