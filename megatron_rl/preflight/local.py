@@ -213,6 +213,13 @@ def check_limits(config: Config) -> Problems:
             FAILED if files < 512 else WARNING,
             f"at most {files} open files per process (ulimit -n); data, sockets and checkpoints of a large job need 4096",
         )
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY:
+        yield (
+            FAILED if space < 4 * GIB else WARNING,
+            f"address space is limited to {space / GIB:.1f} GiB per process (ulimit -v); libraries alone take 4 GiB of it, "
+            "and threads and GPUs reserve far more than they use: make it unlimited",
+        )
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/dev/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
         yield WARNING, f"locked memory is limited to {locked / 2**20:.0f} MiB (ulimit -l); InfiniBand needs unlimited"

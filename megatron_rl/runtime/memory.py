@@ -126,23 +126,37 @@ def in_use() -> dict[str, float]:
     return now
 
 
-def oom_kills(own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+def oom_kills(
+    own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup"), machine: Path = Path("/proc/vmstat")
+) -> int:
     """How often the kernel has killed a process of this container or job for its memory; 0 where it does not tell.
 
-    A container sees its own cgroup as the root; a job of a batch system is some levels below, and not every level counts.
+    Version 2 of cgroups counts in `memory.events`, version 1 in `memory.oom_control`. A container sees its own cgroup as the
+    root; a job of a batch system is some levels below, and not every level counts. Without a cgroup that counts, the
+    machine's own number is taken (/proc/vmstat).
     """
+    with contextlib.suppress(OSError):
+        for hierarchy, controllers, path in re.findall(r"^(\d+):(.*?):/(.*)$", own.read_text(), re.MULTILINE):
+            if hierarchy == "0":
+                root, name = groups, "memory.events"
+            elif "memory" in controllers.split(","):
+                root, name = groups / "memory", "memory.oom_control"
+            else:
+                continue
+            for folder in (root / path, *(root / path).parents):
+                if (kills := _oom_kill(folder / name)) is not None:
+                    return kills
+                if folder == root:
+                    break
+    return _oom_kill(machine) or 0
+
+
+def _oom_kill(file: Path) -> int | None:
     try:
-        found = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE)
-        place = groups / (found[1] if found else "")
-        for folder in (place, *place.parents):
-            if (folder / "memory.events").is_file():
-                kills = re.search(r"^oom_kill (\d+)$", (folder / "memory.events").read_text(), re.MULTILINE)
-                return int(kills[1]) if kills else 0
-            if folder == groups:
-                break
+        found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
     except OSError:
-        pass
-    return 0
+        return None
+    return int(found[1]) if found else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

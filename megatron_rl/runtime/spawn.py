@@ -64,7 +64,8 @@ class Graces:
 
 
 def rank_environment(gpus: int) -> dict[str, str]:
-    """Variables that have to be there before a rank imports torch. What the user has set is left out, and so kept."""
+    """Variables that have to be there before a rank imports torch. What the user has set is left out, and so kept, but for
+    Python's UTF-8 mode: torch and vLLM read their own files in the locale's encoding."""
     defaults = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -75,7 +76,7 @@ def rank_environment(gpus: int) -> dict[str, str]:
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron's overlap of tensor-parallel communication needs it
     else:
         defaults |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return {name: value for name, value in defaults.items() if name not in os.environ}
+    return {"PYTHONUTF8": "1", **{name: value for name, value in defaults.items() if name not in os.environ}}
 
 
 def free_port() -> int:
@@ -393,18 +394,27 @@ class _Group:
 
     def _describe(self, rank: int, code: int) -> str:
         first = " first," if len(self._ranks) > 1 else ""
-        how = f"with exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-        how += ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
-        path = self._log_dir / f"rank_{rank}.log"
-        end = _end_of_log(path)
-        if code == exit_codes.STALLED and end and end[0].startswith(OWN_MESSAGE):  # it speaks for all ranks
-            return "\n".join(end).removeprefix(OWN_MESSAGE)
+        how = f"with exit code {code}"
+        if code < 0:  # a rank that a signal has ended has said nothing: its heartbeat has
+            how = f"killed by {signal.Signals(-code).name}{self._doing(rank)}"
+            how += ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
+        # A pre-flight's report is rank 0's, whichever rank ends first.
+        for path in (
+            self._log_dir / f"rank_{teller}.log" for teller in ([0] if code == exit_codes.PREFLIGHT else []) + [rank]
+        ):
+            end = _end_of_log(path) if path.is_file() else []
+            if code in (exit_codes.STALLED, exit_codes.PREFLIGHT) and end and end[0].startswith(OWN_MESSAGE):
+                return "\n".join(end).removeprefix(OWN_MESSAGE)  # it speaks for all ranks
         return "\n    ".join([f"rank {rank} failed{first} {how}; the end of {path}:", *end])
 
-    def _describe_oom_kill(self, rank: int) -> str:
+    def _doing(self, rank: int) -> str:
+        """Phase and step of a rank's last heartbeat, with a space before it."""
         beat = heartbeats(postmortem.heartbeat_folder(self._log_dir)).get(rank)
-        doing = "before its first heartbeat" if beat is None else postmortem.place(beat)
-        return f"rank {rank} was killed by the system because host memory ran out, {doing} (docs/out-of-memory.md)"
+        return "" if beat is None else f" {postmortem.place(beat)}"
+
+    def _describe_oom_kill(self, rank: int) -> str:
+        doing = self._doing(rank) or " before its first heartbeat"
+        return f"rank {rank} was killed by the system because host memory ran out,{doing} (docs/out-of-memory.md)"
 
 
 def _record_end(log_dir: Path, rank: int, code: int) -> None:

@@ -53,6 +53,8 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
     watchdog = (
         _watch(config, Path(attempt), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if attempt else None
     )
+    if not _within_limits(config):
+        return exit_codes.PREFLIGHT
     try:
         grid = distributed.initialize(
             config.actor.parallel, config.launch.timeout_minutes, _gpu_timeout_minutes(config)
@@ -137,6 +139,18 @@ def _agree(config: Config, grid: Grid) -> None:
     raise ValueError(
         f"ranks 0 and {rank} were started with different recipes: {shown}; give all of them the same files and overrides"
     )
+
+
+def _within_limits(config: Config) -> bool:
+    """The part of the pre-flight without which ranks cannot find each other: gloo's sockets and threads count against it."""
+    from megatron_rl.preflight.findings import FAILED
+    from megatron_rl.preflight.local import check_limits
+
+    problems = [] if config.launch.preflight == "off" else list(check_limits(config))
+    failed = [text for level, text in problems if level == FAILED]
+    if failed:
+        print(f"megatron-rl: node {PROGRESS.host} is not fit: {'; '.join(failed)}", file=sys.stderr, flush=True)
+    return not failed
 
 
 def _fit(config: Config, grid: Grid) -> bool:

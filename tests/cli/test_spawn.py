@@ -153,6 +153,36 @@ def test_a_rank_that_is_killed(launch) -> None:
     assert "rank 0 failed first, killed by SIGKILL, often a sign that memory ran out" in err
 
 
+def test_a_killed_rank_is_named_with_the_phase_of_its_last_heartbeat(launch) -> None:
+    launched = launch("""
+        from megatron_rl.runtime.progress import PROGRESS, Deadlines
+        from megatron_rl.runtime.watchdog import Watchdog
+        Watchdog(Path(os.environ["MEGATRON_RL_ATTEMPT"]), rank, 2, Deadlines(60.0, {})).start()
+        PROGRESS.begin("RL", 0, 5)
+        PROGRESS.step = 3
+        PROGRESS.enter("update")
+        here()
+        time.sleep(60)
+    """)
+    os.kill(launched.pids()[1], signal.SIGKILL)
+    _, _, err = launched.end()
+    assert "rank 1 failed first, killed by SIGKILL in `update` of RL step 3, often a sign that memory ran out" in err
+
+
+def test_what_the_pre_flight_found_is_shown_whichever_rank_ends_first(launch) -> None:
+    code, _, err = launch("""
+        if rank == 1:
+            sys.exit(3)
+        here()
+        signal.signal(signal.SIGTERM, lambda *_: None)  # noted, as a rank's is
+        time.sleep(0.3)
+        print("megatron-rl: n1 disks /dev/shm has 0 MiB free\\npre-flight: NOT FIT", file=sys.stderr)
+        sys.exit(3)
+    """).end()
+    assert code == 3
+    assert err == "n1 disks /dev/shm has 0 MiB free\npre-flight: NOT FIT\n"
+
+
 def test_torchs_own_end_of_a_collective_that_waits_is_a_stall(launch, tmp_path: Path) -> None:
     code, _, err = launch("""
         print("[E901 ProcessGroupNCCL.cpp:688] [Rank 0] Watchdog caught collective operation timeout:", file=sys.stderr)
@@ -310,6 +340,8 @@ def test_under_srun_all_ranks_write_into_the_attempt_that_rank_0_has_made(tmp_pa
 def test_what_the_user_has_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("PYTHONUTF8", "0")
     assert rank_environment(gpus=0)["TORCH_COMPILE_DISABLE"] == "1"
+    assert rank_environment(gpus=0)["PYTHONUTF8"] == "1", "torch and vLLM read their own files as UTF-8 or not at all"
     assert "OMP_NUM_THREADS" not in rank_environment(gpus=0)
     assert "TORCH_COMPILE_DISABLE" not in rank_environment(gpus=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -85,15 +86,43 @@ def test_room_for_checkpoints_is_counted_from_the_weights(config: Config, tmp_pa
     assert "one checkpoint needs about" in text
 
 
-def test_few_open_files_are_named(config: Config) -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+@contextlib.contextmanager
+def limited(what: int, soft: int) -> Iterator[None]:
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (soft, before[1]))
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, before[1]))
-        [(level, text)] = [problem for problem in local.check_limits(config) if "ulimit -n" in problem[1]]
+        yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(what, before)
+
+
+def test_few_open_files_are_named(config: Config) -> None:
+    with limited(resource.RLIMIT_NOFILE, 1000):
+        [(level, text)] = [problem for problem in local.check_limits(config) if "ulimit -n" in problem[1]]
     assert level == WARNING
     assert "at most 1000 open files" in text
+
+
+def test_a_limited_address_space_is_named(config: Config) -> None:
+    with limited(resource.RLIMIT_AS, 2**45):
+        [(level, text)] = [problem for problem in local.check_limits(config) if "ulimit -v" in problem[1]]
+    assert level == WARNING
+    assert "32768.0 GiB" in text
+
+
+def test_limits_that_keep_ranks_from_meeting_are_told_before_they_try(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_rl.trainer import main
+
+    assert main._within_limits(config)
+    with limited(resource.RLIMIT_NOFILE, 400):
+        assert not main._within_limits(config)
+        said = capsys.readouterr().err
+        config.launch.preflight = "off"
+        assert main._within_limits(config)
+    assert said.startswith("megatron-rl: node ")
+    assert "is not fit: at most 400 open files per process (ulimit -n)" in said
 
 
 class Judge(BaseHTTPRequestHandler):

@@ -71,18 +71,32 @@ def test_the_table_is_aligned() -> None:
 
 
 def test_kills_of_the_kernel_are_counted(tmp_path: Path) -> None:
-    own, job = tmp_path / "cgroup", tmp_path / "fs" / "slurmstepd.scope" / "job_17"
+    own, groups, machine = tmp_path / "cgroup", tmp_path / "fs", tmp_path / "vmstat"
+    job = groups / "slurmstepd.scope" / "job_17"
     (job / "step_0" / "task_0").mkdir(parents=True)
-    assert oom_kills(own, tmp_path / "fs") == 0
+
+    def kills() -> int:
+        return oom_kills(own, groups, machine)
+
+    assert kills() == 0
     own.write_text("0::/slurmstepd.scope/job_17/step_0/task_0\n")
-    assert oom_kills(own, tmp_path / "fs") == 0
-    (job / "memory.events").write_text(
-        "low 0\noom 3\noom_kill 2\noom_group_kill 0\n"
-    )  # of the job's, not of each level
-    assert oom_kills(own, tmp_path / "fs") == 2
+    assert kills() == 0
+    machine.write_text("nr_free_pages 7\noom_kill 9\n")
+    assert kills() == 9, "the machine's, where no cgroup counts"
+    events = "low 0\noom 3\noom_kill 2\noom_group_kill 0\n"
+    (job / "memory.events").write_text(events)  # of the job's, not of each level
+    assert kills() == 2
     own.write_text("0::/\n")  # in a container
-    (tmp_path / "fs" / "memory.events").write_text("oom_kill 5\n")
-    assert oom_kills(own, tmp_path / "fs") == 5
+    (groups / "memory.events").write_text("oom_kill 5\n")
+    assert kills() == 5
+
+
+def test_kills_of_the_kernel_are_counted_in_version_1_of_cgroups(tmp_path: Path) -> None:
+    own, task = tmp_path / "cgroup", tmp_path / "fs" / "memory" / "slurm" / "task_0"
+    task.mkdir(parents=True)
+    own.write_text("12:cpu,cpuacct:/slurm\n4:memory:/slurm/task_0\n1:name=systemd:/\n0::/\n")
+    (task / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    assert oom_kills(own, tmp_path / "fs", tmp_path / "none") == 1
 
 
 def test_a_thread_asks_for_its_processs_own_gpu_and_never_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
