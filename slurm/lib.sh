@@ -8,9 +8,10 @@
 
 AGAIN=75 # megatron_rl/runtime/exit_codes.py
 STALLED=76
+UNFIT=3
 
 say() { echo "megatron-rl: $*" >&2; }
-die() {
+die() { # die MESSAGE [CODE]
   say "$1"
   exit "${2:-1}"
 }
@@ -20,7 +21,7 @@ load_site() {
   local site="${MEGATRON_RL_SITE:-$MEGATRON_RL_HOME/slurm/site.sh}"
   [[ -r $site ]] || die "no $site; copy slurm/site.example.sh to it and edit the copy" 2
   SITE_SBATCH=() SITE_SRUN=() TASKS_PER_NODE=1 CPUS_PER_TASK='' LAUNCHER=srun VENV='' CONTAINER_IMAGE='' CONTAINER_MOUNTS=''
-  MAX_REQUEUES_WITHOUT_PROGRESS=3
+  MAX_REQUEUES_WITHOUT_PROGRESS=3 SERVER_WAIT_MINUTES=30
   # shellcheck disable=SC2317
   site_setup() { :; }
   # shellcheck source=slurm/site.example.sh
@@ -61,6 +62,45 @@ job_field() {
       return 0
     fi
     sleep 2
+  done
+}
+
+# --------------------------------------------------------------------------------------------------------------- servers
+# A job of serve.sbatch keeps its address (`url`, while it answers) and the jobs that use it (`clients`) in a folder.
+server_folder() { echo "$MEGATRON_RL_HOME/runs/.servers/$1"; }
+
+# in_queue JOBS: whether one of them (separated by commas) waits or runs; yes where the controller does not answer.
+in_queue() {
+  local said
+  if said=$(squeue --noheader --format=%i --jobs="$1" 2>&1); then
+    [[ -n $said ]]
+  else
+    [[ $said != *"Invalid job id"* ]]
+  fi
+}
+
+# MEGATRON_RL_SERVERS, of submit.sh --server: NAME=JOB/PATH, separated by blanks. Waits until each server answers, and sets the
+# variable NAME to its address.
+await_servers() {
+  local pair name job path url waited=0 limit=$((SERVER_WAIT_MINUTES * 60))
+  for pair in ${MEGATRON_RL_SERVERS:-}; do
+    name=${pair%%=*} job=${pair#*=}
+    path=${job#"${job%%/*}"} job=${job%%/*}
+    url=$(server_folder "$job")/url
+    echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}" >> "$(server_folder "$job")/clients"
+    until [[ -s $url && -n $(squeue --noheader --states=R --jobs="$job" 2> /dev/null) ]]; do
+      if [[ -n $NOTICE ]]; then # to be asked to stop ends the wait
+        CODE=$AGAIN
+        finish_job
+      fi
+      in_queue "$job" || die "the server of $name, job $job, has left the queue; its output says why" "$UNFIT"
+      ((waited < limit)) || die "the server of $name, job $job, does not answer after $SERVER_WAIT_MINUTES min" "$UNFIT"
+      ((waited % 60)) || say "waiting for the server of $name, job $job (at most $SERVER_WAIT_MINUTES minutes)"
+      sleep 5
+      waited=$((waited + 5))
+    done
+    export "$name=$(< "$url")$path"
+    say "$name=${!name} (job $job)"
   done
 }
 
@@ -142,6 +182,11 @@ begin_attempt() {
   MEGATRON_RL_ATTEMPT=$RUN_DIR/logs/attempt_$((last + 1))
   mkdir "$MEGATRON_RL_ATTEMPT" || die "another job is starting in $RUN_DIR; a run folder is for one job at a time" 2
   export MEGATRON_RL_ATTEMPT
+  # For `megatron-rl status`: the line that continues the run. Of a sweep, the one task.
+  if [[ -n ${MEGATRON_RL_SUBMITTED:-} ]]; then
+    echo "${MEGATRON_RL_SUBMITTED/ sweep / ${SLURM_ARRAY_TASK_ID:+--array=$SLURM_ARRAY_TASK_ID }sweep }" \
+      > "$MEGATRON_RL_ATTEMPT/submitted"
+  fi
   STEP_AT_START=$(newest_step)
   echo "$(date -Is) job $(job_name) restart ${SLURM_RESTART_COUNT:-0} attempt $((last + 1)) step $STEP_AT_START" \
     "nodes $SLURM_JOB_NODELIST" >> "$RUN_DIR/logs/starts"
@@ -308,7 +353,7 @@ around_srun() {
 next_start() {
   local step
   if [[ -z ${RUN_DIR:-} ]]; then
-    echo "continues with what is not written yet"
+    echo "starts again"
     return
   fi
   step=$(newest_step)
@@ -324,7 +369,9 @@ nodes_answer() {
 requeue() {
   refuse_more_starts_than "$MAX_REQUEUES_WITHOUT_PROGRESS"
   say "exit code $1: job $(job_name) is requeued, and $(next_start)"
+  [[ -z ${MEGATRON_RL_ATTEMPT:-} ]] || job_name > "$MEGATRON_RL_ATTEMPT/requeued"
   scontrol requeue "$(job_name)" || {
+    rm -f "${MEGATRON_RL_ATTEMPT:-/nowhere}/requeued"
     say "Slurm did not requeue it; the same submission continues the run"
     return 0
   }
@@ -352,4 +399,5 @@ enter_home() {
     PATH=$VENV/bin:$PATH
   fi
   site_setup
+  await_servers
 }

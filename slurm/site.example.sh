@@ -46,5 +46,8 @@ export NCCL_DEBUG=WARN
 # A job whose requeues bring no further step is not requeued more often than this.
 MAX_REQUEUES_WITHOUT_PROGRESS=3
 
+# How long a job waits for the servers that it was given with submit.sh --server, in minutes.
+SERVER_WAIT_MINUTES=30
+
 # Extra options of srun, e.g. (--mpi=none --cpu-bind=cores).
 SITE_SRUN=()

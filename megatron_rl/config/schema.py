@@ -305,6 +305,8 @@ class LaunchConfig:
     processes: int | None = None  # local processes; null: one per GPU; on CPU the fewest that fit the layout
     timeout_minutes: float = 30.0  # deadline of a collective; between GPUs not before the watchdog's
     preflight: str = "quick"  # off | quick | full: what is checked on every node before a run (megatron-rl preflight)
+    # How long pre-flight waits for judges and reward models that do not answer yet; null: 10 in a Slurm job, else 0.
+    endpoint_minutes: float | None = None
 
 
 # What a run is doing at any moment has one of these names.

@@ -60,6 +60,7 @@ _AT_LEAST: dict[str, float] = {
     "logging.record_every": 0,
     "logging.gradient_variance_every": 0,
     "launch.processes": 1,
+    "launch.endpoint_minutes": 0,
     "watchdog.first_time_minutes": 0,
 }
 _ABOVE: dict[str, float] = {
@@ -109,6 +110,12 @@ def check_values(config: Config) -> Iterator[str]:
         yield from _choice("watchdog.phases", phase, PHASES)
         if not 0 < minutes < math.inf:
             yield f"`watchdog.phases.{phase}` must be greater than 0; it is {minutes!r}"
+    start = config.watchdog.phases.get("start", config.watchdog.default_minutes)
+    if config.watchdog.enabled and (config.launch.endpoint_minutes or 0) >= start:
+        yield (
+            f"`launch.endpoint_minutes` ({config.launch.endpoint_minutes:g}) must be less than the deadline of the start, in "
+            f"which the servers are waited for; raise `watchdog.phases.start` ({start:g})"
+        )
     if config.actor.fp8 is not None:
         for name, choices in _FP8_CHOICES.items():
             yield from _choice(f"actor.fp8.{name}", getattr(config.actor.fp8, name), choices)

@@ -231,15 +231,11 @@ def check_endpoints(config: Config) -> Problems:
     Of several equal servers one that is silent is a warning. So are all of them where this run folder has kept answers: a
     judge that goes away during a run does not end it (its `unanswered` decides), nor does it keep it from going on.
     """
-    for column in _computed(config):
-        reward = config.rewards[column]
-        urls = reward.params.get("urls") or []
-        key = reward.params.get("api_key_env")
-        if key and not os.environ.get(str(key)):
+    for column, urls, key in _endpoints(config):
+        if key and not os.environ.get(key):
             yield FAILED, f"rewards.{column}: the environment variable {key} (api_key_env) is not set"
             continue
-        urls = [urls] if isinstance(urls, str) else urls
-        answers = {str(url): _ask(str(url), os.environ.get(str(key)) if key else None) for url in urls}
+        answers = {url: _ask(url, os.environ.get(key) if key else None) for url in urls}
         kept = any((Path(config.run_dir) / "answers" / column).glob("rank*.jsonl"))
         silent = all(level for level, _ in answers.values())
         for url, (level, problem) in answers.items():
@@ -249,6 +245,29 @@ def check_endpoints(config: Config) -> Problems:
                 problem += "; what it has answered before is kept, for the rest `unanswered` decides"
             if level:
                 yield level, f"rewards.{column}: {url}: {problem}"
+
+
+def silent_endpoints(config: Config) -> list[str]:
+    """`rewards.<column> (<url>, ...)` of every reward none of whose servers can be reached."""
+    found = []
+    for column, urls, key in _endpoints(config):
+        token = os.environ.get(key) if key else None
+        if urls and all(_ask(url, token)[0] == WARNING for url in urls):
+            found.append(f"rewards.{column} ({', '.join(urls)})")
+    return found
+
+
+def has_endpoints(config: Config) -> bool:
+    return any(True for _ in _endpoints(config))
+
+
+def _endpoints(config: Config) -> Iterator[tuple[str, list[str], str | None]]:
+    """Reward column, URLs of its servers, and the variable with their key, of every reward that asks a server."""
+    for column in _computed(config):
+        params = config.rewards[column].params
+        urls, key = params.get("urls") or [], params.get("api_key_env")
+        if urls or key:
+            yield column, [str(url) for url in ([urls] if isinstance(urls, str) else urls)], str(key) if key else None
 
 
 def _computed(config: Config) -> list[str]:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Report, merged
-from megatron_rl.preflight.local import FACTS, PER_NODE, PER_RANK, survey
+from megatron_rl.preflight.local import FACTS, PER_NODE, PER_RANK, has_endpoints, silent_endpoints, survey
 
 T = TypeVar("T")
 _SKEW = 5.0  # seconds between two clocks that are worth a word
 _SEEN = 10.0  # seconds in which a file must be seen by other nodes
 _THROUGH = 90.0  # seconds in which a first message is through
+_ASK_AGAIN = 5.0  # seconds until a server that does not answer is asked again
+_TELL = 60.0  # seconds between two messages about it
 _SLOW = 0.5  # a pair of nodes slower than this share of the median is named
 
 
@@ -52,6 +55,7 @@ def preflight(config: Config, ranks: Ranks, full: bool, extra: Sequence[tuple[st
     hosts = ranks.all_gather(host)
     nodes = list(dict.fromkeys(hosts))
     leaders = [hosts.index(node) for node in nodes]
+    _await_endpoints(config, ranks, ranks.rank in leaders)
     problems, facts = survey(config, ranks.rank in leaders)
     report = Report(
         nodes, ranks.world, [*dict.fromkeys([*PER_NODE, *PER_RANK, *FACTS, "shared", "clock", "collectives"])]
@@ -65,6 +69,36 @@ def preflight(config: Config, ranks: Ranks, full: bool, extra: Sequence[tuple[st
     report.findings = merged(found)
     report.seconds = time.monotonic() - begin
     return report
+
+
+def endpoint_minutes(config: Config, environment: Mapping[str, str]) -> float:
+    """How long to wait for servers: in a batch job they may be starting at the same time."""
+    given = config.launch.endpoint_minutes
+    return given if given is not None else 10.0 if "SLURM_JOB_ID" in environment else 0.0
+
+
+def _await_endpoints(config: Config, ranks: Ranks, first_of_node: bool) -> None:
+    """Waits until every reward has a server that each node can reach. What is silent then, the survey names."""
+    limit = 60 * ranks.all_gather(endpoint_minutes(config, os.environ))[0]
+    if not limit or not has_endpoints(config):
+        return
+    begin, told = time.monotonic(), -_TELL
+    while True:
+        mine = silent_endpoints(config) if first_of_node else []
+        # Rank 0's clock decides.
+        reports = ranks.all_gather((mine, time.monotonic() - begin))
+        silent, waited = sorted({name for names, _ in reports for name in names}), reports[0][1]
+        if not silent or waited >= limit:
+            return
+        if ranks.rank == 0 and waited - told >= _TELL:
+            told = waited
+            print(
+                f"pre-flight: no answer yet from {'; '.join(silent)}; waiting, at most {limit / 60:g} min "
+                f"(launch.endpoint_minutes), {waited:.0f} s so far",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(min(_ASK_AGAIN, limit - waited))
 
 
 def _differences(facts: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> list[Finding]:

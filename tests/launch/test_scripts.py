@@ -137,11 +137,15 @@ def test_the_last_task_of_an_array_requeues_itself_and_not_the_array(tmp_path: P
     (tmp_path / "sweep.txt").write_text("seed=1\n'seed=2' # last\n")
     recipe, file = str(write_recipe(tmp_path)), str(tmp_path / "sweep.txt")
     array = {"SLURM_ARRAY_JOB_ID": "1234", "SLURM_ARRAY_TASK_ID": "1"}  # the task's SLURM_JOB_ID is the whole array's
+    array["MEGATRON_RL_SUBMITTED"] = "slurm/submit.sh --nodes=2 sweep FILE RECIPE"
     batch = Batch(tmp_path, "sweep", file, recipe, SRUN_EXIT="75", **array)
     assert "scontrol requeue 1234_1\n" in batch.record
     assert "\nseed=2\n" in batch.record
     assert "\nrun_dir=FOLDER/run/001-_seed=2_\n" in batch.record
-    assert (tmp_path / "run" / "001-_seed=2_" / "logs" / "starts").exists()
+    logs = tmp_path / "run" / "001-_seed=2_" / "logs"
+    assert (logs / "starts").exists()
+    assert (logs / "attempt_1" / "submitted").read_text() == "slurm/submit.sh --nodes=2 --array=1 sweep FILE RECIPE\n"
+    assert (logs / "attempt_1" / "requeued").read_text() == "1234_1\n"
 
 
 def documented_answers() -> dict[int, str]:
@@ -177,7 +181,7 @@ def test_a_conversion_that_is_preempted_is_requeued(tmp_path: Path) -> None:
     words = ("convert", "to-hf", "--megatron", "x", "--hf", "y")
     batch = Batch(tmp_path, *words, SRUN_EXIT="143")
     assert "scontrol requeue 1234\n" in batch.record
-    assert "is requeued, and continues with what is not written yet" in batch.stderr
+    assert "is requeued, and starts again" in batch.stderr
     assert "scontrol" not in Batch(tmp_path / "second", *words, SRUN_EXIT="143", SLURM_RESTART_COUNT="3").record
 
 

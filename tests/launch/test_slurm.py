@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,6 +247,32 @@ def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path, straight: tupl
         logs = job.run_dir / "logs" / f"attempt_{attempt}"
         assert {path.name for path in logs.glob("rank_*.log")} == {"rank_0.log", "rank_1.log"}
     assert_same_run(job.run_dir, straight[0].run_dir)
+
+
+def test_a_server_is_waited_for_and_ends_with_the_job_that_uses_it(cluster: Cluster, tmp_path: Path) -> None:
+    site = write_site(tmp_path, extra="SERVER_LOOKS_EVERY=1")
+    program = ("python", "-m", "megatron_rl.rewards.rubric_server", "--port", "{port}")
+    server = Job(cluster, tmp_path, "serve", "--", *program, site=site)
+    folder = REPOSITORY / "runs" / ".servers" / server.number
+    judge = {"reward": "judge", "params": {"urls": "${oc.env:JUDGE_URL}", "model": "rubric"}}
+    recipe = write_recipe(tmp_path, rewards={**SMALL["rewards"], "judge": judge})
+    try:
+        job = Job(cluster, tmp_path, f"--server=JUDGE_URL={server.number}/v1", "preflight", str(recipe), site=site)
+        job.finish()
+        output = cluster.output(job.number)
+        assert re.search(rf"JUDGE_URL=http://127\.0\.0\.1:\d+/v1 \(job {server.number}\)", output)
+        assert "checks in" in output
+        assert ": fit" in output
+        server.finish()
+        assert f"the jobs that use this server ({job.number}) have ended" in cluster.output(server.number)
+        assert not (folder / "url").exists()
+        late = Job(cluster, tmp_path, "serve", "--", "false", site=site)
+        late.finish("FAILED")
+        gone = submit_refused(cluster, tmp_path, f"--server=JUDGE_URL={late.number}/v1", "train", str(recipe))
+        assert f"job {late.number} is not in the queue any more" in gone
+    finally:
+        for number in (server.number, str(int(server.number) + 2)):
+            shutil.rmtree(folder.with_name(number), ignore_errors=True)
 
 
 def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(cluster: Cluster, tmp_path: Path) -> None:

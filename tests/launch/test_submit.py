@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,15 @@ import pytest
 from .jobs import REPOSITORY, write_recipe
 
 SBATCH = """#!/usr/bin/env bash
+echo "$MEGATRON_RL_SUBMITTED" > "$RECORD.submitted"
 printf '%s\\n' "$@" >> "$RECORD"
-echo 7
+echo 90000007
 """
+SQUEUE = """#!/usr/bin/env bash
+[[ $* != *--jobs=90000005* ]] || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
+echo 90000006
+"""
+SERVERS = REPOSITORY / "runs" / ".servers"
 
 
 class Submission:
@@ -23,8 +31,9 @@ class Submission:
     def __init__(self, folder: Path, *arguments: str, site: str = "", **own: str) -> None:
         programs, record = folder / "bin", folder / "record"
         programs.mkdir(exist_ok=True)
-        (programs / "sbatch").write_text(SBATCH)
-        (programs / "sbatch").chmod(0o755)
+        for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE)):
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
         record.unlink(missing_ok=True)
         (folder / "site.sh").write_text(f"VENV={sys.prefix}\nTASKS_PER_NODE=8\nCPUS_PER_TASK=14\n{site}\n")
         variables = {
@@ -89,6 +98,8 @@ def test_options_of_sbatch_are_handed_on(tmp_path: Path) -> None:
     first = done.words.index("--overcommit")
     assert done.words[first : first + 5] == ["--overcommit", "-H", "--no-kill", "-J", "mine"]
     assert done.words[first + 5 :] == [str(REPOSITORY / "slurm" / "train.sbatch"), recipe, *large]
+    typed = f"cd {REPOSITORY} && slurm/submit.sh --overcommit -H --no-kill -J mine train {recipe} {' '.join(large)}"
+    assert (tmp_path / "record.submitted").read_text() == typed + "\n"
     refused = Submission(tmp_path, "--nodes", "2", "train", recipe)
     assert (refused.code, refused.words) == (2, [])
     assert "write --nodes and its value as one word: --nodes=2" in refused.stderr
@@ -102,3 +113,42 @@ def test_a_sweep_is_submitted_without_warnings(tmp_path: Path) -> None:
     assert (done.code, done.stderr) == (0, "")
     assert "--array=0-1" in done.words
     Path(done.words[done.words.index(str(REPOSITORY / "slurm" / "sweep.sbatch")) + 1]).unlink()  # the tasks' copy
+
+
+@pytest.fixture
+def server() -> Iterator[Path]:
+    """The folder of a server's job 90000006, and of one that has ended, 90000005."""
+    for number in ("90000005", "90000006"):
+        (SERVERS / number).mkdir(parents=True)
+    yield SERVERS / "90000006"
+    for number in ("90000005", "90000006"):
+        shutil.rmtree(SERVERS / number)
+
+
+def test_a_job_that_uses_a_server_starts_after_it_and_is_known_to_it(tmp_path: Path, server: Path) -> None:
+    recipe = str(write_recipe(tmp_path))
+    judge = (
+        "rewards.judge.reward=judge",
+        "rewards.judge.params.model=m",
+        "rewards.judge.params.urls=${oc.env:JUDGE_URL}",
+    )
+    words = ("train", recipe, "trainer.prompts_per_step=512", "sft.batch_size=256", *judge)
+    assert "JUDGE_URL" in Submission(tmp_path, *words).stderr, "the recipe cannot be checked without an address"
+    done = Submission(tmp_path, "--server=JUDGE_URL=90000006/v1", "--dependency=singleton", *words)
+    assert done.code == 0, done.stderr
+    assert "--dependency=singleton,after:90000006" in done.words
+    assert (server / "clients").read_text() == "90000007\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("JUDGE_URL", "write the variable, the number of a job"),
+        ("JUDGE_URL=90000004/v1", "job 90000004 was not submitted with"),
+        ("JUDGE_URL=90000005/v1", "job 90000005 is not in the queue any more"),
+    ],
+)
+def test_a_server_that_is_not_there_is_refused(tmp_path: Path, server: Path, option: str, message: str) -> None:
+    done = Submission(tmp_path, f"--server={option}", "train", str(write_recipe(tmp_path)))
+    assert (done.code, done.words) == (2, [])
+    assert message in done.stderr

@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import TypeVar
 
 import pytest
 
 from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
-from megatron_rl.preflight import local
+from megatron_rl.preflight import local, run
 from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Report, merged
 from megatron_rl.preflight.run import _differences
 from megatron_rl.runtime.spawn import free_port
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -170,6 +173,48 @@ def test_a_silent_judge_keeps_a_run_from_starting_but_not_from_going_on(config: 
     assert [level for level, _ in local.check_endpoints(config)] == [FAILED, FAILED], "nothing is kept there yet"
     (kept / "rank0.jsonl").write_text('{"key": "a", "score": 1.0, "reply": ""}\n')
     assert [level for level, _ in local.check_endpoints(config)] == [WARNING, WARNING]
+
+
+class Alone:
+    """A world of one rank."""
+
+    rank, world = 0, 1
+
+    def all_gather(self, item: T) -> list[T]:
+        return [item]
+
+    def barrier(self) -> None:
+        pass
+
+
+def test_a_judge_that_starts_later_is_waited_for(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    params = {"urls": f"http://127.0.0.1:{port}/v1", "api_key_env": "JUDGE_KEY"}
+    config.rewards["quality"] = RewardConfig(reward="judge", params=params)
+    monkeypatch.setenv("JUDGE_KEY", "right")
+    monkeypatch.setattr(run, "_ASK_AGAIN", 0.05)
+    config.launch.endpoint_minutes = 0.001
+    run._await_endpoints(config, Alone(), True)
+    assert [level for level, _ in local.check_endpoints(config)] == [FAILED], "it has not come in that time"
+
+    servers: list[HTTPServer] = []
+
+    def start(seconds: float) -> None:  # in place of the first sleep
+        if not servers:
+            servers.append(HTTPServer(("127.0.0.1", port), Judge))
+            Thread(target=servers[0].serve_forever, daemon=True).start()
+
+    config.launch.endpoint_minutes = None
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(run.time, "sleep", start)
+    run._await_endpoints(config, Alone(), True)
+    assert not list(local.check_endpoints(config))
+    assert f"no answer yet from rewards.quality (http://127.0.0.1:{port}/v1); waiting, at most 10 min" in (
+        capsys.readouterr().err
+    )
+    servers[0].shutdown()
 
 
 def test_a_judge_that_no_estimator_asks_may_be_silent(config: Config) -> None:
