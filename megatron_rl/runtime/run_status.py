@@ -27,13 +27,24 @@ _MEANING = {
     exit_codes.FAILED: "an error that a new attempt would meet again",
     exit_codes.BAD_INPUT: "the recipe or its data cannot run",
     exit_codes.PREFLIGHT: "pre-flight found a node unfit",
-    exit_codes.AGAIN: "stopped on request, with everything saved",
+    exit_codes.AGAIN: "stopped on request",
     exit_codes.STALLED: "it hung",
     exit_codes.OUT_OF_MEMORY: "memory ran out",
     130: "stopped by Ctrl-C",
     137: "killed (SIGKILL)",
     143: "stopped by SIGTERM",
 }
+# What has to be done before the run can go on.
+_FIRST = {
+    exit_codes.FAILED: "mend what the message names",
+    exit_codes.BAD_INPUT: "correct what the message names in your recipe or its data (recipe.yaml here is a copy)",
+    exit_codes.PREFLIGHT: "mend or leave out what pre-flight names",
+    exit_codes.OUT_OF_MEMORY: "make the run smaller (docs/out-of-memory.md)",
+}
+SUBMITTED, REQUEUED = (
+    "submitted",
+    "requeued",
+)  # in the attempt's folder: slurm/submit.sh's line; the job that was requeued
 # The last of these in a metrics row says how it goes.
 _SHOWN = (
     "reward/mean",
@@ -51,6 +62,8 @@ class RunStatus:
     state: starting | running | silent | finished | stopped | failed | none (no attempt yet).
     why: for an attempt that has ended: what its exit code means.
     says: the last error message, or the post-mortem's report.
+    first: what has to be done before the run can go on; empty: nothing.
+    continue_with: the command that continues it, or who does.
     """
 
     run_dir: str
@@ -73,6 +86,7 @@ class RunStatus:
     checkpoints: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
+    first: str = ""
     continue_with: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,6 +107,8 @@ class RunStatus:
         newest = f"{self.checkpoint}, of {self.checkpoints}" if self.checkpoint else "none that is whole"
         lines.append(f"checkpoint    {newest}")
         lines.append(f"attempts      {self.attempt}")
+        if self.first:
+            lines.append(f"first         {self.first}")
         if self.continue_with:
             lines.append(f"to continue   {self.continue_with}")
         return "\n".join(lines)
@@ -140,11 +156,26 @@ def read_status(run_dir: Path) -> RunStatus:
     _read_metrics(status, run_dir, recipe)
     _read_checkpoints(status, run_dir)
     if status.state in ("stopped", "failed", "silent"):
-        words = _command(attempts[-1][1]) if attempts else ["train"]
-        status.continue_with = shlex.join(["megatron-rl", *words, str(recipe_file)])
-        if words[0] != "evaluate" and not status.checkpoint:  # an evaluation keeps its responses
-            status.continue_with += "   (starts over: there is no whole checkpoint)"
+        _read_way_on(status, attempts[-1][1], recipe_file)
     return status
+
+
+def _read_way_on(status: RunStatus, attempt: Path, recipe_file: Path) -> None:
+    """What to do, and the command that continues: under Slurm the line that the job was submitted with."""
+    status.first = _FIRST.get(status.code or 0, "")
+    requeued, submitted = attempt / REQUEUED, attempt / SUBMITTED
+    words = _command(attempt)
+    if requeued.is_file():
+        job = requeued.read_text(encoding="utf-8").strip()
+        status.continue_with = f"Slurm has requeued job {job}, which continues by itself (squeue --jobs={job})"
+    elif submitted.is_file():
+        status.continue_with = submitted.read_text(encoding="utf-8").strip()
+    elif status.code != exit_codes.BAD_INPUT:
+        status.continue_with = shlex.join(["megatron-rl", *words, str(recipe_file)])
+    else:
+        status.continue_with = "the same command, with the corrected recipe"
+    if words[0] != "evaluate" and not status.checkpoint:  # an evaluation keeps its responses
+        status.continue_with += "   (starts over: there is no whole checkpoint)"
 
 
 def _attempts(run_dir: Path) -> list[tuple[int, Path]]:
@@ -211,6 +242,8 @@ def _read_end(status: RunStatus, attempt: Path) -> None:
     stopped = status.code in (exit_codes.AGAIN, 130, 143)
     status.state = "finished" if status.code == 0 else "stopped" if stopped else "failed"
     status.why = _MEANING.get(status.code, f"ended by signal {status.code - 128}" if status.code > 128 else "unknown")
+    if who.startswith("job "):  # of the batch script: no rank could say it
+        status.why = who
     if status.code and (match := re.search(r"rank (\d+)", who)):
         # A stop is all ranks' together, and told by the first.
         status.says = _last_words(attempt / f"rank_{0 if stopped else match[1]}.log")

@@ -153,7 +153,7 @@ def test_a_finished_run(run_dir: Path) -> None:
     [
         (exit_codes.STALLED, "failed", "it hung"),
         (exit_codes.OUT_OF_MEMORY, "failed", "memory ran out"),
-        (exit_codes.AGAIN, "stopped", "stopped on request, with everything saved"),
+        (exit_codes.AGAIN, "stopped", "stopped on request"),
         (-9, "failed", "killed (SIGKILL)"),
     ],
 )
@@ -170,6 +170,29 @@ def test_an_attempt_that_ended_badly_says_why_in_its_own_words(run_dir: Path, co
     assert status.says == ["megatron-rl: the reason"]
     assert status.code == (code if code > 0 else 128 - code)
     assert status.continue_with is not None
+
+
+def test_what_to_mend_is_said_before_how_to_continue(run_dir: Path) -> None:
+    attempt = new_attempt(run_dir)
+    (attempt / "end").write_text("2 rank 0 on here\n")
+    text = read_status(run_dir).text()
+    assert "first         correct what the message names in your recipe or its data" in text
+    assert "to continue   the same command, with the corrected recipe" in text
+    assert f"megatron-rl train {run_dir}" not in text, "that is the recipe that cannot run"
+    (attempt / "end").write_text("76 rank 0 on here\n")
+    assert read_status(run_dir).first == ""
+
+
+def test_a_slurm_job_is_continued_by_its_own_line_or_by_slurm(run_dir: Path) -> None:
+    attempt = new_attempt(run_dir)
+    (attempt / "submitted").write_text("cd /code && slurm/submit.sh --nodes=4 train my.yaml\n")
+    (attempt / "end").write_text("143 job 12 on n1: Slurm has ended it (CANCELLED)\n")
+    (run_dir / "checkpoints").mkdir()
+    status = read_status(run_dir)
+    assert (status.state, status.why) == ("stopped", "job 12 on n1: Slurm has ended it (CANCELLED)")
+    assert str(status.continue_with).startswith("cd /code && slurm/submit.sh --nodes=4 train my.yaml")
+    (attempt / "requeued").write_text("12\n")
+    assert str(read_status(run_dir).continue_with).startswith("Slurm has requeued job 12, which continues by itself")
 
 
 def test_a_stop_is_told_by_rank_0_whoever_ended_first(run_dir: Path) -> None:
