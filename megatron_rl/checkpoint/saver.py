@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint import snapshot as snapshots
 from megatron_rl.checkpoint.snapshot import Snapshot, Snapshotter
-from megatron_rl.runtime.disk import sync
+from megatron_rl.runtime.disk import size_text, sync
 from megatron_rl.runtime.distributed import Grid
 
 # Dead ranks are the launcher's business; a slow disk is no reason to give up a checkpoint.
@@ -152,7 +152,7 @@ class Saver:
             return str(failure)
         if num_bytes > free:
             shutil.rmtree(temporary, ignore_errors=True)
-            return f"it needs {num_bytes / 2**30:.2f} GiB and {self.root} has {free / 2**30:.2f} GiB free"
+            return f"it needs {size_text(num_bytes)} and {self.root} has {size_text(free)} free"
         return None
 
     def _finish(
@@ -178,7 +178,7 @@ class Saver:
 
     def _reason(self, failure: Exception) -> str:
         try:
-            room = f"{shutil.disk_usage(self.root).free / 2**30:.2f} GiB free"
+            room = f"{size_text(shutil.disk_usage(self.root).free)} free"
         except OSError as gone:
             room = f"no answer about its room: {gone.strerror}"
         return f"writing failed with {type(failure).__name__}: {failure} ({self.root} has {room})"

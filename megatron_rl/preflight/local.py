@@ -24,6 +24,7 @@ from megatron_rl.config.checks import reward_columns
 from megatron_rl.config.methods import load_plugins
 from megatron_rl.config.schema import Config, TaskConfig
 from megatron_rl.preflight.findings import FAILED, WARNING
+from megatron_rl.runtime.disk import size_text
 from megatron_rl.runtime.provenance import versions
 from megatron_rl.tasks.files import files_of, read_jsonl
 
@@ -157,18 +158,18 @@ def check_run_dir(config: Config) -> Problems:
     free, needed = shutil.disk_usage(folder).free, checkpoint_bytes(config)
     if not config.checkpoint.every or needed is None:
         if free < GIB:
-            yield WARNING, f"run_dir {folder} has {free / GIB:.2f} GiB free"
+            yield WARNING, f"run_dir {folder} has {size_text(free)} free"
         return
     kept = config.checkpoint.keep + config.checkpoint.keep_best + 1  # one more is written before an old one goes
     if needed > free:
         yield (
             FAILED,
-            f"run_dir {folder} has {free / GIB:.2f} GiB free, one checkpoint needs about {needed / GIB:.2f} GiB",
+            f"run_dir {folder} has {size_text(free)} free, one checkpoint needs about {size_text(needed)}",
         )
     elif kept * needed > free:
         yield (
             WARNING,
-            f"run_dir {folder} has {free / GIB:.2f} GiB free; {kept} checkpoints of about {needed / GIB:.2f} GiB do not "
+            f"run_dir {folder} has {size_text(free)} free; {kept} checkpoints of about {size_text(needed)} do not "
             "fit (checkpoint.keep)",
         )
 
@@ -192,7 +193,7 @@ def check_disks(config: Config) -> Problems:
     for name, place in places.items():
         free = shutil.disk_usage(place).free
         if free < GIB:
-            yield WARNING, f"{name} {place} has {free / GIB:.2f} GiB free"
+            yield WARNING, f"{name} {place} has {size_text(free)} free"
         if not os.access(place, os.W_OK):
             yield FAILED, f"{name} {place} cannot be written"
     shm = Path("/dev/shm")
@@ -200,7 +201,7 @@ def check_disks(config: Config) -> Problems:
     if free < GIB // 4:
         yield (
             FAILED if free < GIB // 16 else WARNING,
-            f"/dev/shm has {free / 2**20:.0f} MiB free; the engine's and NCCL's processes share memory there (in a "
+            f"/dev/shm has {size_text(free)} free; the engine's and NCCL's processes share memory there (in a "
             "container: --shm-size)",
         )
 
@@ -358,8 +359,8 @@ def gpu_problems(rows: str, memory_fraction: float, visible: str | None = None) 
         if used.isdigit() and total.isdigit() and 1 - int(used) / int(total) < memory_fraction:
             yield (
                 FAILED,
-                f"GPU {index}: {int(used) / 1024:.1f} of {int(total) / 1024:.1f} GiB are in use by other processes, and the "
-                f"engine wants {memory_fraction:.0%} (rollout.memory_fraction)",
+                f"GPU {index}: {size_text(int(used) * 2**20)} of {size_text(int(total) * 2**20)} are in use by other "
+                f"processes, and the engine wants {memory_fraction:.0%} (rollout.memory_fraction)",
             )
 
 

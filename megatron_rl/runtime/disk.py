@@ -8,6 +8,17 @@ from pathlib import Path
 from typing import TextIO
 
 
+def size_text(num_bytes: float) -> str:
+    """A size to three digits in the unit that shows it: `0 bytes`, `640 bytes`, `1.50 KiB`, `23.4 MiB`, `70.1 GiB`."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} bytes"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        num_bytes /= 1024
+        if num_bytes < 999.5 or unit == "TiB":
+            break
+    return f"{num_bytes:.{2 if num_bytes < 9.995 else 1 if num_bytes < 99.95 else 0}f} {unit}"
+
+
 def sync(path: Path) -> None:
     """Waits until a file's content, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -237,7 +237,7 @@ def test_what_nvidia_smi_says_is_understood() -> None:
     found = list(local.gpu_problems(NVIDIA_SMI, memory_fraction=0.6))
     assert [text.split(":")[0].split(" has")[0].split(" could")[0] for _, text in found] == ["GPU 1", "GPU 2", "GPU 3"]
     assert "3 uncorrected memory errors" in found[0][1]
-    assert "58.6 of 79.6 GiB are in use by other processes" in found[2][1]
+    assert "58.6 GiB of 79.6 GiB are in use by other processes" in found[2][1]
     ((level, text),) = local.gpu_problems("5, GPU-ee, 0, No, Yes, 0, 81559\n", memory_fraction=0.6)
     assert (level, "GPU 5" in text, "reset" in text) == (WARNING, True, True)
 

@@ -13,6 +13,7 @@ from megatron_rl.checkpoint.convert.source import config_folder, megatron_folder
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.checkpoint.convert.verify import Logits, compare, compare_logits
+from megatron_rl.runtime.disk import size_text
 
 Say = Callable[[str], None]
 
@@ -44,7 +45,7 @@ def convert(options: argparse.Namespace, say: Say) -> None:
     jobs.run(task, target, options.workers, say)
     files = manifest.read(target)["files"]
     say(
-        f"{target}: {len(task.names())} tensors, {sum(f['bytes'] for f in files.values()) / 1e9:.2f} GB in {len(files)} files"
+        f"{target}: {len(task.names())} tensors, {size_text(sum(f['bytes'] for f in files.values()))} in {len(files)} files"
     )
     if options.verify:
         verify(task, target, options.workers, say)
@@ -54,8 +55,8 @@ def verify(task: ToMegatron | ToHF, target: Path, workers: int, say: Say) -> Non
     """Raises Mismatch where the result is not what the source says."""
     try:
         compared = compare(task, target, workers)
-        total = sum(c.nbytes for c in compared) / 1e9
-        say(f"verified: the checksums of all {len(compared)} tensors ({total:.2f} GB) equal the source's")
+        total = size_text(sum(c.nbytes for c in compared))
+        say(f"verified: the checksums of all {len(compared)} tensors ({total}) equal the source's")
         if isinstance(task, ToMegatron):
             logits = compare_logits(task.hf, target, target, task.dtype)
         else:

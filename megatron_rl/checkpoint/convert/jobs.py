@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from megatron_rl.checkpoint import manifest, owner
 from megatron_rl.checkpoint.manifest import Piece
-from megatron_rl.runtime.disk import sync
+from megatron_rl.runtime.disk import size_text, sync
 
 _TASK, _MARKERS, _RESULT = "task.json", "done", "result"
 # Called with the bytes of each tensor as it is done.
@@ -76,7 +76,7 @@ def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> b
         remaining = [name for name, _, _ in files if name not in done]
         needed, free = sum(size for name, size, _ in files if name not in done), shutil.disk_usage(partial).free
         if needed > free:
-            raise ValueError(f"{target} needs {needed / 1e9:.1f} GB more and its disk has {free / 1e9:.1f} GB free")
+            raise ValueError(f"{target} needs {size_text(needed)} more and its disk has {size_text(free)} free")
         bar = ProgressBar(files, done)
         with bar:
             _run_all(task, remaining, partial, max(1, min(workers, len(remaining))), bar.advance)
@@ -275,6 +275,6 @@ class ProgressBar:
         speed = (self._bytes - self._before) / seconds
         left = f", {(self._total - self._bytes) / speed:.0f} s left" if speed > 0 and self._bytes < self._total else ""
         return (
-            f"{self._tensors_done}/{self._tensors} tensors, {self._bytes / 1e9:.2f}/{self._total / 1e9:.2f} GB, "
-            f"{speed / 1e9:.2f} GB/s{left}"
+            f"{self._tensors_done}/{self._tensors} tensors, {size_text(self._bytes)} of {size_text(self._total)}, "
+            f"{size_text(speed)}/s{left}"
         )

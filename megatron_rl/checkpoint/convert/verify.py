@@ -19,6 +19,7 @@ from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import Model
 from megatron_rl.models.files import DTYPES, WeightSource
 from megatron_rl.models.rules import tensor_bytes
+from megatron_rl.runtime.disk import size_text
 
 _BLOCK = 2**27  # bytes compared at once
 # Largest |difference| of logits, relative to the largest |logit|. Both sides compute in fp32 from the weights as stored, so
@@ -150,8 +151,8 @@ def compare_logits(hf: Path, megatron: Path, config: Path, dtype: str, master: b
     )
     free = available_memory()
     if parameters * 1.5 > free:
-        needed = parameters * 1.5 / 1e9
-        return f"logits are not compared: that takes {needed:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+        needed = size_text(parameters * 1.5)
+        return f"logits are not compared: that takes {needed} of memory, {size_text(free)} are free"
     function: Callable = functools.partial(_logits, master=master)
     [theirs, ours] = in_parallel(function, [(hf, None), (megatron, config)], 1, lambda _: None, spawn=True)
     result = Logits(float((theirs - ours).abs().max()), float(theirs.abs().max()), TOLERANCE[dtype])
