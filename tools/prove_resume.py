@@ -221,7 +221,7 @@ def forge() -> int:
     """Forks the ranks of every start that standard input asks for."""
     from megatron_rl.rollout import environment
 
-    environment.prepare(rank=-1)
+    environment.prepare()
     import reasoning_gym  # noqa: F401
     import transformers  # noqa: F401
     from megatron.core import dist_checkpointing, models, optimizer  # noqa: F401

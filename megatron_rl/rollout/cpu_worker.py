@@ -9,18 +9,17 @@ with garbage after new weights.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-SEGMENT_PREFIX = "megatron_rl-"
+from megatron_rl.runtime import leftovers
 
 
 class ColocatedCpuWorker(CPUWorker):
     def init_device(self) -> None:
         # Read for the name only: the process group exists already. The port is unique to the run.
-        self.distributed_init_method = f"env://:{SEGMENT_PREFIX}{os.environ['MASTER_PORT']}"
+        self.distributed_init_method = f"env://:{leftovers.run_prefix()}"
         super().init_device()
 
     def reload_weights(self, *args: Any, **options: Any) -> None:

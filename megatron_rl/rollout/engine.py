@@ -37,7 +37,7 @@ class Engine:
         tp = self.config.tensor_parallel
         self.index, self.engines = grid.rank // tp, grid.world // tp
         self.is_leader = grid.rank % tp == 0
-        environment.prepare(grid.rank)
+        environment.prepare()
         from vllm import LLM
 
         # One more than a rollout has, where the model allows it: scoring a whole rollout draws a token that nobody reads.
@@ -57,27 +57,24 @@ class Engine:
                 "kv_cache_memory_bytes": int(self.config.cpu_cache_gib * 2**30),
                 "enable_chunked_prefill": False,  # a prompt read in two parts rewinds its seed, which no CPU generator can
             }
-        self.llm: Any = LLM(
-            model=str(folder),
-            tokenizer=str(folder),
-            load_format="dummy",
-            dtype=config.model.dtype,
-            tensor_parallel_size=tp,
-            distributed_executor_backend="external_launcher",
-            max_model_len=max_length,
-            max_num_seqs=self.config.max_concurrent,
-            max_num_batched_tokens=max(8192, max_length),
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",  # the recipe decides how to sample, not the model folder
-            enable_prefix_caching=True,
-            disable_log_stats=True,
-            seed=config.seed,
-            **options,
-        )
-        grid.barrier()
-        environment.remove_sockets()
-        if grid.is_main and not device.has_gpu():
-            environment.unlink_own_shared_memory()
+        with environment.engine_start(grid):
+            self.llm: Any = LLM(
+                model=str(folder),
+                tokenizer=str(folder),
+                load_format="dummy",
+                dtype=config.model.dtype,
+                tensor_parallel_size=tp,
+                distributed_executor_backend="external_launcher",
+                max_model_len=max_length,
+                max_num_seqs=self.config.max_concurrent,
+                max_num_batched_tokens=max(8192, max_length),
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",  # the recipe decides how to sample, not the model folder
+                enable_prefix_caching=True,
+                disable_log_stats=True,
+                seed=config.seed,
+                **options,
+            )
         environment.quiet_reload_messages()
 
     # ----------------------------------------------------------------------------------------------------- sampling

@@ -1,21 +1,22 @@
-"""What vLLM needs from the process around it: environment variables before import, shared memory, quiet logs."""
+"""What vLLM needs from the process around it: environment variables before import, names in shared memory, quiet logs."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
-import shutil
-import tempfile
-from pathlib import Path
+import secrets
+from collections.abc import Iterator
+from multiprocessing import resource_tracker, shared_memory
 
-from megatron_rl.runtime import device
+from megatron_rl.runtime import device, leftovers
+from megatron_rl.runtime.distributed import Grid
 
-_SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "megatron_rl-"  # cpu_worker.SEGMENT_PREFIX, which cannot be imported before vLLM may be
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
-def prepare(rank: int) -> None:
+def prepare() -> None:
     """Call before vLLM is imported. Settings that the user has made in the environment win."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,50 +24,73 @@ def prepare(rank: int) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if device.has_gpu() else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")
-    # vLLM leaves its sockets' files in the temporary folder, where they would pile up over a node's life.
-    if _SOCKETS not in os.environ:
-        temporary = tempfile.gettempdir()
-        # A socket's path has at most 107 characters; the folder's name and the socket's take 59.
-        os.environ[_SOCKETS] = tempfile.mkdtemp(prefix=_PREFIX, dir=temporary if len(temporary) <= 48 else "/tmp")
-    if not device.has_gpu() and rank == 0:
-        remove_stale_shared_memory()
 
 
-def remove_stale_shared_memory() -> list[str]:
-    """Deletes the segments of killed runs of ours, which nobody else would: those no living process has mapped.
+@contextlib.contextmanager
+def engine_start(grid: Grid) -> Iterator[None]:
+    """Around the engine's start, on all ranks: the segments and sockets that vLLM makes have no name afterwards.
 
-    Returns their names.
+    Every rank has opened them by then, so no kind of death leaves them. A run that is killed while this runs leaves names
+    that `leftovers.remove_abandoned` knows.
     """
-    stale = {segment.name for segment in _SHARED_MEMORY.glob(f"{_PREFIX}*")} - _mapped_segments()
-    for name in stale:
-        (_SHARED_MEMORY / name).unlink(missing_ok=True)
-    return sorted(stale)
-
-
-def unlink_own_shared_memory() -> None:
-    """Removes the names of this run's segments once every rank has mapped them, so that no kind of death leaves them."""
-    for segment in _SHARED_MEMORY.glob(f"{_PREFIX}{os.environ['MASTER_PORT']}-*"):
-        segment.unlink(missing_ok=True)
-
-
-def remove_sockets() -> None:
-    """Removes the socket files of this rank's engine once every rank has connected: connections outlive them."""
-    folder = Path(os.environ[_SOCKETS])
-    if folder.name.startswith(_PREFIX):
-        shutil.rmtree(folder)
-        del os.environ[_SOCKETS]  # what this process starts later must not look there
-
-
-def _mapped_segments() -> set[str]:
-    """Names under /dev/shm that some living process has mapped."""
-    names = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    is_first_here = os.environ.get("LOCAL_RANK", str(grid.rank)) == "0"
+    if is_first_here:
+        leftovers.remove_abandoned()  # before a rank of this run makes any: a port's segments may be of an earlier run
+    grid.barrier()
+    with leftovers.claimed_segments(), _named_segments(), _own_sockets():
         try:
-            lines = maps.read_text().splitlines()
-        except OSError:  # the process ended, or is not ours
-            continue
-        names |= {Path(line.split()[-1]).name for line in lines if str(_SHARED_MEMORY) in line}
-    return names
+            yield
+        except OSError as error:  # Python's semaphores lie in shared memory, too, and their error names no path
+            if error.errno != errno.ENOSPC or error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror, str(leftovers.SHARED_MEMORY)) from error
+        grid.barrier()
+        if is_first_here:
+            leftovers.remove_segments()
+
+
+@contextlib.contextmanager
+def _own_sockets() -> Iterator[None]:
+    """vLLM puts its sockets' files into a folder of this rank, unless the user has named one."""
+    if _SOCKETS in os.environ:
+        yield
+        return
+    with leftovers.claimed_folder() as folder:
+        os.environ[_SOCKETS] = str(folder)
+        try:
+            yield
+        finally:
+            del os.environ[_SOCKETS]  # what this process starts later must not look there
+
+
+@contextlib.contextmanager
+def _named_segments() -> Iterator[None]:
+    """What vLLM makes with `shared_memory.SharedMemory` gets this run's prefix; Python's own would be `psm_` and random."""
+    original = shared_memory.SharedMemory
+    shared_memory.SharedMemory = _Segment  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        shared_memory.SharedMemory = original  # type: ignore[misc]
+
+
+class _Segment(shared_memory.SharedMemory):
+    """Named after its run, and free of Python's resource tracker, which warns about names that are gone."""
+
+    def __init__(self, name: str | None = None, create: bool = False, size: int = 0) -> None:
+        if create:
+            name = name or f"{leftovers.run_prefix()}-{secrets.token_hex(8)}"
+        try:
+            super().__init__(name, create, size)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{error.strerror} ({size} bytes)", str(leftovers.SHARED_MEMORY / str(name))
+            ) from None
+        if create:
+            resource_tracker.unregister(f"/{self.name}", "shared_memory")
+
+    def unlink(self) -> None:
+        (leftovers.SHARED_MEMORY / self.name).unlink(missing_ok=True)
 
 
 class _ReloadNoise(logging.Filter):

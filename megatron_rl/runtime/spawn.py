@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.runtime import collectives, exit_codes, memory, postmortem, stop, streams
+from megatron_rl.runtime import collectives, exit_codes, leftovers, memory, postmortem, stop, streams
 from megatron_rl.runtime.clock import AwakeClock
 from megatron_rl.runtime.observer import Observer
 from megatron_rl.runtime.progress import heartbeats
@@ -216,6 +216,7 @@ class _Group:
 
     def run(self, worlds: Sequence[Mapping[str, str]]) -> Outcome:
         """Starts one rank for each of `worlds`: RANK, LOCAL_RANK and what else tells it from the others."""
+        leftovers.remove_abandoned()  # a run that was killed with its launcher may have left what takes this one's room
         with contextlib.ExitStack() as stack:
             tee = Tee(stack.enter_context(self._log_file(0))) if any(int(w["RANK"]) == 0 for w in worlds) else None
             stack.enter_context(self._taking_signals(tee))
@@ -232,6 +233,7 @@ class _Group:
                 self._kill_all()
                 for process in self._ranks.values():
                     process.wait()
+                leftovers.remove_abandoned()
                 if tee is not None:
                     tee.join(5.0)
         return self._outcome()

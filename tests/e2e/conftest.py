@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .job import Job, listening_at, processes_of, segments, variable
+from .job import Job, listening_at, mapped, processes_of, segments, variable
 
 # An estimator with a state, a reference policy, several updates per step: what a resume has to bring back.
 STATEFUL = ("algorithm.preset=awpo", "algorithm.kl.coef=0.01")
@@ -34,6 +34,7 @@ class Finished:
     listening: list[str] = field(default_factory=list)  # addresses at which the ranks listened while it ran
     segments: list[Path] = field(default_factory=list)  # under /dev/shm, while it ran and after
     sockets: list[Path] = field(default_factory=list)  # in the temporary folder, after
+    mapped: list[str] = field(default_factory=list)  # under /dev/shm, by rank 0 while it ran
 
 
 @pytest.fixture(scope="session")
@@ -44,12 +45,12 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     job.wait_for_step(0)
     ranks = job.ranks()
     port = variable(ranks[0], "MASTER_PORT")
-    named = segments(port)
+    named, maps = segments(port), mapped(ranks[0])
     listening = [address for pid in ranks.values() for address in listening_at(pid)]
     code = job.finish()
     time.sleep(0.2)
     left, named = processes_of(job.run_dir), named + segments(port)
     sockets = [path for path in temporary.rglob("*") if path.is_socket()]
-    sockets += list(temporary.glob("megatron_rl-*"))  # the folder they lie in
+    sockets += list(temporary.glob("mrl-sockets-*"))  # the folder they lie in
     shutil.rmtree(temporary)
-    return Finished(job.run_dir, code, job.stdout, job.stderr, [*ranks.values()], left, listening, named, sockets)
+    return Finished(job.run_dir, code, job.stdout, job.stderr, [*ranks.values()], left, listening, named, sockets, maps)

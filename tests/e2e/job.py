@@ -181,6 +181,12 @@ def segments(port: str | None) -> list[Path]:
     return list(SHARED_MEMORY.glob(f"megatron_rl-*{port}*"))
 
 
+def mapped(pid: int) -> list[str]:
+    """What a process has mapped under /dev/shm: names, `(deleted)` where a name is gone."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return sorted({line.split(maxsplit=5)[5] for line in lines if str(SHARED_MEMORY) in line})
+
+
 def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Rows of the metrics file; a line that is being written does not count."""
     path = run_dir / name

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -130,10 +135,32 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_is_named(folder: Path) ->
     assert time.monotonic() - started < 20
     assert left(job, port) == []
     [message] = messages(job)
-    assert message.startswith("rank 1 failed first, killed by SIGKILL")
+    assert re.match(r"rank 1 failed first, killed by SIGKILL (in `\w+`|between phases) of RL step \d+, ", message)
     for step in checkpoints(job):
         manifest = json.loads((job.run_dir / "checkpoints" / f"step_{step}" / "manifest.json").read_text())
         assert all((job.run_dir / "checkpoints" / f"step_{step}" / name).exists() for name in manifest["files"])
+
+
+@pytest.mark.slow
+def test_what_a_run_leaves_that_was_killed_in_its_engines_start_is_removed_by_the_next(tmp_path: Path) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix="killed-", dir="/tmp"))  # with a short path, as sockets need it
+    try:
+        job = Job(tmp_path, "sft.steps=0", "launch.preflight=off", environment={"TMPDIR": str(temporary)})
+        job.wait_for(lambda: len(job.ranks()) == 2)
+        port = variable(job.ranks()[0], "MASTER_PORT")
+        job.wait_for(lambda: any("cpushm" in path.name for path in segments(port)))
+        job.kill()
+        assert segments(port)
+        assert [path for path in temporary.iterdir() if path.name.startswith("mrl-sockets-")]
+        # The next start, however early it ends.
+        code = "import sys; from pathlib import Path; from megatron_rl.runtime.spawn import run_ranks\n"
+        code += "run_ranks(['true'], 1, Path(sys.argv[1]))"
+        environment = {**os.environ, "TMPDIR": str(temporary)}
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
+        assert segments(port) == []
+        assert list(temporary.glob("mrl-sockets-*")) == []
+    finally:
+        shutil.rmtree(temporary)
 
 
 BAD = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,8 @@ def test_nothing_is_left_behind(straight: Finished) -> None:
     assert straight.left_processes == []
     assert straight.segments == [], "shared memory keeps no name once it is mapped, so that no SIGKILL can leave it"
     assert straight.sockets == []
+    assert len(straight.mapped) >= 2, "vLLM's message queue, and its collectives on a CPU"
+    assert all(re.fullmatch(r"/dev/shm/megatron_rl-\S+ \(deleted\)", name) for name in straight.mapped)
 
 
 def test_it_listens_within_the_machine_only(straight: Finished) -> None:
