@@ -43,8 +43,10 @@ def run(args: argparse.Namespace) -> int:
         stop.hold_back()
         os.execv(sys.executable, command)
     assert config.launch.processes is not None
-    with tempfile.TemporaryDirectory(prefix="preflight-") as logs:  # what they say is in the report
+    with tempfile.TemporaryDirectory(
+        prefix="preflight-"
+    ) as logs:  # what they found is in the report, if they came to it
         outcome = run_ranks(command, config.launch.processes, Path(logs), rank_environment(machine.gpus))
-        if outcome.code not in (exit_codes.OK, exit_codes.PREFLIGHT):
+        if outcome.message and (outcome.code != exit_codes.PREFLIGHT or outcome.is_ranks_own):
             streams.say(f"megatron-rl: {outcome.message}")
     return outcome.code

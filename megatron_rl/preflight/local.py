@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import tempfile
 import urllib.error
@@ -224,6 +225,12 @@ def check_limits(config: Config) -> Problems:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/dev/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
         yield WARNING, f"locked memory is limited to {locked / 2**20:.0f} MiB (ulimit -l); InfiniBand needs unlimited"
+
+
+def limits_in_the_way(config: Config) -> str | None:
+    """Limits with which ranks cannot even find each other, since gloo's sockets and threads count against them, in words."""
+    failed = [text for level, text in check_limits(config) if level == FAILED]
+    return f"node {socket.gethostname()} is not fit: {'; '.join(failed)}" if failed else None
 
 
 def check_endpoints(config: Config) -> Problems:

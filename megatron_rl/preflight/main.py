@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from megatron_rl.config import ConfigError, Machine, check, load_recipe
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.preflight.findings import FAILED
+from megatron_rl.preflight.local import limits_in_the_way
 from megatron_rl.runtime import exit_codes, stop
 
 T = TypeVar("T")
@@ -69,9 +70,13 @@ class _Ranks:
 
 def main(recipe: str, overrides: Sequence[str], full: bool, minutes: float, as_json: bool) -> int:
     """Runs on every rank; rank 0 prints the report. The recipe's own problems on this node are findings like any other."""
+    config = load_recipe(recipe, overrides)
+    problem = limits_in_the_way(config)
+    if problem is not None:
+        print(f"megatron-rl: {problem}", file=sys.stderr, flush=True)
+        return exit_codes.PREFLIGHT
     from megatron_rl.preflight.run import preflight, write_report
 
-    config = load_recipe(recipe, overrides)
     extra = []
     try:
         # A launcher has made the world: the layout has to fit it.

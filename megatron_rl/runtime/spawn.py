@@ -51,6 +51,7 @@ class Outcome:
 
     code: int
     message: str = ""
+    is_ranks_own: bool = False  # a rank's words for all of them
 
 
 @dataclass(frozen=True)
@@ -367,7 +368,8 @@ class _Group:
             meaning = self._meaning(rank, code)
             if meaning == exit_codes.OUT_OF_MEMORY and code < 0:
                 return Outcome(meaning, self._describe_oom_kill(rank))
-            return Outcome(meaning, self._describe(rank, code))
+            own = self._own_words(rank, code)
+            return Outcome(meaning, self._describe(rank, code) if own is None else own, own is not None)
         if self._stalled is not None:
             return Outcome(exit_codes.STALLED, f"the run hung: {self._stalled}")
         codes = {process.returncode for process in self._ranks.values()}
@@ -400,14 +402,19 @@ class _Group:
         if code < 0:  # a rank that a signal has ended has said nothing: its heartbeat has
             how = f"killed by {signal.Signals(-code).name}{self._doing(rank)}"
             how += ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
-        # A pre-flight's report is rank 0's, whichever rank ends first.
-        for path in (
-            self._log_dir / f"rank_{teller}.log" for teller in ([0] if code == exit_codes.PREFLIGHT else []) + [rank]
-        ):
+        path = self._log_dir / f"rank_{rank}.log"
+        return "\n    ".join([f"rank {rank} failed{first} {how}; the end of {path}:", *_end_of_log(path)])
+
+    def _own_words(self, rank: int, code: int) -> str | None:
+        """What a rank has said for all of them about a stall or a pre-flight; None where it has not.
+
+        The report of a pre-flight is rank 0's, whichever rank ends first."""
+        tellers = {exit_codes.STALLED: [rank], exit_codes.PREFLIGHT: [0, rank]}.get(code, [])
+        for path in (self._log_dir / f"rank_{teller}.log" for teller in tellers):
             end = _end_of_log(path) if path.is_file() else []
-            if code in (exit_codes.STALLED, exit_codes.PREFLIGHT) and end and end[0].startswith(OWN_MESSAGE):
-                return "\n".join(end).removeprefix(OWN_MESSAGE)  # it speaks for all ranks
-        return "\n    ".join([f"rank {rank} failed{first} {how}; the end of {path}:", *end])
+            if end and end[0].startswith(OWN_MESSAGE):
+                return "\n".join(end).removeprefix(OWN_MESSAGE)
+        return None
 
     def _doing(self, rank: int) -> str:
         """Phase and step of a rank's last heartbeat, with a space before it."""

@@ -142,15 +142,13 @@ def _agree(config: Config, grid: Grid) -> None:
 
 
 def _within_limits(config: Config) -> bool:
-    """The part of the pre-flight without which ranks cannot find each other: gloo's sockets and threads count against it."""
-    from megatron_rl.preflight.findings import FAILED
-    from megatron_rl.preflight.local import check_limits
+    """The part of the pre-flight that cannot wait until the ranks have found each other."""
+    from megatron_rl.preflight.local import limits_in_the_way
 
-    problems = [] if config.launch.preflight == "off" else list(check_limits(config))
-    failed = [text for level, text in problems if level == FAILED]
-    if failed:
-        print(f"megatron-rl: node {PROGRESS.host} is not fit: {'; '.join(failed)}", file=sys.stderr, flush=True)
-    return not failed
+    problem = None if config.launch.preflight == "off" else limits_in_the_way(config)
+    if problem is not None:
+        print(f"megatron-rl: {problem}", file=sys.stderr, flush=True)
+    return problem is None
 
 
 def _fit(config: Config, grid: Grid) -> bool:

@@ -34,6 +34,12 @@ def test_a_signal_to_a_rank_that_has_no_handlers_yet_waits_until_it_has(tmp_path
     assert outcome.code == 75
 
 
+def test_a_signal_waits_while_a_command_of_torchruns_becomes_the_rank(tmp_path: Path) -> None:
+    become = "import os, signal, sys; from megatron_rl.runtime import stop\nstop.hold_back()\n"
+    become += "os.kill(os.getpid(), signal.SIGUSR1)\nos.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
+    assert subprocess.run([sys.executable, "-c", become, RANK], timeout=60).returncode == 75
+
+
 def launch(folder: Path, rank: str = RANK) -> list[str]:
     """The command of a run whose ranks run `rank`."""
     recipe = write_recipe(folder)

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -126,6 +128,19 @@ def test_limits_that_keep_ranks_from_meeting_are_told_before_they_try(
         assert main._within_limits(config)
     assert said.startswith("megatron-rl: node ")
     assert "is not fit: at most 400 open files per process (ulimit -n)" in said
+
+
+def test_the_command_says_why_its_ranks_did_not_meet(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        f"base: {Path('recipes/cpu/quickstart.yaml').resolve()}\nrun_dir: {tmp_path / 'run'}\n"
+    )
+    command = [sys.executable, "-m", "megatron_rl", "preflight", str(tmp_path / "recipe.yaml"), "--quick"]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -n 100; "$@"', "bash", *command], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 3
+    assert done.stderr.startswith("megatron-rl: node ")
+    assert "is not fit: at most 100 open files per process (ulimit -n)" in done.stderr
 
 
 class Judge(BaseHTTPRequestHandler):

@@ -83,6 +83,7 @@ def test_a_rank_whose_c_code_holds_pythons_lock_is_named_and_leaves_its_stacks(t
             ctypes.PyDLL(None).sleep(60)  # PyDLL does not release the lock
         time.sleep(60)
         """,
+        faults=FAULTS,
     )
     assert code == exit_codes.STALLED
     assert "rank 1 (node " in said.splitlines()[0]
