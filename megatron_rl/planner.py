@@ -117,7 +117,7 @@ class Parameters:
         return Parameters(self.linear * times, self.other * times, self.expert * times)
 
 
-def _layer(shape: Shape, tensor: int, expert: int) -> Parameters:
+def _layer(shape: Shape, tensor: int, expert: int, expert_tensor: int) -> Parameters:
     """One decoder layer on one rank of the actor."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     linear = (shape.hidden * (q + 2 * kv) + q * shape.hidden) // tensor
@@ -126,18 +126,27 @@ def _layer(shape: Shape, tensor: int, expert: int) -> Parameters:
     other += 2 * shape.head_dim if shape.qk_norm else 0
     if not shape.experts:
         return Parameters(linear + 3 * shape.hidden * shape.ffn // tensor, other)
-    local = shape.experts // expert * (3 * shape.hidden * shape.expert_ffn // tensor)
+    local = shape.experts // expert * (3 * shape.hidden * shape.expert_ffn // expert_tensor)
     return Parameters(linear, other + shape.experts * shape.hidden, local)
 
 
 def actor_parameters(
-    shape: Shape, *, tensor: int = 1, pipeline: int = 1, virtual_pipeline: int = 1, expert: int = 1, stage: int = 0
+    shape: Shape,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int = 1,
+    expert: int = 1,
+    expert_tensor: int = 1,
+    stage: int = 0,
 ) -> Parameters:
-    """Parameters on each rank of a pipeline stage; experts are cut over `tensor` too, as in Megatron-Core.
+    """Parameters on each rank of a pipeline stage.
 
     A tied output layer is a second copy on the last stage where there are several.
     """
-    result = _layer(shape, tensor, expert) * stage_layers(shape.layers, pipeline, virtual_pipeline)[stage]
+    result = (
+        _layer(shape, tensor, expert, expert_tensor) * stage_layers(shape.layers, pipeline, virtual_pipeline)[stage]
+    )
     table = -(-shape.vocab // tensor) * shape.hidden
     first, last = stage == 0, stage == pipeline - 1
     edges = table * first + (shape.hidden + table * (not (shape.tied and pipeline == 1))) * last
@@ -178,18 +187,21 @@ def cache_bytes_per_token(shape: Shape, tensor: int, dtype_bytes: int = 2) -> in
 
 
 # -------------------------------------------------------------------------------------------------------- activations
-def activation_bytes_per_token(shape: Shape, *, tensor: int, sequence: bool, dtype_bytes: int = 2) -> float:
+def activation_bytes_per_token(
+    shape: Shape, *, tensor: int, sequence: bool, expert_tensor: int = 1, dtype_bytes: int = 2
+) -> float:
     """What one layer keeps of each packed token for its backward pass, per rank. An estimate.
 
     The accounting of Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, section 4), for
     gated feed-forwards, grouped-query attention, no dropout and fused attention, which keeps no scores. The inputs of both
     norms and of the two first matrices are whole on every tensor-parallel rank without sequence parallelism. Experts are
-    taken as evenly loaded; they keep the tokens sent to them, what they compute, and their outputs.
+    taken as evenly loaded; they keep the tokens sent to them, what they compute, and their outputs. A rank's tokens, its
+    1/tensor of the sequence, go to `top_k` experts each; every rank of `expert_tensor` gets those of all of them.
     """
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     shared = 4 * shape.hidden / (tensor if sequence else 1)
     attention = (2 * q + 2 * kv + (q + kv if shape.qk_norm else 0)) / tensor
-    experts = shape.top_k * (2 * shape.hidden + 3 * shape.expert_ffn / tensor)
+    experts = shape.top_k * (2 * shape.hidden * expert_tensor + 3 * shape.expert_ffn) / (tensor if sequence else 1)
     mlp = experts if shape.experts else 3 * shape.ffn / tensor
     return dtype_bytes * (shared + attention + mlp)
 
@@ -199,7 +211,11 @@ def _activations(shape: Shape, config: Config, dtype_bytes: int) -> float:
     parallel = config.actor.parallel
     tokens = config.actor.tokens_per_microbatch / parallel.context
     per_layer = activation_bytes_per_token(
-        shape, tensor=parallel.tensor, sequence=parallel.sequence, dtype_bytes=dtype_bytes
+        shape,
+        tensor=parallel.tensor,
+        sequence=parallel.sequence,
+        expert_tensor=parallel.expert_tensor,
+        dtype_bytes=dtype_bytes,
     )
     stages = stage_layers(shape.layers, parallel.pipeline, parallel.virtual_pipeline)
     # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
@@ -283,6 +299,7 @@ def make_plan(config: Config, shape: Shape, world: int, gpu_bytes: float) -> Pla
                 pipeline=parallel.pipeline,
                 virtual_pipeline=parallel.virtual_pipeline,
                 expert=parallel.expert,
+                expert_tensor=parallel.expert_tensor,
                 stage=stage,
             )
             for stage in range(parallel.pipeline)
@@ -291,7 +308,7 @@ def make_plan(config: Config, shape: Shape, world: int, gpu_bytes: float) -> Pla
     )
     replicas = world // (parallel.tensor * parallel.pipeline)
     weights, fp8_copies = _weight_bytes(config, fullest, width)
-    optimizer = _optimizer_bytes(config, fullest, replicas, width)
+    optimizer = _optimizer_bytes(config, fullest, world, width)
     gradients = 4 * fullest.total
     engine_share = config.rollout.memory_fraction * gpu_bytes
     engine_weights = engine_parameters(shape, engine_tp) * width
@@ -359,9 +376,12 @@ def _weight_bytes(config: Config, parameters: Parameters, width: int) -> tuple[f
     )
 
 
-def _optimizer_bytes(config: Config, parameters: Parameters, replicas: int, width: int) -> float:
+def _optimizer_bytes(config: Config, parameters: Parameters, world: int, width: int) -> float:
     """Adam's two fp32 moments, and an fp32 master copy where parameters are bf16; sharded over the ranks that share them."""
     each = 8 if width == 4 else 12
     if not config.actor.optimizer.distributed:
         return each * parameters.total
-    return each * (parameters.dense / replicas + parameters.expert / (replicas // config.actor.parallel.expert))
+    parallel = config.actor.parallel
+    stage = world // parallel.pipeline  # ranks
+    dense, experts = stage // parallel.tensor, stage // (parallel.expert * parallel.expert_tensor)
+    return each * (parameters.dense / dense + parameters.expert / experts)

@@ -38,6 +38,7 @@ def transformer_config(shape: dict[str, Any], actor: ActorConfig, dtype: torch.d
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.sequence,
         # With two stages the interleaved schedule's batched messages between the same two ranks would be mixed up.
         overlap_p2p_comm=parallel.virtual_pipeline > 1,
@@ -104,8 +105,28 @@ def build_model(shape: dict[str, Any], model_args: dict[str, Any], actor: ActorC
             vp_stage=vp_stage,
             **model_args,
         )
+        if config.num_moe_experts is not None:
+            _mark_experts(chunk)
         chunks.append(chunk.to(device=device.device(), dtype=dtype) if actor.fp8 is None else chunk.to(device.device()))
     return chunks
+
+
+def _mark_experts(chunk: Any) -> None:
+    """Has the gradients of experts summed over the ranks that hold the same experts.
+
+    Megatron-Core does so only with expert parallelism, and takes them for dense weights without. That is right where both
+    have the same data-parallel ranks: with expert_tensor = tensor. With whole experts on two tensor-parallel ranks each
+    rank would keep the gradient of its own half of the tokens.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    if parallel_state.get_expert_tensor_parallel_world_size() == parallel_state.get_tensor_model_parallel_world_size():
+        return
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False
 
 
 def block_spec(config: Any, vp_stage: int | None) -> Any:

@@ -106,6 +106,7 @@ def render(config: Config, plan: Plan, source: str = "") -> str:
         + (f"context {parallel.context} x " if parallel.context > 1 else "")
         + f"data {plan.data_parallel}"
         + (f", expert {parallel.expert}" if shape.experts else "")
+        + (f" x {parallel.expert_tensor}" if parallel.expert_tensor > 1 else "")
         + f" on {plan.world} GPUs; {plan.parameters.total / 1e9:.3f} B parameters on the fullest",
         f"engines: {plan.engines} of {config.rollout.tensor_parallel} GPUs; the cache of each holds "
         f"{plan.cache_tokens:,.0f} tokens, {plan.full_length_sequences:.0f} sequences of full length ({plan.longest})",

@@ -116,8 +116,9 @@ def _refuse(problems: list[str]) -> None:
 def smallest_world(config: Config) -> int:
     """The smallest number of processes that both the actor's layout and the rollout engine divide."""
     parallel = config.actor.parallel
-    model = parallel.tensor * parallel.pipeline
-    return math.lcm(model * parallel.context, model * parallel.expert, config.rollout.tensor_parallel)
+    dense = parallel.tensor * parallel.context * parallel.pipeline
+    experts = parallel.expert * parallel.expert_tensor * parallel.pipeline
+    return math.lcm(dense, experts, config.rollout.tensor_parallel)
 
 
 # ------------------------------------------------------------------------------------------------------------- layout
@@ -140,11 +141,13 @@ def _check_layout(config: Config, world: int, machine: Machine) -> Iterator[str]
             f"({sizes} = {model * parallel.context}); a number that fits is "
             f"{_next_multiple(world, smallest_world(config))}"
         )
-    elif (world // model) % parallel.expert:
+    elif (world // parallel.pipeline) % (parallel.expert * parallel.expert_tensor):
+        cut = parallel.expert_tensor > 1
         yield (
-            f"`actor.parallel.expert` ({parallel.expert}) must divide the {world // model} "
-            f"{'data- and context-parallel' if parallel.context > 1 else 'data-parallel'} ranks "
-            f"({world} processes / (tensor {parallel.tensor} x pipeline {parallel.pipeline}))"
+            f"`actor.parallel.expert`{' x `expert_tensor`' if cut else ''} "
+            f"({parallel.expert}{f' x {parallel.expert_tensor}' if cut else ''}) must divide the "
+            f"{world // parallel.pipeline} ranks of a pipeline stage (tensor x context x data = {world} processes / "
+            f"{parallel.pipeline}); a number of processes that fits is {_next_multiple(world, smallest_world(config))}"
         )
     if world % engine:
         yield (
@@ -209,7 +212,7 @@ def _check_gradient_variance(config: Config, world: int) -> Iterator[str]:
         return
     parallel, trainer, rollout = config.actor.parallel, config.trainer, config.rollout
     key = "`logging.gradient_variance_every`"
-    off = {name: getattr(parallel, name) > 1 for name in ("pipeline", "context", "expert")}
+    off = {name: getattr(parallel, name) > 1 for name in ("pipeline", "context", "expert", "expert_tensor")}
     for name in (name for name, is_on in (off | {"sequence": parallel.sequence}).items() if is_on):
         yield f"{key} cannot measure with actor.parallel.{name}={getattr(parallel, name)}; set it to 0, or {name} off"
     longest = rollout.max_prompt_tokens + rollout.max_tokens

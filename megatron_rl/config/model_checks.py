@@ -131,11 +131,15 @@ def _check_sizes(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
     kv_heads = model.get("num_key_value_heads") or heads
     sizes = {"attention heads": heads, "key/value heads": kv_heads, "feed-forward size": model.get("intermediate_size")}
     experts = next((model[key] for key in _EXPERT_KEYS if model.get(key)), None)
-    if experts is not None:
-        sizes["experts' feed-forward size"] = model.get("moe_intermediate_size")
     for what, size in sizes.items():
         if size is not None and size % parallel.tensor:
             yield f"the model's {what} ({size}) must be a multiple of `actor.parallel.tensor` ({parallel.tensor})"
+    expert_ffn = model.get("moe_intermediate_size") if experts is not None else None
+    if expert_ffn is not None and expert_ffn % parallel.expert_tensor:
+        yield (
+            f"the model's experts' feed-forward size ({expert_ffn}) must be a multiple of "
+            f"`actor.parallel.expert_tensor` ({parallel.expert_tensor})"
+        )
     if heads is not None and heads % rollout.tensor_parallel:
         yield (
             f"the model's attention heads ({heads}) must be a multiple of `rollout.tensor_parallel` "
@@ -151,10 +155,15 @@ def _check_sizes(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
             f"Megatron-Core trains experts with tensor parallelism only where sequences are split too: set "
             f"actor.parallel.sequence=true, or `actor.parallel.tensor` ({parallel.tensor}) to 1"
         )
-    if experts is None and parallel.expert > 1:
-        yield f"`actor.parallel.expert` is {parallel.expert}, but the model has no experts; set it to 1"
-    elif experts is not None and experts % parallel.expert:
+    if experts is None:
+        for name in ("expert", "expert_tensor"):
+            if (value := getattr(parallel, name)) > 1:
+                yield f"`actor.parallel.{name}` is {value}, but the model has no experts; set it to 1"
+    elif experts % parallel.expert:
         yield f"the model's {experts} experts must be a multiple of `actor.parallel.expert` ({parallel.expert})"
+    top_k = model.get("num_experts_per_tok")
+    if experts is not None and top_k is not None and top_k > experts:
+        yield f"`model.path`: config.json has num_experts_per_tok = {top_k}, but {experts} experts"
     positions = model.get("max_position_embeddings")
     longest = rollout.max_prompt_tokens + rollout.max_tokens
     if positions is not None and longest > positions:

@@ -190,7 +190,8 @@ class ParallelConfig:
     pipeline: int = 1
     virtual_pipeline: int = 1  # model chunks per pipeline stage
     context: int = 1  # ranks that share each sequence's tokens
-    expert: int = 1
+    expert: int = 1  # ranks that the experts are spread over
+    expert_tensor: int = 1  # ranks that each expert is cut over
     sequence: bool = False  # sequence parallelism, needs tensor > 1
 
 

@@ -45,6 +45,7 @@ _AT_LEAST: dict[str, float] = {
     "actor.parallel.virtual_pipeline": 1,
     "actor.parallel.context": 1,
     "actor.parallel.expert": 1,
+    "actor.parallel.expert_tensor": 1,
     "actor.tokens_per_microbatch": 1,
     "actor.logprob_chunk_tokens": 1,
     "algorithm.max_length": 1,

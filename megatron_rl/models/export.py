@@ -60,7 +60,8 @@ def export_hf(
                 _write(temporary, weights, hf_config, Path(source_folder), shard_bytes)
         except OSError as error:
             problem = f"export to {folder} failed: {error}"
-    if parallel.dp.rank == 0 or parallel.ep.size > 1:  # other replicas' groups would gather for nobody
+    # Experts may lie on ranks of several replicas; without them, other replicas' groups would gather what nothing reads.
+    if parallel.dp.rank == 0 or max(parallel.ep.size, parallel.expert_tp.size) > 1:
         for _ in weights:  # of processes that don't write, and what a failed writer left: all take part to the end
             pass
     if dist.is_initialized():

@@ -44,10 +44,13 @@ def _describe(config: HFConfig) -> ModelDescription:
         fields.refuse("use_sliding_window", True, "every layer must use full attention")
     experts = fields.integer("num_experts", fields.get("num_local_experts"))
     expert_ffn = fields.integer("moe_intermediate_size")
+    top_k = fields.integer("num_experts_per_tok")
+    if top_k > experts:
+        raise ValueError(f"config.json: num_experts_per_tok = {top_k}: the model has {experts} experts")
     moe = {
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": expert_ffn,
-        "moe_router_topk": fields.integer("num_experts_per_tok"),
+        "moe_router_topk": top_k,
         # Softmax over the chosen experts alone is softmax over all, renormalised over the chosen.
         "moe_router_pre_softmax": not fields.flag("norm_topk_prob", False),
         "moe_router_score_function": "softmax",

@@ -91,6 +91,7 @@ def initialize(parallel: ParallelConfig, timeout_minutes: float, gpu_timeout_min
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor,
             distributed_timeout_minutes=max(1, int(minutes)),
             create_gloo_process_groups=True,
         )

@@ -38,7 +38,8 @@ class Layout:
     tied: bool = False  # input and output embeddings are one tensor, on two pipeline stages
     section: dict[str, Any] = field(default_factory=dict)  # of the recipe's `algorithm`
     experts: bool = False  # a mixture of experts
-    expert: int = 1  # expert parallel
+    expert: int = 1  # ranks that the experts are spread over
+    expert_tensor: int = 1  # ranks that each expert is cut over
 
     @property
     def model(self) -> str:
@@ -90,6 +91,7 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
         context=layout.context,
         sequence=layout.sequence,
         expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
     )
     config.actor.optimizer = OptimizerConfig(**{**vars(LINEAR_ADAM), "distributed": layout.distributed})
     config.actor.tokens_per_microbatch = layout.tokens_per_microbatch

@@ -39,6 +39,15 @@ TWO = [
     Layout("DP 2 large micro-batches", tokens_per_microbatch=4096),
     Layout("EP 2", experts=True, expert=2),
     Layout("DP 2 experts", experts=True),
+    Layout("TP 2 EP 2 whole experts", tensor=2, sequence=True, experts=True, expert=2),
+    Layout(
+        "TP 2 EP 2 whole experts, plain optimizer", tensor=2, sequence=True, experts=True, expert=2, distributed=False
+    ),
+    Layout("TP 2 whole experts", tensor=2, sequence=True, experts=True),
+    Layout("TP 2 whole experts, plain optimizer", tensor=2, sequence=True, experts=True, distributed=False),
+    Layout("TP 2 ETP 2", tensor=2, sequence=True, experts=True, expert_tensor=2),
+    Layout("DP 2 ETP 2", experts=True, expert_tensor=2),
+    Layout("PP 2 experts", experts=True, pipeline=2),
     Layout("CP 2", context=2, modes=MODES),
     Layout("CP 2 corrected", context=2, section=CORRECTED),
     Layout("CP 2 EP 2", context=2, experts=True, expert=2),
@@ -56,7 +65,11 @@ FOUR = [
     Layout("PP 2 CP 2", pipeline=2, context=2),
     Layout("CP 2 DP 2 plain optimizer", context=2, distributed=False),
     Layout("PP 2 DP 2 corrected", pipeline=2, section=CORRECTED),
-    Layout("TP 2 EP 2", tensor=2, sequence=True, experts=True, expert=2),
+    Layout("TP 2 EP 2 ETP 2", tensor=2, sequence=True, experts=True, expert=2, expert_tensor=2),
+    Layout("TP 2 DP 2 EP 2", tensor=2, sequence=True, experts=True, expert=2),
+    Layout("TP 2 DP 2 EP 4", tensor=2, sequence=True, experts=True, expert=4),
+    Layout("TP 2 PP 2 EP 2", tensor=2, pipeline=2, sequence=True, experts=True, expert=2),
+    Layout("TP 2 CP 2 EP 4", tensor=2, context=2, sequence=True, experts=True, expert=4),
 ]
 
 

@@ -32,6 +32,7 @@ class Layout:
     virtual: int = 1
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 1
     sequence: bool = False
     distributed: bool = True
     model: str = "model-False"
@@ -43,7 +44,7 @@ class Layout:
         order = "-sequence" if self.sequence else ""
         return (
             f"{self.model}-tp{self.tensor}{order}-pp{self.pipeline}x{self.virtual}-cp{self.context}-ep{self.expert}"
-            f"-{kind}-{self.dtype}"
+            f"x{self.expert_tensor}-{kind}-{self.dtype}"
         )
 
 
@@ -56,6 +57,7 @@ def make_actor(root: Path, layout: Layout) -> Actor:
         virtual_pipeline=layout.virtual,
         context=layout.context,
         expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
         sequence=layout.sequence,
     )
     config.actor.optimizer = OptimizerConfig(lr=1e-3, schedule="linear", distributed=layout.distributed)

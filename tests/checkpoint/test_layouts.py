@@ -6,6 +6,7 @@ differ by the rounding of sums in another order.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,16 @@ TP2, TP2_PLAIN = Layout(tensor=2), Layout(tensor=2, distributed=False)
 BF16, BF16_PLAIN = (Layout(tensor=2, dtype="bfloat16", distributed=kind) for kind in (True, False))
 EXPERTS = Layout(model="model-experts", expert=2)
 EXPERTS_PLAIN = Layout(model="model-experts", expert=2, distributed=False)
+CUT = Layout(model="model-experts", tensor=2, sequence=True, expert_tensor=2)  # every expert over both ranks
+CUT_PLAIN = replace(CUT, distributed=False)
+WHOLE = replace(CUT, expert=2, expert_tensor=1)  # half of the experts on each rank
+REPEATED = replace(CUT, expert_tensor=1)  # every expert whole on both ranks
 TIED = Layout(tensor=2, model="model-True")
 TIED_PLAIN = Layout(tensor=2, model="model-True", distributed=False)
 UNEVEN = Layout(pipeline=2, virtual=2)  # 4 and 2 layers
 CONTEXT = Layout(context=2)
 SAVED = [TP2, TP2_PLAIN, BF16, BF16_PLAIN, EXPERTS, EXPERTS_PLAIN, TIED, TIED_PLAIN, UNEVEN, CONTEXT]
+SAVED += [CUT, CUT_PLAIN, WHOLE]
 ON_TWO = [
     (TP2, TP2),
     (TP2, Layout(pipeline=2)),
@@ -50,7 +56,15 @@ ON_TWO = [
     (UNEVEN, TP2),
     (CONTEXT, CONTEXT),
     (CONTEXT, TP2),
+    (CUT, WHOLE),
+    (CUT, REPEATED),
+    (CUT_PLAIN, replace(REPEATED, distributed=False)),
+    (CUT, Layout(model="model-experts")),
+    (WHOLE, WHOLE),
+    (WHOLE, CUT),
+    (WHOLE, Layout(model="model-experts", pipeline=2)),
     # to the other optimizer
+    (CUT, replace(WHOLE, distributed=False)),
     (TP2, Layout(pipeline=2, distributed=False)),
     (TP2_PLAIN, Layout()),
     (BF16, BF16_PLAIN),
@@ -66,6 +80,8 @@ ON_FOUR = [
     (TP2_PLAIN, Layout(tensor=4, distributed=False)),
     (EXPERTS, Layout(model="model-experts", expert=4)),
     (EXPERTS, Layout(model="model-experts", tensor=2, expert=2, sequence=True)),
+    (CUT, Layout(model="model-experts", tensor=2, expert=4, sequence=True)),
+    (WHOLE, Layout(model="model-experts", tensor=2, expert=2, expert_tensor=2, sequence=True)),
 ]
 
 

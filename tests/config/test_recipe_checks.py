@@ -44,12 +44,13 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["actor.optimizer.min_lr=1"], "`actor.optimizer.min_lr` (1.0) must not exceed"),
         (["launch.processes=3", "actor.parallel.tensor=2"], "a number that fits is 4"),
         (["launch.processes=3", "rollout.tensor_parallel=2"], "(3) must be a multiple of `rollout.tensor_parallel`"),
-        (["launch.processes=2", "actor.parallel.expert=4"], "`actor.parallel.expert` (4) must divide the 2 data-p"),
+        (["launch.processes=2", "actor.parallel.expert=4"], "`actor.parallel.expert` (4) must divide the 2 ranks "),
         (["actor.parallel.expert=2"], "the model has no experts; set it to 1"),
+        (["actor.parallel.expert_tensor=2"], "`actor.parallel.expert_tensor` is 2, but the model has no experts; set it"),
         (["actor.parallel.virtual_pipeline=2"], "needs `actor.parallel.pipeline` > 1, which is 1"),
         (["actor.parallel.sequence=true"], "needs `actor.parallel.tensor` > 1, which is 1"),
         (["launch.processes=3", "actor.parallel.context=2"], "tensor x pipeline x context (1 x 1 x 2 = 2); a number"),
-        (["actor.parallel.pipeline=3"], "the model's 2 layers cannot be spread over 3 stages; lower `actor.parallel.pipe"),
+        (["actor.parallel.pipeline=3"], "the model's 2 layers cannot be spread over 3 stages (2 for 3); lower `actor.par"),
         (["actor.parallel.tensor=4"], "key/value heads (2) must be a multiple of `actor.parallel.tensor` (4)"),
         (["rollout.tensor_parallel=3"], "attention heads (4) must be a multiple of `rollout.tensor_parallel`"),
         (["trainer.minibatches=7"], "must be a multiple of `trainer.minibatches` (7)"),
@@ -220,7 +221,7 @@ def test_an_incomplete_model_folder(recipe, model: Path, file: str, text: str | 
     [
         (
             ["actor.parallel.pipeline=2", "actor.parallel.virtual_pipeline=4"],
-            "the model's 4 layers cannot be spread over 2 stages of 4 chunks each; lower `actor.parallel.pipeline` or `v",
+            "the model's 4 layers cannot be spread over 2 stages of 4 chunks each (1 for 2); lower `actor.par",
         ),
         (["actor.parallel.tensor=4"], "key/value heads (2)"),
         (["rollout.max_tokens=100"], "exceeds the model's 128 positions; lower one of them"),
@@ -241,7 +242,22 @@ def test_experts(recipe, model: Path) -> None:
     assert any("6 experts" in p for p in problems(recipe("model.path=model", "actor.parallel.expert=4")))
     split = ("model.path=model", "actor.parallel.tensor=2", "rollout.tensor_parallel=2")
     assert any("set actor.parallel.sequence=true" in p for p in problems(recipe(*split)))
-    check(recipe(*split, "actor.parallel.sequence=true"), machine=CPU)
+    split += ("actor.parallel.sequence=true",)
+    check(recipe(*split), machine=CPU)
+    # Experts lie on tensor-parallel ranks too: 3 of the 6 whole on each, or half of each on both.
+    assert check(recipe(*split, "actor.parallel.expert=2"), machine=CPU).launch.processes == 2
+    assert check(recipe(*split, "actor.parallel.expert_tensor=2"), machine=CPU).launch.processes == 2
+    assert check(recipe(*split, "actor.parallel.expert=3"), machine=CPU).launch.processes == 6
+    (model / "config.json").write_text(json.dumps({**sizes, "num_experts": 6, "num_experts_per_tok": 7}))
+    assert any("num_experts_per_tok = 7, but 6 experts" in p for p in problems(recipe("model.path=model")))
+    (model / "config.json").write_text(json.dumps({**sizes, "num_experts": 6, "moe_intermediate_size": 32}))
+    cut = ("launch.processes=6", "actor.parallel.expert=2", "actor.parallel.expert_tensor=2")
+    assert problems(recipe("model.path=model", *cut)) == [
+        "`actor.parallel.expert` x `expert_tensor` (2 x 2) must divide the 6 ranks of a pipeline stage (tensor x context x "
+        "data = 6 processes / 1); a number of processes that fits is 8"
+    ]
+    uneven = problems(recipe("model.path=model", "actor.parallel.expert_tensor=5"))
+    assert any("feed-forward size (32) must be a multiple of `actor.parallel.expert_tensor` (5)" in p for p in uneven)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -11,14 +11,15 @@ from models import tiny
 from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.convert import fp8
-from megatron_rl.checkpoint.convert.layout import Layout
+from megatron_rl.checkpoint.convert.layout import Layout, chunks
+from megatron_rl.checkpoint.convert.source import Model
 from megatron_rl.checkpoint.convert.verify import compare, compare_logits
 from megatron_rl.models.files import INDEX
 
 from .convert import assert_same, tensors, to_hf, to_megatron
 
 LAYOUTS = [Layout(), Layout(tensor=4, pipeline=2), Layout(tensor=2, pipeline=3)]  # the last uneven: 1, 2, 1 layers
-MOE_LAYOUTS = [Layout(expert=8), Layout(2, 2, 4)]
+MOE_LAYOUTS = [Layout(expert=8), Layout(2, 2, 4), Layout(4, 1, 2, expert_tensor=2), Layout(expert_tensor=8)]
 
 
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
@@ -32,6 +33,16 @@ def test_there_and_back_is_bit_identical_at_every_layout(tmp_path: Path, variant
         assert_same(tensors(back), expected)
         assert len(compare(there, megatron, 1)) == len(compare(again, back, 1)) == len(expected)
         assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def test_experts_are_cut_over_their_own_ranks(tmp_path: Path) -> None:
+    model = Model.read(tiny.write(tmp_path / "source", "qwen3_moe"))
+    for layout in (Layout(tensor=4, expert=4), Layout(tensor=2, expert=4, expert_tensor=4)):
+        cut = list(chunks(model.family, model.description, layout))
+        down = {chunk.size for chunk in cut if chunk.name.endswith("experts.experts.linear_fc2.weight")}
+        attention = {chunk.size for chunk in cut if chunk.name.endswith("linear_proj.weight")}
+        assert down == {(1, 1, 32, 24 // layout.expert_tensor)}
+        assert attention == {(1, 32, 64 // layout.tensor)}
 
 
 def test_the_shapes_of_real_models(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A mixture of experts through the whole loop: Megatron's experts over two ranks, vLLM's tensor parallel over the same."""
+"""A mixture of experts through the whole loop: whole experts on two tensor-parallel ranks, vLLM's tensor parallel on both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_experts_are_trained_and_reach_the_engine_after_every_step(tmp_path: Pat
     written = tiny.write(tmp_path / "weights", "qwen3_moe", **experts, eos_token_id=1, pad_token_id=0)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(written / name, folder / name)
-    layout = ("actor.parallel.tensor=1", "actor.parallel.expert=2", "sft.steps=4", "trainer.steps=2")
+    layout = ("actor.parallel={tensor: 2, expert: 2, sequence: true}", "sft.steps=4", "trainer.steps=2")
     job = Job(tmp_path, f"model.path={folder}", "model.create=null", *layout, "checkpoint.every=0")
     assert job.finish() == 0, job.stderr
     rows = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]

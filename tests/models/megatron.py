@@ -15,7 +15,14 @@ from tests import ranks
 
 
 def start(
-    rank: int, world: int, rendezvous: str, tensor: int = 1, pipeline: int = 1, expert: int = 1, virtual: int = 1
+    rank: int,
+    world: int,
+    rendezvous: str,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    virtual: int = 1,
+    expert_tensor: int = 1,
 ) -> ParallelGroups:
     """Join the process group (rendezvous through a file) and make Megatron's."""
     from megatron.core import parallel_state
@@ -25,7 +32,11 @@ def start(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     parallel_state.initialize_model_parallel(
-        tensor, pipeline, virtual if virtual > 1 else None, expert_model_parallel_size=expert
+        tensor,
+        pipeline,
+        virtual if virtual > 1 else None,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
     )
     install_rng_tracker()
     make_moe_importable()
@@ -54,6 +65,7 @@ def build(description: ModelDescription, parallel: ParallelGroups, virtual: int 
         pipeline_model_parallel_size=parallel.pp.size,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         expert_model_parallel_size=parallel.ep.size,
+        expert_tensor_parallel_size=parallel.expert_tp.size,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         bias_dropout_fusion=False,

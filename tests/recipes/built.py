@@ -41,6 +41,7 @@ def sizes(case: dict[str, Any], rank: int) -> dict[str, int]:
                 parallel.pipeline,
                 parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
                 expert_model_parallel_size=parallel.expert,
+                expert_tensor_parallel_size=parallel.expert_tensor,
             )
             description = family_for(case["model"]).describe(case["model"])
             vocab = padded_vocab_size(description.model["vocab_size"], parallel.tensor)

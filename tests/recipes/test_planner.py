@@ -106,9 +106,13 @@ CASES = [
     {"model": QWEN3, "world": 8, "parallel": {"tensor": 2, "pipeline": 2}, "dtype": "bfloat16"},
     {"model": QWEN2_TIED, "world": 8, "parallel": {"pipeline": 4, "virtual_pipeline": 2}, "dtype": "bfloat16"},
     {"model": QWEN3, "world": 6, "parallel": {"pipeline": 3}, "dtype": "bfloat16"},  # 3, 3 and 2 layers
+    {"model": QWEN3, "world": 7, "parallel": {"pipeline": 7}, "dtype": "bfloat16"},  # 2 layers, then 1 on each
     {"model": QWEN2_TIED, "world": 4, "parallel": {"tensor": 4, "sequence": True}, "dtype": "bfloat16"},
     {"model": MOE, "world": 8, "parallel": {"expert": 4}, "dtype": "bfloat16"},
     {"model": MOE, "world": 16, "parallel": {"tensor": 2, "pipeline": 2, "expert": 2}, "dtype": "bfloat16"},
+    {"model": MOE, "world": 8, "parallel": {"tensor": 4, "expert": 8, "sequence": True}, "dtype": "bfloat16"},
+    {"model": MOE, "world": 8, "parallel": {"tensor": 4, "sequence": True}, "dtype": "bfloat16"},
+    {"model": MOE, "world": 8, "parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2}, "dtype": "bfloat16"},
 ]
 
 
@@ -140,7 +144,12 @@ def test_parameters_of_a_rank_are_those_of_the_model_that_is_built(
     case = CASES[number]
     parallel = ParallelConfig(**case["parallel"])  # type: ignore[arg-type]
     shape = Shape.of(case["model"])  # type: ignore[arg-type]
-    layout = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "expert": parallel.expert}
+    layout = {
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "expert": parallel.expert,
+        "expert_tensor": parallel.expert_tensor,
+    }
     stages = [0, parallel.pipeline - 1]
     expected = [actor_parameters(shape, **layout, stage=stage).total for stage in stages]
     assert [rank["parameters"] for rank in built[number]] == expected

@@ -33,6 +33,11 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    expert_tensor: int = 1
+
+    def tensor_of(self, rule: Rule) -> int:
+        """How many ranks a rule's parameter is cut over."""
+        return self.expert_tensor if rule.per_expert else self.tensor
 
     def check(self, family: Family, description: ModelDescription) -> None:
         """Refuses a layout that the model cannot be trained at.
@@ -40,23 +45,25 @@ class Layout:
         Raises:
             ValueError: naming the size, the config's field and the option.
         """
-        for option, value in (("tensor", self.tensor), ("pipeline", self.pipeline), ("expert", self.expert)):
-            if value < 1:
-                raise ValueError(f"--{option} {value}: must be at least 1")
+        for option in ("tensor", "pipeline", "expert", "expert_tensor"):
+            if (value := getattr(self, option)) < 1:
+                raise ValueError(f"--{option.replace('_', '-')} {value}: must be at least 1")
         layers, experts = description.dims["layers"], description.dims["experts"]
         try:
             stage_layers(layers, self.pipeline)
         except ValueError as error:
             raise ValueError(f"--pipeline {self.pipeline}: num_hidden_layers = {layers}: {error}") from None
-        if self.expert > 1 and experts == 0:
-            raise ValueError(f"--expert {self.expert}: the model has no experts")
+        for option, value in (("expert", self.expert), ("expert-tensor", self.expert_tensor)):
+            if value > 1 and experts == 0:
+                raise ValueError(f"--{option} {value}: the model has no experts")
         if experts % self.expert:
             raise ValueError(f"--expert {self.expert}: num_experts = {experts} does not divide over it")
         for rule in family.rules:
             try:
-                shard_pieces(rule, description.dims, 0, self.tensor)
+                shard_pieces(rule, description.dims, 0, self.tensor_of(rule))
             except ValueError as error:
-                raise ValueError(f"--tensor {self.tensor}: {error}") from None
+                option = "expert-tensor" if rule.per_expert else "tensor"
+                raise ValueError(f"--{option} {self.tensor_of(rule)}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,7 @@ def padded(description: ModelDescription, tensor: int) -> Dims:
 
 def chunks(family: Family, description: ModelDescription, layout: Layout) -> Iterator[Chunk]:
     """Every chunk of the model's checkpoint for a layout, in file order: what each rank will ask for is one chunk."""
-    dims, tp = padded(description, layout.tensor), layout.tensor
+    dims = padded(description, layout.tensor)
     stage_of = [s for s, count in enumerate(stage_layers(dims["layers"], layout.pipeline)) for _ in range(count)]
     per_rank = max(1, description.dims["experts"] // layout.expert)
     for rule, layer, expert in family.numbered(description):
@@ -149,7 +156,7 @@ def chunks(family: Family, description: ModelDescription, layout: Layout) -> Ite
         outside = 0 if rule.hf == family.rules[0].hf else layout.pipeline - 1
         stage = outside if layer is None else stage_of[layer]
         rank = -1 if expert is None else expert // per_rank
-        shape, name = shard_shape(rule, dims, 1), global_name(rule)
+        shape, name, tp = shard_shape(rule, dims, 1), global_name(rule), layout.tensor_of(rule)
         for tp_rank in range(1 if rule.kind is Kind.REPLICATED else tp):
             pieces = shard_pieces(rule, dims, tp_rank, tp)
             if rule.kind is Kind.GATED:  # gate rows and up rows of a rank lie apart in the global tensor
