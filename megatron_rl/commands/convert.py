@@ -27,6 +27,13 @@ def add_to_megatron(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor parallelism; pads the vocabulary")
     layout.add_argument("--pipeline", type=int, default=1, metavar="N", help="pipeline parallelism")
     layout.add_argument("--expert", type=int, default=1, metavar="N", help="expert parallelism")
+    layout.add_argument("--expert-tensor", type=int, default=1, metavar="N", help="ranks that each expert is cut over")
+    parser.add_argument(
+        "--for",
+        dest="program",
+        choices=("megatron-lm", "bridge"),
+        help="also write the folders and files that Megatron-LM or Megatron-Bridge loads from",
+    )
     _add_common(parser, ("keep", "bf16", "fp32"), "2GB")
 
 

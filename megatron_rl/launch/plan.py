@@ -81,7 +81,8 @@ def chain(recipe: str, overrides: Sequence[str], processes: int | None, root: Pa
         raise LaunchError("a chain evaluates: the recipe needs tasks.eval (or launch the steps one by one)")
     converted = run_dir / "megatron"
     last = run_dir / "checkpoints" / f"step_{config.trainer.steps}"
-    layout = [f"--{name}={getattr(parallel, name)}" for name in ("tensor", "pipeline", "expert")]
+    sizes = ("tensor", "pipeline", "expert", "expert_tensor")
+    layout = [f"--{name.replace('_', '-')}={getattr(parallel, name)}" for name in sizes]
     name = _name("", recipe)
     return [
         Task(

@@ -70,12 +70,15 @@ def set_config(folder: Path, **changes: Any) -> None:
 
 
 def refused(task: ToMegatron | ToHF, target: Path, *patterns: str) -> None:
-    """The task fails with a message that matches every pattern, and leaves no target."""
+    """The task fails with a message that matches every pattern, and leaves nothing."""
+    partial = target.with_name(f".{target.name}.converting")
+    others = partial.exists()  # another process's
     with pytest.raises(ValueError, match=patterns[0]) as error:
         jobs.run(task, target, 1, lambda _: None)
     for pattern in patterns:
         assert re.search(pattern, str(error.value)), f"{pattern!r} is not in: {error.value}"
     assert not target.exists()
+    assert partial.exists() == others
 
 
 # ------------------------------------------------------------------------------------------------ Hugging Face as source
@@ -214,6 +217,13 @@ def test_a_config_with_other_experts(tmp_path: Path) -> None:
     refused(ToHF(tmp_path / "megatron", source), tmp_path / "out", "num_experts = 4")
 
 
+def test_more_experts_per_token_than_experts(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "qwen3_moe", num_hidden_layers=1)
+    refused(ToMegatron(source, Layout(expert_tensor=5)), tmp_path / "out", "--expert-tensor 5: moe_intermediate_size")
+    set_config(source, num_experts_per_tok=9)
+    refused(ToMegatron(source, Layout()), tmp_path / "out", "num_experts_per_tok = 9: the model has 8 experts")
+
+
 def test_an_unknown_family(hf: Path, tmp_path: Path) -> None:
     set_config(hf, architectures=["GemmaForCausalLM"])
     refused(ToMegatron(hf, Layout()), tmp_path / "out", "GemmaForCausalLM")
@@ -228,6 +238,8 @@ def test_an_unknown_family(hf: Path, tmp_path: Path) -> None:
         (Layout(tensor=3), r"--tensor 3: num_key_value_heads = 2"),
         (Layout(tensor=8), r"--tensor 8: num_attention_heads = 4"),
         (Layout(tensor=0), r"--tensor 0: must be at least 1"),
+        (Layout(expert_tensor=0), r"--expert-tensor 0: must be at least 1"),
+        (Layout(expert_tensor=2), r"--expert-tensor 2: the model has no experts"),
     ],
 )
 def test_a_layout_that_the_model_cannot_have(hf: Path, tmp_path: Path, layout: Layout, pattern: str) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.convert import jobs
+from megatron_rl.checkpoint.convert import jobs, programs
 from megatron_rl.checkpoint.convert.layout import Layout
-from megatron_rl.checkpoint.convert.source import config_folder, megatron_folder
+from megatron_rl.checkpoint.convert.source import Model, config_folder, megatron_folder
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.checkpoint.convert.verify import Logits, compare, compare_logits
@@ -34,8 +34,9 @@ def convert(options: argparse.Namespace, say: Say) -> None:
         raise ValueError(f"--workers {options.workers}: must be at least 1")
     task: ToMegatron | ToHF
     if options.direction == "to-megatron":
-        layout = Layout(options.tensor, options.pipeline, options.expert)
-        task, target = ToMegatron(options.hf, layout, options.dtype, options.shard_size), options.megatron
+        layout = Layout(options.tensor, options.pipeline, options.expert, options.expert_tensor)
+        task = ToMegatron(options.hf, layout, options.dtype, options.shard_size, options.program)
+        target = options.megatron
     else:
         source = megatron_folder(options.megatron)
         config = config_folder(source, options.config)
@@ -43,10 +44,14 @@ def convert(options: argparse.Namespace, say: Say) -> None:
         task, target = ToHF(source, config, options.dtype, options.shard_size, padding, master), options.hf
     target = Path(str(target).rstrip("/"))
     jobs.run(task, target, options.workers, say)
-    files = manifest.read(target)["files"]
+    files = manifest.read(target / task.inside)["files"]
     say(
         f"{target}: {len(task.names())} tensors, {size_text(sum(f['bytes'] for f in files.values()))} in {len(files)} files"
     )
+    if isinstance(task, ToMegatron):
+        hint = programs.how_to_load(task.program, target, Model.read(task.hf))
+        if hint is not None:
+            say(hint)
     if options.verify:
         verify(task, target, options.workers, say)
 
@@ -58,7 +63,8 @@ def verify(task: ToMegatron | ToHF, target: Path, workers: int, say: Say) -> Non
         total = size_text(sum(c.nbytes for c in compared))
         say(f"verified: the checksums of all {len(compared)} tensors ({total}) equal the source's")
         if isinstance(task, ToMegatron):
-            logits = compare_logits(task.hf, target, target, task.dtype)
+            folder = target / task.inside
+            logits = compare_logits(task.hf, folder, folder, task.dtype)
         else:
             logits = compare_logits(target, task.megatron, task.config, task.dtype, task.master)
     except ValueError as error:

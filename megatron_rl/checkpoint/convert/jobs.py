@@ -26,9 +26,9 @@ from typing import Any, Protocol
 
 from megatron_rl.checkpoint import manifest, owner
 from megatron_rl.checkpoint.manifest import Piece
-from megatron_rl.runtime.disk import size_text, sync
+from megatron_rl.runtime.disk import size_text, sync, sync_tree
 
-_TASK, _MARKERS, _RESULT = "task.json", "done", "result"
+_TASK, _MARKERS, _RESULT, _ENCLOSING = "task.json", "done", "result", "enclosing"
 # Called with the bytes of each tensor as it is done.
 Progress = Callable[[int], None]
 _PR_SET_PDEATHSIG = 1
@@ -36,6 +36,11 @@ _PR_SET_PDEATHSIG = 1
 
 class Task(Protocol):
     """A conversion; pickled into every worker once, which plans for itself (the plan follows from the fields)."""
+
+    @property
+    def inside(self) -> str:
+        """The folder within the target that holds everything that `write` and `finish` write; "" for the target itself."""
+        ...
 
     def identity(self) -> dict[str, Any]:
         """What the result depends on, JSON-serialisable: a conversion continues only where it is the same."""
@@ -53,6 +58,10 @@ class Task(Protocol):
         """Writes what remains once every file is there; the manifest last."""
         ...
 
+    def enclose(self, root: Path) -> None:
+        """Writes what lies beside that folder, if the target is not the folder itself."""
+        ...
+
 
 def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> bool:
     """Does the task; returns False where `target` already is its whole result.
@@ -63,7 +72,8 @@ def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> b
     """
     identity, partial = task.identity(), target.with_name(f".{target.name}.converting")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        if _made_by(target) == identity and manifest.missing(target) is None:
+        whole = target / task.inside
+        if _made_by(whole) == identity and manifest.missing(whole) is None:
             say(f"{target} is already the result of this conversion")
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed at its very end
             return False
@@ -82,6 +92,14 @@ def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> b
             _run_all(task, remaining, partial, max(1, min(workers, len(remaining))), bar.advance)
         result = partial / _RESULT
         task.finish(result, [piece for name, _, _ in files for piece in _read_marker(partial, name)[1]])
+        if task.inside:
+            enclosing = partial / _ENCLOSING
+            shutil.rmtree(enclosing, ignore_errors=True)  # of a process that was killed here
+            enclosing.mkdir()
+            task.enclose(enclosing)
+            result.rename(enclosing / task.inside)
+            sync_tree(enclosing)
+            result = enclosing
         if target.is_dir():
             target.rmdir()
         result.rename(target)
@@ -147,6 +165,10 @@ def _only_writer(partial: Path, target: Path) -> Iterator[None]:
         raise ValueError(f"another process is converting into {target}: {owner.read(partial) or 'unknown'}") from None
     try:
         yield
+    except ValueError:  # refused: nothing to continue from, unless an earlier run left whole files
+        if not any((partial / _MARKERS).glob("*.json")):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     finally:
         ownership.release()
 

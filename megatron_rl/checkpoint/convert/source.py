@@ -16,7 +16,8 @@ from megatron_rl.models.export import companions
 from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.files import SafetensorsFolder, WeightSource
 
-_TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its `iter_<n>` folders
+TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its `iter_<n>` folders
+BRIDGE_TRACKER = "latest_train_state.pt"  # of Megatron-Bridge, likewise
 _SAMPLE = 2**16  # bytes
 
 
@@ -49,19 +50,23 @@ def open_weights(folder: str | Path) -> WeightSource:
 
 
 def megatron_folder(folder: Path) -> Path:
-    """The folder with the tensors: itself, or the newest iteration of a folder as Megatron-LM leaves it.
+    """The folder with the tensors: itself, or the newest iteration of a folder as Megatron-LM or Megatron-Bridge leaves it.
 
     Raises:
         ValueError: there is none; where it is a folder of checkpoints, they are listed.
     """
     if is_megatron(folder):
         return folder
-    if (folder / _TRACKER).is_file():
-        text = (folder / _TRACKER).read_text().strip()
+    if (folder / TRACKER).is_file():
+        text = (folder / TRACKER).read_text().strip()
         inner = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
         if is_megatron(inner):
             return inner
-        raise ValueError(f"{folder / _TRACKER} names {inner.name}, which holds no checkpoint of format torch_dist")
+        raise ValueError(f"{folder / TRACKER} names {inner.name}, which holds no checkpoint of format torch_dist")
+    if (folder / BRIDGE_TRACKER).is_file():
+        found = [path.parent for path in folder.glob("iter_*/.metadata") if path.parent.name[5:].isdecimal()]
+        if found:
+            return max(found, key=lambda path: int(path.name[5:]))
     inside = sorted(path.parent.name for path in folder.glob("*/.metadata")) if folder.is_dir() else []
     if inside:
         raise ValueError(f"{folder} holds the checkpoints {', '.join(inside)}: name one of them")

@@ -44,6 +44,13 @@ class ToHF:
     any_padding: bool = False
     master: bool = False
 
+    @property
+    def inside(self) -> str:
+        return ""
+
+    def enclose(self, root: Path) -> None:
+        """The target is the folder itself: nothing lies beside it."""
+
     @functools.cached_property
     def _plan(self) -> _Plan:
         return _planned(self)

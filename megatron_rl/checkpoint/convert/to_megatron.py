@@ -6,7 +6,7 @@ import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 
 import megatron_rl
 from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.convert import programs
 from megatron_rl.checkpoint.convert.jobs import Progress, made_by
-from megatron_rl.checkpoint.convert.layout import Chunk, Layout, aliases, chunks, padded, state_names
+from megatron_rl.checkpoint.convert.layout import Chunk, Layout, aliases, chunks, global_name, padded, state_names
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import HFFolder, Model, fingerprint
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
@@ -45,12 +46,18 @@ class ToMegatron:
     layout: what the checkpoint is cut for, which also decides the padding of the vocabulary.
     dtype: `keep`, `bf16` or `fp32`.
     file_bytes: how large a file may grow, unless one tensor is larger.
+    program: whose folders and files to write besides: `megatron-lm`, `bridge`, or None.
     """
 
     hf: Path
     layout: Layout
     dtype: str = "keep"
     file_bytes: int = 2 * 10**9
+    program: str | None = None
+
+    @property
+    def inside(self) -> str:
+        return programs.FOLDERS[self.program]
 
     @functools.cached_property
     def _plan(self) -> _Plan:
@@ -62,9 +69,10 @@ class ToMegatron:
     def identity(self) -> dict[str, Any]:
         return {
             "to": "megatron",
-            "layout": [self.layout.tensor, self.layout.pipeline, self.layout.expert],
+            "layout": asdict(self.layout),
             "dtype": self.dtype,
             "file_bytes": self.file_bytes,
+            "for": self.program,
             "version": megatron_rl.__version__,
             "source": fingerprint(self.hf, ("*.safetensors", INDEX)),
         }
@@ -100,7 +108,9 @@ class ToMegatron:
         state = _write_state(folder, f"__{len(plan.files)}_0.distcp")
         metadata = _metadata(plan, pieces, state)
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-        torch.save({}, folder / "common.pt")
+        dtype = plan.dtypes[global_name(plan.model.family.rules[0])]
+        torch.save(programs.common_state(self.program, plan.model, self.layout, dtype), folder / "common.pt")
+        programs.write_beside(self.program, folder, plan.model, self.layout, dtype)
         manifest.write_json(
             folder / "metadata.json",
             {
@@ -121,14 +131,15 @@ class ToMegatron:
             "version": megatron_rl.__version__,
             "family": plan.model.family.name,
             "layout": {
-                "tensor": self.layout.tensor,
-                "pipeline": self.layout.pipeline,
-                "expert": self.layout.expert,
+                **asdict(self.layout),
                 "vocabulary": plan.model.description.dims["vocab"],
                 "padded_vocabulary": padded(plan.model.description, self.layout.tensor)["padded_vocab"],
             },
         }
         manifest.write(folder, about, tensors | {_STATES: manifest.Tensor((), "object")}, [*pieces, state])
+
+    def enclose(self, root: Path) -> None:
+        programs.write_trackers(self.program, root)
 
     # ------------------------------------------------------------------------------------------------- verification
     def names(self) -> list[str]:
@@ -141,8 +152,9 @@ class ToMegatron:
         return plan.source.read(name, 0, start, stop).to(plan.target_dtype(name))
 
     def result(self, target: Path) -> WeightSource:
-        model = Model.read(target)
-        return MegatronModel(target, model.family, model.description)
+        folder = target / self.inside
+        model = Model.read(folder)
+        return MegatronModel(folder, model.family, model.description)
 
 
 @dataclass(frozen=True)
