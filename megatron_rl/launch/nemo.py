@@ -44,15 +44,19 @@ unset SLURM_UNBUFFEREDIO # of NeMo-Run's: srun would give the ranks a terminal, 
 
 @dataclass(kw_only=True)
 class WorkTreePackager(run.Packager):
-    """The work tree as it is: tracked files with uncommitted edits, new files that git does not ignore, and the site file."""
+    """The work tree as it is: tracked files with uncommitted edits, new files that git does not ignore, and the site file.
+
+    `venv` is the work tree's own environment where the site file means that one: it is not in the copy.
+    """
 
     root: str = ""
     site: str = ""
+    venv: str = ""
 
     def package(self, path: Path, job_dir: str, name: str) -> str:
         archive = Path(job_dir) / f"{name}.tar.gz"
         if not archive.exists():
-            pack(Path(self.root), Path(self.site), archive)
+            pack(Path(self.root), Path(self.site), archive, self.venv)
         return str(archive)
 
 
@@ -101,7 +105,11 @@ def slurm(
         additional_parameters={**options, "requeue": True},
         env_vars={"MEGATRON_RL_TASKS_PER_NODE": str(per_node)},
         tunnel=tunnel or run.LocalTunnel(job_dir=""),
-        packager=WorkTreePackager(root=str(root), site=str(site.path.resolve())),
+        packager=WorkTreePackager(
+            root=str(root),
+            site=str(site.path.resolve()),
+            venv=site.venv if site.venv_in_code and not site.container_image else "",
+        ),
         poll_estimated_start_time=False,
     )
 
@@ -123,7 +131,12 @@ def _options(words: Sequence[str]) -> dict[str, str | bool]:
 
 
 def experiment(name: str, tasks: Sequence[Task], executor: run.Executor, python: str = "python") -> run.Experiment:
-    """The tasks with their dependencies. Give it to `submit` or `show`."""
+    """The tasks with their dependencies. Give it to `submit` or `show`.
+
+    Raises:
+        LaunchError: VENV of the site file would be in the copy of the code, which has no environment.
+    """
+    _check_venv(executor)
     ids: dict[str, str] = {}
     with run.Experiment(name, skip_status_at_exit=True) as result:
         for task in tasks:
@@ -134,6 +147,21 @@ def experiment(name: str, tasks: Sequence[Task], executor: run.Executor, python:
                 dependencies=[ids[other] for other in task.after] or None,
             )
     return result
+
+
+def _check_venv(executor: run.Executor) -> None:
+    if not isinstance(executor, run.SlurmExecutor) or not isinstance(executor.packager, WorkTreePackager):
+        return
+    venv = executor.packager.venv
+    if not venv:
+        return
+    if isinstance(executor.tunnel, run.SSHTunnel):
+        raise LaunchError(
+            f"VENV in {executor.packager.site} is in the folder of the code ($MEGATRON_RL_HOME), and the jobs run from a "
+            "copy of it without an environment: write the absolute path of an environment on the cluster"
+        )
+    if not (Path(venv) / "bin" / "python").exists():
+        raise LaunchError(f"there is no {venv}/bin/python (VENV in {executor.packager.site}); make setup makes .venv")
 
 
 def show(experiment: run.Experiment) -> int:

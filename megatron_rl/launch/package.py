@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import shlex
 import subprocess
 import tarfile
 from pathlib import Path
@@ -23,8 +25,8 @@ def name_in(root: Path, recipe: Path, packaged: bool) -> str:
     return str(path.relative_to(root))
 
 
-def pack(root: Path, site: Path, archive: Path) -> None:
-    """Writes a .tar.gz of the work tree `root`, with `site` as its slurm/site.sh.
+def pack(root: Path, site: Path, archive: Path, venv: str = "") -> None:
+    """Writes a .tar.gz of the work tree `root`, with `site` as its slurm/site.sh; `venv`, if any, replaces its VENV.
 
     In it: tracked files with uncommitted edits, and new files that git does not ignore. Not in it: what git ignores (runs,
     environments), and tracked files that have been deleted.
@@ -43,4 +45,7 @@ def pack(root: Path, site: Path, archive: Path) -> None:
         for name in names:
             if name != "slurm/site.sh":
                 tar.add(root / name, arcname=name)
-        tar.add(site, arcname="slurm/site.sh")
+        text = site.read_bytes() + (f"\nVENV={shlex.quote(venv)}\n".encode() if venv else b"")
+        entry = tar.gettarinfo(str(site.resolve()), arcname="slurm/site.sh")
+        entry.size = len(text)
+        tar.addfile(entry, io.BytesIO(text))

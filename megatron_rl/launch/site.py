@@ -14,6 +14,7 @@ set -euo pipefail
 source "$MEGATRON_RL_HOME/slurm/lib.sh"
 load_site
 printf '%s\\0' "$TASKS_PER_NODE" "$CPUS_PER_TASK" "$LAUNCHER" "$CONTAINER_IMAGE" "$CONTAINER_MOUNTS" \\
+  "$VENV" "$(MEGATRON_RL_HOME=/another/folder && load_site > /dev/null && echo "$VENV")" \\
   "${#SITE_SBATCH[@]}" ${SITE_SBATCH[@]+"${SITE_SBATCH[@]}"} ${SITE_SRUN[@]+"${SITE_SRUN[@]}"}
 """
 
@@ -30,6 +31,8 @@ class Site:
     launcher: str
     container_image: str | None
     container_mounts: tuple[str, ...]
+    venv: str
+    venv_in_code: bool  # VENV is written with $MEGATRON_RL_HOME: another one for every copy of the code
 
 
 def read_site(root: Path, path: Path | None = None) -> Site:
@@ -51,7 +54,7 @@ def read_site(root: Path, path: Path | None = None) -> Site:
     )
     if done.returncode:
         raise LaunchError(done.stderr.strip().removeprefix("megatron-rl: ") or f"{path} cannot be read by bash")
-    tasks, cpus, launcher, image, mounts, count, *options = done.stdout.split("\0")[:-1]
+    tasks, cpus, launcher, image, mounts, venv, elsewhere, count, *options = done.stdout.split("\0")[:-1]
     return Site(
         path=path,
         sbatch=tuple(options[: int(count)]),
@@ -61,4 +64,6 @@ def read_site(root: Path, path: Path | None = None) -> Site:
         launcher=launcher,
         container_image=image or None,
         container_mounts=tuple(mount for mount in mounts.split(",") if mount),
+        venv=venv,
+        venv_in_code=venv != elsewhere,
     )

@@ -82,7 +82,9 @@ def test_a_recipe_that_cannot_run_is_refused(launch, tmp_path: Path) -> None:
 
 
 def test_from_a_laptop(launch, tmp_path: Path) -> None:
-    site = REPOSITORY / "slurm" / "site.example.sh"
+    site = tmp_path / "site.sh"
+    example = (REPOSITORY / "slurm" / "site.example.sh").read_text()
+    site.write_text(example + "VENV=/lustre/me/venv\n")
     remote = ("--host", "login.invalid", "--user", "me", "--job-dir", "/lustre/me", "--dry-run")
     no_model = {**SMALL["model"], "create": None, "path": "/lustre/models/qwen"}
     options = ("--executor", "slurm", "--site", str(site), *remote, "run_dir=runs/x")
@@ -92,6 +94,10 @@ def test_from_a_laptop(launch, tmp_path: Path) -> None:
     assert "run_dir=/lustre/me/runs/x" in text
     code, text = launch(*options, "trainer.stepz=1", environment={**os.environ, "NEMORUN_HOME": str(tmp_path)})
     assert (code, "trainer.stepz" in text) == (2, True)
+    site.write_text(example)  # its VENV would be in the copy of the code
+    code, text = launch(*options, environment={**os.environ, "NEMORUN_HOME": str(tmp_path)}, model=no_model)
+    assert code == 2
+    assert f"VENV in {site} is in the folder of the code ($MEGATRON_RL_HOME)" in text
 
 
 def test_on_this_machine(launch, tmp_path: Path) -> None:

@@ -89,6 +89,11 @@ def test_the_code_is_packaged_as_it_is(tmp_path: Path) -> None:
     }
     with tarfile.open(tmp_path / "a.tar.gz") as archive:
         assert not any(name.startswith("runs") for name in archive.getnames())
+    pack(root, site, tmp_path / "c.tar.gz", "/a venv")  # the work tree's own environment, which is not in the archive
+    with tarfile.open(tmp_path / "c.tar.gz") as archive:
+        file = archive.extractfile("slurm/site.sh")
+        assert file is not None
+        assert file.read().decode() == "TASKS_PER_NODE=8\nVENV='/a venv'\n"
     with pytest.raises(LaunchError, match="not a git repository"):
         pack(tmp_path, site, tmp_path / "b.tar.gz")
 
@@ -97,6 +102,10 @@ def test_the_site_file_is_read_as_the_scripts_read_it(tmp_path: Path) -> None:
     site = read_site(REPOSITORY, REPOSITORY / "slurm" / "site.example.sh")
     assert site.sbatch[:2] == ("--partition=gpu", "--account=my-project")
     assert (site.tasks_per_node, site.cpus_per_task, site.launcher, site.container_image) == (8, 14, "srun", None)
+    assert (site.venv, site.venv_in_code) == (f"{REPOSITORY}/.venv", True)
+    (tmp_path / "own.sh").write_text("VENV=/shared/venv")
+    own = read_site(REPOSITORY, tmp_path / "own.sh")
+    assert (own.venv, own.venv_in_code) == ("/shared/venv", False)
     with pytest.raises(LaunchError, match=r"copy slurm/site\.example\.sh to it"):
         read_site(REPOSITORY, tmp_path / "none.sh")
     (tmp_path / "bad.sh").write_text("LAUNCHER=mpirun")
