@@ -23,7 +23,7 @@ from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.phases import Phases
 from megatron_rl.runtime.stop import StopFlag
 from megatron_rl.tasks import Order, make_order
-from megatron_rl.trainer.prompts import load_prompts
+from megatron_rl.trainer.prompts import check_demonstrations, load_prompts
 from megatron_rl.trainer.report import Reporter
 
 
@@ -138,6 +138,8 @@ def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train",
     grid.barrier()
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     prompts = load_prompts(config, tokenizer, report.note, training=command != "evaluate")
+    if command == "sft" or config.sft.steps:
+        check_demonstrations(prompts.train, tokenizer, config.rollout.max_tokens)
     algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
     scorer = Scorer(config.rewards, algorithm.estimator.needs.columns)
     for samples in ([prompts.train] if command == "train" else []) + list(prompts.eval.values()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,3 +42,27 @@ def load_prompts(config: Config, tokenizer: Any, note: Callable[[str], None], tr
             note(f"left out {dropped} prompts of {name} of more than {limit} tokens")
         held_out[name] = kept[: config.trainer.eval_max_prompts]
     return Prompts(train, held_out, tasks.weights if training else None)
+
+
+def check_demonstrations(samples: Sequence[Sample], tokenizer: Any, limit: int) -> None:
+    """Looks for demonstrations that are too long before the model is loaded; of texts that may be, all are tokenised.
+
+    Raises:
+        ValueError: one has more than `limit` tokens, with the end-of-sequence token behind it.
+    """
+    texts = {sample.id: sample.demonstration for sample in samples if sample.demonstration is not None}
+    long = {name: text for name, text in texts.items() if len(text.encode(errors="replace")) + 1 > limit}
+    if long:
+        encoded = tokenizer(list(long.values()), add_special_tokens=False)["input_ids"]
+        refuse_long([sample for sample in samples if sample.id in long], [len(ids) + 1 for ids in encoded], limit)
+
+
+def refuse_long(samples: Sequence[Sample], lengths: Sequence[int], limit: int) -> None:
+    """Raises ValueError where a demonstration has more tokens than the model may write in a rollout."""
+    longest = max(range(len(lengths)), key=lambda i: lengths[i])
+    if lengths[longest] > limit:
+        raise ValueError(
+            f"the demonstration of {samples[longest].id} has {lengths[longest]} tokens, more than rollout.max_tokens = "
+            f"{limit}: the model would learn to write what it may not finish; raise rollout.max_tokens or shorten the "
+            "demonstrations"
+        )

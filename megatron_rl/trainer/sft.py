@@ -24,6 +24,7 @@ from megatron_rl.trainer.checkpointing import (
 )
 from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.evaluate import evaluate
+from megatron_rl.trainer.prompts import refuse_long
 
 
 def sft(run: Run, resume: str) -> None:
@@ -108,13 +109,7 @@ def demonstration_ids(run: Run, samples: Sequence[Sample]) -> list[np.ndarray]:
     """
     limit, end = run.config.rollout.max_tokens, run.tokenizer.eos_token_id
     encoded = run.tokenizer([sample.demonstration for sample in samples], add_special_tokens=False)["input_ids"]
-    longest = max(range(len(encoded)), key=lambda i: len(encoded[i]))
-    if len(encoded[longest]) + 1 > limit:
-        raise ValueError(
-            f"the demonstration of {samples[longest].id} has {len(encoded[longest]) + 1} tokens, more than "
-            f"rollout.max_tokens = {limit}: the model would learn to write what it may not finish; raise "
-            "rollout.max_tokens or shorten the demonstrations"
-        )
+    refuse_long(samples, [len(ids) + 1 for ids in encoded], limit)
     vocab = run.actor.vocab_shard.vocab_size
     for sample, ids in zip(samples, encoded, strict=True):
         highest = max([*sample.prompt_ids, *ids, end])

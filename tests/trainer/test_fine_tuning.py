@@ -7,11 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from megatron_rl.config.schema import Config, CreateModelConfig
+from megatron_rl.config.schema import Config, CreateModelConfig, ModelConfig, TaskConfig
 from megatron_rl.data import Sample
 from megatron_rl.models import create_model
+from megatron_rl.trainer.context import build_run
+from megatron_rl.trainer.prompts import check_demonstrations
+from megatron_rl.trainer.served import _ALONE
 from megatron_rl.trainer.sft import demonstration_ids
 
 
@@ -28,3 +32,31 @@ def test_a_token_that_the_model_has_no_row_for_is_named(tmp_path: Path) -> None:
     message = rf"sums/3 has token '2=', number {len(tokenizer) - 1}, .* resize its embedding"
     with pytest.raises(ValueError, match=message):
         demonstration_ids(run, [sample])
+
+
+def test_a_demonstration_that_is_too_long_is_found_before_the_model_is_built(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    create_model(tmp_path / "model", CreateModelConfig(layers=1), seed=0)
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "d": "2"}\n{"prompt": "1+2=", "d": "1+1+1=3"}\n')
+    config = Config(run_dir=str(tmp_path), model=ModelConfig(path=str(tmp_path / "model")))
+    task = TaskConfig(source="jsonl", path=str(tmp_path / "sums.jsonl"), demonstrations="column:d")
+    config.tasks.train = {"sums": task}
+    config.rollout.max_tokens = 7
+    # One rank without Megatron's process groups: building the model would fail otherwise.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+    with pytest.raises(ValueError, match=r"demonstration of sums/1 has 8 tokens, more than rollout\.max_tokens = 7"):
+        build_run(config, _ALONE, tmp_path, "sft")
+    config.sft.steps = 1
+    with pytest.raises(ValueError, match="demonstration of sums/1"):
+        build_run(config, _ALONE, tmp_path, "train")
+
+
+def test_a_demonstration_that_just_fits_is_taken(tmp_path: Path) -> None:
+    create_model(tmp_path / "model", CreateModelConfig(layers=1), seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    sample = Sample("sums/0", "sums", "1+2=", tokenizer.encode("1+2="), demonstration="1+1+1=3")
+    check_demonstrations([sample], tokenizer, 8)
+    with pytest.raises(ValueError, match="has 8 tokens"):
+        check_demonstrations([sample], tokenizer, 7)
