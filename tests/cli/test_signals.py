@@ -1,4 +1,4 @@
-"""Signals in a command's first seconds, and standard streams that take nothing: exit codes and messages."""
+"""Signals in a command's first seconds, standard streams that take nothing, other locales: exit codes and messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fuzz.signals import CODES, COMMAND, RANK, Strike, strike
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 def test_a_signal_at_any_moment_ends_a_run_with_its_own_exit_code(tmp_path: Path, number: signal.Signals) -> None:
     moments = random.Random(number)
-    for k in range(3):
+    for k in range(2):
         assert strike(tmp_path / str(k), Strike(number, moments.uniform(0, 1.2))) == []
 
 
@@ -78,3 +78,12 @@ def test_a_failure_without_standard_streams_has_its_own_code(tmp_path: Path) -> 
     command = launch(tmp_path, GOOD + "raise SystemExit(7)")
     done = subprocess.run(["bash", "-c", '"$@" >&- 2>&-', "bash", *command], timeout=60)
     assert done.returncode == 7
+
+
+def test_a_locale_without_utf8_changes_neither_paths_nor_output(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "ü")
+    environment = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "megatron_rl", "train", str(recipe), "--check"]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"run_dir: {tmp_path}/ü/run\n" in done.stdout.decode()
