@@ -21,6 +21,7 @@ from megatron_rl.planner import (
     UPDATE,
     Plan,
     Shape,
+    activation_bytes_per_token,
     active_parameters,
     actor_parameters,
     cache_bytes_per_token,
@@ -226,3 +227,13 @@ def test_full_recomputation_keeps_one_input_per_layer() -> None:
     ]
     inputs = 2 * tokens * shape.hidden * shape.layers
     assert inputs < activations < inputs + 2 * tokens * (4 * shape.hidden + 4 * shape.ffn + 6 * 4096)
+
+
+def test_experts_that_are_cut_keep_the_tokens_of_all_ranks_that_share_them() -> None:
+    shape = Shape.of(published_config("Qwen3-235B-A22B"))
+    whole, cut = (
+        activation_bytes_per_token(shape, tensor=4, sequence=True, expert_tensor=ranks, dtype_bytes=2)
+        for ranks in (1, 4)
+    )
+    # A rank's quarter of the tokens goes to 8 experts each, in and out; cut over four ranks, so does everyone's.
+    assert cut - whole == 2 * 8 * 2 * shape.hidden * (1 - 1 / 4)
