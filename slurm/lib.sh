@@ -357,7 +357,11 @@ next_start() {
     return
   fi
   step=$(newest_step)
-  if [[ $step == none ]]; then echo "starts over: there is no checkpoint"; else echo "continues after step $step"; fi
+  case $step in
+    none) echo "starts over: there is no checkpoint" ;;
+    sft/*) echo "continues after step ${step#sft/} of the warm-up" ;;
+    *) echo "continues after step $step" ;;
+  esac
 }
 
 # Long before Slurm gives a node up (SlurmdTimeout, minutes), the ranks have noticed.

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,7 @@ exit "${SRUN_EXIT:-0}"
 STAND_INS = {
     "scontrol": SCONTROL,
     "srun": SRUN,
-    "squeue": "#!/bin/sh\n",
+    "squeue": '#!/bin/sh\n[ -z "${IN_QUEUE:-}" ] || echo "$IN_QUEUE"\n',
     "sleep": '#!/bin/sh\necho "sleep $1" >> "$RECORD"\n',
 }
 
@@ -183,6 +185,50 @@ def test_a_conversion_that_is_preempted_is_requeued(tmp_path: Path) -> None:
     assert "scontrol requeue 1234\n" in batch.record
     assert "is requeued, and starts again" in batch.stderr
     assert "scontrol" not in Batch(tmp_path / "second", *words, SRUN_EXIT="143", SLURM_RESTART_COUNT="3").record
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        ("none", "starts over: there is no checkpoint"),
+        ("sft/30", "continues after step 30 of the warm-up"),
+        ("4", "continues after step 4"),
+    ],
+)
+def test_the_message_of_a_requeue_says_where_the_next_start_begins(step: str, text: str) -> None:
+    script = f'source {REPOSITORY}/slurm/lib.sh; RUN_DIR=/x; newest_step() {{ echo "{step}"; }}; next_start'
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    assert done.stdout == text + "\n"
+
+
+@pytest.fixture
+def servers() -> Iterator[Path]:
+    """The folder of the server of job 1234, which every batch script here takes itself for."""
+    folder = REPOSITORY / "runs" / ".servers" / "1234"
+    folder.mkdir(parents=True)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_server_that_is_stopped_is_requeued_while_jobs_use_it(tmp_path: Path, servers: Path) -> None:
+    (servers / "clients").write_text("77\n")
+    preempted = Batch(tmp_path, "serve", "/models/judge", "--dtype=auto", SRUN_EXIT="75", IN_QUEUE="77")
+    assert "scontrol requeue 1234\n" in preempted.record
+    serve = ["python", "-m", "megatron_rl.launch.serve", str(servers).replace(str(REPOSITORY), "HOME"), "10.0.0.003"]
+    assert "\n".join([*serve, "/models/judge", "--dtype=auto"]) in preempted.record
+    failed = Batch(tmp_path / "failed", "serve", "/models/none", SRUN_EXIT="2", IN_QUEUE="77")
+    assert (failed.code, "requeue" in failed.record) == (2, False)
+    (servers / "clients").unlink()
+    limit = Batch(tmp_path / "limit", "serve", "/models/judge", site="kill -USR1 $$")
+    assert (limit.code, "requeue" in limit.record) == (0, False)
+    assert "the time limit is near, and no job uses this server" in limit.stderr
+
+
+def test_a_job_whose_server_is_gone_ends_by_name(tmp_path: Path, servers: Path) -> None:
+    (servers / "url").write_text("http://gpu003:23456\n")  # left by a server that was killed
+    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), MEGATRON_RL_SERVERS="JUDGE_URL=1234/v1")
+    assert batch.code == exit_codes.PREFLIGHT
+    assert "the server of JUDGE_URL, job 1234, has left the queue" in batch.stderr
 
 
 def test_a_signal_to_the_script_reaches_the_ranks_as_the_one_that_srun_passes_on(tmp_path: Path) -> None:
