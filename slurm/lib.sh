@@ -346,6 +346,11 @@ around_srun() {
   export MASTER_ADDR MASTER_PORT
   # Every process sees all GPUs of its node, as in in_job; srun reads this where it is given no --gpu-bind.
   [[ -z ${SLURM_GPUS_ON_NODE:-} ]] || export SLURM_GPU_BIND=none
+  answer_end
+}
+
+# The same for a conversion, which has neither recipe nor attempts: only its end is answered.
+answer_end() {
   trap 'CODE=$?; trap - EXIT ERR; finish_job' EXIT
 }
 

@@ -263,5 +263,6 @@ def _sized(task: Task, executor: run.Executor) -> run.Executor:
             sized.setup_lines += f"around_srun {shlex.join(task.arguments)}\n"
         else:
             sized.nodes = sized.ntasks_per_node = 1
+            sized.setup_lines += "answer_end\n"
         sized.setup_lines += "trap - ERR # what srun ends with is said below\n"
     return sized

@@ -282,6 +282,15 @@ def test_a_batch_script_that_brings_its_own_srun_is_requeued_too(tmp_path: Path,
     assert ("scontrol requeue 1234\n" in batch.record) == again
 
 
+@pytest.mark.parametrize(("code", "again"), [(143, True), (0, False), (2, False)])
+def test_so_is_one_that_converts(tmp_path: Path, code: int, again: bool) -> None:
+    library = 'source "$MEGATRON_RL_HOME/slurm/lib.sh"\nenter_home\nanswer_end\ntrap - ERR\n'
+    (tmp_path / "nemo.sbatch").write_text(f"set -e\nset +e\n{library}\nsrun x\nexitcode=$?\nset -e\nexit $exitcode\n")
+    batch = Batch(tmp_path, str(tmp_path / "nemo"), SRUN_EXIT=str(code))
+    assert batch.code == code
+    assert ("scontrol requeue 1234\n" in batch.record) == again
+
+
 @pytest.mark.parametrize("code", ["1", "137", "139"])
 def test_ranks_that_fail_because_a_node_is_gone_are_started_again(tmp_path: Path, code: str) -> None:
     recipe = str(write_recipe(tmp_path))
