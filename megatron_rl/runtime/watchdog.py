@@ -27,7 +27,7 @@ from megatron_rl.runtime import exit_codes, postmortem
 from megatron_rl.runtime.progress import PROGRESS, Deadlines, beat_interval, heartbeats
 
 _PATIENCE = 10.0  # seconds to wait for the report of the rank that writes it
-_LAST = 60.0  # seconds after which a rank ends without a report: the disk may be what hangs
+_LAST = 60.0  # seconds, and four beats, after which a rank ends without a report: the disk may be what hangs
 
 
 class Watchdog:
@@ -114,7 +114,7 @@ class Watchdog:
             phase, limit, why: the stall that this rank has found; None: another rank has.
         """
         with self._ending:
-            last = threading.Timer(_LAST, os._exit, (exit_codes.STALLED,))
+            last = threading.Timer(_LAST + 4 * self._interval, os._exit, (exit_codes.STALLED,))
             last.daemon = True
             last.start()
             try:
