@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.checkpoint import owner
 from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
-from megatron_rl.rewards import check_rewards
+from megatron_rl.rewards import check_rewards, make_reward
 from megatron_rl.runtime import disk, exit_codes, stop, streams
 from megatron_rl.runtime.spawn import (
     ATTEMPT,
@@ -28,7 +28,7 @@ from megatron_rl.runtime.spawn import (
     shared_attempt,
 )
 from megatron_rl.runtime.world import World, outer_world
-from megatron_rl.tasks import check_tasks, tasks_to_evaluate
+from megatron_rl.tasks import check_tasks, first_items, tasks_to_evaluate
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -187,9 +187,36 @@ def load_checked(args: argparse.Namespace, machine: Machine, model: Mapping[str,
     try:
         check_tasks(tasks_to_evaluate(config.tasks) if args.command == "evaluate" else config.tasks)
         check_rewards(config.rewards, {*config.tasks.train, *config.tasks.eval})
+        _check_first_samples(config, args.command)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return config
+
+
+def _check_first_samples(config: Config, command: str) -> None:
+    """ValueError where the first rows of a task's file lack what a reward needs, such as a gold answer it can read."""
+    looks = {
+        name: make_reward(reward.reward, **reward.params)
+        for name, reward in config.rewards.items()
+        if not reward.when_needed
+    }
+    tasks = {f"train.{name}": task for name, task in config.tasks.train.items()} if command == "train" else {}
+    tasks |= {f"eval.{name}": task for name, task in config.tasks.eval.items()}
+    for key, task in tasks.items():
+        for where, item in first_items(task):
+            sample = {
+                field: getattr(item, field)
+                for field in ("prompt", "answer", "tool_calls", "needs_response", "metadata")
+            }
+            for name, reward in looks.items():
+                only = config.rewards[name].tasks
+                if hasattr(reward, "check_sample") and (only is None or key.partition(".")[2] in only):
+                    try:
+                        reward.check_sample(sample)
+                    except ValueError as error:
+                        raise ValueError(
+                            f"tasks.{key}: {where}: the reward {name!r} cannot score it: {error}"
+                        ) from error
 
 
 def print_checked(config: Config, machine: Machine | None) -> int:

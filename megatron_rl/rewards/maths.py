@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_rl.rewards.golds import doubtful_golds
 from megatron_rl.rewards.isolation import Isolated
 from megatron_rl.rewards.registry import Reward, choice, flag, real, register_reward, stopped
 
@@ -55,6 +56,11 @@ def math_reward(
             raise ValueError("the math reward needs the sample's answer")
         return gold_text(sample["answer"], gold_after)
 
+    def doubts(golds: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        return doubtful_golds(
+            [(key, gold_of(sample)) for key, sample in golds], lambda c, g: bool(isolated(c, g, *more))
+        )
+
     def score(completion: str, sample: Mapping[str, Any]) -> float:
         gold = gold_of(sample)
         if require_stop and not stopped(sample):
@@ -63,6 +69,7 @@ def math_reward(
 
     score.isolated = isolated  # type: ignore[attr-defined]
     score.check_sample = gold_of  # type: ignore[attr-defined]
+    score.doubts = doubts  # type: ignore[attr-defined]
     return score
 
 
@@ -70,9 +77,13 @@ def gold_text(answer: Any, after: str | None) -> str:
     """The gold answer as text: of a list its only entry, or all of them with commas (OlympiadBench's `final_answer`).
 
     Raises:
-        ValueError: `after` is not in it, or nothing is left.
+        ValueError: `after` is not in it, nothing is left, or it is a whole solution of GSM8K's.
     """
     text = ", ".join(map(str, answer)) if isinstance(answer, list | tuple) else str(answer)
+    if after is None and "####" in text:
+        raise ValueError(
+            f"the gold answer {text!r:.200} is a solution with ####; set gold_after: '####' to read what follows it"
+        )
     if after is not None:
         _, found, text = text.rpartition(after)
         if not found:

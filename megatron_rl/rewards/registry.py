@@ -4,7 +4,8 @@ A reward is a callable `(completion, sample) -> number`, or `-> {part: number}` 
 attribute `columns`. The sample is a mapping with the keys of `Sample.as_mapping` (`prompt`, `answer`, `tool_calls`,
 `needs_response`, `metadata`) and, in a run, also `finish_reason` (`stop` or `length`) and `num_tokens` (length of the
 response). Further attributes: with `may_abstain` it may return None, no value for this rollout; `check_sample`, a function of
-the sample, raises ValueError where that lacks what the reward needs, and a run asks it about all of them before it starts.
+the sample, raises ValueError where that lacks what the reward needs, and a run asks it about all of them before it starts;
+`doubts`, a function of (id, sample) pairs, returns warnings that rank 0 prints then.
 
 A factory turns a recipe's parameters into such a callable; it imports nothing heavy and raises ValueError on a bad parameter,
 so that recipes are checked by making their rewards.

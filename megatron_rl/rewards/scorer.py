@@ -124,6 +124,16 @@ class Scorer:
                     except ValueError as error:
                         raise ValueError(f"the reward {name!r} cannot score sample {sample.id}: {error}") from error
 
+    def doubts(self, samples: Sequence[Sample]) -> list[str]:
+        """Warnings about samples that can be scored, but perhaps not rightly; names rewards and samples. Takes seconds."""
+        found = []
+        for name, reward in self._rewards.items():
+            if hasattr(reward, "doubts"):
+                own = [(sample.id, sample.as_mapping()) for sample in samples if self._applies(name, sample)]
+                found += [f"the reward {name!r}: {text}" for text in reward.doubts(own)]
+        self._timeouts = self._all_timeouts()  # those of the first step are counted from here
+        return found
+
     # ------------------------------------------------------------------------------------------------------- scoring
     def start(
         self,

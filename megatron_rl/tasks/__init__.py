@@ -1,6 +1,6 @@
 """Where prompts come from: your data and generators, as `Sample`s in a deterministic order. Imports no torch."""
 
-from megatron_rl.tasks.checks import check_tasks
+from megatron_rl.tasks.checks import check_tasks, first_items
 from megatron_rl.tasks.loading import LoadedTasks, filter_by_length, load_task, load_tasks, tasks_to_evaluate
 from megatron_rl.tasks.order import MixedOrder, Order, PromptOrder, make_order
 
@@ -11,6 +11,7 @@ __all__ = [
     "PromptOrder",
     "check_tasks",
     "filter_by_length",
+    "first_items",
     "load_task",
     "load_tasks",
     "make_order",

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.names import unknown_name
-from megatron_rl.tasks.columns import column_names, has_column
+from megatron_rl.tasks.columns import column_names, has_column, to_item
 from megatron_rl.tasks.demonstrations import COLUMN, make_writer
 from megatron_rl.tasks.files import Row, files_of, jsonl_rows, parquet_rows
+from megatron_rl.tasks.item import Item
 from megatron_rl.tasks.loading import task_weights
 from megatron_rl.tasks.order import window_counts
 from megatron_rl.tasks.sources import SOURCES, SPLIT
@@ -194,6 +195,26 @@ def _check_data(config: TaskConfig, in_template: list[str]) -> None:
         for path in in_template:
             if path != "prompt" and path not in known:
                 raise ValueError(f"prompt: {where}: {unknown_name('column', path, known)}")
+    try:
+        first_items(config)
+    except ValueError as error:
+        raise ValueError(f"columns: {error}") from error
+
+
+def first_items(config: TaskConfig) -> list[tuple[str, Item]]:
+    """The first rows of a file as items, each with its place; [] for other sources, and where `_first_rows` has none.
+
+    Raises:
+        ValueError: a row that makes no item; names it.
+    """
+    rows = _first_rows(config) if config.source in ("jsonl", "parquet") else None
+    items = []
+    for where, row in rows or ():
+        try:
+            items.append((where, to_item(row, config.columns, arrow=config.source == "parquet")))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return items
 
 
 def _first_rows(config: TaskConfig) -> list[tuple[str, Row]] | None:

@@ -144,6 +144,9 @@ def build_run(config: Config, grid: Grid, run_dir: Path, command: str = "train",
     scorer = Scorer(config.rewards, algorithm.estimator.needs.columns)
     for samples in ([prompts.train] if command == "train" else []) + list(prompts.eval.values()):
         scorer.check(samples)
+        if grid.is_main:
+            for doubt in scorer.doubts(samples):
+                report.warn(doubt)
     scorer.open(run_dir, grid.rank, grid.world)
     order = None
     if prompts.train:

@@ -81,6 +81,8 @@ def _answer(
     scorer = Scorer(config.rewards, make_algorithm(config.algorithm).estimator.needs.columns)
     for samples in tasks.values():
         scorer.check(samples)
+        for doubt in scorer.doubts(samples):
+            report.warn(doubt)
     scorer.open(report.run_dir, _ALONE.rank, _ALONE.world)
     keep = kept.Keeper(report.run_dir / kept.FOLDER / "engine0.jsonl")
     try:

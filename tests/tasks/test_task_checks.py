@@ -40,6 +40,15 @@ def test_good_tasks_pass(tmp_path: Path) -> None:
     )
 
 
+def test_the_first_rows_have_to_make_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"question": [[{"role": "user", "content": "q"}]]}) + "\n")
+    with pytest.raises(
+        ValueError, match=r"tasks\.train\.sums\.columns: .*'question' must be text or a list of chat messages"
+    ):
+        check({"source": "jsonl", "path": str(path), "columns": ColumnsConfig(prompt="question"), "chat": True})
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
