@@ -121,12 +121,21 @@ def _reduce_scatter_unequal(output: torch.Tensor, input_list: list[torch.Tensor]
     output.copy_(total.split([part.shape[0] for part in input_list])[torch.distributed.get_rank(group)])
 
 
+def _no_cuda_random_state(**_: Any) -> torch.Tensor:
+    return torch.empty(0)
+
+
 def _replacements() -> dict[tuple[Any, str], Any]:
+    from megatron.core.tensor_parallel import random
+
     cuda = _TORCH_CUDA | {name: _typed_constructor(dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()}
     return {(torch.cuda, name): value for name, value in cuda.items()} | {
         (torch.distributed, "all_to_all_single"): _all_to_all_with_lists,
         (torch.distributed, "all_gather"): _all_gather_unequal,
         (torch.distributed, "reduce_scatter"): _reduce_scatter_unequal,
+        # Activation recomputation puts both back before it computes a layer again; the CPU's own it handles beside them.
+        (random, "_get_cuda_rng_state"): _no_cuda_random_state,
+        (random, "_set_cuda_rng_state"): _NoStream()._nothing,
     }
 
 

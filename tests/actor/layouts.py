@@ -40,6 +40,7 @@ class Layout:
     experts: bool = False  # a mixture of experts
     expert: int = 1  # ranks that the experts are spread over
     expert_tensor: int = 1  # ranks that each expert is cut over
+    recompute: str = "none"
 
     @property
     def model(self) -> str:
@@ -95,6 +96,7 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
     )
     config.actor.optimizer = OptimizerConfig(**{**vars(LINEAR_ADAM), "distributed": layout.distributed})
     config.actor.tokens_per_microbatch = layout.tokens_per_microbatch
+    config.actor.recompute = layout.recompute
     config.actor.logprob_chunk_tokens = 32
     config.trainer.minibatches = 2
     config.rollout.temperature = 0.8

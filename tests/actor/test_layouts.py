@@ -28,6 +28,7 @@ CORRECTED = {
 ALONE = [Layout("alone", modes=MODES), Layout("alone corrected", section=CORRECTED), Layout("alone tied", tied=True)]
 ALONE += [Layout("alone experts", experts=True)]
 ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", tokens_per_microbatch=52)]
+ONE += [Layout(f"recompute {what}", recompute=what) for what in ("selective", "full")]
 TWO = [
     Layout("TP 2", tensor=2, modes=MODES),
     Layout("TP 2 corrected", tensor=2, section=CORRECTED),
@@ -38,6 +39,8 @@ TWO = [
     Layout("DP 2 plain optimizer", distributed=False),
     Layout("DP 2 large micro-batches", tokens_per_microbatch=4096),
     Layout("EP 2", experts=True, expert=2),
+    Layout("EP 2 recompute full", experts=True, expert=2, recompute="full"),
+    Layout("TP 2 sequence recompute full", tensor=2, sequence=True, recompute="full"),
     Layout("DP 2 experts", experts=True),
     Layout("TP 2 EP 2 whole experts", tensor=2, sequence=True, experts=True, expert=2),
     Layout(
