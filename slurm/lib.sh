@@ -21,7 +21,7 @@ load_site() {
   local site="${MEGATRON_RL_SITE:-$MEGATRON_RL_HOME/slurm/site.sh}"
   [[ -r $site ]] || die "no $site; copy slurm/site.example.sh to it and edit the copy" 2
   SITE_SBATCH=() SITE_SRUN=() TASKS_PER_NODE=1 CPUS_PER_TASK='' LAUNCHER=srun VENV='' CONTAINER_IMAGE='' CONTAINER_MOUNTS=''
-  MAX_REQUEUES_WITHOUT_PROGRESS=3 SERVER_WAIT_MINUTES=30
+  MAX_REQUEUES_WITHOUT_PROGRESS=3 SERVER_WAIT_MINUTES=30 SERVER_LOOKS_EVERY=20
   # shellcheck disable=SC2317
   site_setup() { :; }
   # shellcheck source=slurm/site.example.sh
@@ -327,12 +327,18 @@ record_end() {
 # Waits for Slurm to end this script, at the latest after its KillWait, where what becomes of the job has been decided:
 # cancelled, past its limit, or requeued for a lost node. There an exit of ours must not become the job's end.
 leave_to_slurm() {
-  local state
+  local state restarts
   state=$(job_field JobState)
   case $state in
     RUNNING | "") return 0 ;; # 0: a plain return is not one in an EXIT trap
   esac
-  record_end 143 "Slurm has ended it ($state)"
+  restarts=$(job_field Restarts)
+  if ((${restarts:-0} > ${SLURM_RESTART_COUNT:-0})); then
+    record_end 143 "Slurm has requeued it"
+    note_requeue
+  else
+    record_end 143 "Slurm has ended it: cancelled, or past its time limit"
+  fi
   say "stopped; what becomes of the job has been decided by Slurm"
   sleep 300
   exit "$1"
@@ -351,6 +357,7 @@ around_srun() {
 
 # The same for a conversion, which has neither recipe nor attempts: only its end is answered.
 answer_end() {
+  trap - USR1 TERM # the srun that follows is not this file's: a signal to this shell ends the script, and so comes here
   trap 'CODE=$?; trap - EXIT ERR; finish_job' EXIT
 }
 
@@ -375,10 +382,14 @@ nodes_answer() {
     --input=none true
 }
 
+note_requeue() { # for `megatron-rl status`
+  [[ -z ${MEGATRON_RL_ATTEMPT:-} ]] || job_name > "$MEGATRON_RL_ATTEMPT/requeued"
+}
+
 requeue() {
   refuse_more_starts_than "$MAX_REQUEUES_WITHOUT_PROGRESS"
   say "exit code $1: job $(job_name) is requeued, and $(next_start)"
-  [[ -z ${MEGATRON_RL_ATTEMPT:-} ]] || job_name > "$MEGATRON_RL_ATTEMPT/requeued"
+  note_requeue
   scontrol requeue "$(job_name)" || {
     rm -f "${MEGATRON_RL_ATTEMPT:-/nowhere}/requeued"
     say "Slurm did not requeue it; the same submission continues the run"

@@ -48,6 +48,8 @@ MAX_REQUEUES_WITHOUT_PROGRESS=3
 
 # How long a job waits for the servers that it was given with submit.sh --server, in minutes.
 SERVER_WAIT_MINUTES=30
+# How often a server looks whether jobs that use it are left in the queue, in seconds.
+SERVER_LOOKS_EVERY=20
 
 # Extra options of srun, e.g. (--mpi=none --cpu-bind=cores).
 SITE_SRUN=()

@@ -24,7 +24,7 @@ SCONTROL = """#!/usr/bin/env bash
 case "$1 $2" in
   "show hostnames") for i in $(seq -f %03g 3 $((2 + SLURM_JOB_NUM_NODES))); do echo "gpu$i"; done ;;
   "show node") echo "NodeName=$4 Arch=x86_64 NodeAddr=10.0.0.${4#gpu} NodeHostName=$4" ;;
-  "show job") echo "JobId=$4 JobState=${JOB_STATE:-RUNNING} Reason=None EndTime=2099-01-01T00:00:00 StdOut=/x" ;;
+  "show job") echo "JobId=$4 JobState=${JOB_STATE:-RUNNING} Restarts=${RESTARTS:-0} EndTime=2099-01-01T00:00:00 StdOut=/x" ;;
   *) echo "scontrol $*" >> "$RECORD" ;;
 esac
 """
@@ -252,12 +252,19 @@ def test_a_notice_before_there_are_ranks_is_answered_with_a_requeue(tmp_path: Pa
     assert "scontrol requeue 1234\n" in batch.record
 
 
-@pytest.mark.parametrize("state", ["COMPLETING", "PENDING"])
-def test_where_slurm_has_decided_the_script_waits_for_its_end(tmp_path: Path, state: str) -> None:
-    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), SRUN_EXIT="75", JOB_STATE=state)
+@pytest.mark.parametrize(
+    ("restarts", "fate"),
+    [("0", "Slurm has ended it: cancelled, or past its time limit"), ("1", "Slurm has requeued it")],
+)
+def test_where_slurm_has_decided_the_script_waits_for_its_end(tmp_path: Path, restarts: str, fate: str) -> None:
+    own = {"JOB_STATE": "COMPLETING", "RESTARTS": restarts}
+    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), SRUN_EXIT="75", **own)
     assert batch.code == 75
     assert "scontrol requeue" not in batch.record
     assert "sleep 300\n" in batch.record  # of a job that Slurm has requeued, an exit would be the end
+    attempt = tmp_path / "run" / "logs" / "attempt_1"
+    assert (attempt / "end").read_text().endswith(f": {fate}\n")
+    assert (attempt / "requeued").exists() == (restarts == "1")
 
 
 def test_a_controller_that_is_busy_is_asked_again(tmp_path: Path) -> None:
