@@ -99,6 +99,11 @@ def test_bridge_finds_its_configuration(hf: Path, tmp_path: Path) -> None:
         *("vocab_size", "should_pad_vocab", "make_vocab_size_divisible_by", "seq_length", "hf_model_id"),
         *("share_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "rotary_percent"),
     }
+    assert (provider["vocab_size"], provider["should_pad_vocab"], provider["make_vocab_size_divisible_by"]) == (
+        61,
+        True,
+        1,
+    )
     assert (config["checkpoint"]["save_optim"], config["checkpoint"]["save_rng"]) == (False, False)
 
 

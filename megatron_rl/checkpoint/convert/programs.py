@@ -148,14 +148,13 @@ def _run_config(model: Model, layout: Layout, dtype: torch.dtype) -> dict[str, A
     """Bridge's run_config.yaml as far as it describes the model; it fills in its defaults."""
     shape, gpt, source = dict(model.description.transformer), dict(model.description.model), str(model.folder.resolve())
     activation = shape.pop("activation_func")
-    vocab_size, length = padded(model.description, layout.tensor)["padded_vocab"], gpt.pop("max_sequence_length")
+    length = gpt.pop("max_sequence_length")
     provider = {
         "_target_": _PROVIDER,
         **shape,
         **gpt,
         "activation_func": {"_target_": f"torch.nn.functional.{activation.__name__}", "_call_": False},
-        "vocab_size": vocab_size,
-        "should_pad_vocab": False,
+        "should_pad_vocab": True,  # to the tensor parallelism that it is loaded at
         "make_vocab_size_divisible_by": 1,
         "seq_length": length,
         "hf_model_id": source,
