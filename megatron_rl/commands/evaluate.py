@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
         machine = machine_asked_for(args, machine)
         config, checkpoint = _resolve(args, machine)
         if args.check:
-            return print_checked(config, machine if args.processes is None else None)
+            return print_checked(config, machine if args.processes is None else None, args.command)
         if not args.endpoint:
-            check_machine(config, machine)
+            check_machine(config, machine, args.command)
     except ConfigError as error:
         return refuse(error, world)
     if args.endpoint:

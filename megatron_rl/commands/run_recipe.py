@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
         machine = machine_asked_for(args, machine)
         config = load_checked(args, machine)
         if args.check:
-            return print_checked(config, machine if args.processes is None else None)
-        check_machine(config, machine)
+            return print_checked(config, machine if args.processes is None else None, args.command)
+        check_machine(config, machine, args.command)
         resume = _resume(args.resume)
     except ConfigError as error:
         return refuse(error, world)
@@ -219,7 +219,7 @@ def _check_first_samples(config: Config, command: str) -> None:
                         ) from error
 
 
-def print_checked(config: Config, machine: Machine | None) -> int:
+def print_checked(config: Config, machine: Machine | None, command: str) -> int:
     """Where the number of processes is given (by a batch script, say), the recipe has to fit it; else this is a laptop.
 
     Args:
@@ -229,7 +229,7 @@ def print_checked(config: Config, machine: Machine | None) -> int:
     if machine is None:
         return exit_codes.OK
     try:
-        check_machine(config, machine)
+        check_machine(config, machine, command)
     except ConfigError as error:
         print(f"megatron-rl: the recipe is fine, but not for this machine: {error}", file=sys.stderr)
         return exit_codes.OK if machine.world_size is None else exit_codes.BAD_INPUT

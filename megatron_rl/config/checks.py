@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import methods
-from megatron_rl.config.model_checks import check_model
+from megatron_rl.config.model_checks import check_cpu_engine, check_model
 from megatron_rl.config.presets import check_algorithm
 from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import ConfigError, closest
@@ -98,14 +98,18 @@ def check(
     return config
 
 
-def check_machine(config: Config, machine: Machine | None = None) -> None:
+def check_machine(config: Config, machine: Machine | None = None, command: str = "train") -> None:
     """Whether this machine can run a (checked) recipe; not asked of a login node that only checks it.
+
+    Args:
+        machine: null: this one.
+        command: train | sft | evaluate.
 
     Raises:
         ConfigError: one line per problem.
     """
     machine = machine or Machine.here()
-    _refuse(list(_check_machine(config, machine)))
+    _refuse(list(_check_machine(config, machine, command)))
 
 
 def _refuse(problems: list[str]) -> None:
@@ -167,7 +171,7 @@ def _next_multiple(number: int, of: int) -> int:
     return max(of, math.ceil(number / of) * of)
 
 
-def _check_machine(config: Config, machine: Machine) -> Iterator[str]:
+def _check_machine(config: Config, machine: Machine, command: str) -> Iterator[str]:
     local = machine.local_world_size or config.launch.processes or 1
     if machine.gpus and local > machine.gpus:
         yield (
@@ -178,6 +182,8 @@ def _check_machine(config: Config, machine: Machine) -> Iterator[str]:
         yield "`actor.fp8` needs a GPU with Transformer Engine and this machine has no GPU; set actor.fp8=null"
     if config.actor.offload and not machine.gpus:
         yield "`actor.offload` moves state off a GPU and this machine has none; set actor.offload=false"
+    if not machine.gpus and (command != "sft" or config.tasks.eval):
+        yield from check_cpu_engine(config)
 
 
 # -------------------------------------------------------------------------------------------------- batch and trainer

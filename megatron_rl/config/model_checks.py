@@ -12,6 +12,8 @@ from megatron_rl.config.schema import Config, CreateModelConfig
 from megatron_rl.config.stages import stage_layers
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# vLLM 0.32, CPUAttentionBackend.get_supported_head_sizes
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -41,6 +43,24 @@ def check_model(config: Config, model: Mapping[str, Any] | None = None) -> Itera
             yield from _check_sizes(config, _created_sizes(config.model.create))
     else:
         yield "`model` names no model: set `model.path` to a Hugging Face folder, or `model.create` to make a small one"
+
+
+def check_cpu_engine(config: Config) -> Iterator[str]:
+    """Yields a sentence where vLLM has no attention kernel for the (checked) recipe's model on a CPU."""
+    if config.model.create is not None:
+        key, size = "`model.create.head_dim`", config.model.create.head_dim
+    else:
+        assert config.model.path is not None  # `check_model` has seen to it
+        model = json.loads((Path(config.model.path) / "config.json").read_text("utf-8"))
+        key, size = "the model's head_dim", model.get("head_dim")
+        heads, hidden = model.get("num_attention_heads"), model.get("hidden_size")
+        if size is None and not str(model.get("model_type")).startswith("qwen3") and heads and hidden:
+            size = hidden // heads
+    if size is not None and size not in CPU_HEAD_SIZES:
+        yield (
+            f"{key} ({size}) is none of the sizes that vLLM's attention has on a CPU: "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
 
 
 def _check_folder(folder: Path) -> Iterator[str]:

@@ -20,6 +20,9 @@ def _describe(config: HFConfig) -> ModelDescription:
     fields = Fields(config, "qwen2")
     description = describe_decoder(fields, qkv_bias=True)
     refuse_sliding_window(fields, description.dims["layers"])
+    head_dim, own = description.dims["head_dim"], description.dims["hidden"] // description.dims["heads"]
+    if head_dim != own:
+        fields.refuse("head_dim", head_dim, f"vLLM's Qwen2 knows only hidden_size / num_attention_heads = {own}")
     fields.finish()
     return description
 

@@ -151,12 +151,37 @@ def test_another_launchers_world_is_taken_as_it_is(recipe) -> None:
         (["launch.processes=4"], Machine(gpus=2), "4 processes need a GPU each and this machine offers 2"),
         (["actor.fp8={}"], CPU, "set actor.fp8=null"),
         (["actor.offload=true"], CPU, "set actor.offload=false"),
+        (["model.create.head_dim=16"], CPU, r"model.create.head_dim` \(16\) is none of the sizes .*: 32, 64,"),
     ],
 )
 def test_what_this_machine_lacks(recipe, overrides: list[str], machine: Machine, message: str) -> None:
     checked = check(recipe(*overrides), machine=machine)  # fine in itself: it may be meant for another machine
     with pytest.raises(ConfigError, match=message):
         check_machine(checked, machine)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, 16),
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 48}, 48),
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2}, None),
+        ({"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4}, None),  # 128 where it says nothing
+    ],
+)
+def test_an_engine_on_a_cpu_has_kernels_for_some_head_sizes_only(
+    recipe, model: Path, config: dict[str, object], size: int | None
+) -> None:
+    (model / "config.json").write_text(json.dumps(config))
+    checked = check(recipe(f"model.path={model}"), machine=CPU)
+    check_machine(checked, Machine(gpus=8))
+    checked.tasks.eval = {}
+    check_machine(checked, CPU, "sft")  # which then starts no engine
+    if size is None:
+        check_machine(checked, CPU)
+    else:
+        with pytest.raises(ConfigError, match=rf"the model's head_dim \({size}\) is none of the sizes"):
+            check_machine(checked, CPU)
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,8 @@ def test_llama3_rope_scaling_reaches_megatron() -> None:
         ("Qwen3-8B", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 30}, "use_sliding"),
         ("Qwen3-8B", {"layer_types": ["full_attention"] * 35 + ["sliding_attention"]}, "layer_types"),
         ("Qwen3-8B", {"attention_bias": True}, "attention_bias"),
+        ("Llama-3.1-8B", {"attention_bias": True}, "attention_bias` = True changes the forward pass of `llama`"),
+        ("Qwen2.5-0.5B", {"head_dim": 128}, "head_dim` = 128 .* hidden_size / num_attention_heads = 64"),
         ("Qwen3-8B", {"hidden_act": "gelu"}, "hidden_act"),
         ("Qwen3-8B", {"attention_dropout": 0.1}, "attention_dropout"),
         ("Qwen3-8B", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type` = 'yarn'"),

@@ -150,7 +150,7 @@ def test_a_module_built_otherwise(tmp_path: Path, folder: Path, parallel: Parall
     plain = tiny.write(tmp_path / "llama", "llama", num_hidden_layers=2, head_dim=16)
     with pytest.raises(ValueError, match=r"no parameter for model\.layers\.0\.self_attn\.q_norm"):
         load(folder, parallel, built_from=plain)
-    biased = tiny.write(tmp_path / "qwen2", "qwen2", num_hidden_layers=2, head_dim=16)
+    biased = tiny.write(tmp_path / "qwen2", "qwen2", num_hidden_layers=2)
     with pytest.raises(ValueError, match=r"linear_qkv\.bias of the Megatron model is not in the weight map"):
         load(folder, parallel, built_from=biased)
 
