@@ -1,10 +1,13 @@
-"""vLLM's CPU worker, with two things of vLLM 0.32 put right.
+"""vLLM's CPU worker, with three things of vLLM 0.32 put right.
 
 It names the segment of its CPU collectives after the init method, which under the external launcher is the same for every run
 on the machine: two runs at once, or one after a crash, would meet in one segment.
 
-And it packs the experts' weights for its CPU kernels only when a layer is first set up, so that a mixture of experts computes
+It packs the experts' weights for its CPU kernels only when a layer is first set up, so that a mixture of experts computes
 with garbage after new weights.
+
+And it packs the weights of other layers again only where one comes under the layer's own name. None does for a tied output
+layer, whose weight is the embedding's: it would go on computing with the packed copy of the weights before.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from megatron_rl.rollout import packed
 from megatron_rl.runtime import leftovers
 
 
@@ -23,8 +27,11 @@ class ColocatedCpuWorker(CPUWorker):
         super().init_device()
 
     def reload_weights(self, *args: Any, **options: Any) -> None:
-        for layer in self.model_runner.model.modules():
+        model = self.model_runner.model
+        for layer in model.modules():
             method: Any = getattr(layer, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None  # an expert layer without a kernel is set up again, packing included
+        before = packed.products(model)
         super().reload_weights(*args, **options)
+        packed.refresh(model, before)

@@ -36,6 +36,7 @@ TWO = [
     Layout("TP 2 sequence tied", tensor=2, sequence=True, tied=True),
     Layout("DP 2", modes=MODES),
     Layout("DP 2 corrected", section=CORRECTED),
+    Layout("DP 2 tied", tied=True),
     Layout("DP 2 plain optimizer", distributed=False),
     Layout("DP 2 large micro-batches", tokens_per_microbatch=4096),
     Layout("EP 2", experts=True, expert=2),

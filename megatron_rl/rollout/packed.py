@@ -1,0 +1,91 @@
+"""The packed copies of weights that vLLM's CPU build computes with.
+
+After loading, vLLM gives every linear layer, the embedding and the output layer a function `cpu_linear(x, weight, bias)`
+that holds a copy of the weight in its kernel's layout and ignores `weight`. A linear layer's own weight is emptied; the
+embedding and the output layer keep theirs, which then does not prove what it computes with. On a GPU there are no copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_BLOCK = 256  # input columns that are read back at once
+
+
+def products(model: nn.Module) -> dict[str, Product]:
+    """`cpu_linear` of every layer that has a copy of its own, by the layer's name in vLLM."""
+    found = {name: vars(layer).get("cpu_linear") for name, layer in model.named_modules()}
+    return {name: product for name, product in found.items() if product not in (None, functional.linear)}
+
+
+def refresh(model: nn.Module, before: Mapping[str, Product]) -> None:
+    """After a reload: packs the weight of every layer again that still computes with its product from `before`.
+
+    Raises:
+        RuntimeError: such a layer has no weight to pack, since none came for it.
+    """
+    now = products(model)
+    for name, product in before.items():
+        if now.get(name) is not product:
+            continue
+        layer: Any = model.get_submodule(name)
+        if layer.weight.numel() == 0:
+            raise RuntimeError(f"the weight sync brought no weights for the engine's layer {name}")
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def stale_layers(model: nn.Module) -> list[str]:
+    """Layers with a weight of their own that compute with another one, by their names in vLLM."""
+    return [name for name in products(model) if not _computes_with_own(model.get_submodule(name))]
+
+
+def _computes_with_own(layer: Any) -> bool:
+    """Also true where the layer's own weight is emptied, and so says nothing."""
+    own = layer.weight
+    if own.numel() == 0:
+        return True
+    blocks = zip(_columns(layer, own.shape[1]), own.split(_BLOCK, dim=1), strict=True)
+    return all(torch.equal(packed, columns) for packed, columns in blocks)
+
+
+def weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """What reads the weight of a linear layer back from its packed copy, by Hugging Face name.
+
+    A function returns this rank's shard, [rows, columns]. Layers that vLLM has fused (query, key and value; gate and up) are
+    cut into their parts.
+    """
+    fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    found: dict[str, Callable[[], Tensor]] = {}
+    for name in products(model):
+        layer: Any = model.get_submodule(name)
+        sizes = getattr(layer, "output_partition_sizes", None)  # rows of each part on this rank; linear layers only
+        prefix, _, last = name.rpartition(".")
+        parts = fused.get(last, [last])
+        if sizes is None or layer.weight.numel() or len(parts) != len(sizes):
+            continue
+        start = 0
+        for part, size in zip(parts, sizes, strict=True):
+            found[f"{prefix}.{part}.weight"] = _reader(layer, start, size)
+            start += size
+    return found
+
+
+def _reader(layer: Any, start: int, size: int) -> Callable[[], Tensor]:
+    return lambda: torch.cat(
+        [block[start : start + size] for block in _columns(layer, layer.input_size_per_partition)], 1
+    )
+
+
+def _columns(layer: Any, count: int) -> Iterator[Tensor]:
+    """The `count` columns of the weight that the layer computes with, some at a time: its products with unit vectors."""
+    for first in range(0, count, _BLOCK):
+        size = min(_BLOCK, count - first)
+        unit = torch.zeros(size, count, dtype=layer.weight.dtype)
+        unit[torch.arange(size), first + torch.arange(size)] = 1
+        yield layer.cpu_linear(unit, layer.weight, None).T

@@ -1,0 +1,94 @@
+"""Packed copies of weights: which layers are packed again after a reload, and what can be read back from a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_rl.rollout import packed
+
+
+class Method:
+    """Packs as vLLM's unquantised methods do on a CPU: the product holds a copy, and a linear layer's weight is emptied."""
+
+    def __init__(self, keeps_weight: bool) -> None:
+        self.keeps_weight = keeps_weight
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        copy = layer.weight.detach().clone()
+        layer.cpu_linear = lambda x, weight, bias: nn.functional.linear(x, copy, bias)
+        if not self.keeps_weight:
+            layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+def layer(weight: Tensor, keeps_weight: bool, parts: tuple[int, ...] = ()) -> Any:
+    made: Any = nn.Module()
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    made.quant_method = Method(keeps_weight)
+    made.quant_method.process_weights_after_loading(made)
+    if parts:
+        made.input_size_per_partition, made.output_partition_sizes = weight.shape[1], list(parts)
+    return made
+
+
+@pytest.fixture
+def model() -> Any:
+    """A tied model: embedding and output layer share their weight."""
+    torch.manual_seed(0)
+    made: Any = nn.Module()
+    made.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    made.embed_tokens = layer(torch.randn(12, 300), keeps_weight=True)
+    made.attn = nn.Module()
+    made.attn.qkv_proj = layer(torch.randn(8, 300), keeps_weight=False, parts=(4, 2, 2))
+    made.attn.o_proj = layer(torch.randn(5, 4), keeps_weight=False, parts=(5,))
+    made.missing = nn.Module()
+    made.missing.cpu_linear = nn.functional.linear  # vLLM's, of a layer that another stage holds
+    made.lm_head = layer(torch.randn(12, 300), keeps_weight=True)
+    made.lm_head.weight = made.embed_tokens.weight
+    made.lm_head.quant_method.process_weights_after_loading(made.lm_head)
+    return made
+
+
+def reload(model: Any, *layers: Any, value: float = 1.0) -> None:
+    """What vLLM's reload does to layers whose weights come under their own names."""
+    for each in layers:
+        if each.weight.numel():
+            each.weight.data.fill_(value)
+            each.quant_method.process_weights_after_loading(each)
+        else:
+            each.weight = nn.Parameter(torch.full((sum(each.output_partition_sizes), 4), value))
+            each.quant_method.process_weights_after_loading(each)
+
+
+def test_a_tied_output_layer_is_packed_again(model: Any) -> None:
+    before = packed.products(model)
+    assert set(before) == {"embed_tokens", "attn.qkv_proj", "attn.o_proj", "lm_head"}
+    reload(model, model.embed_tokens, model.attn.qkv_proj, model.attn.o_proj)
+    assert packed.stale_layers(model) == ["lm_head"]
+    refreshed = packed.products(model)
+    packed.refresh(model, before)
+    assert packed.stale_layers(model) == []
+    after = packed.products(model)
+    assert [name for name in after if after[name] is not refreshed[name]] == ["lm_head"], "once each"
+
+
+def test_a_layer_without_new_weights_is_refused(model: Any) -> None:
+    before = packed.products(model)
+    reload(model, model.embed_tokens, model.attn.qkv_proj)
+    with pytest.raises(RuntimeError, match=r"no weights for the engine's layer attn\.o_proj"):
+        packed.refresh(model, before)
+
+
+def test_weights_are_read_back_by_hugging_face_name(model: Any) -> None:
+    torch.manual_seed(0)
+    _, fused, single = torch.randn(12, 300), torch.randn(8, 300), torch.randn(5, 4)
+    weights = {name: read() for name, read in packed.weights(model).items()}
+    parts = dict(
+        zip(("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"), fused.split([4, 2, 2]), strict=True)
+    )
+    assert weights.keys() == {*parts, "attn.o_proj.weight"}
+    for name, weight in (parts | {"attn.o_proj.weight": single}).items():
+        assert torch.equal(weights[name], weight), name
