@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Rollout, Sample
 from megatron_rl.models import read_hf_config
-from megatron_rl.rollout import environment
+from megatron_rl.rollout import environment, packed
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
@@ -163,6 +163,16 @@ class Engine:
         """The engine's own parameters on this rank, for diagnosis."""
         [named] = self.llm.apply_model(lambda model: dict(model.named_parameters()))
         return named
+
+    def packed_weights(self) -> dict[str, Callable[[], Tensor]]:
+        """CPU: what reads a linear layer's weight back from its kernel's copy on this rank, by Hugging Face name."""
+        [readers] = self.llm.apply_model(packed.weights)
+        return readers
+
+    def stale_layers(self) -> list[str]:
+        """CPU: layers whose kernel's copy of a weight is not the weight that they hold on this rank."""
+        [names] = self.llm.apply_model(packed.stale_layers)
+        return names
 
     # -------------------------------------------------------------------------------------------------- GPU memory
     def sleep(self) -> None:

@@ -75,28 +75,37 @@ class WeightSync:
         return largest
 
     def _diagnose(self, by_rank: Sequence[float]) -> str:
-        """Names the first tensor that is not what the actor holds: in what was sent, then in what the engine keeps."""
+        """Names the first tensor that is not what the actor holds: in what was sent, in what the engine keeps, and in the
+        copies that it computes with."""
         bad_engines = sorted(
             {rank // self.engine.config.tensor_parallel for rank, d in enumerate(by_rank) if not d <= self.tolerance}
         )
         where = f"Engines affected: {bad_engines} of {self.engine.engines}."
         sent_bad, kept_bad = None, None
-        kept = self.engine.parameters()
+        kept, packed = self.engine.parameters(), self.engine.packed_weights()
         tp_rank, tp = self.grid.rank % self.engine.config.tensor_parallel, self.engine.config.tensor_parallel
         for name, tensor in self.actor.iter_hf_weights():
             if sent_bad is None and name in self._sent and self._sent[name] != _fingerprint(tensor):
                 sent_bad = name
-            held = kept.get(name)
+            held = packed[name]() if name in packed else kept.get(name)
             if kept_bad is None and held is not None and not _holds(held, tensor, tp_rank, tp):
                 kept_bad = name
         sent_bad = next((name for name in self.grid.all_gather(sent_bad) if name), None)
         kept_bad = next((name for name in self.grid.all_gather(kept_bad) if name), None)
+        stale = [name for names in self.grid.all_gather(self.engine.stale_layers()) for name in names]
         if sent_bad:
             return f"{where} The first tensor that was changed on its way to the engine is {sent_bad}."
         if kept_bad:
+            copy = ", in the copy that vLLM packs for the CPU's kernels" if kept_bad in packed else ""
             return (
                 f"{where} Every tensor was sent as the actor holds it; the first that the engine holds otherwise is "
-                f"{kept_bad}."
+                f"{kept_bad}{copy}."
+            )
+        if stale:
+            return (
+                f"{where} Every tensor was sent and is held as the actor has it, but the engine's layer {stale[0]} computes "
+                "with something else: the copy of its weight that vLLM packs for the CPU's kernels, which this sync has not "
+                "refreshed (megatron_rl/rollout/packed.py)."
             )
         return (
             f"{where} Every tensor was sent as the actor holds it, and what can be read back from the engine agrees: the two "
@@ -118,16 +127,20 @@ def _fingerprint(tensor: Tensor) -> tuple[float, float]:
 
 
 def _holds(held: Tensor, full: Tensor, tp_rank: int, tp: int) -> bool:
-    """Whether `held` is the tensor, or this rank's shard of it along either dimension (rows may be padded)."""
+    """Whether `held` is the tensor, or this rank's shard of it along either dimension.
+
+    Rows may be padded; where there are fewer shards than ranks (key and value heads), neighbouring ranks hold the same one.
+    """
     if held.dim() != full.dim():
         return True  # kept in another form: nothing can be said
     if held.shape == full.shape:
         return bool(torch.equal(held, full.to(held.dtype)))
     for dim in range(full.dim()):
         size = held.shape[dim]
-        begin = tp_rank * size
-        part = full.narrow(dim, min(begin, full.shape[dim]), max(0, min(size, full.shape[dim] - begin)))
-        mine = held.narrow(dim, 0, part.shape[dim])
-        if mine.shape == part.shape and torch.equal(mine, part.to(held.dtype)):
-            return True
+        shards = -(-full.shape[dim] // size)
+        for begin in {tp_rank * size, tp_rank * shards // tp * size}:
+            part = full.narrow(dim, min(begin, full.shape[dim]), max(0, min(size, full.shape[dim] - begin)))
+            mine = held.narrow(dim, 0, part.shape[dim])
+            if mine.shape == part.shape and torch.equal(mine, part.to(held.dtype)):
+                return True
     return False

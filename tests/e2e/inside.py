@@ -41,6 +41,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 SENT, KEPT = "model.layers.1.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight"
+# Hugging Face name -> the engine's layer and the first of its rows: the last part of a fused layer, whose own weight vLLM
+# empties, and a layer that keeps its weight.
+PACKED = {
+    "model.layers.1.self_attn.v_proj.weight": ("model.layers.1.self_attn.qkv_proj", -8),
+    "lm_head.weight": ("lm_head", 0),
+}
 
 
 def main(run_dir: Path) -> None:
@@ -99,6 +105,11 @@ def damage_sync(run: Any) -> dict[str, str]:
     faults["sent"] = verdict()
     run.sync.push()
     faults["pushed again"] = verdict()
+    for name, (layer, first) in PACKED.items():
+        if run.grid.is_main:  # one rank of the engine only, which has the rows of the tokens that occur
+            run.engine.llm.apply_model(lambda model, layer=layer, first=first: spoil(model.get_submodule(layer), first))
+        faults[name] = verdict()
+        run.sync.push()
     if run.grid.rank == 1:  # one rank of the engine only
         run.engine.parameters()[KEPT].data.mul_(1.5)
     faults["kept"] = verdict()
@@ -107,6 +118,18 @@ def damage_sync(run: Any) -> dict[str, str]:
     run.sync.push()
     faults["pushed at last"] = verdict()
     return faults
+
+
+def spoil(layer: Any, first: int) -> None:
+    """Changes the rows from `first` on of the weight that the layer computes with, and not the weight that it holds."""
+    product = layer.cpu_linear
+
+    def spoilt(*arguments: Any) -> Any:
+        out = product(*arguments)
+        out[..., first:] *= 1.5
+        return out
+
+    layer.cpu_linear = spoilt
 
 
 if __name__ == "__main__":

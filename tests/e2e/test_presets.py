@@ -92,6 +92,13 @@ def test_a_tensor_changed_on_its_way_is_named(faults: dict[str, str]) -> None:
     assert faults["pushed again"].startswith("good")
 
 
+def test_a_layer_that_computes_with_another_copy_of_its_weight_is_named(faults: dict[str, str]) -> None:
+    fused, own = (faults[name] for name in inside.PACKED)
+    held = "the first that the engine holds otherwise is model.layers.1.self_attn.v_proj.weight"
+    assert f"{held}, in the copy that vLLM packs for the CPU's kernels." in fused
+    assert "but the engine's layer lm_head computes with something else: the copy of its weight that vLLM packs" in own
+
+
 def test_a_tensor_that_one_rank_of_the_engine_lost_is_named(faults: dict[str, str]) -> None:
     for damage in ("kept", "not a number"):
         assert "Every tensor was sent as the actor holds it" in faults[damage]
