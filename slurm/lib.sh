@@ -159,12 +159,19 @@ check_recipe() {
 sweep_lines() { sed -e 's/#.*//' -e 's/[[:space:]]*$//' -e 's/^[[:space:]]*//' -e '/^$/d' "$1"; }
 
 # --------------------------------------------------------------------------------------------------------------- attempts
+# The newest checkpoint's step; sft/<n> where only the warm-up before RL has one.
 newest_step() {
-  local path newest=-1
+  local path newest=-1 stage=''
   for path in "$RUN_DIR"/checkpoints/step_*; do
     if [[ ${path##*_} =~ ^[0-9]+$ && ${path##*_} -gt $newest ]]; then newest=${path##*_}; fi
   done
-  if ((newest < 0)); then echo none; else echo "$newest"; fi
+  if ((newest < 0)); then
+    stage=sft/
+    for path in "$RUN_DIR"/sft/checkpoints/step_*; do
+      if [[ ${path##*_} =~ ^[0-9]+$ && ${path##*_} -gt $newest ]]; then newest=${path##*_}; fi
+    done
+  fi
+  if ((newest < 0)); then echo none; else echo "$stage$newest"; fi
 }
 
 # Makes logs/attempt_<k>, and a line in logs/starts: which job, where, from which step.

@@ -346,12 +346,14 @@ def _phase(run_dir: Path) -> str:
 def differences(want: Path, own: Path) -> list[str]:
     """What is not the same in two finished runs; [] where nothing differs."""
     found = []
-    for a, b in zip(_rows(want), _rows(own), strict=False):
-        found += [
-            f"metrics.jsonl, step {a['step']}: {key}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
-        ]
-    if len(_rows(want)) != len(_rows(own)):
-        found.append(f"metrics.jsonl has {len(_rows(own))} rows, not {len(_rows(want))}")
+    for name in ("metrics.jsonl", "sft/metrics.jsonl"):
+        before, after = _rows(want, name), _rows(own, name)
+        for a, b in zip(before, after, strict=False):
+            found += [
+                f"{name}, step {a['step']}: {key}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
+            ]
+        if len(before) != len(after):
+            found.append(f"{name} has {len(after)} rows, not {len(before)}")
     names = {path.name for folder in (want, own) for path in (folder / "samples").glob("*.jsonl")}
     found += [
         f"samples/{name}" for name in sorted(names) if _bytes(want / "samples" / name) != _bytes(own / "samples" / name)
@@ -362,13 +364,14 @@ def differences(want: Path, own: Path) -> list[str]:
     other = own / "checkpoints" / last.name
     if damage := manifest.damage(other):
         return [*found, *damage]
-    before, after = (
+    saved, again = (
         {(piece.name, piece.start): piece.digest for piece in manifest.read_tensors(folder)[1]}
         for folder in (last, other)
     )
-    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    changed = sorted(key for key in saved.keys() | again.keys() if saved.get(key) != again.get(key))
     found += [f"{last.name}: tensor {name} at {list(start)}" for name, start in changed]
-    states = [{k: v for k, v in store.read_state(folder).items() if k != "metrics_bytes"} for folder in (last, other)]
+    own_facts = ("metrics_bytes", "run")  # of each run folder
+    states = [{k: v for k, v in store.read_state(folder).items() if k not in own_facts} for folder in (last, other)]
     if states[0] != states[1]:
         found.append(f"{last.name}/state.json")
     weights = {path.name for path in (want / "export").glob("*.safetensors")}
@@ -378,8 +381,9 @@ def differences(want: Path, own: Path) -> list[str]:
     return found
 
 
-def _rows(run_dir: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+def _rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    path = run_dir / name  # a run without a warm-up has no sft/
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [{k: v for k, v in row.items() if k != "time" and not k.startswith(_CLOCK)} for row in rows]
 
 

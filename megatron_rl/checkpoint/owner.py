@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megatron_rl.runtime import process
+from megatron_rl.runtime import process, stop
 
 FILE = "owner.json"
 VARIABLE = "MEGATRON_RL_OWNER"  # in a rank's environment: the owner of its run folder, as JSON
@@ -103,7 +103,8 @@ class Ownership:
                 former = self._wait_for_its_end()
                 self._remove(former)
         self._heart = threading.Thread(target=self._beat, name="run folder's heartbeat", daemon=True)
-        self._heart.start()
+        with stop.held_back():  # signals are for the main thread: a new one blocks what the one that starts it does
+            self._heart.start()
         return former
 
     def _wait_for_its_end(self) -> Owner | None:
@@ -136,8 +137,12 @@ class Ownership:
         """Raises:
         OwnedError: another run has taken the folder meanwhile, or it is gone.
         """
-        if not self.path.parent.is_dir():
-            raise OwnedError(gone(self.path.parent))
+        try:
+            self.path.parent.stat()
+        except FileNotFoundError:
+            raise OwnedError(gone(self.path.parent)) from None
+        except OSError:  # a disk that is away for a moment is noticed elsewhere
+            return
         found = self.lost or read(self.path.parent)
         if found is not None and found != self._me:
             raise OwnedError(f"{self.path.parent} was taken over by {found}, while this run was halted; this one ends")

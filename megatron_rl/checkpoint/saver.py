@@ -96,6 +96,11 @@ class Saver:
             self._thread.join()
             self._thread = None
 
+    def close(self) -> None:
+        """Ends the writers' process group; every rank calls it, and saves nothing after that."""
+        self.drain()
+        dist.destroy_process_group(self._writers.host_group)
+
     def outcomes(self) -> list[Outcome]:
         """The saves that have ended since this was last asked, oldest first; the same on every rank, sooner or later."""
         ended = []

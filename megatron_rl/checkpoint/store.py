@@ -270,17 +270,32 @@ def read_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "state.json").read_text())
 
 
-def choose(root: Path, grid: Grid, pass_over: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is whole to the last byte; every rank calls it and reads its share.
+def choose(root: Path, grid: Grid, pass_over: Callable[[str], None], identity: str | None = None) -> Path | None:
+    """The newest checkpoint that is whole to the last byte, and lies where it was written; every rank calls it and reads its
+    share.
 
-    `pass_over` hears of each that is not, by name and reason.
+    Args:
+        pass_over: hears of each that is not, by name and reason.
+        identity: of the run; None: any run's.
     """
     for folder in grid.broadcast(all_checkpoints(root)):
-        problems = damage(folder, grid)
+        problems = damage(folder, grid) or misplaced(folder, identity)
         if not problems:
             return folder
         pass_over(f"passing over {folder.name}: {shown(problems)}")
     return None
+
+
+def misplaced(folder: Path, identity: str | None) -> list[str]:
+    """Whether a whole checkpoint is another step's, or another run's, than where it lies."""
+    state = read_state(folder)
+    progress = state["progress"]
+    step = progress["warm_up"] if state.get("warm_up") else progress["step"]
+    problems = [] if step == step_of(folder) else [f"it is the checkpoint of step {step}"]
+    run = state.get("run")  # older ones do not say whose they are
+    if None not in (run, identity) and run != identity:
+        problems.append(f"it is of another run ({run}; this one is {identity})")
+    return problems
 
 
 def damage(folder: Path, grid: Grid, but: str | None = None) -> list[str]:
@@ -310,6 +325,21 @@ def step_of(folder: Path) -> int:
 def newest(root: Path) -> Path | None:
     """The newest checkpoint with all its files in full length."""
     return next((folder for folder in all_checkpoints(root) if whole(folder) is None), None)
+
+
+def folder_of(run_dir: Path, warm_up: bool) -> Path:
+    """Where a run's checkpoints lie; those of the warm-up before RL are in a folder of their own."""
+    return run_dir / "sft" / "checkpoints" if warm_up else run_dir / "checkpoints"
+
+
+def newest_of_run(run_dir: Path) -> Path | None:
+    """The newest checkpoint of a run folder with all its files in full length: of the warm-up only where RL has none."""
+    return newest(folder_of(run_dir, warm_up=False)) or newest(folder_of(run_dir, warm_up=True))
+
+
+def name_of(folder: Path) -> str:
+    """`step_<n>`, with the stage where it is the warm-up's."""
+    return f"{folder.name} of the warm-up" if folder.parent.parent.name == "sft" else folder.name
 
 
 def put_aside(root: Path, step: int) -> list[Path]:

@@ -281,6 +281,9 @@ class EvaluationConfig:
 @dataclass
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0: none
+    sft_every: int = (
+        100  # SFT steps of train's warm-up between its checkpoints; 0: only after its last and when stopped
+    )
     keep: int = 2  # newest complete checkpoints kept
     keep_best: int = 0  # further ones kept: those with the highest `best`
     best: str | None = None  # metric of an evaluation, e.g. eval/<task>/avg@1; needed where keep_best > 0

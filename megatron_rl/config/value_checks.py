@@ -54,6 +54,7 @@ _AT_LEAST: dict[str, float] = {
     "sft.batch_size": 1,
     "sft.log_every": 1,
     "checkpoint.every": 0,
+    "checkpoint.sft_every": 0,
     "checkpoint.keep": 1,
     "checkpoint.keep_best": 0,
     "logging.samples_every": 0,

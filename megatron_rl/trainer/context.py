@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms import Algorithm, make_algorithm
+from megatron_rl.checkpoint import store
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.checkpoint.owner import Ownership
 from megatron_rl.checkpoint.saver import Saver
@@ -32,6 +33,7 @@ class State:
     """What a checkpoint holds besides weights, optimizer and estimator."""
 
     step: int = 0  # RL steps done (or SFT steps, under `megatron-rl sft`)
+    warm_up: int = 0  # SFT steps of the warm-up before RL done
     position: int = 0  # training prompts taken
 
 
@@ -55,6 +57,8 @@ class Run:
     state: State = field(default_factory=State)
     counters: dict[str, float] = field(default_factory=dict)  # extra metrics of the current step
     scored: Report = field(default_factory=Report)  # what slow rewards did in it
+    warming_up: bool = False  # in the SFT steps before RL
+    identity: str = ""  # tells this run's checkpoints from another's
     actor_has_device: bool = True
     ownership: Ownership | None = None  # rank 0's, of the run folder
     saver: Saver | None = None  # from the first save on
@@ -62,6 +66,16 @@ class Run:
     reference_digests: dict[str, str] | None = None  # checksums of `<run_dir>/reference`, once it is there
     _engine: Engine | None = None
     _sync: WeightSync | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps done of the stage that the run is in."""
+        return self.state.warm_up if self.warming_up else self.state.step
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where this stage's checkpoints are."""
+        return store.folder_of(self.run_dir, self.warming_up)
 
     @property
     def engine(self) -> Engine:

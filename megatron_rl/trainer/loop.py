@@ -10,7 +10,6 @@ from megatron_rl.trainer.checkpointing import (
     capture,
     export,
     finish_saves,
-    load_checkpoint,
     save,
     save_before_end,
     save_metrics,
@@ -19,6 +18,7 @@ from megatron_rl.trainer.checkpointing import (
 from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.record import TokenLog
+from megatron_rl.trainer.resume import load_checkpoint
 from megatron_rl.trainer.sample import (
     greedy_baseline,
     response_metrics,
@@ -35,7 +35,7 @@ def train(run: Run, resume: str) -> None:
     """RL from the recipe's start (after its SFT warm-up, if it has one) or from a checkpoint, to `trainer.steps`."""
     config = run.config
     total_updates = config.trainer.steps * config.trainer.minibatches * config.trainer.epochs
-    resumed = load_checkpoint(run, resume, config.actor.optimizer, total_updates)
+    resumed = load_checkpoint(run, resume, config.actor.optimizer, total_updates) and not run.warming_up
     if not resumed:
         if config.sft.steps:
             supervise(run)

@@ -73,7 +73,7 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
         if grid.is_main:
             provenance.write(watchdog.attempt)
             disk.replace(watchdog.attempt / "recipe.yaml", to_yaml(config))
-        _agree(config, grid)
+        agree(config, grid)
         if not _fit(config, grid):
             return exit_codes.PREFLIGHT
         if command == "evaluate":  # every response is kept as it comes: nobody has to be waited for
@@ -122,7 +122,7 @@ def _take(ownership: Ownership | None, grid: Grid) -> None:
         raise OwnedError(error)
 
 
-def _agree(config: Config, grid: Grid) -> None:
+def agree(config: Config, grid: Grid) -> None:
     """Every rank has resolved the command line for itself, and a recipe that is not shared may differ between nodes.
 
     Raises:
@@ -260,12 +260,12 @@ def _end_evaluation(ownership: Ownership | None, signum: int) -> None:
 
 
 def _how_to_continue(run_dir: Path) -> str:
-    from megatron_rl.checkpoint.store import newest as newest_checkpoint
+    from megatron_rl.checkpoint import store
 
-    newest = newest_checkpoint(run_dir / "checkpoints")
+    newest = store.newest_of_run(run_dir)
     if newest is None:
         return "there is no checkpoint to continue from (see checkpoint.every)"
-    return f"the same command continues from {newest.name}"
+    return f"the same command continues from {store.name_of(newest)}"
 
 
 def quiet_known_warnings() -> None:

@@ -53,6 +53,7 @@ _OUTPUTS = (
     "responses",
     "wandb_id",
     "mlflow_id",
+    "run_id",
 )
 
 
@@ -99,25 +100,39 @@ class Reporter:
             self.note(f"moved an earlier run's {', '.join(left)} to {archive}")
         self._start_trackers(0)
 
-    def continue_from(self, step: int, metrics_bytes: int | None = None) -> None:
-        """A run that continues after `step`: rows of later steps, which will be done again, leave metrics.jsonl.
+    def continue_from(self, step: int, metrics_bytes: int | None = None, warm_up: bool = False) -> None:
+        """A run that continues after `step` of RL, or of its warm-up: what is there of later steps, which will be done again,
+        goes: rows of metrics, samples, rollouts.
 
-        `metrics_bytes` is how long the file was after that step, where that is known.
+        Args:
+            metrics_bytes: how long the stage's metrics file was after that step, where that is known.
         """
         if self.active:
-            rows = read_metrics(self.run_dir / "metrics.jsonl")
-            kept = [row for row in rows if row["step"] <= step]
-            text = "".join(json.dumps(row) + "\n" for row in kept)
-            if metrics_bytes is not None and len(text.encode()) != metrics_bytes:
-                self.warn(
-                    f"metrics.jsonl has {len(text.encode())} bytes up to step {step}, {metrics_bytes} were written: rows are "
-                    "missing or were changed"
-                )
-            disk.replace(self.run_dir / "metrics.jsonl", text)
-            for row in kept:
+            kept = self._cut(self._metrics(warm_up), step, metrics_bytes)
+            if warm_up:
+                self._cut(self._metrics(), -1)
+            for row in [] if warm_up else kept:
                 self._remember(row)
-        self.note(f"continuing after step {step}")
-        self._start_trackers(step)
+            _remove_later(self.run_dir, -1 if warm_up else step)
+        self.note(f"continuing after step {step}{' of the warm-up' if warm_up else ''}")
+        self._start_trackers(0 if warm_up else step)
+
+    def _metrics(self, warm_up: bool = False) -> Path:
+        return self.run_dir / "sft" / "metrics.jsonl" if warm_up else self.run_dir / "metrics.jsonl"
+
+    def _cut(self, path: Path, step: int, num_bytes: int | None = None) -> list[dict[str, Any]]:
+        """Removes rows after `step`; returns the others."""
+        kept = [row for row in read_metrics(path) if row["step"] <= step]
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        if num_bytes is not None and len(text.encode()) != num_bytes:
+            self.warn(
+                f"{path.relative_to(self.run_dir)} has {len(text.encode())} bytes up to step {step}, {num_bytes} were "
+                "written: rows are missing or were changed"
+            )
+        if text or path.exists():
+            path.parent.mkdir(exist_ok=True)
+            disk.replace(path, text)
+        return kept
 
     def _start_trackers(self, step: int) -> None:
         if self.active:
@@ -176,9 +191,9 @@ class Reporter:
             self.console.print(f"step {step:>4}  " + "  ".join(shown))
         self._print_evaluations(step, metrics)
 
-    def flush_metrics(self) -> int:
-        """Waits until all rows of `metrics.jsonl` are on the disk; its length in bytes."""
-        path = self.run_dir / "metrics.jsonl"
+    def flush_metrics(self, warm_up: bool = False) -> int:
+        """Waits until all rows of `metrics.jsonl`, or of the warm-up's, are on the disk; its length in bytes."""
+        path = self._metrics(warm_up)
         if not self.active or not path.exists():
             return 0
         with path.open("rb") as file:
@@ -313,6 +328,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _append(path: Path, row: Mapping[str, Any]) -> None:
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def _remove_later(run_dir: Path, step: int) -> None:
+    """Files of steps after `step`."""
+    for path in [*(run_dir / "samples").glob("*step_*.jsonl"), *(run_dir / "rollouts").glob("step_*.npz")]:
+        if (number := path.stem.rpartition("step_")[2]).isdigit() and int(number) > step:
+            path.unlink()
 
 
 def _write_rollouts(

@@ -15,9 +15,9 @@ from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.tasks import make_order
 from megatron_rl.trainer.checkpointing import (
     capture,
+    end_warm_up,
     export,
     finish_saves,
-    load_checkpoint,
     save_before_end,
     save_metrics,
     submit,
@@ -25,6 +25,7 @@ from megatron_rl.trainer.checkpointing import (
 from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.prompts import refuse_long
+from megatron_rl.trainer.resume import load_checkpoint
 
 
 def sft(run: Run, resume: str) -> None:
@@ -34,44 +35,47 @@ def sft(run: Run, resume: str) -> None:
         run.actor.start_optimizer(config.sft.optimizer, config.sft.steps)
     if run.state.step >= config.sft.steps:
         run.report.note(f"all {config.sft.steps} steps were done before; to train on, raise sft.steps")
-    _train(run, run.state.step, whole=True)
+    _train(run)
     export(run)
     finish_saves(run)
 
 
 def supervise(run: Run) -> None:
-    """The warm-up before RL: `sft.steps` optimizer steps, logged to `sft/metrics.jsonl`."""
-    run.actor.start_optimizer(run.config.sft.optimizer, run.config.sft.steps)
-    _train(run, 0, whole=False)
+    """The warm-up before RL: `sft.steps` optimizer steps, logged to `sft/metrics.jsonl`; it begins, or goes on after the
+    checkpoint that `load_checkpoint` has found."""
+    if not run.warming_up:
+        run.actor.start_optimizer(run.config.sft.optimizer, run.config.sft.steps)
+        run.warming_up = True
+    _train(run)
+    end_warm_up(run)
 
 
-def _train(run: Run, start: int, whole: bool) -> None:
-    """The steps after `start`. With `whole` they are all of the run: it has checkpoints, and the last step an evaluation."""
+def _train(run: Run) -> None:
+    """The steps that are left. Where they are all of the run, and not its warm-up, the last one has an evaluation."""
     config = run.config.sft
     samples = [sample for sample in run.train_samples if sample.demonstration is not None]
     targets = demonstration_ids(run, samples)
     tasks = [sample.task for sample in samples]
     weights = run.task_weights and {name: weight for name, weight in run.task_weights.items() if name in tasks}
     order = make_order(tasks, weights, run.config.seed)
-    run.report.begin("SFT", start, config.steps)
-    for step in range(start + 1, config.steps + 1):
+    run.report.begin("SFT", run.step, config.steps)
+    for step in range(run.step + 1, config.steps + 1):
         try:
             run.stop.check(run.grid)
         except StopRequested:
-            if whole:
-                save_before_end(run)
+            save_before_end(run)
             raise
         run.phases.start(step)
         indices = order.take((step - 1) * config.batch_size, config.batch_size)
         with run.phases("update"):
             metrics = _step(run, [samples[i].prompt_ids for i in indices], [targets[i] for i in indices])
-        snapshot = None
-        if whole:
-            with run.phases("checkpoint"):
-                snapshot = capture(run, step, config.steps)
+        with run.phases("checkpoint"):
+            snapshot = capture(run, step, config.steps)
         metrics |= run.phases.take()
-        if whole:
-            metrics |= save_metrics(run)
+        metrics |= save_metrics(run)
+        if run.warming_up:
+            run.state.warm_up = step
+        else:
             run.state.step = step
             if step == config.steps and run.eval_samples:
                 run.start_engine()

@@ -16,13 +16,14 @@ import yaml
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.checkpoint.store import CheckpointError
-from megatron_rl.trainer.checkpointing import _check_model, _model
+from megatron_rl.trainer.checkpointing import model_facts
+from megatron_rl.trainer.resume import check_model
 from tests.actor.processes import spawn
 from tests.checkpoint.ranks import Layout
 from tests.checkpoint.test_layouts import contents
 from tests.checkpoint.whole_runs import STEPS, STOPPED, run_in_every_way
 from tests.conversion.convert import tensors, to_hf
-from tests.e2e.job import RECIPE
+from tests.e2e.job import RECIPE, untimed
 
 pytestmark = pytest.mark.slow
 BEFORE = Layout(tensor=2)
@@ -138,6 +139,85 @@ def test_damaged_weights_are_not_evaluated(root: Path, rank: int) -> None:
     assert "damaged in tensor embedding.word_embeddings.weight" in torch.load(root / f"damaged_{rank}.pt")["evaluation"]
 
 
+# ----------------------------------------------------------------------------------------------- what is not continued
+@pytest.mark.parametrize("rank", range(2))
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over_by_itself(root: Path, rank: int) -> None:
+    facts = torch.load(root / f"refused_{rank}.pt")
+    assert f"none of the checkpoints in {root / 'refused' / 'checkpoints'} can be continued" in facts["damaged"]
+    assert "run the same command with --resume never" in facts["damaged"]
+    assert "checkpoints" in facts["left"]
+    assert not any(name.startswith("previous_") for name in facts["left"])
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_whole_checkpoint_in_anothers_place_is_passed_over(root: Path, rank: int, tmp_path: Path) -> None:
+    facts = torch.load(root / f"refused_{rank}.pt")
+    assert "none of the checkpoints" in facts["misplaced"]
+    assert "none of the checkpoints" in facts["another run"]
+    assert facts["adopted"] == STEPS, "a run folder that does not say which run it is takes the newest whole one"
+    folder = root / "straight" / "checkpoints" / f"step_{STEPS}"
+    identity = store.read_state(folder)["run"]
+    assert len(identity) == 16
+    assert (root / "straight" / "run_id").read_text() == identity
+    assert store.misplaced(folder, identity) == store.misplaced(folder, None) == []
+    assert store.misplaced(folder, "0" * 16) == [f"it is of another run ({identity}; this one is {'0' * 16})"]
+    (tmp_path / "step_8").symlink_to(folder)
+    assert store.misplaced(tmp_path / "step_8", identity) == [f"it is the checkpoint of step {STEPS}"]
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_checkpoint_of_another_tokenizer_is_refused(root: Path, rank: int) -> None:
+    refusal = torch.load(root / f"refused_{rank}.pt")["another tokenizer"]
+    assert f"was trained with another tokenizer: tokenizer.json in {root / 'refused' / 'model'}" in refusal
+
+
+# -------------------------------------------------------------------------------------------------------- the warm-up
+@pytest.mark.parametrize("rank", range(2))
+def test_a_warm_up_continues_where_it_was_saved(root: Path, rank: int) -> None:
+    facts = torch.load(root / f"warm_{rank}.pt", weights_only=False)
+    assert facts["continued"] == [0, 0, 2, 4]
+    assert facts["warm"] == facts["warm in parts"] == (False, None), "RL begins with saves of its own"
+    assert "step_4 is of step 4 of the warm-up, and the recipe's has sft.steps = 3" in facts["fewer"]
+    assert facts["sft"] == ["metrics.jsonl"], "its checkpoints go when RL has one"
+
+
+def test_a_warm_up_in_parts_is_the_same_bit_for_bit(root: Path) -> None:
+    own, want = (
+        [untimed(json.loads(line)) for line in (root / name / "sft" / "metrics.jsonl").read_text().splitlines()]
+        for name in ("warm in parts", "warm")
+    )
+    assert [row["step"] for row in own] == list(range(1, STEPS + 1))
+    assert own == want
+    # The straight one's are gone; `megatron-rl sft` takes the same steps by the same recipe.
+    parts = root / "warm in parts" / "sft" / "checkpoints"
+    assert sorted(path.name for path in parts.iterdir()) == ["step_2", "step_4", "step_6"]
+    want_, own_ = contents(last(root / "straight")), contents(parts / f"step_{STEPS}")
+    assert want_.keys() == own_.keys()
+    assert any(name.startswith("optimizer.") for name in want_)
+    assert all(torch.equal(own_[name], tensor) for name, tensor in want_.items())
+    state = store.read_state(parts / f"step_{STEPS}")
+    assert state["progress"] == {"step": 0, "position": 0, "warm_up": STEPS}
+    assert state["optimizer_steps"] == STEPS
+
+
+# -------------------------------------------------------------------------------------------------- one recipe for all
+@pytest.mark.parametrize("rank", range(2))
+def test_ranks_that_were_given_other_recipes_are_told_the_keys(root: Path, rank: int) -> None:
+    assert "ranks 0 and 1 were started with different recipes: sft.batch_size 8 and 9;" in torch.load(
+        root / f"unlike_{rank}.pt"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the estimator's state
+@pytest.mark.parametrize("rank", range(2))
+def test_a_continued_run_estimates_with_the_state_of_the_steps_before(root: Path, rank: int) -> None:
+    facts = torch.load(root / f"awpo_{rank}.pt")
+    assert facts["resumed state"] == facts["state"] != facts["fresh state"]
+    assert not torch.equal(facts["second only"], facts["both"]), "the state changes the result"
+    assert torch.equal(facts["continued"], facts["both"])
+    assert facts["progress"] == (3, 25, 6)
+
+
 # -------------------------------------------------------------------------------------------------- the reference policy
 def test_a_reference_comes_along_from_another_run_folder(root: Path) -> None:
     first, second = torch.load(root / "reference_0.pt")
@@ -162,12 +242,12 @@ def test_a_checkpoint_of_another_rotary_embedding_is_refused(
     """Which changes no tensor's shape; as transformers 5 writes it, it is no plain field."""
     config = {"hidden_size": 64, "rope_parameters": {"rope_theta": 1e6}}
     run: Any = SimpleNamespace(actor=SimpleNamespace(hf_config=config))
-    manifest.write(tmp_path, {"model": _model(run)}, {}, [])
+    manifest.write(tmp_path, {"model": model_facts(run)}, {}, [])
     if here is not None:
         run.actor.hf_config = config | {"rope_parameters": here}
     with pytest.raises(CheckpointError, match=said) if here else contextlib.nullcontext():
-        _check_model(run, tmp_path)
+        check_model(run, tmp_path)
     older = tmp_path / "older"  # has plain fields only
     older.mkdir()
     manifest.write(older, {"model": {"hidden_size": 64}}, {}, [])
-    _check_model(run, older)
+    check_model(run, older)

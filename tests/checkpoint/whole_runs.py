@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config import Config, check, load_recipe
 from megatron_rl.config.checks import Machine
+from megatron_rl.data import RewardTable
 from megatron_rl.runtime import distributed
 from megatron_rl.runtime.stop import StopRequested
-from megatron_rl.trainer.checkpointing import finish_saves, load_checkpoint, save
+from megatron_rl.trainer.checkpointing import finish_saves, save
 from megatron_rl.trainer.context import Run, build_run
 from megatron_rl.trainer.evaluate import evaluate_only
 from megatron_rl.trainer.loop import train
-from megatron_rl.trainer.sft import sft
+from megatron_rl.trainer.main import agree
+from megatron_rl.trainer.resume import load_checkpoint
+from megatron_rl.trainer.sft import sft, supervise
 from tests.checkpoint.ranks import Layout, close
 
 STEPS, STOPPED = 6, 3
@@ -79,6 +83,10 @@ def run_in_every_way(root_: str, layouts: list[Layout]) -> None:
     _begin_anew(root, Layout(pipeline=2))
     _export_without_room(root, before)
     _newest_damaged(root, before)
+    _none_whole(root, before)
+    _warm_ups(root, before)
+    _estimator_state(root, before)
+    _different_recipes(root, before)
     _reference_from_elsewhere(root, before)
 
 
@@ -159,6 +167,142 @@ def _newest_damaged(root: Path, layout: Layout) -> None:
     end(run)
     del os.environ["SLURM_JOB_ID"], os.environ["SLURM_RESTART_COUNT"]
     torch.save(facts, root / f"damaged_{torch.distributed.get_rank()}.pt")
+
+
+def _alone(work: Callable[[], Any]) -> None:
+    """Rank 0 does it, and the others wait."""
+    if int(torch.distributed.get_rank()) == 0:
+        work()
+    torch.distributed.barrier()
+
+
+def _none_whole(root: Path, layout: Layout) -> None:
+    """All checkpoints of a run are damaged; and then one of them is whole, but lies where another one's place is, and one is
+    another run's."""
+    facts: dict[str, Any] = {}
+    checkpoints = root / "refused" / "checkpoints"
+
+    def tried(name: str, *overrides: str) -> None:
+        run = start(root, "refused", layout, *overrides)
+        try:
+            load_checkpoint(run, "auto", run.config.sft.optimizer, STEPS)
+            facts[name] = run.state.step
+        except CheckpointError as error:
+            facts[name] = str(error)
+        end(run)
+
+    def cut() -> None:
+        shutil.copytree(root / "straight", root / "refused")
+        for folder in checkpoints.glob("step_*"):
+            os.truncate(folder / "common.pt", 1)
+
+    _alone(cut)
+    tried("damaged")
+    facts["left"] = sorted(path.name for path in (root / "refused").iterdir())
+    _alone(lambda: shutil.copytree(root / "straight" / "checkpoints" / f"step_{STEPS}", checkpoints / "step_5"))
+    tried("misplaced")
+    _alone(lambda: shutil.rmtree(checkpoints))
+    _alone(lambda: shutil.copytree(root / "straight" / "checkpoints", checkpoints))
+    _alone(lambda: (root / "refused" / "run_id").write_text("0123456789abcdef"))
+    tried("another run")
+    _alone(lambda: (root / "refused" / "run_id").unlink())
+    tried("adopted")
+    tried("another tokenizer", "model.create.words=['12']")
+    torch.save(facts, root / f"refused_{torch.distributed.get_rank()}.pt")
+
+
+def _warm_ups(root: Path, layout: Layout) -> None:
+    """The SFT steps before RL: without a stop; stopped twice and continued, once from a checkpoint before the last step that
+    was done; and what a recipe with fewer such steps is told."""
+    every = ("checkpoint.sft_every=2", "checkpoint.keep=9")
+    facts: dict[str, Any] = {"continued": []}
+
+    def warm_up(name: str, stop: int | None, *overrides: str) -> None:
+        run = start(root, name, layout, *every, *overrides, command="train")
+        if stop is not None:
+            run.stop = _StopsAfter(stop)  # type: ignore[assignment]
+        try:
+            load_checkpoint(run, "auto", run.config.actor.optimizer, 1)
+            facts["continued"].append(run.state.warm_up)
+            supervise(run)
+            facts[name] = (run.warming_up, run.saver)
+        except StopRequested:
+            pass
+        end(run)
+
+    warm_up("warm", None)
+    warm_up("warm in parts", STOPPED)
+    _alone(lambda: shutil.rmtree(root / "warm in parts" / "sft" / "checkpoints" / f"step_{STOPPED}"))
+    warm_up("warm in parts", 2)  # which does step 3 again, and is stopped before step 5
+    run = start(root, "warm in parts", layout, "sft.steps=3", command="train")
+    try:
+        load_checkpoint(run, "auto", run.config.actor.optimizer, 1)
+    except CheckpointError as error:
+        facts["fewer"] = str(error)
+    end(run)
+    warm_up("warm in parts", None)
+    run = start(root, "warm", layout, command="train")
+    run.actor.start_optimizer(run.config.actor.optimizer, 1)
+    save(run)  # RL's first
+    finish_saves(run)
+    end(run)
+    facts["sft"] = sorted(path.name for path in (root / "warm" / "sft").iterdir())
+    torch.save(facts, root / f"warm_{torch.distributed.get_rank()}.pt")
+
+
+def _estimator_state(root: Path, layout: Layout) -> None:
+    """AWPO on a batch whose best group has the mean 0.75, after one whose best has 1.5: in the run that saw both, in one that
+    was continued in between, and in one that saw the second only."""
+    awpo = ("algorithm.preset=awpo", "trainer.steps=9", "trainer.minibatches=2")
+    first, second = _rewards(1.5), _rewards(0.75)
+    facts: dict[str, Any] = {}
+
+    def estimated(run: Run) -> torch.Tensor:
+        return run.algorithm.estimate(second).advantages
+
+    run = start(root, "awpo", layout, *awpo, command="train")
+    load_checkpoint(run, "auto", run.config.actor.optimizer, 18)
+    facts["fresh state"] = run.algorithm.state_dict()
+    facts["second only"] = estimated(run)
+    end(run)
+    run = start(root, "awpo", layout, *awpo, command="train")
+    run.algorithm.estimate(first)
+    facts["state"] = run.algorithm.state_dict()
+    run.actor.start_optimizer(run.config.actor.optimizer, 18)
+    run.actor.optimizer_steps, run.state.step, run.state.position = 6, 3, 25
+    save(run)
+    finish_saves(run)
+    facts["both"] = estimated(run)
+    end(run)
+    run = start(root, "awpo", layout, *awpo, command="train")
+    load_checkpoint(run, "auto", run.config.actor.optimizer, 18)
+    facts["resumed state"] = run.algorithm.state_dict()
+    facts["progress"] = (run.state.step, run.state.position, run.actor.optimizer_steps)
+    facts["continued"] = estimated(run)
+    end(run)
+    torch.save(facts, root / f"awpo_{torch.distributed.get_rank()}.pt")
+
+
+def _different_recipes(root: Path, layout: Layout) -> None:
+    """Ranks whose commands have resolved other recipes, and the same."""
+    config = load_recipe(root / "recipe.yaml", [f"run_dir={root / 'unlike'}"])
+    grid = distributed.initialize(config.actor.parallel, timeout_minutes=5)
+    agree(config, grid)
+    config.sft.batch_size += grid.rank
+    error = None
+    try:
+        agree(config, grid)
+    except ValueError as refusal:
+        error = str(refusal)
+    close()
+    torch.save(error, root / f"unlike_{grid.rank}.pt")
+
+
+def _rewards(best: float) -> RewardTable:
+    """Three groups of four rollouts; `best` is the highest mean outcome."""
+    outcome = torch.tensor([[0.0, 0.1, 0.0, 0.1], [0.2, 0.4, 0.0, 0.2], [best - 0.2, best + 0.2, best, best]])
+    judge = torch.tensor([[0.5, 0.1, 0.3, 0.9], [0.1, 0.2, 0.9, 0.4], [0.9, 0.2, 0.4, 0.8]])
+    return RewardTable(torch.stack([outcome, judge], dim=-1).double(), ("correct", "judge"))
 
 
 def _reference_from_elsewhere(root: Path, layout: Layout) -> None:

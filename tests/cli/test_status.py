@@ -84,9 +84,7 @@ def test_a_run_whose_machine_is_gone_is_silent_and_can_be_continued(run_dir: Pat
     age(attempt, 3600)
     status = read_status(run_dir)
     assert status.state == "silent"
-    assert (
-        status.continue_with == f"megatron-rl train {run_dir}/recipe.yaml   (starts over: there is no whole checkpoint)"
-    )
+    assert status.continue_with == f"megatron-rl train {run_dir}/recipe.yaml   (starts over: there is no checkpoint)"
     assert "SILENT: no heartbeat for 1 h 0 min, RL step 4 of 10, last seen in `update`" in status.text()
 
 
@@ -129,7 +127,7 @@ def test_ranks_that_were_killed_here_are_known_to_be_gone_at_once(run_dir: Path)
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (["train", "--run-dir", "x", "--resume", "auto"], "train {}   (starts over: there is no whole checkpoint)"),
+        (["train", "--run-dir", "x", "--resume", "auto"], "train {}   (starts over: there is no checkpoint)"),
         (["evaluate", "--run-dir", "x", "--resume", "/runs/a b/step_4"], "evaluate --model '/runs/a b/step_4' {}"),
         (["evaluate", "--run-dir", "x", "--resume", "never"], "evaluate {}"),
     ],

@@ -11,8 +11,9 @@ import pytest
 
 from .job import Job, listening_at, mapped, processes_of, segments, variable
 
-# An estimator with a state, a reference policy, several updates per step: what a resume has to bring back.
-STATEFUL = ("algorithm.preset=awpo", "algorithm.kl.coef=0.01")
+# An estimator with a state, a reference policy, several updates per step, a warm-up that is saved: what a resume has to bring
+# back.
+STATEFUL = ("algorithm.preset=awpo", "algorithm.kl.coef=0.01", "checkpoint.sft_every=10")
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config import load_recipe
+from megatron_rl.runtime.run_status import read_status
 
 from .job import Job, processes_of, rows, segments, variable, write_recipe
 
@@ -48,6 +49,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+def test_a_warm_up_that_a_batch_system_stops_is_saved(folder: Path) -> None:
+    job = Job(folder, *ENDLESS)
+    job.wait_for(lambda: bool(rows(job.run_dir, "sft/metrics.jsonl")))
+    os.kill(job.process.pid, signal.SIGUSR1)
+    assert job.finish() == 75
+    done = rows(job.run_dir, "sft/metrics.jsonl")[-1]["step"]
+    [saved] = (job.run_dir / "sft" / "checkpoints").iterdir()
+    assert done <= int(saved.name.removeprefix("step_")) < done + 10
+    assert (
+        f"the same command continues from {saved.name} of the warm-up"
+        in (job.run_dir / "logs" / "attempt_1" / "rank_0.log").read_text()
+    )
+    status = read_status(job.run_dir)
+    assert (status.state, status.checkpoint) == ("stopped", f"{saved.name} of the warm-up")
+    assert "starts over" not in str(status.continue_with)
+
+
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint_whole(folder: Path) -> None:
     job = Job(folder, *ENDLESS, "checkpoint.on_failure=stop")
     job.wait_for((job.run_dir / "owner.json").exists)
@@ -55,7 +74,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint_whole(folder: P
     assert second.finish() == 2
     assert messages(second)[0].startswith(f"{job.run_dir} belongs to a running job: process {job.process.pid} on ")
     job.wait_for_checkpoint(1)
-    recipes = [job.run_dir, job.run_dir / "checkpoints" / "step_1", job.run_dir / "logs" / "attempt_1"]
+    assert " of the warm-up\nSFT: " in (job.run_dir / "logs" / "attempt_2" / "rank_0.log").read_text()
+    recipes = [job.run_dir, job.run_dir / "checkpoints" / "step_1", job.run_dir / "logs" / "attempt_2"]
     assert [load_recipe(place / "recipe.yaml").seed for place in recipes] == [3, 3, 3]
     ranks = job.ranks()
     port = variable(ranks[0], "MASTER_PORT")

@@ -1,10 +1,11 @@
-"""Promise 3 at its worst points: killed in the update, while a checkpoint is written, and as it becomes current.
+"""Promise 3 at its worst points: in the warm-up, in the update, while a checkpoint is written, and as it becomes current.
 
 `tools/prove_resume.py` does the same for every preset, at points drawn at random.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -16,13 +17,16 @@ from .conftest import STATEFUL, Finished
 from .job import write_recipe
 
 pytestmark = pytest.mark.slow
-KILLS = [Kill("update", 2, 0.05), Kill("write", 2), Kill("rename", 1)]
+# The warm-up of 30 steps, each with one update, is saved after its steps 10 and 20; old log-probs come before RL's updates.
+KILLS = [Kill("update", 28), Kill("old_log_prob", 2, 0.1), Kill("write", 2), Kill("rename", 1)]
 
 
-def test_what_is_killed_three_times_ends_as_what_was_never_killed(tmp_path: Path, straight: Finished) -> None:
+def test_what_is_killed_four_times_ends_as_what_was_never_killed(tmp_path: Path, straight: Finished) -> None:
     proof = prove(write_recipe(tmp_path), STATEFUL, tmp_path, KILLS, straight.run_dir)
     assert proof.killed == KILLS
     assert proof.differences == []
+    second = (tmp_path / "killed" / "logs" / "attempt_2" / "rank_0.log").read_text()
+    assert re.search(r"continuing after step (10|20) of the warm-up", second)
 
 
 def test_the_comparison_sees_a_difference(tmp_path: Path, straight: Finished) -> None:

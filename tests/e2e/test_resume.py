@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from megatron_rl.runtime.postmortem import heartbeat_folder
+from megatron_rl.runtime.progress import heartbeats
 
 from .conftest import STATEFUL, Finished
 from .job import RECIPE, Job, processes_of, rows, samples, segments, untimed, variable
@@ -29,10 +36,22 @@ def damage(checkpoints: Path) -> int:
     return int(newest.name.removeprefix("step_"))
 
 
+def generates(beat: Mapping[str, Any], step: int) -> bool:
+    """Whether a rank's heartbeat says that it draws the rollouts of this step."""
+    return (beat.get("stage"), beat.get("step"), beat.get("phase")) == ("RL", step, "generate")
+
+
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, int]:
-    """Killed after a checkpoint, damaged, resumed to the end; and the step of the damaged checkpoint."""
+    """Told to stop in the generation of step 2, resumed; killed after a checkpoint, damaged, resumed to the end; and the step
+    of the damaged checkpoint."""
     folder = tmp_path_factory.mktemp("resumed")
+    stopped = Job(folder, *STATEFUL)
+    heartbeat = heartbeat_folder(stopped.run_dir / "logs" / "attempt_1")
+    stopped.wait_for(lambda: generates(heartbeats(heartbeat).get(0, {}), step=2))
+    os.kill(stopped.process.pid, signal.SIGTERM)
+    assert stopped.finish() == 143
+    assert rows(stopped.run_dir)[-1]["step"] in (1, 2)  # step 2 is given up, unless its update began just then
     first = Job(folder, *STATEFUL)
     first.wait_for_checkpoint(2)
     port = variable(first.ranks()[0], "MASTER_PORT")
@@ -81,5 +100,6 @@ def test_the_estimators_state_was_part_of_it(straight: Finished) -> None:
         state = json.loads((straight.run_dir / "checkpoints" / f"step_{step}" / "state.json").read_text())
         assert state["algorithm"]["estimator"] == "awpo"
         assert state["algorithm"]["state"], "AWPO keeps a running peak"
-        assert state["progress"] == {"step": step, "position": step * RECIPE["trainer"]["prompts_per_step"]}
+        position = step * RECIPE["trainer"]["prompts_per_step"]
+        assert state["progress"] == {"step": step, "position": position, "warm_up": RECIPE["sft"]["steps"]}
         assert state["optimizer_steps"] == step * RECIPE["trainer"]["minibatches"]

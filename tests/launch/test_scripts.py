@@ -121,6 +121,22 @@ def test_how_long_ranks_may_take_to_obey(tmp_path: Path, end: str, seconds: rang
     assert int((tmp_path / "seconds").read_text()) in seconds
 
 
+@pytest.mark.parametrize(
+    ("saved", "step"),
+    [
+        ([], "none"),
+        (["sft/checkpoints/step_20", "sft/checkpoints/step_100"], "sft/100"),
+        (["sft/checkpoints/step_100", "checkpoints/step_0", "checkpoints/previous_1"], "0"),
+    ],
+)
+def test_a_warm_ups_checkpoint_is_progress(tmp_path: Path, saved: list[str], step: str) -> None:
+    for name in saved:
+        (tmp_path / name).mkdir(parents=True)
+    script = f"set -euo pipefail; source {REPOSITORY}/slurm/lib.sh; RUN_DIR={tmp_path} newest_step"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == (step + "\n", 0), done.stderr
+
+
 def test_train_in_a_container(tmp_path: Path) -> None:
     site = "CONTAINER_IMAGE=/images/rl.sqsh CONTAINER_MOUNTS=/lustre:/lustre\nSITE_SRUN=(--mpi=none)"
     # The check runs in the container, too; a stand-in for srun prints no recipe, and the job ends there.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, LoggingConfig
 from megatron_rl.data import Rollout, Sample
 from megatron_rl.evaluation.output import write_responses
 from megatron_rl.trainer.report import Reporter
@@ -21,7 +21,7 @@ from megatron_rl.trainer.report import Reporter
 
 def reporter(run_dir: Path, rank: int) -> Reporter:
     grid: Any = SimpleNamespace(is_main=rank == 0)
-    return Reporter(Config(run_dir=str(run_dir)), run_dir, grid)
+    return Reporter(Config(run_dir=str(run_dir), logging=LoggingConfig(tensorboard=False, report=False)), run_dir, grid)
 
 
 def test_what_a_server_said_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,3 +78,52 @@ def test_half_a_surrogate_pair_can_be_printed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8")
     assert (done.returncode, done.stdout) == (0, "a \\ud83d\nb \\ud83d\n"), done.stderr
+
+
+def rows(path: Path, *steps: int, **metrics: float) -> str:
+    """Writes a metrics file; its text."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        "".join(json.dumps({"step": step, **{k: v + step for k, v in metrics.items()}}) + "\n" for step in steps)
+    )
+    return path.read_text()
+
+
+def test_what_a_continued_run_does_again_is_removed_and_what_came_before_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = rows(tmp_path / "metrics.jsonl", 0, 2, 4, **{"eval/sums/avg@1": 0.125})
+    for name in (
+        "samples/step_2.jsonl",
+        "samples/step_4.jsonl",
+        "samples/eval_sums_step_4.jsonl",
+        "rollouts/step_10.npz",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    main = reporter(tmp_path, rank=0)
+    kept = text[: text.index('{"step": 4')]
+    main.continue_from(2, metrics_bytes=len(kept))
+    assert (tmp_path / "metrics.jsonl").read_text() == kept
+    assert [path.name for path in [*tmp_path.glob("samples/*"), *tmp_path.glob("rollouts/*")]] == ["step_2.jsonl"]
+    main.log(3, {"eval/sums/avg@1": 0.5, "eval/sums/response_length": 1.0})
+    main.summary()
+    main.close()
+    said = capsys.readouterr().out
+    assert "rows are missing" not in said
+    assert "+0.375" in said, "from the evaluation before the first step, which another process has logged"
+
+
+def test_a_continued_warm_up_keeps_its_rows_up_to_the_checkpoint_and_none_of_rl(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = rows(tmp_path / "sft" / "metrics.jsonl", 10, 20, 30, **{"sft/loss": 1.0})
+    rows(tmp_path / "metrics.jsonl", 0)
+    main = reporter(tmp_path, rank=0)
+    main.continue_from(20, metrics_bytes=len(text), warm_up=True)
+    main.close()
+    assert (tmp_path / "sft" / "metrics.jsonl").read_text() == text[: text.index('{"step": 30')]
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    said = capsys.readouterr().out
+    assert f"sft/metrics.jsonl has {len(text) * 2 // 3} bytes up to step 20, {len(text)} were written" in said
+    assert "continuing after step 20 of the warm-up" in said
