@@ -60,11 +60,11 @@ _BASES = {
 
 
 def last_box(text: str) -> str | None:
-    r"""What stands in the last `\boxed{}` (or `\fbox{}`); None where there is none, or it is not closed."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    r"""What stands in the last `\boxed{}` (`\fbox{}`, `\framebox{}`); None where there is none, or it is not closed."""
+    start = max(map(text.rfind, ("\\boxed", "\\fbox", "\\framebox")))
     if start < 0:
         return None
-    opening = re.compile(r"\\(?:boxed|fbox)\s*").match(text, start)
+    opening = re.compile(r"\\(?:boxed|fbox|framebox)\s*").match(text, start)
     assert opening is not None
     rest = text[opening.end() :]
     if not rest.startswith("{"):

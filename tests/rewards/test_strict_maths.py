@@ -50,6 +50,7 @@ RIGHT = [
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1\\2 \end{pmatrix}"),
     ("42", r"the answer is \boxed{42}"),
     ("42", "$42$"),
+    ("204", r"or $\framebox{204}$ minutes"),
     (r"12 \text{ apples}", "12"),
     (r"5 \text{ m/s}", "5"),
     (r"5\text{ m/s}^2", "5"),
