@@ -1,8 +1,9 @@
-# make train: the quick start. make test: lint, types and tests. Both set up .venv first, once, and again when the
-# requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
+# make train: the quick start. make test: lint, types and tests. make fuzz: odd input for longer.
+# All set up .venv first, once, and again when the requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
 #
 #   PYTHON       the interpreter for .venv; 3.11
 #   TORCH_INDEX  where to look for torch first; for PyTorch's own CPU builds https://download.pytorch.org/whl/cpu
+#   FUZZ_SECONDS how long each fuzzer of `make fuzz` runs; 60. A case that fails is printed with the command to try it again
 #   ARGS         overrides for `make train` (make train ARGS="algorithm.preset=gdpo trainer.steps=5"), or pytest's
 #                arguments for `make test`
 
@@ -24,7 +25,7 @@ TORCH := $(shell sed -n '/^torch==/p' requirements/cpu.txt)
 # process's, a quarter of the time that importing vLLM takes. Some packages carry files for other Pythons: no error.
 COMPILE := python -m compileall -qq -j 0
 
-.PHONY: setup launch-setup train test lint bench clean
+.PHONY: setup launch-setup train test fuzz lint bench clean
 
 setup: $(STAMP)
 
@@ -65,6 +66,13 @@ train: setup
 
 test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+# Every module of tests/fuzz with a main part: recipes, completions, checkpoints, ... FUZZ=recipes picks one.
+FUZZ_SECONDS ?= 60
+FUZZ ?= $(patsubst tests/fuzz/%.py,%,$(filter-out tests/fuzz/__init__.py tests/fuzz/loop.py,$(wildcard tests/fuzz/*.py)))
+
+fuzz: setup
+	@for name in $(FUZZ); do OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.$$name --seconds $(FUZZ_SECONDS) || exit 1; done
 
 lint: setup
 	@$(BIN)/ruff check $(CODE)

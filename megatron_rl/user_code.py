@@ -11,6 +11,11 @@ from pathlib import Path
 from types import ModuleType
 
 
+def is_module_name(name: str) -> bool:
+    """Whether this is how `import` would take it, from the top."""
+    return all(part.isidentifier() for part in name.split("."))
+
+
 def load_file(path: str | Path) -> ModuleType:
     """The module of a Python file, executed once per process; what it raises is not caught.
 

@@ -20,9 +20,11 @@ from megatron_rl.config import methods
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
 from megatron_rl.config.presets import check_algorithm
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import ConfigError, closest
+from megatron_rl.config.shape import ConfigError, closest, show
 from megatron_rl.config.value_checks import check_values
 
+_LONGEST_PATH, _LONGEST_NAME = 3500, 255  # bytes; Linux takes 4095 and 255
+_MOST_PROCESSES = 4096  # on one machine
 COMMANDS = ("train", "sft", "evaluate")
 
 
@@ -80,8 +82,13 @@ def check(
     if not problems:  # the checks below may divide by these values
         if config.launch.processes is None and machine.world_size is None:
             config.launch.processes = machine.gpus or smallest_world(config)
+            if config.launch.processes > _MOST_PROCESSES:
+                problems.append(
+                    f"the layout (actor.parallel, rollout.tensor_parallel) needs {config.launch.processes:,} processes "
+                    f"on this machine, at most {_MOST_PROCESSES:,} are started; make it smaller, or start it across machines"
+                )
         world = machine.world_size or config.launch.processes or 1
-        problems = [
+        problems += [
             *_check_layout(config, world, machine),
             *(_check_batch(config, world) if command != "evaluate" else ()),
             *_check_gradient_variance(config, world),
@@ -348,6 +355,19 @@ def _check_tasks(config: Config, command: str) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------ outputs
+def _no_path(text: str) -> str | None:
+    """Why a text cannot name a folder of a run; None where it can."""
+    if not text.strip():
+        return "is empty"
+    if not text.isprintable():
+        return "has a line break or another character that cannot be printed"
+    if len(os.fsencode(os.path.abspath(text))) > _LONGEST_PATH:
+        return f"is longer than {_LONGEST_PATH} bytes, which leaves no room for the files in it"
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in Path(text).parts):
+        return f"has a part of more than {_LONGEST_NAME} bytes"
+    return None
+
+
 def _check_checkpoint(config: Config, command: str) -> Iterator[str]:
     section, trainer = config.checkpoint, config.trainer
     if not section.keep_best:
@@ -371,7 +391,14 @@ def _check_checkpoint(config: Config, command: str) -> Iterator[str]:
 
 def _check_outputs(config: Config) -> Iterator[str]:
     folder = Path(config.run_dir)
-    existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    if (problem := _no_path(config.run_dir)) is not None:
+        yield f"`run_dir` {show(config.run_dir)} {problem}; give it a folder, for example runs/mine"
+        return
+    try:
+        existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    except OSError as error:  # a folder above that may not be searched
+        yield f"`run_dir`: {error.strerror}: {folder}; choose another folder"
+        return
     if not existing.is_dir():
         yield f"`run_dir`: {existing} is a file; choose another folder"
     elif not os.access(existing, os.W_OK | os.X_OK):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import os
 import re
 import typing
@@ -17,7 +18,18 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megatron_rl.config.presets import get_preset
 from megatron_rl.config.schema import Config, MethodConfig, RewardConfig, TaskConfig
-from megatron_rl.config.shape import ConfigError, conform, entry_type, fields, show, type_at, unwrap
+from megatron_rl.config.shape import (
+    MOST_LEVELS,
+    ConfigError,
+    conform,
+    entry_type,
+    fields,
+    shorten,
+    show,
+    type_at,
+    unwrap,
+)
+from megatron_rl.user_files import read_text
 
 # Keys that name something, and the key with that thing's parameters: parameters go with the name they were written for.
 _NAMED: dict[Any, tuple[tuple[str, str], ...]] = {
@@ -25,6 +37,12 @@ _NAMED: dict[Any, tuple[tuple[str, str], ...]] = {
     RewardConfig: (("reward", "params"),),
     TaskConfig: (("source", "params"), ("name", "params"), ("demonstrations", "demonstration_params")),
 }
+_LONGEST_CHAIN = 100  # recipes, each the base of the one before
+_MOST_BYTES = 2**22  # of a recipe
+_MOST_NODES = 100_000  # values in a recipe with its aliases written out
+# PyYAML's own errors, and what its constructors let through: numbers of thousands of digits, impossible dates, deep nesting,
+# and on text with a tag that it does not fit (`!!timestamp x`) whatever comes first.
+_NO_YAML = (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError, LookupError, TypeError)
 
 
 @dataclasses.dataclass
@@ -93,7 +111,13 @@ def _leaves(section: Any, prefix: str = "") -> list[tuple[str, Any]]:
 def _read(path: Path, chain: tuple[Path, ...], seen: set[Path] | None = None) -> list[_Layer]:
     """The layers of a file and its bases, lowest first; a file that several others build on counts once."""
     seen = set() if seen is None else seen
-    name, real = os.path.normpath(path), path.resolve()
+    name = os.path.normpath(path)
+    try:
+        real = path.resolve()
+    except (ValueError, OSError, RuntimeError) as error:  # a NUL in it, a link to itself
+        raise ConfigError(f"{name!r} is no path of a file: {error}") from None
+    if len(chain) > _LONGEST_CHAIN:
+        raise ConfigError(f"{name}: more than {_LONGEST_CHAIN} recipes build on one another; write fewer `base`")
     if real in chain:
         circle = " -> ".join(os.path.relpath(step) for step in (*chain[chain.index(real) :], real))
         raise ConfigError(f"{name}: `base` goes round in a circle: {circle}")
@@ -111,30 +135,52 @@ def _read(path: Path, chain: tuple[Path, ...], seen: set[Path] | None = None) ->
 
 def _read_yaml(path: Path, name: str, role: str) -> dict[Any, Any]:
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        text = read_text(path, _MOST_BYTES)
     except FileNotFoundError:
         raise ConfigError(f"{name}{role} does not exist") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{name}{role} is not a text file in UTF-8") from None
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise ConfigError(f"{name}{role} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{name}{role} cannot be read: {error}") from None
+    try:
+        if "*" in text and _expanded(yaml.compose(text), {}) > _MOST_NODES:
+            raise ConfigError(f"{name}{role} repeats its anchors more than {_MOST_NODES:,} times in all")
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    except ConfigError:
+        raise
+    except _NO_YAML as error:
         raise ConfigError(f"{name}{role} is not valid YAML: {_yaml_problem(error)}") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{name}{role} cannot be read: {_first_line(error)}") from None
-    except OSError as error:
-        raise ConfigError(f"{name}{role} cannot be read: {error.strerror or error}") from None
+    except OSError:  # OmegaConf's word for a document that is a number
+        tree = None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{name}{role} must hold a mapping of sections, not a list")
+        kind = "a list" if isinstance(tree, list) else "a single value"
+        raise ConfigError(f"{name}{role} must hold a mapping of sections, not {kind}")
     return tree
+
+
+def _expanded(node: yaml.Node | None, known: dict[int, float]) -> float:
+    """How many values a YAML document has once its aliases are copies; infinite where one holds itself."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = float("inf")
+        inner = node.value if isinstance(node, yaml.SequenceNode) else [item for pair in node.value for item in pair]
+        known[id(node)] = 1 + sum(_expanded(item, known) for item in inner)
+    return known[id(node)]
 
 
 def _parse_overrides(overrides: Sequence[str]) -> _Layer:
     """All overrides as one source, so that their order does not matter (but the last word on one key wins)."""
     merged: dict[str, Any] = {}
     for override in overrides:
-        source = f"override `{override}`"
+        source = f"override `{shorten(override)}`"
         key, equals, text = override.partition("=")
         parts = key.split(".")
-        if not equals or not all(parts) or key != key.strip():
+        if not equals or not all(parts) or key != key.strip() or len(parts) > MOST_LEVELS:
             raise ConfigError(f"{source}: overrides have the form section.key=value")
         tree = _parse_value(text, type_at(parts), source)
         for part in reversed(parts):
@@ -149,14 +195,20 @@ def _parse_value(text: str, hint: Any, source: str) -> Any:
     if not text.strip():
         raise ConfigError(f"{source} has no value; for none write null, for empty text ''")
     try:
+        if "*" in text and _expanded(yaml.compose(text), {}) > _MOST_NODES:
+            raise ConfigError(f"{source} repeats its anchors more than {_MOST_NODES:,} times in all")
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload, index]
-    except yaml.YAMLError as error:
+    except ConfigError:
+        raise
+    except _NO_YAML as error:
         raise ConfigError(f"{source}: the value is not valid YAML: {_yaml_problem(error)}") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{source}: {_first_line(error)}") from None
 
 
-def _yaml_problem(error: yaml.YAMLError) -> str:
+def _yaml_problem(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return _first_line(error)

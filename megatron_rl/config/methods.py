@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.user_code import load_file
+from megatron_rl.user_code import is_module_name, load_file
 
 ESTIMATOR = "advantage estimator"
 WEIGHT = "gradient weight"
@@ -387,6 +387,8 @@ def load_plugins(plugins: Iterable[str]) -> None:
     """
     for plugin in plugins:
         if not plugin.endswith(".py"):
+            if not is_module_name(plugin):
+                raise ValueError(f"algorithm.plugins: {plugin!r} names neither a Python file nor a module")
             try:
                 importlib.import_module(plugin)
             except ModuleNotFoundError as error:
@@ -394,7 +396,11 @@ def load_plugins(plugins: Iterable[str]) -> None:
                     raise
                 raise ValueError(f"algorithm.plugins: no module {plugin!r}; is its folder on PYTHONPATH?") from error
             continue
-        path = Path(plugin).expanduser().resolve()
-        if not path.is_file():
+        try:
+            path = Path(plugin).expanduser().resolve()
+            found = path.is_file()
+        except (OSError, RuntimeError) as error:  # a name that is too long, a user that does not exist
+            raise ValueError(f"algorithm.plugins: {plugin!r}: {error}") from None
+        if not found:
             raise ValueError(f"algorithm.plugins: no file {str(path)!r}")
         load_file(path)

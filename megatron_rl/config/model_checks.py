@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import Config, CreateModelConfig
+from megatron_rl.config.shape import show
 from megatron_rl.config.stages import stage_layers
+from megatron_rl.user_files import read_text
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # vLLM 0.32, CPUAttentionBackend.get_supported_head_sizes
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_MOST = {  # of a model that is made; those of the largest ones known, times ten and more
+    "layers": 10_000,
+    "hidden_size": 1_000_000,
+    "heads": 100_000,
+    "kv_heads": 100_000,
+    "head_dim": 100_000,
+    "ffn_size": 10_000_000,
+    "vocab_size": 100_000_000,
+    "max_positions": 1_000_000_000,
+}
+_MOST_PARAMETERS = 100_000_000_000
+_MOST_BYTES, _MOST_INDEX_BYTES = 2**26, 2**30  # of a config.json, of the list of weights
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -27,7 +42,11 @@ def check_model(config: Config, model: Mapping[str, Any] | None = None) -> Itera
         yield from _check_sizes(config, model)
     elif config.model.path is not None:
         folder = Path(config.model.path)
-        known = None if folder.exists() else published_config(folder.name)
+        try:
+            known = None if folder.exists() else published_config(folder.name)
+        except OSError as error:  # a name that is too long, a folder above it that may not be searched
+            yield f"`model.path` {show(str(folder))}: {error.strerror}"
+            return
         if known is not None:
             yield f"`model.path`: {folder} does not exist; what else was checked holds for {folder.name} as it is published"
             yield from _check_sizes(config, known)
@@ -35,7 +54,7 @@ def check_model(config: Config, model: Mapping[str, Any] | None = None) -> Itera
         problems = list(_check_folder(folder))
         yield from problems
         if not problems:
-            yield from _check_sizes(config, json.loads((folder / "config.json").read_text("utf-8")))
+            yield from _check_sizes(config, json.loads(read_text(folder / "config.json", _MOST_BYTES)))
     elif config.model.create is not None:
         problems = list(_check_create(config.model.create))
         yield from problems
@@ -68,19 +87,30 @@ def _check_folder(folder: Path) -> Iterator[str]:
         yield f"`model.path`: {folder} {'is not a folder' if folder.exists() else 'does not exist'}"
         return
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
+        config = json.loads(read_text(folder / "config.json", _MOST_BYTES))
         if not isinstance(config, dict):
             yield f"`model.path`: {folder / 'config.json'} does not hold a JSON object"
+        else:
+            yield from _check_config(config, folder / "config.json")
     except FileNotFoundError:
         remedy = "it must be a Hugging Face model folder, or a checkpoint of a run (runs/<name>/checkpoints/step_<n>)"
         if (folder / ".metadata").is_file():
             remedy = f"convert it first: megatron-rl convert to-hf --megatron {folder} --hf DIR"
         yield f"`model.path`: {folder} has no config.json; {remedy}"
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         yield f"`model.path`: {folder / 'config.json'} cannot be read: {error}"
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         yield f"`model.path`: {folder} has no tokenizer ({', '.join(_TOKENIZERS)})"
     yield from _check_weights(folder)
+
+
+def _check_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
+    """The fields that are counted with below are whole numbers."""
+    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", *_EXPERT_KEYS)
+    for name in (*names, "moe_intermediate_size", "max_position_embeddings"):
+        value = config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            yield f"`model.path`: {path}: {name} must be a whole number; it is {show(value)}"
 
 
 def _check_weights(folder: Path) -> Iterator[str]:
@@ -92,27 +122,36 @@ def _check_weights(folder: Path) -> Iterator[str]:
             yield f"`model.path`: {folder} has no *.safetensors files"
         return
     try:
-        shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, OSError) as error:
+        shards = sorted(set(json.loads(read_text(index, _MOST_INDEX_BYTES))["weight_map"].values()))
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OSError) as error:
         yield f"`model.path`: {index} cannot be read: {error!r}"
         return
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         yield f"`model.path`: {folder} lacks {len(missing)} of {len(shards)} weight files, first {missing[0]}"
 
 
 def _check_create(create: CreateModelConfig) -> Iterator[str]:
-    for name in ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size", "max_positions"):
-        if getattr(create, name) < 1:
-            yield f"`model.create.{name}` must be at least 1; it is {getattr(create, name)}"
+    for name, most in _MOST.items():
+        if not 1 <= getattr(create, name) <= most:
+            bound = f"at most {most:,}" if getattr(create, name) > most else "at least 1"
+            yield f"`model.create.{name}` must be {bound}; it is {getattr(create, name):,}"
+    parameters = create.layers * create.hidden_size * (2 * create.heads * create.head_dim + 3 * create.ffn_size)
+    parameters += 2 * create.vocab_size * create.hidden_size
+    if parameters > _MOST_PARAMETERS:
+        yield (
+            f"`model.create` describes a model of about {parameters:,} parameters, which would be made at random on one "
+            f"processor; at most {_MOST_PARAMETERS:,} are possible: make it smaller, or set `model.path`"
+        )
     if create.kv_heads >= 1 and create.heads % create.kv_heads:
         yield f"`model.create.heads` ({create.heads}) must be a multiple of `model.create.kv_heads` ({create.kv_heads})"
     if create.head_dim % 2:
         yield f"`model.create.head_dim` ({create.head_dim}) must be even: rotary embeddings turn pairs"
-    if not 0 < create.init_std < float("inf"):
-        yield f"`model.create.init_std` must be greater than 0; it is {create.init_std}"
+    if not 0 < create.init_std <= 100:
+        bound = "at most 100" if create.init_std > 100 else "greater than 0"
+        yield f"`model.create.init_std` must be {bound}; it is {create.init_std}"
     for key, names in (("characters", create.characters), ("words", create.words)):
-        repeated = sorted({name for name in names if list(names).count(name) > 1})
+        repeated = sorted(name for name, times in Counter(names).items() if times > 1)
         if repeated:
             yield f"`model.create.{key}` repeats {', '.join(map(repr, repeated))}"
     for word in create.words:

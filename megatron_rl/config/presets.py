@@ -7,6 +7,7 @@ comes from. Keys are those of `AlgorithmConfig`.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -165,8 +166,8 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     check_choice("algorithm.truncated", config.truncated, TRUNCATED)
     _check_correction(config.correction)
     for key, value in (("kl.coef", config.kl.coef), ("kl.reward_coef", config.kl.reward_coef)):
-        if value < 0:
-            raise ValueError(f"algorithm.{key} must be at least 0, not {value!r}")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"algorithm.{key} must be at least 0 and finite, not {value!r}")
     if config.max_length is not None and config.aggregation != "seq-mean-token-sum-norm":
         raise ValueError(
             f"algorithm.max_length ({config.max_length}) has no effect with aggregation {config.aggregation!r}; "
@@ -195,5 +196,8 @@ def _check_correction(config: CorrectionConfig) -> None:
         check_choice(f"{where}.by", each.by, FILTER_STATISTICS)
         if each.low is None and each.high is None:
             raise ValueError(f"{where} has neither low nor high, so it would drop nothing; set at least one")
+        for name in ("low", "high"):
+            if getattr(each, name) is not None and math.isnan(getattr(each, name)):
+                raise ValueError(f"{where}.{name} is not a number; set one, or null for no bound")
         if each.low is not None and each.high is not None and not each.low < each.high:
             raise ValueError(f"{where}: low ({each.low}) must be less than high ({each.high})")

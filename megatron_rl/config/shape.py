@@ -12,6 +12,10 @@ from typing import Any
 
 from megatron_rl.config.schema import Config
 
+MOST_LEVELS = 50  # of sections, mappings and lists in one another
+_LARGEST = 2**63 - 1  # what a 64-bit number holds; also far above all that is counted here
+_SHOWN = 80  # characters of a value that a message shows
+
 
 class ConfigError(ValueError):
     """A recipe that cannot run. The message is for the person who wrote it: source, key, value, remedy."""
@@ -67,7 +71,7 @@ def _section(value: Any, cls: type, key: str, source: str) -> dict[str, Any]:
     for name, item in value.items():
         if name not in known:
             raise ConfigError(
-                f"{source}: unknown key `{_join(key, name)}`{_set_to(item)}; {_nearest(str(name), cls, key)}"
+                f"{source}: unknown key `{shorten(_join(key, name))}`{_set_to(item)}; {_nearest(str(name), cls, key)}"
             )
         result[name] = _value(item, known[name], _join(key, name), source)
     return result
@@ -95,7 +99,10 @@ def _mapping(value: Any, entry: Any, key: str, source: str) -> dict[str, Any]:
     for name in value:
         if not isinstance(name, str):
             raise ConfigError(f"{source}: the name {name!r} in `{key}` is not text; put it in quotes")
+        _check_scalar(name, f"{key}.{shorten(name)!a}", source)
     if entry is Any:
+        if key.count(".") + key.count("[") > MOST_LEVELS:
+            raise ConfigError(f"{source}: `{shorten(key)}` is nested more than {MOST_LEVELS} levels deep")
         return {name: _anything(item, _join(key, name), source) for name, item in value.items()}
     return {
         name: None if item is None else _value(item, entry, _join(key, name), source) for name, item in value.items()
@@ -106,13 +113,17 @@ def _anything(value: Any, key: str, source: str) -> Any:
     if isinstance(value, Mapping):
         return _mapping(value, Any, key, source)
     if isinstance(value, list):
+        if key.count(".") + key.count("[") > MOST_LEVELS:
+            raise ConfigError(f"{source}: `{shorten(key)}` is nested more than {MOST_LEVELS} levels deep")
         return [_anything(item, f"{key}[{index}]", source) for index, item in enumerate(value)]
     if value is None or isinstance(value, (bool, int, float, str)):
+        _check_scalar(value, key, source)
         return value
     raise ConfigError(f"{source}: `{key}` must be text, a number, a list or a mapping, not {show(value)}")
 
 
 def _scalar(value: Any, hint: type, optional: bool, key: str, source: str) -> Any:
+    _check_scalar(value, key, source)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is float and number:
         return float(value)
@@ -125,6 +136,16 @@ def _scalar(value: Any, hint: type, optional: bool, key: str, source: str) -> An
     )
 
 
+def _check_scalar(value: Any, key: str, source: str) -> None:
+    """Refuses numbers and texts that nothing further on can hold."""
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise ConfigError(f"{source}: `{key}` must be from -2^63 to 2^63 - 1; it is {show(value)}")
+    if not isinstance(value, str):
+        return
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ConfigError(f"{source}: `{key}` holds bytes that are no text in UTF-8: {shorten(value)!a}")
+
+
 # --------------------------------------------------------------------------------------------------------- wording
 def show(value: Any) -> str:
     """A value as a recipe would write it, cut to a readable length."""
@@ -132,8 +153,14 @@ def show(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
         return "a mapping"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return f"a number of {value.bit_length()} bits"
+    return shorten(repr(value))
+
+
+def shorten(text: str) -> str:
+    """A text cut to a readable length."""
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def closest(name: str, known: typing.Iterable[str], cutoff: float = 0.0) -> str | None:

@@ -21,67 +21,70 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _FP8_CHOICES = {"recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"), "format": ("e4m3", "hybrid")}
 
-_AT_LEAST: dict[str, float] = {
-    "trainer.steps": 1,
-    "trainer.prompts_per_step": 1,
-    "trainer.minibatches": 1,
-    "trainer.epochs": 1,
-    "trainer.eval_every": 0,
-    "trainer.eval_rollouts": 1,
-    "trainer.eval_temperature": 0,
-    "trainer.eval_max_prompts": 1,
-    "evaluation.length_limit": 1,
-    "evaluation.endpoint.max_in_flight": 1,
-    "evaluation.endpoint.retries": 0,
-    "evaluation.endpoint.max_failed_share": 0,
-    "rollout.tensor_parallel": 1,
-    "rollout.group_size": 1,
-    "rollout.max_prompt_tokens": 1,
-    "rollout.max_tokens": 1,
-    "rollout.max_concurrent": 1,
-    "rollout.sync_check_rollouts": 1,
-    "actor.parallel.tensor": 1,
-    "actor.parallel.pipeline": 1,
-    "actor.parallel.virtual_pipeline": 1,
-    "actor.parallel.context": 1,
-    "actor.parallel.expert": 1,
-    "actor.parallel.expert_tensor": 1,
-    "actor.tokens_per_microbatch": 1,
-    "actor.logprob_chunk_tokens": 1,
-    "algorithm.max_length": 1,
-    "algorithm.overlong.max_length": 1,
-    "sft.steps": 0,
-    "sft.batch_size": 1,
-    "sft.log_every": 1,
-    "checkpoint.every": 0,
-    "checkpoint.sft_every": 0,
-    "checkpoint.keep": 1,
-    "checkpoint.keep_best": 0,
-    "logging.samples_every": 0,
-    "logging.samples_per_step": 1,
-    "logging.record_every": 0,
-    "logging.gradient_variance_every": 0,
-    "launch.processes": 1,
-    "launch.endpoint_minutes": 0,
-    "watchdog.first_time_minutes": 0,
+_MINUTES, _SECONDS = (0.001, 1e6), (0.001, 1e8)  # 0.06 s to two years; 1 ms to three years
+_COUNT, _STEPS, _TOKENS, _RANKS = 1e6, 1e9, 1e9, 1e5
+
+# Smallest and largest value, both allowed. The largest is far above what anyone runs; it is there for a typo of some zeros,
+# which otherwise shows when memory runs out hours later, or never.
+_RANGES: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**32 - 1),  # what numpy's generators take
+    "trainer.steps": (1, _STEPS),
+    "trainer.prompts_per_step": (1, _COUNT),
+    "trainer.minibatches": (1, _COUNT),
+    "trainer.epochs": (1, _COUNT),
+    "trainer.eval_every": (0, _STEPS),
+    "trainer.eval_rollouts": (1, _COUNT),
+    "trainer.eval_temperature": (0, 2),  # vLLM's
+    "trainer.eval_max_prompts": (1, _STEPS),
+    "evaluation.length_limit": (1, _TOKENS),
+    "evaluation.endpoint.max_in_flight": (1, _COUNT),
+    "evaluation.endpoint.request_seconds": _SECONDS,
+    "evaluation.endpoint.retries": (0, _COUNT),
+    "evaluation.endpoint.max_failed_share": (0, 1),
+    "rollout.tensor_parallel": (1, _RANKS),
+    "rollout.group_size": (1, 1e5),
+    "rollout.max_prompt_tokens": (1, _TOKENS),
+    "rollout.max_tokens": (1, _TOKENS),
+    "rollout.max_concurrent": (1, _COUNT),
+    "rollout.sync_check_rollouts": (1, _COUNT),
+    "rollout.cpu_cache_gib": (0.001, 1e6),
+    "actor.parallel.tensor": (1, _RANKS),
+    "actor.parallel.pipeline": (1, _RANKS),
+    "actor.parallel.virtual_pipeline": (1, _RANKS),
+    "actor.parallel.context": (1, _RANKS),
+    "actor.parallel.expert": (1, _RANKS),
+    "actor.parallel.expert_tensor": (1, _RANKS),
+    "actor.tokens_per_microbatch": (1, _TOKENS),
+    "actor.logprob_chunk_tokens": (1, _TOKENS),
+    "algorithm.max_length": (1, _TOKENS),
+    "algorithm.overlong.max_length": (1, _TOKENS),
+    "algorithm.resample_rounds": (0, _COUNT),
+    "sft.steps": (0, _STEPS),
+    "sft.batch_size": (1, _COUNT),
+    "sft.log_every": (1, _STEPS),
+    "checkpoint.sft_every": (0, _STEPS),
+    "checkpoint.every": (0, _STEPS),
+    "checkpoint.keep": (1, _COUNT),
+    "checkpoint.keep_best": (0, _COUNT),
+    "logging.samples_every": (0, _STEPS),
+    "logging.samples_per_step": (1, _STEPS),
+    "logging.record_every": (0, _STEPS),
+    "logging.gradient_variance_every": (0, _STEPS),
+    "launch.processes": (1, 4096),
+    "launch.timeout_minutes": _MINUTES,
+    "launch.endpoint_minutes": (0, 1e6),
+    "watchdog.default_minutes": _MINUTES,
+    "watchdog.first_time_minutes": (0, 1e6),
 }
-_ABOVE: dict[str, float] = {
-    "rollout.temperature": 0,
-    "trainer.eval_top_p": 0,
-    "evaluation.confidence": 0.5,
-    "evaluation.endpoint.request_seconds": 0,
-    "rollout.memory_fraction": 0,
-    "rollout.cpu_cache_gib": 0,
-    "rollout.sync_tolerance": 0,
-    "launch.timeout_minutes": 0,
-    "watchdog.default_minutes": 0,
+_ABOVE: dict[str, tuple[float, float]] = {  # greater than the first, at most the second
+    "rollout.temperature": (0, 2),  # vLLM's
+    "trainer.eval_top_p": (0, 1),
+    "evaluation.confidence": (0.5, 0.9999),
+    "rollout.memory_fraction": (0, 1),
+    "rollout.sync_tolerance": (0, 1e6),
 }
-_AT_MOST: dict[str, float] = {
-    "trainer.eval_top_p": 1,
-    "evaluation.confidence": 0.9999,
-    "evaluation.endpoint.max_failed_share": 1,
-    "rollout.memory_fraction": 1,
-}
+_FINITE = ("algorithm.entropy_coef", "algorithm.overlong.weight", "trainer.eval_threshold")
+_MOST_ROLLOUTS = 1e8  # of a step: all of them are in the memory of every rank
 
 
 def _at(config: Config, key: str) -> Any:
@@ -92,26 +95,31 @@ def check_values(config: Config) -> Iterator[str]:
     """Yields a sentence per value that is out of range or not among the choices; `check_algorithm` has its own."""
     for key, choices in _CHOICES.items():
         yield from _choice(key, _at(config, key), choices)
-    for key, low in _AT_LEAST.items():
+    for key, (low, high) in _RANGES.items():
         value = _at(config, key)
-        if value is not None and not low <= value < math.inf:
-            yield f"`{key}` must be at least {low:g}; it is {value!r}"
-    for key, low in _ABOVE.items():
+        if value is not None and not low <= value <= high:
+            yield f"`{key}` must be {_between(low, high, value)}; it is {value!r}"
+    for key, (low, high) in _ABOVE.items():
         value = _at(config, key)
-        if value is not None and not low < value < math.inf:
-            yield f"`{key}` must be greater than {low:g}; it is {value!r}"
-    for key, high in _AT_MOST.items():
-        if _at(config, key) > high:
-            yield f"`{key}` must be at most {high:g}; it is {_at(config, key)!r}"
+        if value is not None and not low < value <= high:
+            bound = f"at most {high:g}" if value > low else f"greater than {low:g}"
+            yield f"`{key}` must be {bound}; it is {value!r}"
+    rollouts = config.trainer.prompts_per_step * config.rollout.group_size
+    if rollouts > _MOST_ROLLOUTS:
+        yield (
+            f"a step has {rollouts:,} rollouts (`trainer.prompts_per_step` {config.trainer.prompts_per_step:,} x "
+            f"`rollout.group_size` {config.rollout.group_size:,}); at most {_MOST_ROLLOUTS:,.0f} are possible: lower one"
+        )
     for key, section in (("actor.optimizer", config.actor.optimizer), ("sft.optimizer", config.sft.optimizer)):
         yield from _check_optimizer(key, section)
-    for key in ("algorithm.entropy_coef", "algorithm.overlong.weight"):
+    for key in _FINITE:
         if not math.isfinite(_at(config, key)):
             yield f"`{key}` must be a finite number; it is {_at(config, key)!r}"
     for phase, minutes in config.watchdog.phases.items():
         yield from _choice("watchdog.phases", phase, PHASES)
-        if not 0 < minutes < math.inf:
-            yield f"`watchdog.phases.{phase}` must be greater than 0; it is {minutes!r}"
+        low, high = _MINUTES
+        if not low <= minutes <= high:
+            yield f"`watchdog.phases.{phase}` must be {_between(low, high, minutes)}; it is {minutes!r}"
     start = config.watchdog.phases.get("start", config.watchdog.default_minutes)
     if config.watchdog.enabled and (config.launch.endpoint_minutes or 0) >= start:
         yield (
@@ -121,6 +129,13 @@ def check_values(config: Config) -> Iterator[str]:
     if config.actor.fp8 is not None:
         for name, choices in _FP8_CHOICES.items():
             yield from _choice(f"actor.fp8.{name}", getattr(config.actor.fp8, name), choices)
+
+
+def _between(low: float, high: float, value: float) -> str:
+    """The bound that `value` breaks, in words; a NaN breaks both."""
+    if value < low:
+        return f"at least {low:g}"
+    return f"at most {high:,.0f}" if value > high else f"a number from {low:g} to {high:,.0f}"
 
 
 def _choice(key: str, value: str, choices: Iterable[str]) -> Iterator[str]:

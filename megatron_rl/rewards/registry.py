@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from megatron_rl.names import unknown_name
-from megatron_rl.user_code import load_file
+from megatron_rl.parameters import check_types
+from megatron_rl.user_code import is_module_name, load_file
 
 Score = float | dict[str, float] | None
 
@@ -71,16 +72,23 @@ def make_reward(name: str, **params: Any) -> Reward:
         if parameter.default is parameter.empty and key not in params:
             raise ValueError(f"{name}: the parameter {key!r} is missing")
     try:
+        check_types(factory, params)
         return factory(**params)
+    except OSError as error:  # a path that cannot be looked at
+        raise ValueError(f"{name}: {error.strerror or error}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
 def _own_factory(name: str) -> Factory:
     place, _, attribute = name.rpartition(":")
+    if not place.endswith(".py") and not is_module_name(place):
+        raise ValueError(
+            f"the reward {name!r} names neither a Python file nor a module; write file.py:factory or module:factory"
+        )
     try:
         module = load_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
         raise ValueError(f"cannot load the reward {name!r}: {error}") from error
     if not callable(factory := getattr(module, attribute, None)):
         raise ValueError(f"cannot load the reward {name!r}: {place} has no function {attribute!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
 from itertools import islice
@@ -12,17 +13,19 @@ from pathlib import Path
 
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.names import unknown_name
+from megatron_rl.tasks import puzzle_checks
 from megatron_rl.tasks.columns import column_names, has_column, to_item
 from megatron_rl.tasks.demonstrations import COLUMN, make_writer
 from megatron_rl.tasks.files import Row, files_of, jsonl_rows, parquet_rows
 from megatron_rl.tasks.item import Item
-from megatron_rl.tasks.loading import task_weights
+from megatron_rl.tasks.loading import fill_prompt, task_weights
 from megatron_rl.tasks.order import window_counts
 from megatron_rl.tasks.sources import SOURCES, SPLIT
 from megatron_rl.tasks.templates import check_template
-from megatron_rl.tasks.tool_world import world_params
+from megatron_rl.tasks.tool_world import tool_world_items, world_params
 
 _ROWS = 8  # first rows of a file whose columns are looked at
+_MOST_ITEMS = 1_000_000_000  # prompts of a task
 _ALL = {
     "source",
     "prompt",
@@ -90,14 +93,17 @@ def _check_task(config: TaskConfig) -> None:
     _check_keys(config)
     if config.chat_params and not config.chat:
         raise ValueError("chat_params: has no effect without chat: true")
-    if config.size is not None and config.size < 1:
-        raise ValueError(f"size = {config.size}, must be at least 1")
+    if config.size is not None and not 1 <= config.size <= _MOST_ITEMS:
+        bound = "at least 1" if config.size < 1 else f"at most {_MOST_ITEMS:,}"
+        raise ValueError(f"size = {config.size}, must be {bound}")
+    if not 0 <= config.seed < 2**32:
+        raise ValueError(f"seed = {config.seed}, must be from 0 to 2^32 - 1")
     try:
         in_template = check_template(config.prompt)
     except ValueError as error:
         raise ValueError(f"prompt: {error}") from None
     if config.source == "reasoning_gym":
-        _check_reasoning_gym(config)
+        _check_reasoning_gym(config, in_template)
     elif config.source == "tool_world":
         _check_tool_world(config)
     else:
@@ -112,7 +118,7 @@ def _check_task(config: TaskConfig) -> None:
         raise ValueError(f"demonstrations: {error}") from error
 
 
-def _check_reasoning_gym(config: TaskConfig) -> None:
+def _check_reasoning_gym(config: TaskConfig, in_template: list[str]) -> None:
     if config.name is None:
         raise ValueError("name: is missing; name one of reasoning-gym's datasets, for example chain_sum")
     if config.size is None:
@@ -128,6 +134,13 @@ def _check_reasoning_gym(config: TaskConfig) -> None:
             raise ValueError(f"params.{key}: belongs one level up, beside name")
         if known is not None and key not in known:
             raise ValueError(f"params: {unknown_name(f'parameter of {config.name}', key, known - {'seed', 'size'})}")
+    try:
+        puzzle_checks.check_values(files[config.name], config.params, config.seed, config.size)
+    except ValueError as error:
+        raise ValueError(f"params: {config.name} refuses {error}") from None
+    for field in in_template:
+        if not puzzle_checks.has_field(files[config.name], field):
+            raise ValueError(f"prompt: no item of {config.name} has a field {field!r}; {{prompt}} is the question")
 
 
 def _check_keys(config: TaskConfig) -> None:
@@ -148,7 +161,9 @@ def _check_split(config: TaskConfig, group: str, tasks: TasksConfig) -> None:
         raise ValueError(f"of: {unknown_name('train task', config.of, tasks.train)}")
     if config.hold_out is None:
         raise ValueError("hold_out: is missing; say how many prompts are held out, or which share of them")
-    if not (0 < config.hold_out < 1 or (config.hold_out >= 1 and config.hold_out == int(config.hold_out))):
+    if not (
+        0 < config.hold_out < 1 or (1 <= config.hold_out <= _MOST_ITEMS and config.hold_out == int(config.hold_out))
+    ):
         raise ValueError(f"hold_out = {config.hold_out}, must be a whole number of prompts, or a share between 0 and 1")
 
 
@@ -159,6 +174,16 @@ def _check_tool_world(config: TaskConfig) -> None:
         world_params(config.params)
     except ValueError as error:
         raise ValueError(f"params: {error}") from error
+    _fill(next(tool_world_items(config)), config)
+
+
+def _fill(item: Item, config: TaskConfig) -> None:
+    try:
+        prompt = fill_prompt(item, config)
+    except ValueError as error:
+        raise ValueError(f"prompt: {error}") from None
+    if not isinstance(prompt, str) and not config.chat:
+        raise ValueError("chat: the prompts are chat messages: set chat: true to apply the tokenizer's chat template")
 
 
 def _check_data(config: TaskConfig, in_template: list[str]) -> None:
@@ -191,14 +216,16 @@ def _check_data(config: TaskConfig, in_template: list[str]) -> None:
         for key, path in needed.items():
             found = has_column(row, path) or (key == "demonstrations" and path in known)
             if not found:
-                raise ValueError(f"{key}: {where}: {unknown_name('column', path, {*column_names(row), *known})}")
+                raise ValueError(f"{key}: {where}: {_no_column(path, (*column_names(row), *known))}")
         for path in in_template:
             if path != "prompt" and path not in known:
-                raise ValueError(f"prompt: {where}: {unknown_name('column', path, known)}")
+                raise ValueError(f"prompt: {where}: {_no_column(path, known)}")
     try:
-        first_items(config)
+        items = first_items(config)
     except ValueError as error:
         raise ValueError(f"columns: {error}") from error
+    for _, item in items:
+        _fill(item, config)
 
 
 def first_items(config: TaskConfig) -> list[tuple[str, Item]]:
@@ -215,6 +242,14 @@ def first_items(config: TaskConfig) -> list[tuple[str, Item]]:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return items
+
+
+def _no_column(path: str, known: Iterable[str]) -> str:
+    """A near name is often another column's, so all are listed."""
+    names = list(dict.fromkeys(known))
+    listed = f" (it has {', '.join(names)})"
+    said = unknown_name("column", path, names)
+    return said + (listed if "did you mean" in said else "")
 
 
 def _first_rows(config: TaskConfig) -> list[tuple[str, Row]] | None:

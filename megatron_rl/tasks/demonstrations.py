@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.names import unknown_name
+from megatron_rl.parameters import check_types
 from megatron_rl.tasks.tool_world import toolrl_response
 
 Writer = Callable[[str, Mapping[str, Any]], str]
@@ -119,4 +120,5 @@ def make_writer(name: str, params: Mapping[str, Any]) -> Writer:
     for key in params:
         if key not in known:
             raise ValueError(f"{name}: {unknown_name('parameter', key, known)}")
+    check_types(WRITERS[name], params)
     return WRITERS[name](**params)

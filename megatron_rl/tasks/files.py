@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import TaskConfig
+from megatron_rl.user_files import require_regular
 
 Row = dict[str, Any]
 Rows = Iterator[tuple[str, Row]]  # where it stands, for messages; the row
 
+_LONGEST_LINE = 2**30  # bytes
 _BATCH = 1024  # rows of a Parquet file held at once
 
 
@@ -23,9 +25,25 @@ def files_of(path: str, suffix: str) -> list[Path]:
     """The files a task's `path` means: one file, those of a folder with the suffix, or those that match a pattern; sorted.
 
     Raises:
-        ValueError: nothing there.
+        ValueError: nothing there, or something that is no regular file.
     """
-    place = Path(path).expanduser()
+    if not path.strip():
+        raise ValueError("the path is empty")
+    found = _found(path, suffix)
+    for file in found:
+        try:
+            require_regular(file)
+        except OSError as error:
+            raise ValueError(f"cannot read {file}: {error.strerror}") from None
+    return found
+
+
+def _found(path: str, suffix: str) -> list[Path]:
+    try:
+        place = Path(path).expanduser()
+        place.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a user that does not exist
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if place.is_dir():
         found = sorted(place.glob(f"*{suffix}"))
         if not found:
@@ -53,7 +71,12 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     with file:
-        for number, line in enumerate(file, 1):
+        lines = iter(lambda: file.readline(_LONGEST_LINE + 1), b"")
+        for number, line in enumerate(lines, 1):
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(
+                    f"{path}, line {number}: it has more than {_LONGEST_LINE:,} bytes; is this JSON Lines?"
+                )
             if not line.strip():
                 continue
             try:

@@ -166,7 +166,7 @@ def _kept_items(config: TaskConfig, held_out: Collection[str]) -> tuple[list[tup
     kept = []
     excluded = 0
     for index, item in enumerate(SOURCES[config.source](config)):
-        prompt = _fill_prompt(item, config)
+        prompt = fill_prompt(item, config)
         if held_out and _key(prompt) in held_out:
             excluded += 1
         else:
@@ -220,7 +220,8 @@ def _key(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
 
 
-def _fill_prompt(item: Item, config: TaskConfig) -> Prompt:
+def fill_prompt(item: Item, config: TaskConfig) -> Prompt:
+    """The item's prompt in its task's template. ValueError where the template does not go with it."""
     if isinstance(item.prompt, str):
         if config.prompt == "{prompt}":
             return item.prompt

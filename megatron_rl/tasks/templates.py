@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from string import Formatter
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from megatron_rl.names import unknown_name
 
 COMPACT = "compact"
+_WIDEST = 10_000  # characters of one field, if its text is shorter
 
 
 class _Template(Formatter):
@@ -37,10 +39,18 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
 
 def check_template(template: str) -> list[str]:
     """Names of a template's fields. ValueError where its braces are not balanced, or a field has no name."""
+    if not template.strip():
+        raise ValueError("the template is empty, so every prompt would be; write {prompt}, or leave the key out")
     try:
-        names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        fields = [(name, spec or "") for _, name, spec, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:
         raise ValueError(f"{template!r}: {error}; write a literal brace twice, {{{{ or }}}}") from None
+    names = [name for name, _ in fields]
+    for name, spec in fields:
+        if "{" in spec or any(int(number) > _WIDEST for number in re.findall("[0-9]{1,9}", spec)):
+            raise ValueError(
+                f"{template!r}: the format {spec!r} of {name!r} may have widths up to {_WIDEST}, as numbers"
+            )
     if any(name == "" or name[0].isdigit() for name in names):
         raise ValueError(f"{template!r}: every field needs a name, for example {{prompt}}")
     return [name.split(".")[0].split("[")[0] for name in names]

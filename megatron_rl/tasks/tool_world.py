@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.names import unknown_name
+from megatron_rl.parameters import check_types
 from megatron_rl.tasks.item import Item
 
 
@@ -107,6 +108,7 @@ def world_params(params: Mapping[str, Any]) -> WorldParams:
     for key in params:
         if key not in known:
             raise ValueError(unknown_name("parameter of tool_world", key, known))
+    check_types(WorldParams, params)
     return WorldParams(**params)
 
 

@@ -33,7 +33,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["trainer.steps=0"], "`trainer.steps` must be at least 1; it is 0"),
         (["rollout.temperature=0"], "`rollout.temperature` must be greater than 0; it is 0.0"),
         (["rollout.memory_fraction=1.5"], "`rollout.memory_fraction` must be at most 1; it is 1.5"),
-        (["launch.timeout_minutes=.inf"], "`launch.timeout_minutes` must be greater than 0; it is inf"),
+        (["launch.timeout_minutes=.inf"], "`launch.timeout_minutes` must be at most 1,000,000; it is inf"),
         (["rollout.temperature=.nan"], "`rollout.temperature` must be greater than 0; it is nan"),
         (["model.dtype=fp32"], "must be one of float32, bfloat16; it is 'fp32'; did you mean 'float32'?"),
         (["rollout.too_long=dorp"], "did you mean 'drop'?"),

@@ -15,7 +15,7 @@ from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_rl.checkpoint import manifest, unpickle
 from megatron_rl.checkpoint.convert.layout import aliases, known_names, leading
@@ -68,6 +68,15 @@ class TorchDist:
             digests = {(p.file, p.offset): p.digest for p in manifest.read_tensors(self.folder)[1]}
         self.tensors: dict[str, GlobalTensor] = {}
         self.objects: set[str] = set()
+        self._by_lead: dict[str, dict[tuple[int, ...], list[Stored]]] = {}
+        self._last: tuple[Stored, Tensor] | None = None
+        try:
+            self._place(metadata, digests)
+        except (AttributeError, LookupError, TypeError) as error:  # its parts do not go together
+            raise ValueError(f"{self.folder / '.metadata'} is damaged: {error!r}") from error
+
+    def _place(self, metadata: Metadata, digests: dict[tuple[str, int], str]) -> None:
+        """Which chunk of which tensor lies where."""
         sizes: dict[str, int] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
@@ -102,8 +111,6 @@ class TorchDist:
                 raise ValueError(
                     f"{self.folder}: tensor {name} has {_numel(tensor.shape)} values, its chunks hold {held}"
                 )
-        self._by_lead: dict[str, dict[tuple[int, ...], list[Stored]]] = {}
-        self._last: tuple[Stored, Tensor] | None = None
 
     def _file_size(self, name: str, tensor: str) -> int:
         path = self.folder / name
