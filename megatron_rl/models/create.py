@@ -36,8 +36,8 @@ def create_model(folder: str | Path, config: CreateModelConfig, seed: int) -> No
     _check(config)
     with whole_folder(folder) as temporary:
         _write_config(temporary, config)
-        _write_tokenizer(temporary, config)
-        save_tensors(temporary / "model.safetensors", _random_weights(temporary, config.init_std, seed))
+        write_tokenizer(temporary, config)
+        save_tensors(temporary / "model.safetensors", random_weights(temporary, config.init_std, seed))
         origin = {**_origin(config, seed), "files": _digests(temporary)}
         (temporary / MADE_FROM).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
 
@@ -123,7 +123,7 @@ def _write_config(folder: Path, config: CreateModelConfig) -> None:
     GenerationConfig(pad_token_id=0, eos_token_id=1).save_pretrained(folder)
 
 
-def _write_tokenizer(folder: Path, config: CreateModelConfig) -> None:
+def write_tokenizer(folder: Path, config: CreateModelConfig) -> None:
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import WordLevel
@@ -150,7 +150,7 @@ def _pieces(words: Sequence[str]) -> str:
     return "|".join([*escaped, r"[\s\S]"])
 
 
-def _random_weights(folder: Path, std: float, seed: int) -> dict[str, Tensor]:
+def random_weights(folder: Path, std: float, seed: int) -> dict[str, Tensor]:
     hf_config = read_hf_config(folder)
     family = family_for(hf_config)
     description = family.describe(hf_config)

@@ -1,0 +1,39 @@
+"""A process that runs several recipes one after the other, each as `megatron-rl` runs a rank: imports are most of a start.
+
+Started by `run_ranks` with a file of lists of runs, and a folder for what becomes of them: `<i>.jsonl` of list i. One list:
+the processes are ranks of one world. Several: each process is a world of its own, and has the list of its number. A run is
+what `trainer.main` is given: command, run folder, checkpoint. The first that fails is the last.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def run_all(lists: list[list[list[str]]], outcomes: Path) -> None:
+    from megatron_rl.runtime.spawn import ATTEMPT
+    from megatron_rl.trainer.main import main
+
+    del os.environ[ATTEMPT]  # of all; each run makes its own
+    number, port = 0, int(os.environ["MASTER_PORT"])
+    if len(lists) > 1:
+        number = int(os.environ["RANK"])
+        port += 100 * number
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for turn, (command, run_dir, resume) in enumerate(lists[number]):
+        os.environ["MASTER_PORT"] = str(port + turn)  # a rank may begin while another still leaves the run before
+        code = main(command, run_dir, f"{run_dir}/recipe.yaml", resume)
+        if os.environ["RANK"] == "0":
+            with (outcomes / f"{number}.jsonl").open("a") as file:
+                file.write(json.dumps([run_dir, code]) + "\n")
+        if code:
+            sys.exit(code)
+        gc.freeze()  # vLLM collects garbage several times per engine: what stays anyway need not be looked at
+
+
+if __name__ == "__main__":
+    run_all(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

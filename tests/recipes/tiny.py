@@ -1,0 +1,201 @@
+"""Tiny models and data in the places of the real ones, and the overrides with which every recipe runs on two CPU processes.
+
+The folders have the names that recipes read (`$MODELS/<name>`, `$DATA/<set>/<split>.jsonl`), so recipes find them by
+themselves. `overrides` is all that is changed in a recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.config.published import published_config
+from megatron_rl.config.schema import CreateModelConfig, TaskConfig
+from megatron_rl.models.create import random_weights, write_tokenizer
+from megatron_rl.models.files import save_tensors
+from megatron_rl.tasks.sources import SOURCES
+from tests.evaluation.test_recipes import ROWS, stored
+
+MAX_TOKENS = 6
+_COPIES = 60  # of each right response among the tokens
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+# Sizes in place of the published ones; a head of 32 is the smallest that vLLM's attention takes on a CPU.
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "max_window_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+MAZE = "******\n*..E**\n*....*\n**.*.*\n**S..*\n******"
+CALL = {"name": "add", "parameters": {"a": 1}}
+# Folder below $DATA -> a row as recipes/prepare.sh leaves it, and the form of right responses; {n} tells them apart.
+SUMS = ({"prompt": "How much is 6 times 7?", "answer": "42"}, "{n}: #### \\boxed{{42}}")
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "toolrl": (
+        {"prompt": [{"role": "user", "content": "Add 1."}], "tool_calls": [CALL], "needs_response": False},
+        "<think> {n} </think>\n<tool_call>\n"
+        + json.dumps(CALL).replace("{", "{{").replace("}", "}}")
+        + "\n</tool_call>",
+    ),
+    "eurus2_code": (
+        {
+            "prompt": [{"role": "user", "content": "Add one."}],
+            "metadata": {"tests": {"inputs": ["1\n"], "outputs": ["2\n"]}, "data_source": "apps"},
+        },
+        "```python\nprint(int(input()) + 1)  # {n}\n```",
+    ),
+    "maze": (
+        {"prompt": f"## Maze\n{MAZE}", "answer": MAZE},
+        "{n}: <answer>UUUR</answer>",
+    ),
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- sizes
+def overrides(config: Config, data: Path) -> list[str]:
+    """What is changed in a recipe so that it runs here; everything else of it runs as it is.
+
+    Args:
+        config: the recipe as it is.
+        data: where sets of the hub are put, which `$DATA` does not have.
+    """
+    trainer, rollout, parallel = config.trainer, config.rollout, config.actor.parallel
+    tensor = min(parallel.tensor, 2) if parallel.pipeline == 1 else 1
+    expert = min(parallel.expert, 2) if tensor == parallel.pipeline == 1 else 1
+    layout = {
+        "tensor": tensor,
+        "pipeline": min(parallel.pipeline, 2),
+        "expert": expert,
+        "context": 1,
+        "expert_tensor": 1,
+    }
+    # The models that recipes make are tiny already, and learn from demonstrations of full length.
+    prompt = 2048 if config.model.create is None else rollout.max_prompt_tokens  # characters, where others have words
+    response = MAX_TOKENS if config.model.create is None else rollout.max_tokens
+    changed: dict[str, Any] = {
+        # sizes
+        "rollout.max_tokens": response,
+        "rollout.max_prompt_tokens": prompt,
+        "rollout.group_size": min(rollout.group_size, 8),
+        "trainer.steps": 1,
+        "trainer.prompts_per_step": 4,
+        "trainer.minibatches": min(trainer.minibatches, 2),
+        "trainer.eval_max_prompts": 2,
+        "trainer.eval_rollouts": min(trainer.eval_rollouts, 2),
+        "checkpoint.every": min(config.checkpoint.every, 1),
+        "sft.steps": min(config.sft.steps, 2),
+        "sft.batch_size": 8,
+        "actor.tokens_per_microbatch": prompt + response,
+        # layout
+        **{f"actor.parallel.{name}": size for name, size in layout.items()},
+        "actor.parallel.sequence": parallel.sequence and tensor > 1,
+        "rollout.tensor_parallel": min(rollout.tensor_parallel, 2),
+        "launch.processes": processes(config),
+        # what only a GPU has
+        "actor.offload": False,
+        "actor.fp8": None,
+        "rollout.cpu_cache_gib": 0.1,
+        # drawn by tests of its own
+        "logging.report": False,
+    }
+    for group, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):
+        for name, task in tasks.items():
+            if task.source in ("reasoning_gym", "tool_world"):
+                changed[f"tasks.{group}.{name}.size"] = size_of(task)
+            if task.source == "huggingface":
+                changed[f"tasks.{group}.{name}.path"] = data / name
+                changed[f"tasks.{group}.{name}.subset"] = None
+    return [f"{key}={'null' if value is None else value}" for key, value in changed.items()]
+
+
+def size_of(task: TaskConfig) -> int:
+    """Prompts of a generated task: enough for demonstrations, else one, whose answer the tiny model knows."""
+    return 32 if task.demonstrations is not None else 1
+
+
+def processes(config: Config) -> int:
+    parallel = config.actor.parallel
+    return min(2, max(parallel.tensor, parallel.pipeline, parallel.expert, config.rollout.tensor_parallel))
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+def write_data(configs: Iterable[Config], hub: Path) -> None:
+    """Every file that the recipes' tasks read."""
+    for config in configs:
+        evaluation = not config.tasks.train
+        for tasks in (config.tasks.train, config.tasks.eval):
+            for name, task in tasks.items():
+                if evaluation and task.source in ("jsonl", "huggingface"):
+                    stored(task, [row for row, _ in ROWS[name]], hub, name)
+                elif task.source == "jsonl":
+                    write_rows(Path(str(task.path)))
+
+
+def write_rows(path: Path) -> None:
+    """Four prompts: batches have several groups."""
+    row, _ = KINDS.get(path.parent.name, SUMS)
+    prompt = row["prompt"]
+    rows = []
+    for extra in ("", "!", "!!", "!!!"):
+        varied = (
+            [{**turn, "content": turn["content"] + extra} for turn in prompt]
+            if isinstance(prompt, list)
+            else prompt + extra
+        )
+        rows.append(json.dumps({**row, "prompt": varied}) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(rows))
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+def right_responses(config: Config) -> set[str]:
+    """Forms of right responses to the prompts of a recipe's train tasks."""
+    forms = set()
+    for task in config.tasks.train.values():
+        if task.source == "jsonl":
+            forms.add(KINDS.get(Path(str(task.path)).parent.name, SUMS)[1])
+        elif task.source == "reasoning_gym":
+            [item] = SOURCES[task.source](replace(task, size=1))
+            forms.add("{n}: Answer: " + str(item.answer).replace("{", "{{").replace("}", "}}"))
+    return forms
+
+
+def write_model(folder: Path, name: str, forms: Iterable[str]) -> None:
+    """A random model of the published one's family, whose tokenizer knows characters and some right responses.
+
+    Each form stands many times among the tokens: a model that has learned nothing is right now and then, so that groups
+    have a signal.
+    """
+    published = published_config(name)
+    assert published is not None, name
+    words = [form.format(n=n) for form in sorted(forms) for n in range(_COPIES)]
+    characters = "".join(map(chr, range(32, 127))) + "\n"
+    vocabulary = 64 * (1 + (len(words) + len(characters) + 2) // 64)
+    sizes: Mapping[str, Any] = {key: value for key, value in SIZES.items() if key in published or key == "head_dim"}
+    folder.mkdir(parents=True)
+    config = published | sizes | {"vocab_size": vocabulary, "eos_token_id": 1, "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    created = CreateModelConfig(vocab_size=vocabulary, characters=characters, words=words)
+    created.max_positions = config["max_position_embeddings"]
+    write_tokenizer(folder, created)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    weights = random_weights(folder, 0.02, seed=1)
+    # All hidden states have something in common, to which the row of <eos> answers: a response ends after a few tokens.
+    embedding = weights["model.embed_tokens.weight"]
+    embedding += 0.2
+    weights.get("lm_head.weight", embedding)[1] += math.log(vocabulary) / config["hidden_size"]
+    for key in weights:
+        if key.endswith(".bias"):
+            weights[key].zero_()
+    save_tensors(folder / "model.safetensors", weights)
