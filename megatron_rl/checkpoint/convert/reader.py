@@ -6,7 +6,6 @@ No process group, no model: one chunk at a time comes off the disk.
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
@@ -160,7 +159,7 @@ class TorchDist:
                 values = torch.load(
                     cast(BinaryIO, _Slice(file, chunk.offset, chunk.length)), map_location="cpu", weights_only=True
                 )
-            except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            except (RuntimeError, *unpickle.DAMAGE) as error:
                 raise ValueError(f"{path} is damaged in tensor {name}: {error}") from error
         wanted = self.tensors[name].dtype
         if tuple(values.shape) != chunk.size or values.dtype != wanted:
@@ -402,8 +401,11 @@ class _Slice(RawIOBase):
         return self._at
 
     def seek(self, position: int, whence: int = SEEK_SET) -> int:
-        self._at = {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: self._length}[whence] + position
-        return self._at
+        place = {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: self._length}[whence] + position
+        if place < 0:  # a damaged archive's index says so
+            raise ValueError(f"negative seek position {place}")
+        self._at = place
+        return place
 
     def readinto(self, buffer: object) -> int:
         view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]  # type: ignore[arg-type]
