@@ -275,7 +275,7 @@ def choose(root: Path, grid: Grid, pass_over: Callable[[str], None], identity: s
     share.
 
     Args:
-        pass_over: hears of each that is not, by name and reason.
+        pass_over: called with the name and reason of each invalid one.
         identity: of the run; None: any run's.
     """
     for folder in grid.broadcast(all_checkpoints(root)):

@@ -2,7 +2,7 @@
 
 Torch and Megatron-Core unpickle freely in two places: the index `.metadata`, and pieces that are objects and not tensors
 (Transformer Engine does it a third time, with the extra states of its layers). A pickle names the functions that it wants
-called, so whoever wrote the file would choose them. Here every name is compared with a list before it is looked up.
+called, so the author of the file would choose them. Here every name is compared with a list before it is looked up.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def _claim(make: Callable[[], Path], flags: int) -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def _exclusively(path: Path) -> Iterator[bool]:
-    """Whether nobody holds a lock on a path; while this runs, nobody gets one."""
+    """Whether a path is unlocked; the check itself holds the lock for an instant."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
