@@ -1,7 +1,7 @@
 """Where the processes of a run meet: torch's TCPStore, which listens at one address and not on every interface.
 
-The store has no password, and the objects that ranks exchange through gloo are pickles: anyone who reaches these ports can take
-part. Within one machine all of it stays on 127.0.0.1.
+The store has no password, and the objects that ranks exchange through gloo are pickles: anyone who reaches these ports can
+take part. Within one machine all of it stays on 127.0.0.1.
 """
 
 from __future__ import annotations
