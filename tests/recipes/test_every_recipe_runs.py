@@ -117,11 +117,14 @@ def prepared(name: str, root: Path) -> list[str]:
 def write_models(configs: list[Config], folder: Path) -> None:
     """Each model that the recipes name; it knows answers to the prompts of all recipes that train it."""
     forms: dict[str, set[str]] = {}
+    temperatures: dict[str, float] = {}
     for config in configs:
         if config.model.path is not None:
-            forms.setdefault(Path(config.model.path).name, set()).update(tiny.right_responses(config))
+            name, temperature = Path(config.model.path).name, config.rollout.temperature
+            forms.setdefault(name, set()).update(tiny.right_responses(config))
+            temperatures[name] = min(temperature, temperatures.get(name, temperature))
     for name, responses in forms.items():
-        tiny.write_model(folder / name, name, responses)
+        tiny.write_model(folder / name, name, responses, temperatures[name])
 
 
 def checked(name: str, overrides: list[str], root: Path) -> Config:

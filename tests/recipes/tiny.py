@@ -22,7 +22,7 @@ from megatron_rl.tasks.sources import SOURCES
 from tests.evaluation.test_recipes import ROWS, stored
 
 MAX_TOKENS = 6
-_COPIES = 60  # of each right response among the tokens
+_COPIES = 120  # of each right response among the tokens
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 # Sizes in place of the published ones; a head of 32 is the smallest that vLLM's attention takes on a CPU.
 SIZES = {
@@ -171,7 +171,7 @@ def right_responses(config: Config) -> set[str]:
     return forms
 
 
-def write_model(folder: Path, name: str, forms: Iterable[str]) -> None:
+def write_model(folder: Path, name: str, forms: Iterable[str], temperature: float) -> None:
     """A random model of the published one's family, whose tokenizer knows characters and some right responses.
 
     Each form stands many times among the tokens: a model that has learned nothing is right now and then, so that groups
@@ -191,10 +191,11 @@ def write_model(folder: Path, name: str, forms: Iterable[str]) -> None:
     write_tokenizer(folder, created)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     weights = random_weights(folder, 0.02, seed=1)
-    # All hidden states have something in common, to which the row of <eos> answers: a response ends after a few tokens.
+    # All hidden states have something in common, to which the row of <eos> answers: drawn at the temperature of the recipes,
+    # half of the tokens are <eos>, and responses end after a few.
     embedding = weights["model.embed_tokens.weight"]
     embedding += 0.2
-    weights.get("lm_head.weight", embedding)[1] += math.log(vocabulary) / config["hidden_size"]
+    weights.get("lm_head.weight", embedding)[1] += temperature * math.log(vocabulary) / config["hidden_size"]
     for key in weights:
         if key.endswith(".bias"):
             weights[key].zero_()
