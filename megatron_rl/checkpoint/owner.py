@@ -86,6 +86,9 @@ class Ownership:
         self._holder, self._me = holder, holder or Owner.me()
         self._end = threading.Event()
         self._heart: threading.Thread | None = None
+        self._folder: tuple[int, os.stat_result] | None = (
+            None  # the one that was taken: a handle on it, device and inode
+        )
         self.lost: Owner | None = None  # who took the folder although this run lives: it was halted for too long
 
     def take(self) -> Owner | None:
@@ -97,11 +100,16 @@ class Ownership:
         former: Owner | None = None
         if self._holder is not None:
             self.check()
+            if not self.path.exists():  # its holder has put it there
+                raise OwnedError(gone(self.path.parent))
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             while not self._claim():
                 former = self._wait_for_its_end()
                 self._remove(former)
+        # While the handle is open, no new folder gets the inode of this one.
+        handle = os.open(self.path.parent, os.O_PATH | os.O_DIRECTORY)
+        self._folder = handle, os.fstat(handle)
         self._heart = threading.Thread(target=self._beat, name="run folder's heartbeat", daemon=True)
         with stop.held_back():  # signals are for the main thread: a new one blocks what the one that starts it does
             self._heart.start()
@@ -132,17 +140,26 @@ class Ownership:
         self._heart = None
         if self._me.pid == os.getpid() and read(self.path.parent) == self._me:
             self.path.unlink(missing_ok=True)
+        if self._folder is not None:
+            os.close(self._folder[0])
+            self._folder = None
+
+    def is_gone(self) -> bool:
+        """Whether the folder that was taken is not at its path any more, also where another one is there now."""
+        try:
+            there = self.path.parent.stat()
+        except FileNotFoundError:
+            return True
+        except OSError:  # a disk that is away for a moment is noticed elsewhere
+            return False
+        return self._folder is not None and not os.path.samestat(there, self._folder[1])
 
     def check(self) -> None:
         """Raises:
         OwnedError: another run has taken the folder meanwhile, or it is gone.
         """
-        try:
-            self.path.parent.stat()
-        except FileNotFoundError:
-            raise OwnedError(gone(self.path.parent)) from None
-        except OSError:  # a disk that is away for a moment is noticed elsewhere
-            return
+        if self.is_gone():
+            raise OwnedError(gone(self.path.parent))
         found = self.lost or read(self.path.parent)
         if found is not None and found != self._me:
             raise OwnedError(f"{self.path.parent} was taken over by {found}, while this run was halted; this one ends")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint import snapshot as snapshots
 from megatron_rl.checkpoint.snapshot import Snapshot, Snapshotter
-from megatron_rl.runtime.disk import size_text, sync
+from megatron_rl.runtime.disk import make_inside, size_text, sync
 from megatron_rl.runtime.distributed import Grid
 
 # Dead ranks are the launcher's business; a slow disk is no reason to give up a checkpoint.
@@ -47,12 +47,14 @@ class Saver:
     and a checkpoint becomes current (or is given up) without waiting for a step to end.
 
     Args:
-        root: `<run_dir>/checkpoints`.
+        run_dir: has to be there; a save to a run folder that is gone fails, and does not bring it back.
+        root: the folder of checkpoints in it; made if it is not there.
         asynchronous: whether `submit` returns before the checkpoint is written.
         after: what rank 0's writer does when a checkpoint is there; for removing old ones.
     """
 
-    def __init__(self, root: Path, grid: Grid, asynchronous: bool, after: Callable[[], None]) -> None:
+    def __init__(self, run_dir: Path, root: Path, grid: Grid, asynchronous: bool, after: Callable[[], None]) -> None:
+        self.run_dir = run_dir
         self.root, self._grid, self._asynchronous, self._after = root, grid, asynchronous, after
         self._writers = Grid(**{**vars(grid), "host_group": dist.new_group(backend="gloo", timeout=_PATIENCE)})
         self._snapshotter = Snapshotter(grid)
@@ -151,7 +153,7 @@ class Saver:
         """Rank 0: an empty folder, if there is room. Returns what went wrong."""
         try:
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            make_inside(self.run_dir, temporary)
             free = shutil.disk_usage(self.root).free
         except OSError as failure:
             return str(failure)
@@ -172,7 +174,7 @@ class Saver:
         """Rank 0: what is left to write, and the rename that makes it current. Returns what went wrong."""
         try:
             for name, content in files.items():
-                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                make_inside(temporary, (temporary / name).parent)
                 (temporary / name).write_bytes(content)
             snapshots.finish(snapshot, temporary, shares, about)
             _replace(temporary, self.root / f"step_{step}")

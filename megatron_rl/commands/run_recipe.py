@@ -116,11 +116,12 @@ def start_ranks(name: str, config: Config, resume: str, machine: Machine, world:
     run_dir = Path(config.run_dir)
     handle = _unnamed_file(to_yaml(config))
     command = [name, "--run-dir", config.run_dir, "--recipe", f"/proc/self/fd/{handle}", "--resume", resume]
-    environment = rank_environment(machine.gpus)
+    environment, ownership = rank_environment(machine.gpus), None
     with contextlib.ExitStack() as stack:
         if world is None or world.rank == 0:
             try:
-                environment |= stack.enter_context(hold_run_folder(config))
+                ownership = stack.enter_context(hold_run_folder(config))
+                environment |= ownership.variables()
             except HeldError as error:
                 print(f"megatron-rl: {error}", file=sys.stderr)
                 return error.code
@@ -131,7 +132,8 @@ def start_ranks(name: str, config: Config, resume: str, machine: Machine, world:
         except TimeoutError as error:
             why = str(error.strerror)
         except OSError as error:
-            why = f"cannot write to run_dir {run_dir}: {error.strerror}" if run_dir.is_dir() else owner.gone(run_dir)
+            gone = not run_dir.is_dir() if ownership is None else ownership.is_gone()
+            why = owner.gone(run_dir) if gone else f"cannot write to run_dir {run_dir}: {error.strerror}"
     print(f"megatron-rl: {why}", file=sys.stderr)
     return exit_codes.FAILED
 
@@ -145,8 +147,8 @@ class HeldError(Exception):
 
 
 @contextlib.contextmanager
-def hold_run_folder(config: Config) -> Iterator[dict[str, str]]:
-    """The run folder is this command's while the context is open, with the recipe in it. Gives what tells rank 0 so.
+def hold_run_folder(config: Config) -> Iterator[owner.Ownership]:
+    """The run folder is this command's while the context is open, with the recipe in it.
 
     Raises:
         HeldError: nothing in the folder was changed.
@@ -164,7 +166,7 @@ def hold_run_folder(config: Config) -> Iterator[dict[str, str]]:
     try:
         if former is not None:
             streams.say(f"the run folder was left by {former}, which is gone", sys.stdout)
-        yield ownership.variables()
+        yield ownership
     finally:
         ownership.release()
 

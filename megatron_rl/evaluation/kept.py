@@ -85,7 +85,7 @@ def read(folder: Path, samples: Sequence[Sample]) -> Kept:
 
 def begin(folder: Path, now: Mapping[str, Any]) -> None:
     """Writes `origin.json` where it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     if not (folder / "origin.json").exists():
         temporary = folder / "origin.tmp"
         temporary.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")

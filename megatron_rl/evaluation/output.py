@@ -126,7 +126,7 @@ def write_responses(
 ) -> None:
     """`samples/<task>.jsonl`: one line per response, with its prompt, gold answer, rewards and verdict; null: no value."""
     by_id = {sample.id: sample for sample in samples}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     with disk.text_file(path) as file:
         for rollout in rollouts:
             sample = by_id[rollout.sample_id]

@@ -220,10 +220,10 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder` (replacing it) when the block ends well, and is removed otherwise. What it
     becomes is on the disk.
 
-    What a process that was killed in here left is removed first.
+    What a process that was killed in here left is removed first. The folder it is to be in has to be there: a run folder that
+    was removed does not come back with nothing but a model in it.
     """
     target = Path(folder)
-    target.parent.mkdir(parents=True, exist_ok=True)
     _remove_left(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     previous = target.with_name(f".{target.name}.{os.getpid()}.old")

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_rl.rewards.endpoint import Endpoint, EndpointConfig, EndpointError, Traffic, Unanswered, event_loop
 from megatron_rl.rewards.registry import choice, real, whole
+from megatron_rl.runtime.disk import make_inside
 
 _LONGEST_KEPT_REPLY = 2000  # characters, in the file of answers
 
@@ -249,7 +250,7 @@ class RemoteReward:
                 spent[0] += row.get("requests", 0)
                 spent[1] += row.get("tokens", 0)
         self._spent_before = (spent[0], spent[1])
-        folder.mkdir(parents=True, exist_ok=True)
+        make_inside(folder.parent.parent, folder)  # <run_dir>/answers/<name>
         self._file = folder / f"rank{rank}.jsonl"
         if self._file.exists() and not self._file.read_bytes().endswith(b"\n"):
             self._append("\n")

@@ -54,6 +54,16 @@ def replace(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def make_inside(home: Path, folder: Path) -> None:
+    """Makes `folder` and what is missing between it and `home`, but never `home`, which may have been removed or renamed.
+
+    Raises:
+        OSError: among them FileNotFoundError, where `home` is not there.
+    """
+    for part in reversed([folder, *folder.parents][: len(folder.relative_to(home).parts)]):
+        part.mkdir(exist_ok=True)
+
+
 def next_previous(folder: Path) -> Path:
     """`folder/previous_<k>`, which is not there yet, nor is a later one."""
     numbers = [path.name.removeprefix("previous_") for path in folder.glob("previous_*")]

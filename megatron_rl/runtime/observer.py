@@ -59,7 +59,7 @@ class Observer:
         )
         folder = postmortem.folder_of(self._attempt)
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+            postmortem.make_folder(folder)
             (folder / postmortem.REPORT).write_text(f"the run hung: {text}\n", encoding="utf-8")
             postmortem.take_stacks(folder, postmortem.heartbeat_folder(self._attempt), late)
         return text

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.runtime import process
+from megatron_rl.runtime import disk, process
 from megatron_rl.runtime.progress import BETWEEN, PROGRESS
 
 REPORT = "report.txt"
@@ -33,6 +33,15 @@ _STACKS_SECONDS = 1.0  # for a rank that does not answer to write its stacks
 def folder_of(attempt: Path) -> Path:
     """`<run_dir>/logs/attempt_<k>` -> `<run_dir>/postmortem/attempt_<k>`."""
     return attempt.parent.parent / "postmortem" / attempt.name
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder of a post-mortem, in a run folder that is there.
+
+    Raises:
+        OSError: among them FileNotFoundError, where the run folder was removed or renamed.
+    """
+    disk.make_inside(folder.parent.parent, folder)
 
 
 def heartbeat_folder(attempt: Path) -> Path:
@@ -68,7 +77,7 @@ def take_stacks(folder: Path, beats: Path, silent: Iterable[Mapping[str, Any]]) 
 
 def write_rank(folder: Path, about: Mapping[str, Any], stacks: str) -> None:
     """This rank's two files. What its heartbeat says goes with it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     facts = {
         **PROGRESS.record(),
         "samples": [*PROGRESS.samples][:_SAMPLES],
@@ -105,7 +114,7 @@ def _short(name: str) -> str:
 
 def mark_stall(folder: Path, phase: str, limit: float, why: str = "") -> None:
     """Says that a deadline has passed. The first to say so is believed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     content = {"rank": PROGRESS.rank, "phase": phase, "limit": limit, "why": why, "time": time.time()}
     temporary = folder / f".stall_{PROGRESS.rank}_{os.getpid()}"
     temporary.write_text(json.dumps(content), encoding="utf-8")

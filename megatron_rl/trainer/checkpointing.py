@@ -176,7 +176,8 @@ def _take(run: Run) -> Snapshot | None:
 
 def saver_of(run: Run) -> Saver:
     if run.saver is None:
-        run.saver = Saver(run.checkpoints, run.grid, run.config.checkpoint.asynchronous, _after_save(run))
+        asynchronous = run.config.checkpoint.asynchronous
+        run.saver = Saver(run.run_dir, run.checkpoints, run.grid, asynchronous, _after_save(run))
     return run.saver
 
 

@@ -91,7 +91,7 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
     except Exception as error:
         # Expected failures explain themselves: a traceback would bury the explanation, so it goes to a file only.
         expected = (ValueError, OSError, CheckpointError, RewardError, SyncError, FloatingPointError, OwnedError)
-        return _fail(error, isinstance(error, expected), config, watchdog)
+        return _fail(error, isinstance(error, expected), config, watchdog, ownership)
     finally:
         stop.ignore()
         if run is not None:
@@ -203,14 +203,22 @@ def _facts(full: bool) -> dict[str, Any]:
     return facts | {"collectives": recent, "memory_gib": memory.in_use()}
 
 
-def _fail(error: Exception, expected: bool, config: Config, watchdog: Watchdog) -> int:
-    """Post-mortem and last words of a rank that met an error; the exit code."""
+def _fail(
+    error: Exception, expected: bool, config: Config, watchdog: Watchdog, ownership: Ownership | None = None
+) -> int:
+    """Post-mortem and last words of a rank that met an error; the exit code.
+
+    Args:
+        ownership: rank 0's, of the run folder.
+    """
+    from megatron_rl.checkpoint.store import CheckpointError
     from megatron_rl.runtime import collectives, memory
 
     if collectives.gave_up(error):
         watchdog.end_stalled(f"a collective gave up after launch.timeout_minutes = {config.launch.timeout_minutes:g}")
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and not Path(config.run_dir).is_dir():
+    gone = not Path(config.run_dir).is_dir() if ownership is None else ownership.is_gone()
+    if gone and isinstance(error, OSError | CheckpointError):
         text = owner.gone(Path(config.run_dir))
     out_of_memory = memory.is_out_of_memory(error)
     try:
@@ -219,7 +227,7 @@ def _fail(error: Exception, expected: bool, config: Config, watchdog: Watchdog) 
         parts = {}
     table = memory.table(parts, memory.in_use(), PROGRESS.memory_peaks())
     about = {"error": text, "versions": provenance.versions(), "memory": table.splitlines(), **_facts(True)}
-    if Path(config.run_dir).is_dir():  # else it would come back with nothing but this in it
+    if not gone:  # else what is there now would be given a post-mortem of another run
         with contextlib.suppress(OSError):  # the disk may be what failed
             postmortem.write_rank(watchdog.folder, about, traceback.format_exc() + "\n" + stacks())
     place = watchdog.folder / f"rank_{PROGRESS.rank}.txt"

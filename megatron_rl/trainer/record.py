@@ -111,7 +111,7 @@ def write_step(
         arrays["greedy"] = table.greedy.numpy()
     if table.scored is not None:
         arrays["scored"] = table.scored.numpy()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)

@@ -89,7 +89,7 @@ class _NeverStops:
 
 
 def save(actor: Actor, root: Path, step: int, saver: Saver | None = None) -> Saver:
-    saver = saver or Saver(root, actor.grid, asynchronous=False, after=lambda: None)
+    saver = saver or Saver(root.parent, root, actor.grid, asynchronous=False, after=lambda: None)
     saver.submit(step, saver.take(actor.chunks, actor.optimizer), {"step": step}, {"state.json": b"{}"})
     return saver
 
@@ -158,7 +158,7 @@ def save_in_every_way(root: str) -> None:
         assert held.wait(120)
         return write(*arguments)
 
-    beside = Saver(folder / "async", actor.grid, asynchronous=True, after=lambda: None)
+    beside = Saver(folder, folder / "async", actor.grid, asynchronous=True, after=lambda: None)
     snapshots.write_share = write_when_told
     save(actor, folder, 1, beside)
     facts: dict[str, Any] = {"busy": beside.busy(), "there": (folder / "async" / "step_1").exists()}
@@ -199,7 +199,7 @@ def save_in_every_way(root: str) -> None:
     beside.drain()
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     if (folder / "tiny").exists():
-        small = Saver(folder / "tiny", actor.grid, asynchronous=True, after=lambda: None)
+        small = Saver(folder, folder / "tiny", actor.grid, asynchronous=True, after=lambda: None)
         save(actor, folder, 6, small)
         small.drain()
         facts["no room"] = [outcome.error for outcome in small.outcomes()]

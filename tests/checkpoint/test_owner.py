@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron_rl.checkpoint.owner import FILE, OwnedError, Owner, Ownership, of_this_rank, read
+from megatron_rl.checkpoint.saver import Saver
+from megatron_rl.checkpoint.snapshot import Snapshot
+from megatron_rl.runtime import postmortem
+from megatron_rl.runtime.distributed import Grid
 
 ELSEWHERE = Owner("node7", 4242, 1, "another boot pid:[1]", "2026-01-01T00:00:00+00:00")
 
@@ -166,6 +173,64 @@ def test_a_run_folder_that_was_removed_or_renamed_is_named(tmp_path: Path) -> No
         own.check()
     own.release()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def alone() -> Iterator[Grid]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Grid(0, 1, 1, 0, 1, 0, 1, 0, 1, 0, dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", ["", "sft/"], ids=["RL", "warm-up"])
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+def test_a_save_does_not_bring_a_renamed_run_folder_back(
+    tmp_path: Path, alone: Grid, stage: str, asynchronous: bool
+) -> None:
+    run_dir = tmp_path / "run"
+    own = Ownership(run_dir)
+    own.take()
+    saver = Saver(run_dir, run_dir / f"{stage}checkpoints", alone, asynchronous, after=lambda: None)
+    run_dir.rename(tmp_path / "renamed")
+    saver.submit(1, Snapshot([]), {}, {"state.json": b"{}", "templates/chat.jinja": b""})
+    saver.close()
+    [outcome] = saver.outcomes()
+    assert "No such file or directory" in str(outcome.error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["renamed"]
+    with pytest.raises(OwnedError, match="it was removed or renamed"):
+        own.check()
+    own.release()
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_another_folder_in_the_run_folders_place_is_not_taken_for_it(tmp_path: Path, removed: bool) -> None:
+    run_dir = tmp_path / "run"
+    own = Ownership(run_dir)
+    own.take()
+    own.check()
+    if removed:
+        shutil.rmtree(run_dir)
+    else:
+        run_dir.rename(tmp_path / "renamed")
+    run_dir.mkdir()
+    with pytest.raises(OwnedError, match=r"run_dir .*/run is gone: it was removed or renamed"):
+        own.check()
+    with pytest.raises(OwnedError, match=r"run_dir .*/run is gone: it was removed or renamed"):
+        of_this_rank(run_dir, own.variables()).take()
+    own.release()
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_post_mortem_does_not_bring_a_removed_run_folder_back(tmp_path: Path) -> None:
+    folder = postmortem.folder_of(tmp_path / "run" / "logs" / "attempt_1")
+    with pytest.raises(FileNotFoundError):
+        postmortem.write_rank(folder, {}, "")
+    with pytest.raises(FileNotFoundError):
+        postmortem.mark_stall(folder, "update", 1.0)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").mkdir()
+    postmortem.write_rank(folder, {}, "")
+    assert folder.is_dir()
 
 
 def test_the_file_is_as_private_as_the_umask_says(tmp_path: Path) -> None:
