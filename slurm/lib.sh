@@ -214,6 +214,7 @@ refuse_more_starts_than() {
   ((starts > $1)) || return 0
   say "job $(job_name) has started $starts times without getting past step $step, and is not requeued again;" \
     "the attempts are in $RUN_DIR/logs. Where a step does not fit between a start and the time limit, raise --time"
+  record_end 1 "it has started $starts times without getting past step $step"
   exit 1
 }
 

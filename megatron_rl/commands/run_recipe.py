@@ -19,6 +19,7 @@ from megatron_rl.rewards import check_rewards, make_reward
 from megatron_rl.runtime import disk, exit_codes, stop, streams
 from megatron_rl.runtime.spawn import (
     ATTEMPT,
+    REFUSED,
     Graces,
     Outcome,
     new_attempt,
@@ -151,7 +152,7 @@ def hold_run_folder(config: Config) -> Iterator[owner.Ownership]:
     """The run folder is this command's while the context is open, with the recipe in it.
 
     Raises:
-        HeldError: nothing in the folder was changed.
+        HeldError: nothing in the folder was changed; an attempt that a batch script has made there says that it was refused.
     """
     run_dir = Path(config.run_dir)
     ownership = owner.Ownership(run_dir)
@@ -159,6 +160,9 @@ def hold_run_folder(config: Config) -> Iterator[owner.Ownership]:
         former = ownership.take()
         disk.replace(run_dir / "recipe.yaml", to_yaml(config))
     except owner.OwnedError as error:
+        if attempt := os.environ.get(ATTEMPT):
+            with contextlib.suppress(OSError):  # a full disk, say, is not why the command ends
+                disk.replace(Path(attempt) / REFUSED, f"{error}\n")
         raise HeldError(str(error), exit_codes.BAD_INPUT) from None
     except OSError as error:
         ownership.release()

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from megatron_rl.runtime.run_status import attempts_of
+
 Row = Mapping[str, Any]
 _SAMPLED_STEPS = 13  # files of rollouts that are read; odd, so that the middle one is among them
 
@@ -61,7 +63,7 @@ def read_run(path: Path) -> RunRecord:
         rows=rows,
         sft_rows=list(_json_lines(path / "sft" / "metrics.jsonl")),
         samples=_read_samples(path / "samples"),
-        attempts=len(list((path / "logs").glob("attempt_*"))),
+        attempts=len(attempts_of(path)),
     )
 
 

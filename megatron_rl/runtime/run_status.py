@@ -16,7 +16,7 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.runtime import exit_codes, postmortem, process
 from megatron_rl.runtime.progress import END as END_PHASE
 from megatron_rl.runtime.progress import beat_interval, heartbeats
-from megatron_rl.runtime.spawn import END
+from megatron_rl.runtime.spawn import END, REFUSED
 
 SILENT_SECONDS = 90.0  # without a heartbeat: six of the slowest beats
 _SKEW = 5.0  # seconds that two machines' clocks may differ without a word; the pre-flight warns above that
@@ -143,7 +143,7 @@ def read_status(run_dir: Path) -> RunStatus:
         raise ValueError(f"{run_dir} is no run folder: it has no recipe.yaml")
     recipe = yaml.safe_load(recipe_file.read_text(encoding="utf-8"))
     status = RunStatus(str(run_dir), "none")
-    attempts = _attempts(run_dir)
+    attempts = attempts_of(run_dir)
     if attempts:
         status.attempt, attempt = attempts[-1]
         _read_heartbeats(status, attempt)
@@ -182,8 +182,9 @@ def _read_way_on(status: RunStatus, attempt: Path, recipe_file: Path) -> None:
         )
 
 
-def _attempts(run_dir: Path) -> list[tuple[int, Path]]:
-    return _numbered(run_dir / "logs", "attempt_")
+def attempts_of(run_dir: Path) -> list[tuple[int, Path]]:
+    """Of this run, oldest first: an attempt that was refused because the run was alive is none of its starts."""
+    return [(k, path) for k, path in _numbered(run_dir / "logs", "attempt_") if not (path / REFUSED).exists()]
 
 
 def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:

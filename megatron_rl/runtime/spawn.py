@@ -38,6 +38,7 @@ _TRIES = 3  # starts, where the chosen port turned out to be taken
 _STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, exit_codes.AGAIN)
 ATTEMPT = "MEGATRON_RL_ATTEMPT"  # variable: the folder for this attempt's logs, where a batch script has made it
 END = "end"  # in that folder: exit code and rank of the first rank that did not end well
+REFUSED = "refused"  # in that folder: why its command was not given the run folder, which another run holds
 OWN_MESSAGE = "megatron-rl: "  # how a rank's last words begin, where it knows why it ends
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _TAIL = 40  # lines of a failed rank's log that are shown

@@ -4,6 +4,7 @@ nodes. Slurm's own programs are stood in for, so that any cluster can be describ
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -14,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.checkpoint.owner import Ownership
 from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime.run_status import read_status
+from megatron_rl.runtime.spawn import new_attempt
 
 from .jobs import REPOSITORY, write_recipe
 
@@ -47,10 +51,12 @@ STAND_INS = {
 class Batch:
     """A batch script's run with stand-ins; `record` is what it asked srun and scontrol to do."""
 
-    def __init__(self, folder: Path, script: str, *arguments: str, nodes: int = 1, site: str = "", **own: str) -> None:
+    def __init__(
+        self, folder: Path, script: str, *arguments: str, nodes: int = 1, site: str = "", srun: str = SRUN, **own: str
+    ) -> None:
         programs = folder / "bin"
         programs.mkdir(parents=True, exist_ok=True)
-        for name, text in STAND_INS.items():
+        for name, text in {**STAND_INS, "srun": srun}.items():
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         (folder / "site.sh").write_text(f"VENV={sys.prefix}\nTASKS_PER_NODE=8\nCPUS_PER_TASK=14\n{site}\n")
@@ -339,6 +345,38 @@ def test_slurms_own_requeues_count_too(tmp_path: Path) -> None:
         batch = Batch(tmp_path, "train", recipe, site=once)
     assert batch.code == 1
     assert batch.record.count("srun\n") == 2
+    end = (tmp_path / "run" / "logs" / "attempt_3" / "end").read_text()
+    assert re.fullmatch(r"1 job 1234 on .*: it has started 3 times without getting past step none\n", end)
+
+
+# A task of srun's: what follows its options, with the variables that a step of two tasks gives the first of them.
+TASK = """#!/usr/bin/env bash
+while [[ $1 == -* ]]; do shift; done
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=2
+SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 exec "$@"
+"""
+
+
+def test_a_job_that_is_refused_the_run_folder_is_no_attempt_of_the_run_in_it(tmp_path: Path) -> None:
+    recipe, run_dir = str(write_recipe(tmp_path)), tmp_path / "run"
+    running = Ownership(run_dir)
+    running.take()
+    (run_dir / "recipe.yaml").write_text("trainer: {steps: 10}\n")
+    attempt = new_attempt(run_dir)
+    (attempt / "submitted").write_text("the running job's line\n")
+    try:
+        batch = Batch(tmp_path, "train", recipe, site="TASKS_PER_NODE=2", srun=TASK, SLURM_GPUS_ON_NODE="")
+    finally:
+        running.release()
+    assert batch.code == 2
+    assert "belongs to a running job" in batch.stderr
+    refused = run_dir / "logs" / "attempt_2"
+    assert f"belongs to a running job: process {os.getpid()}" in (refused / "refused").read_text()
+    heartbeats = refused / "heartbeat"  # of ranks that srun has started before it ends them all
+    heartbeats.mkdir()
+    (heartbeats / "rank_1.json").write_text("{}")
+    status = read_status(run_dir)
+    assert (status.state, status.attempt, status.code) == ("starting", 1, None)
 
 
 def test_a_missing_site_file_or_environment_is_named(tmp_path: Path) -> None:
