@@ -34,6 +34,7 @@ def create_model(folder: str | Path, config: CreateModelConfig, seed: int) -> No
         ValueError: sizes that no Qwen3 model can have, or characters that do not fit the vocabulary.
     """
     _check(config)
+    Path(folder).parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as temporary:
         _write_config(temporary, config)
         write_tokenizer(temporary, config)
