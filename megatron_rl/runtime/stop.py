@@ -48,9 +48,13 @@ def held_back() -> Iterator[None]:
 
 
 def end_at_once() -> None:
-    """For a command that has nothing to save yet, or any more: Ctrl-C ends it without a traceback, SIGUSR1 with AGAIN."""
+    """For a command that has nothing to save yet, or any more: Ctrl-C ends it without a traceback, SIGUSR1 with AGAIN.
+
+    Unblocks SIGNALS: a command whose parent had blocked them would inherit that, and never end when told to.
+    """
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(exit_codes.AGAIN))
+    let_through()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import yaml
 from megatron_rl.cli import main
 from megatron_rl.commands import evaluate, run_recipe
 from megatron_rl.config import load_recipe
+from megatron_rl.runtime import stop
 from megatron_rl.runtime.spawn import Outcome
 
 RECIPE = {
@@ -200,7 +201,8 @@ def test_of_torchruns_processes_the_first_takes_the_run_folder_and_the_others_wr
 
     monkeypatch.setattr(os, "environ", {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     monkeypatch.setattr(os, "execv", become)
-    main(["train", recipe, "seed=1", "launch.processes=null"])
+    with stop.held_back():  # restores the mask: the command blocks signals for the rank that it becomes
+        main(["train", recipe, "seed=1", "launch.processes=null"])
     assert seen["recipe"]["seed"] == 1
     assert seen["files"] == ({"recipe.yaml", "owner.json"} if rank == 0 else set())
     assert (seen["owner"] is not None) == (rank == 0)

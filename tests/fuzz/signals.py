@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.runtime import stop
 from tests.e2e.job import processes_of, write_recipe
 
 # What a parent sees: the exit code, or the signal where its default action is the right one (a shell shows both alike).
@@ -68,9 +69,15 @@ def strike(folder: Path, strike: Strike, real: bool = False) -> list[str]:
     else:
         (folder / "rank.py").write_text(RANK)
         command = [sys.executable, "-c", COMMAND, "train", recipe, str(folder / "rank.py")]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment(), start_new_session=True
-    )
+    with stop.held_back():  # a parent may have them blocked; the command answers all the same
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+            start_new_session=True,
+        )
     while process.poll() is None and not _answers(process.pid):
         time.sleep(0.001)
     time.sleep(strike.delay)
