@@ -220,9 +220,17 @@ def test_a_continued_run_estimates_with_the_state_of_the_steps_before(root: Path
 
 # -------------------------------------------------------------------------------------------------- the reference policy
 def test_a_reference_comes_along_from_another_run_folder(root: Path) -> None:
-    first, second = torch.load(root / "reference_0.pt")
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    facts = torch.load(root / "reference_0.pt")
+    reference, saved = facts["reference"], facts["saved"]
+    for other in (facts["at first"], saved):
+        assert not any(torch.equal(other[name], tensor) for name, tensor in reference.items())
+    for kind in ("here's", "its own"):
+        for want, own in (
+            (saved, facts[f"continued from {kind}"]),
+            (reference, facts[f"reference from {kind}"]),
+        ):
+            assert want.keys() == own.keys()
+            assert all(torch.equal(own[name], tensor) for name, tensor in want.items())
     digests = store.read_state(root / "there" / "checkpoints" / "step_2")["reference"]
     assert digests == manifest.digests(root / "there" / "reference")
 

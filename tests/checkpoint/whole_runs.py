@@ -306,10 +306,25 @@ def _rewards(best: float) -> RewardTable:
 
 
 def _reference_from_elsewhere(root: Path, layout: Layout) -> None:
-    """A run with a reference policy, continued from its checkpoint in another run folder, and then in that one."""
+    """A run with a reference policy, which is neither the model that it began with (it had a warm-up) nor the one that it has
+    saved, continued from its checkpoint in another run folder, and then in that one."""
     kl, facts = ("algorithm.kl.coef=0.01", "trainer.steps=2"), {}
+
+    def learn(run: Run) -> None:
+        for chunk in run.actor.chunks:
+            for parameter in chunk.parameters():
+                parameter.data.add_(0.01)
+
+    def weights(run: Run) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in run.actor.iter_hf_weights()}
+
     run = start(root, "here", layout, *kl, command="train")
+    facts["at first"] = weights(run)
+    learn(run)
     run.actor.keep_reference()
+    facts["reference"] = weights(run)
+    learn(run)
+    facts["saved"] = weights(run)
     run.actor.start_optimizer(run.config.actor.optimizer, 2)
     run.state.step = 1
     save(run)
@@ -318,11 +333,13 @@ def _reference_from_elsewhere(root: Path, layout: Layout) -> None:
     for name, resume in (("there", str(root / "here" / "checkpoints" / "step_1")), ("there", "auto")):
         run = start(root, name, layout, *kl, command="train")
         load_checkpoint(run, resume, run.config.actor.optimizer, 2)
+        kind = "here's" if resume != "auto" else "its own"
+        facts[f"continued from {kind}"] = weights(run)
         with run.actor.as_reference():
-            facts[resume] = {name: tensor.clone() for name, tensor in run.actor.iter_hf_weights()}
+            facts[f"reference from {kind}"] = weights(run)
         if resume != "auto":
             run.state.step = 2
             save(run)
             finish_saves(run)
         end(run)
-    torch.save(list(facts.values()), root / f"reference_{torch.distributed.get_rank()}.pt")
+    torch.save(facts, root / f"reference_{torch.distributed.get_rank()}.pt")
