@@ -172,10 +172,13 @@ def test_a_killed_rank_is_named_with_the_phase_of_its_last_heartbeat(launch) -> 
 def test_what_the_pre_flight_found_is_shown_whichever_rank_ends_first(launch) -> None:
     code, _, err = launch("""
         if rank == 1:
+            wait_for_rank_0()
             sys.exit(3)
+        told = []
+        signal.signal(signal.SIGTERM, lambda *_: told.append(1))  # noted, as a rank's is
         here()
-        signal.signal(signal.SIGTERM, lambda *_: None)  # noted, as a rank's is
-        time.sleep(0.3)
+        while not told:
+            time.sleep(0.01)
         print("megatron-rl: n1 disks /dev/shm has 0 MiB free\\npre-flight: NOT FIT", file=sys.stderr)
         sys.exit(3)
     """).end()

@@ -203,7 +203,9 @@ def test_data_without_what_the_reward_needs_is_refused_before_anybody_is_asked(
         arguments = ["evaluate", str(recipe), "--model", str(model), "--endpoint", server.url]
         assert main([*arguments, "rewards.correct.reward=puzzle", "rewards.correct.params={}"]) == 2
         assert not server.requests
-    assert "cannot score sample sums/0" in capsys.readouterr().err
+    assert (
+        "sums.jsonl, line 1: the reward 'correct' cannot score it: the puzzle reward needs" in capsys.readouterr().err
+    )
 
 
 def test_a_training_runs_folder_is_not_touched(model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
