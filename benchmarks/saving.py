@@ -73,7 +73,7 @@ def measure(folder: Path, layers: int, hidden: int, saves: int) -> None:
     print(f"an update takes {alone:.2f} s with nothing beside it")
     blocked: dict[bool, float] = {}
     for asynchronous in (False, True):
-        saver = Saver(folder / "checkpoints", actor.grid, asynchronous, after=lambda: None)
+        saver = Saver(folder, folder / "checkpoints", actor.grid, asynchronous, after=lambda: None)
         beside: list[float] = []
         outcomes = []
         for step in range(saves):

@@ -42,6 +42,9 @@ _KNOWN = {
     *((_INDEX, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
     *((_INDEX, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
     (_INDEX, "_MEM_FORMAT_ENCODING"),
+    # Megatron-Core's writers keep the ranks' plans there: plain records and an enumeration.
+    *(("torch.distributed.checkpoint.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType")),
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
     *((_OLD_INDEX, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
     *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
     ("torch", "Size"),

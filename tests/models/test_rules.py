@@ -22,7 +22,7 @@ SIZES = {
 }
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "Qwen2ForCausalLM": SIZES,
+    "Qwen2ForCausalLM": SIZES | {"hidden_size": 64},  # vLLM takes heads of hidden_size / heads only
     "Qwen3ForCausalLM": SIZES,
     "Qwen3MoeForCausalLM": SIZES | MOE,
     "LlamaForCausalLM": SIZES | {"tie_word_embeddings": True},
