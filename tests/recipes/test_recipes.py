@@ -22,6 +22,8 @@ from megatron_rl.config.checks import smallest_world
 from megatron_rl.config.published import FOLDER, published_config, published_names
 from megatron_rl.planner import GIB, PHASES, Plan, Shape, make_plan
 
+from . import tiny
+
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 H100_GIB = 79
@@ -98,10 +100,7 @@ def tasks_of(name: str) -> Iterator[dict[str, Any]]:
 def write_row(path: Path) -> None:
     """A row as recipes/prepare.sh leaves it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    row: dict[str, Any] = {"prompt": "How much is 6 times 7?", "answer": "42"}
-    if path.parent.name == "toolrl":
-        calls = [{"name": "add", "parameters": {"a": 1}}]
-        row = {"prompt": [{"role": "user", "content": "Add 1."}], "tool_calls": calls, "needs_response": False}
+    row, _ = tiny.KINDS.get(path.parent.name, tiny.SUMS)
     path.write_text(json.dumps(row) + "\n")
 
 
