@@ -42,10 +42,10 @@ def measure(folder: Path, layers: int, hidden: int, saves: int) -> None:
     import torch
 
     from megatron_rl.actor.actor import Actor
-    from megatron_rl.actor.packing import MicroBatch
     from megatron_rl.algorithms.metrics import Metrics
     from megatron_rl.checkpoint.saver import Saver
     from megatron_rl.config.schema import Config, CreateModelConfig
+    from megatron_rl.data import TokenBatch
     from megatron_rl.models import create_model
     from megatron_rl.runtime import distributed
 
@@ -60,12 +60,12 @@ def measure(folder: Path, layers: int, hidden: int, saves: int) -> None:
     rng = np.random.default_rng(0)
     rows = [rng.integers(2, 60, size=64) for _ in range(2)]
 
-    def loss(micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Metrics]:
+    def loss(number: int, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Metrics]:
         return -log_probs.mean(), Metrics()
 
     def learn() -> float:
         begin = time.perf_counter()
-        actor.update(actor.micro_batches(range(2), rows, rows), loss, temperature=1.0)
+        actor.update(actor.micro_batches(TokenBatch.continuations(zip(rows, rows, strict=True))), loss, temperature=1.0)
         return time.perf_counter() - begin
 
     learn()

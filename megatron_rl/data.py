@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,22 +31,86 @@ class Sample:
         return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
 
 
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a rollout with one author: the prompt, or one turn of the policy."""
+
+    ids: np.ndarray  # int64 [tokens]; a turn's end-of-sequence token is included where it was drawn
+    logprobs: np.ndarray | None = None  # float32 [tokens], under the engine's sampling distribution; None: not sampled
+    version: int = 0  # optimizer steps behind the weights that drew the tokens
+
+
 @dataclass
 class Rollout:
-    """One sampled response, token by token as the engine drew it."""
+    """What was drawn for one prompt, token by token as the engine drew it. Sampled tokens, and no others, are trained on."""
 
     sample_id: str
     index: int  # 0 .. group_size - 1 within its prompt
-    prompt_ids: np.ndarray  # int64 [prompt tokens]
-    response_ids: np.ndarray  # int64 [response tokens], end-of-sequence token included where it was drawn
-    logprobs: np.ndarray  # float32 [response tokens]: log-prob of each token under the engine's sampling distribution
+    segments: list[Segment]  # the prompt first
     finish_reason: str  # stop | length
-    text: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)  # the policy's turns as text, once decoded
     rewards: dict[str, float] = field(default_factory=dict)  # one number per reward column; NaN: it has no value
+
+    @classmethod
+    def single_turn(
+        cls,
+        sample: Sample,
+        index: int,
+        response_ids: Sequence[int],
+        finish_reason: str,
+        logprobs: Sequence[float] | None = None,
+        version: int = 0,
+    ) -> Rollout:
+        """One response to a prompt. `logprobs`: of each of its tokens; None where they are unknown (NaN in the segment)."""
+        ids = np.asarray(response_ids, dtype=np.int64)
+        values = np.full(len(ids), np.nan) if logprobs is None else logprobs
+        response = Segment(ids, np.asarray(values, dtype=np.float32), version)
+        prompt = Segment(np.asarray(sample.prompt_ids, dtype=np.int64))
+        return cls(sample.id, index, [prompt, response], finish_reason)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [tokens], of all segments."""
+        return _concatenate([segment.ids for segment in self.segments], np.int64)
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool [tokens]: which of them were sampled."""
+        return np.repeat(
+            [segment.logprobs is not None for segment in self.segments], [len(segment.ids) for segment in self.segments]
+        )
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 [sampled tokens]."""
+        return _concatenate([s.logprobs for s in self.segments if s.logprobs is not None], np.float32)
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """int64 [prompt tokens]."""
+        return self.segments[0].ids
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        """int64 [sampled tokens]."""
+        return _concatenate([segment.ids for segment in self.segments if segment.logprobs is not None], np.int64)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
+        return sum(len(segment.ids) for segment in self.segments)
+
+    @property
+    def text(self) -> str:
+        """The policy's last turn, which rewards read as the completion; empty until it is decoded."""
+        return self.messages[-1]["content"] if self.messages else ""
+
+    @text.setter
+    def text(self, content: str) -> None:
+        self.messages = [{"role": "assistant", "content": content}]
+
+
+def _concatenate(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
 
 @dataclass
@@ -147,17 +211,41 @@ class RewardTable:
 
 
 @dataclass
+class TokenBatch:
+    """Sequences of tokens, and which of these the actor scores or trains on: the same for RL, SFT and the sync check."""
+
+    tokens: list[np.ndarray]  # int64 [tokens]
+    loss_mask: list[np.ndarray]  # bool [tokens]; False for a sequence's first token, which has no predictor
+
+    @classmethod
+    def of(cls, rollouts: Iterable[Rollout]) -> TokenBatch:
+        """Whole rollouts; their sampled tokens are scored."""
+        rollouts = list(rollouts)
+        return cls([rollout.tokens for rollout in rollouts], [rollout.loss_mask for rollout in rollouts])
+
+    @classmethod
+    def continuations(
+        cls, parts: Iterable[tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]]
+    ) -> TokenBatch:
+        """(what is given, what is scored) of every sequence."""
+        batch = cls([], [])
+        for given, scored in parts:
+            batch.tokens.append(np.concatenate([np.asarray(ids, dtype=np.int64) for ids in (given, scored)]))
+            batch.loss_mask.append(np.arange(len(given) + len(scored)) >= len(given))
+        return batch
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
 class TrainBatch:
-    """The rollouts of one step, ready for the update: parallel lists, one entry per rollout that is trained on.
+    """The rollouts of one step that are trained on: parallel lists, one entry per rollout."""
 
-    Token tensors cover the response only, aligned with `response_ids`.
-    """
-
-    prompt_ids: list[np.ndarray]  # int64
-    response_ids: list[np.ndarray]  # int64
-    rollout_logprobs: list[np.ndarray]  # float32, from the engine
+    sequences: TokenBatch
+    rollout_logprobs: list[np.ndarray]  # float32 [sampled tokens], from the engine
     advantages: np.ndarray  # float32 [rollouts]
     group: np.ndarray  # int64 [rollouts]: index of the prompt within the step
 
     def __len__(self) -> int:
-        return len(self.prompt_ids)
+        return len(self.sequences)

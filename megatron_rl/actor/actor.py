@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,15 +20,16 @@ from megatron_rl.actor.schedule import learning_rate
 from megatron_rl.actor.variance import GradientParts
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.schema import Config, OptimizerConfig
+from megatron_rl.data import TokenBatch
 from megatron_rl.models import ParallelGroups, family_for, iter_hf_weights, load_hf_weights, read_hf_config
 from megatron_rl.models.files import WeightSource
 from megatron_rl.models.rules import padded_vocab_size
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 
-# (micro-batch, log-probs, entropy or None) -> (loss, metrics). The loss is this micro-batch's share of the minibatch's loss:
-# already divided by the whole minibatch's denominators. All tensors are float32 [response tokens].
-LossFunction = Callable[[MicroBatch, Tensor, Tensor | None], tuple[Tensor, Metrics]]
+# (number of the micro-batch, log-probs, entropy or None) -> (loss, metrics). The loss is this micro-batch's share of the
+# minibatch's loss, already divided by the whole minibatch's denominators. All tensors are float32 [scored tokens].
+LossFunction = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Metrics]]
 
 
 @dataclass
@@ -89,17 +89,19 @@ class Actor:
         self.optimizer_config, self.total_optimizer_steps, self.optimizer_steps = config, total_steps, 0
 
     # ---------------------------------------------------------------------------------------------- micro-batches
-    def micro_batches(
-        self, rows: Sequence[int], prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
-    ) -> list[MicroBatch]:
-        """This data-parallel rank's share of the minibatch `rows`, packed. Every rank calls it with the same arguments."""
-        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    def micro_batches(self, batch: TokenBatch, rows: Sequence[int] | None = None) -> list[MicroBatch]:
+        """This data-parallel rank's share of the minibatch `rows` (None: of the whole batch), packed.
+
+        Every rank calls it with the same arguments.
+        """
+        rows = range(len(batch)) if rows is None else rows
+        lengths = [len(tokens) for tokens in batch.tokens]
         multiple = self.grid.pp if self.config.parallel.virtual_pipeline > 1 else 1
         shares = plan(lengths, rows, self.grid.dp, self.config.tokens_per_microbatch, multiple)
         # Sequence parallelism cuts tokens over TP ranks; FP8 matrix products want multiples of 16.
         tokens_multiple = (self.grid.tp if self.config.parallel.sequence else 1) * (16 if self.config.fp8 else 1)
         return [
-            pack(part, prompts, responses, device.device(), tokens_multiple, self.grid.cp, self.grid.cp_rank)
+            pack(part, batch, device.device(), tokens_multiple, self.grid.cp, self.grid.cp_rank)
             for part in shares[self.grid.dp_rank]
         ]
 
@@ -107,9 +109,11 @@ class Actor:
     def log_probs(
         self, micro_batches: Sequence[MicroBatch], temperature: float, with_entropy: bool = False
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Log-probs (and entropy) of every response token, per micro-batch; [] except on the last pipeline stage."""
+        """Log-probs (and entropy) of every scored token, per micro-batch; [] except on the last pipeline stage."""
 
-        def collect(micro: MicroBatch, output: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor | None]:
+        def collect(
+            number: int, micro: MicroBatch, output: Tensor, non_loss_data: bool
+        ) -> tuple[Tensor, Tensor | None]:
             return self._score(micro, output, temperature, with_entropy)
 
         with torch.no_grad():
@@ -132,9 +136,9 @@ class Actor:
             FloatingPointError: if the gradient norm is not finite; nothing has been changed then.
         """
 
-        def backward_from(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+        def backward_from(number: int, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
             log_probs, entropy = self._score(micro, output, temperature, with_entropy)
-            value, metrics = loss(micro, log_probs, entropy)
+            value, metrics = loss(number, log_probs, entropy)
             return value, torch.zeros((), dtype=torch.int), metrics
 
         with device.megatron():
@@ -179,19 +183,13 @@ class Actor:
         """Megatron's pipeline schedule over the micro-batches; what `finish` reports, on the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            micro = next(iterator)
+        def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            number, micro = next(iterator)
             if parts is not None:
                 parts.start()
-            output = model(
-                input_ids=micro.tokens[None],
-                position_ids=micro.positions[None],
-                attention_mask=None,
-                packed_seq_params=micro.packed_seq_params(),
-            )
-            return output, partial(finish, micro)
+            return model(**micro.model_inputs()), partial(finish, number, micro)
 
-        iterators = [iter(micro_batches) for _ in self.ddp_chunks]
+        iterators = [enumerate(micro_batches) for _ in self.ddp_chunks]
         several = len(self.ddp_chunks) > 1
         with device.megatron():
             return get_forward_backward_func()(

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.data import TokenBatch
+
 
 @dataclass
 class MicroBatch:
-    """Packed sequences of one forward pass. `tokens` run over all of them; the other tensors over response tokens only.
+    """Packed sequences of one forward pass. `tokens` run over all of them; the other tensors over scored tokens only.
 
-    With context parallelism a rank has its part of every sequence's tokens (`held`), and all response tokens.
+    With context parallelism a rank has its part of every sequence's tokens (`held`), and all scored tokens.
     """
 
     rows: list[int]  # index of each sequence in the batch it came from
@@ -29,30 +31,35 @@ class MicroBatch:
         Tensor  # int32 [sequences + 1], start of each whole sequence, padding included; the last may be all padding
     )
     longest: int
-    predictors: Tensor  # int64 [own]: index in `tokens` of each position here whose output predicts a response token
-    own: Tensor  # int64 [own]: which response tokens these are; without context parallelism all, in order
-    targets: Tensor  # int64 [response tokens]
-    sequence_ids: Tensor  # int64 [response tokens]: index into `rows`
-    extra: dict[str, Tensor] = field(default_factory=dict)  # per response token: old_log_probs, advantages, ...
+    predictors: Tensor  # int64 [own]: index in `tokens` of each position here whose output predicts a scored token
+    own: Tensor  # int64 [own]: which scored tokens these are; without context parallelism all, in order
+    targets: Tensor  # int64 [scored tokens]
+    sequence_ids: Tensor  # int64 [scored tokens]: index into `rows`
 
-    def packed_seq_params(self) -> Any:
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of Megatron's model."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=self.offsets,
-            cu_seqlens_kv=self.offsets,
-            max_seqlen_q=self.longest,
-            max_seqlen_kv=self.longest,
-        )
+        return {
+            "input_ids": self.tokens[None],
+            "position_ids": self.positions[None],
+            "attention_mask": None,
+            "packed_seq_params": PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=self.offsets,
+                cu_seqlens_kv=self.offsets,
+                max_seqlen_q=self.longest,
+                max_seqlen_kv=self.longest,
+            ),
+        }
 
     def spread(self, per_sequence: np.ndarray) -> Tensor:
-        """One number per sequence of the batch -> float32 [response tokens] of this micro-batch."""
+        """One number per sequence of the batch -> float32 [scored tokens] of this micro-batch."""
         values = torch.as_tensor(np.asarray(per_sequence, dtype=np.float32)[self.rows], device=self.targets.device)
         return values[self.sequence_ids]
 
     def concatenate(self, per_token: Sequence[np.ndarray]) -> Tensor:
-        """One array per sequence of the batch -> float32 [response tokens] of this micro-batch."""
+        """One array per sequence of the batch -> float32 [scored tokens] of this micro-batch."""
         parts = [np.asarray(per_token[row], dtype=np.float32) for row in self.rows]
         flat = np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
         return torch.as_tensor(flat, device=self.targets.device)
@@ -139,8 +146,7 @@ def held(lengths: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
 
 def pack(
     rows: Sequence[int],
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
+    batch: TokenBatch,
     device: torch.device,
     multiple: int = 1,
     cp: int = 1,
@@ -156,11 +162,10 @@ def pack(
     tokens, predictors, sequence_ids, lengths = [], [], [], []
     start = 0
     for local, row in enumerate(rows):
-        prompt, response = prompts[row], responses[row]
-        length = len(prompt) + len(response)
-        tokens += [prompt, response, np.zeros(-length % pieces, dtype=np.int64)]
-        predictors.append(np.arange(len(response)) + start + len(prompt) - 1)
-        sequence_ids.append(np.full(len(response), local))
+        length, scored = len(batch.tokens[row]), np.flatnonzero(batch.loss_mask[row])
+        tokens += [batch.tokens[row], np.zeros(-length % pieces, dtype=np.int64)]
+        predictors.append(start + scored - 1)
+        sequence_ids.append(np.full(len(scored), local))
         lengths.append(length + -length % pieces)
         start += lengths[-1]
     padding = -start % multiple if start else multiple
@@ -187,6 +192,6 @@ def pack(
         longest=max(lengths),
         predictors=tensor(predictor[own]),
         own=tensor(own),
-        targets=tensor(join([responses[row] for row in rows])),
+        targets=tensor(join([batch.tokens[row][batch.loss_mask[row]] for row in rows])),
         sequence_ids=tensor(join(sequence_ids)),
     )

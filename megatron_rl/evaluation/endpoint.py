@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from megatron_rl.config.schema import EndpointConfig
 from megatron_rl.data import Rollout, Sample
 from megatron_rl.rewards import endpoint as http
@@ -197,11 +195,4 @@ def _rollout(sample: Sample, index: int, reply: dict[str, Any]) -> Rollout:
         raise ValueError(
             f"the server changed the prompt of {sample.id}: it answered {len(choice['prompt_token_ids'])} tokens"
         )
-    return Rollout(
-        sample_id=sample.id,
-        index=index,
-        prompt_ids=np.asarray(sample.prompt_ids, dtype=np.int64),
-        response_ids=np.asarray(tokens, dtype=np.int64),
-        logprobs=np.empty(0, dtype=np.float32),  # not asked for
-        finish_reason=reason,
-    )
+    return Rollout.single_turn(sample, index, tokens, reason)

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Rollout, Sample
 from megatron_rl.runtime import provenance
@@ -72,14 +70,8 @@ def read(folder: Path, samples: Sequence[Sample]) -> Kept:
                 continue
             sample = by_id.get(row["sample"])
             if sample is not None and row["prompt"] == _digest(sample.prompt_ids):
-                kept[sample.id, row["rollout"]] = Rollout(
-                    sample_id=sample.id,
-                    index=row["rollout"],
-                    prompt_ids=np.asarray(sample.prompt_ids, dtype=np.int64),
-                    response_ids=np.asarray(row["response_ids"], dtype=np.int64),
-                    logprobs=np.empty(0, dtype=np.float32),  # an evaluation does not look at them
-                    finish_reason=row["finish_reason"],
-                )
+                index = row["rollout"]
+                kept[sample.id, index] = Rollout.single_turn(sample, index, row["response_ids"], row["finish_reason"])
     return kept
 
 

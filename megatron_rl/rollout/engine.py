@@ -37,6 +37,7 @@ class Engine:
         tp = self.config.tensor_parallel
         self.index, self.engines = grid.rank // tp, grid.world // tp
         self.is_leader = grid.rank % tp == 0
+        self.version = 0  # optimizer steps behind the engine's weights
         environment.prepare()
         from vllm import LLM
 
@@ -114,7 +115,7 @@ class Engine:
         rollouts = []
         for number, output in self._run(requests, params):
             if self.is_leader or finished is not None:
-                rollouts.append(_rollout(*own[number], output.outputs[0]))
+                rollouts.append(_rollout(*own[number], output.outputs[0], self.version))
                 if finished is not None:
                     finished(rollouts[-1])
         parts = self.grid.all_gather(rollouts if self.is_leader else [])
@@ -154,10 +155,15 @@ class Engine:
         return scores
 
     # ------------------------------------------------------------------------------------------------------ weights
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces every weight by the (Hugging Face name, full tensor) pairs and drops cached prefixes."""
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replaces every weight by the (Hugging Face name, full tensor) pairs and drops cached prefixes.
+
+        Args:
+            version: optimizer steps behind these weights; rollouts drawn from them carry it.
+        """
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self.llm.reset_prefix_cache()
+        self.version = version
 
     def parameters(self) -> dict[str, Tensor]:
         """The engine's own parameters on this rank, for diagnosis."""
@@ -193,12 +199,6 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def _rollout(sample: Sample, index: int, completion: Any) -> Rollout:
-    return Rollout(
-        sample_id=sample.id,
-        index=index,
-        prompt_ids=np.asarray(sample.prompt_ids, dtype=np.int64),
-        response_ids=np.asarray(completion.token_ids, dtype=np.int64),
-        logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
-        finish_reason=str(completion.finish_reason),
-    )
+def _rollout(sample: Sample, index: int, completion: Any, version: int) -> Rollout:
+    logprobs = completion.logprobs.logprobs
+    return Rollout.single_turn(sample, index, completion.token_ids, str(completion.finish_reason), logprobs, version)

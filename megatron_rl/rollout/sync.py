@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.config.schema import Config
+from megatron_rl.data import TokenBatch
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.runtime.distributed import Grid
 
@@ -32,7 +33,7 @@ class WeightSync:
     def push(self) -> None:
         """Every weight from the actor into the engine."""
         self._sent = {}
-        self.engine.load_weights(self._recorded(self.actor.iter_hf_weights()))
+        self.engine.load_weights(self._recorded(self.actor.iter_hf_weights()), self.actor.optimizer_steps)
 
     def _recorded(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Notes a fingerprint of each tensor as the engine is given it; compared only when a check fails."""
@@ -52,9 +53,8 @@ class WeightSync:
         if not sequences:
             return 0.0
         scored = self.engine.score(sequences)
-        prompts = [np.asarray(tokens[:1], dtype=np.int64) for tokens in sequences]
-        rest = [np.asarray(tokens[1:], dtype=np.int64) for tokens in sequences]
-        micro_batches = self.actor.micro_batches(range(len(sequences)), prompts, rest)
+        batch = TokenBatch.continuations((tokens[:1], tokens[1:]) for tokens in sequences)
+        micro_batches = self.actor.micro_batches(batch)
         own: dict[int, np.ndarray] = {}
         for micro, (log_probs, _) in zip(
             micro_batches, self.actor.log_probs(micro_batches, temperature=1.0), strict=False

@@ -17,6 +17,7 @@ from megatron_rl.trainer.checkpointing import (
 )
 from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.evaluate import evaluate
+from megatron_rl.trainer.minibatch import train_batch
 from megatron_rl.trainer.record import TokenLog
 from megatron_rl.trainer.resume import load_checkpoint
 from megatron_rl.trainer.sample import (
@@ -28,7 +29,7 @@ from megatron_rl.trainer.sample import (
     truncated,
 )
 from megatron_rl.trainer.sft import supervise
-from megatron_rl.trainer.update import reference_kl, train_batch, update
+from megatron_rl.trainer.update import reference_kl, update
 
 
 def train(run: Run, resume: str) -> None:
@@ -107,10 +108,7 @@ def step(run: Run) -> None:
         run.hand_device_to_engine()
     with run.phases("sync_check"):
         spaced = rollouts[:: max(1, len(rollouts) // config.rollout.sync_check_rollouts)]
-        tokens = [
-            [*r.prompt_ids.tolist(), *r.response_ids.tolist()] for r in spaced[: config.rollout.sync_check_rollouts]
-        ]
-        mismatch = run.sync.check(tokens)
+        mismatch = run.sync.check([r.tokens.tolist() for r in spaced[: config.rollout.sync_check_rollouts]])
     run.state.step = number
 
     seconds = run.phases.take()

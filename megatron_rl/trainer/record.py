@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms import StepEstimate
 from megatron_rl.data import RewardTable
+from megatron_rl.trainer.minibatch import Minibatch
 
 TOKEN_ARRAYS = ("log_probs", "old_log_probs", "rollout_log_probs")
 
@@ -27,14 +27,14 @@ class TokenLog:
 
     rows: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
 
-    def add(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Takes `TOKEN_ARRAYS` from the micro-batches' `extra`, cut at the rollouts' ends."""
-        for micro in micro_batches:
+    def add(self, minibatch: Minibatch) -> None:
+        """Takes `TOKEN_ARRAYS` of a minibatch's tokens, cut at the rollouts' ends."""
+        for micro, known in zip(minibatch.micro_batches, minibatch.tokens, strict=True):
             if not micro.rows:
                 continue
             sizes = torch.bincount(micro.sequence_ids, minlength=len(micro.rows)).tolist()
             cuts = np.cumsum(sizes)[:-1]
-            parts = {name: np.split(micro.extra[name].float().cpu().numpy(), cuts) for name in TOKEN_ARRAYS}
+            parts = {name: np.split(getattr(known, name).float().cpu().numpy(), cuts) for name in TOKEN_ARRAYS}
             for local, row in enumerate(micro.rows):
                 self.rows[row] = {name: parts[name][local] for name in TOKEN_ARRAYS}
 

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms.metrics import Metrics
-from megatron_rl.data import Sample
+from megatron_rl.data import Sample, TokenBatch
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.tasks import make_order
 from megatron_rl.trainer.checkpointing import (
@@ -87,15 +86,14 @@ def _train(run: Run) -> None:
 
 
 def _step(run: Run, prompt_ids: Sequence[list[int]], targets: Sequence[np.ndarray]) -> dict[str, float]:
-    prompts = [np.asarray(ids, dtype=np.int64) for ids in prompt_ids]
     num_tokens = sum(len(target) for target in targets)
 
-    def loss(micro: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
+    def loss(number: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
         metrics = Metrics()
-        metrics.mean("sft/loss", -log_probs, torch.ones_like(micro.targets, dtype=torch.bool))
+        metrics.mean("sft/loss", -log_probs, torch.ones_like(log_probs, dtype=torch.bool))
         return -log_probs.sum() / num_tokens, metrics
 
-    micro_batches = run.actor.micro_batches(range(len(targets)), prompts, targets)
+    micro_batches = run.actor.micro_batches(TokenBatch.continuations(zip(prompt_ids, targets, strict=True)))
     result = run.actor.update(micro_batches, loss, temperature=1.0)
     return result.metrics.values() | {
         "actor/grad_norm": result.grad_norm,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,35 +11,14 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import UpdateResult
 from megatron_rl.actor.packing import MicroBatch
-from megatron_rl.algorithms import StepEstimate
+from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.aggregation import Denominators
 from megatron_rl.algorithms.kl import sequence_kl
 from megatron_rl.algorithms.metrics import Metrics
-from megatron_rl.data import Rollout, TrainBatch
+from megatron_rl.data import Rollout, TokenBatch, TrainBatch
 from megatron_rl.trainer.context import Run
+from megatron_rl.trainer.minibatch import Minibatch, PolicyTokens, minibatches
 from megatron_rl.trainer.record import TokenLog
-
-
-def train_batch(rollouts: Sequence[Rollout], estimate: StepEstimate) -> TrainBatch:
-    """The rollouts that are trained on, with their advantages."""
-    group_size = estimate.train.shape[1]
-    trained = estimate.train.flatten().tolist()
-    advantages = estimate.advantages.flatten().tolist()
-    kept = [i for i, keep in enumerate(trained) if keep]
-    return TrainBatch(
-        prompt_ids=[rollouts[i].prompt_ids for i in kept],
-        response_ids=[rollouts[i].response_ids for i in kept],
-        rollout_logprobs=[rollouts[i].logprobs for i in kept],
-        advantages=np.array([advantages[i] for i in kept], dtype=np.float32),
-        group=np.array([i // group_size for i in kept], dtype=np.int64),
-    )
-
-
-def minibatches(group: np.ndarray, count: int) -> list[list[int]]:
-    """Rows of the batch in at most `count` parts of nearly equal numbers of whole groups."""
-    groups = list(dict.fromkeys(group.tolist()))
-    parts = np.array_split(np.array(groups), min(count, len(groups)))
-    return [[row for row, g in enumerate(group.tolist()) if g in members] for members in map(set, parts)]
 
 
 def update(
@@ -58,65 +38,30 @@ def update(
     """
     config, actor, algorithm = run.config, run.actor, run.algorithm
     temperature = config.rollout.temperature
-    parts = [
-        actor.micro_batches(rows, batch.prompt_ids, batch.response_ids)
-        for rows in minibatches(batch.group, config.trainer.minibatches)
-    ]
-    entropy = Metrics()
-    with run.phases("old_log_prob"):
-        for micro_batches in parts:
-            scored = actor.log_probs(micro_batches, temperature, with_entropy=True)
-            for micro, (log_probs, token_entropy) in zip(micro_batches, scored, strict=False):
-                micro.extra["old_log_probs"] = log_probs
-                micro.extra["rollout_log_probs"] = micro.concatenate(batch.rollout_logprobs)
-                micro.extra["advantages"] = micro.spread(batch.advantages)
-                assert token_entropy is not None
-                own = Metrics()
-                own.mean("actor/entropy", token_entropy, _everything(micro))
-                entropy = entropy + own
+    parts, metrics = _old_policy(run, batch)
     if algorithm.needs_reference:
         with run.phases("ref_log_prob"), actor.as_reference():
-            for micro_batches in parts:
-                for micro, (log_probs, _) in zip(
-                    micro_batches, actor.log_probs(micro_batches, temperature), strict=False
-                ):
-                    micro.extra["ref_log_probs"] = log_probs
+            for part in parts:
+                reference = actor.log_probs(part.micro_batches, temperature)
+                for tokens, (log_probs, _) in zip(part.tokens, reference, strict=True):
+                    tokens.ref_log_probs = log_probs
     denominators = _denominators(run, parts)
-    metrics = actor.reduce([entropy])
     norms: list[float] = []
     variance: dict[str, float] = {}
     run.stop.check(run.grid)  # from here on the weights change: the step is finished
     with run.phases("update"):
         for _ in range(config.trainer.epochs):
-            for micro_batches, whole in zip(parts, denominators, strict=True):
-
-                def loss(
-                    micro: MicroBatch, log_probs: Tensor, token_entropy: Tensor | None, whole: Denominators = whole
-                ) -> tuple[Tensor, Metrics]:
-                    if log is not None:
-                        micro.extra["log_probs"] = log_probs.detach()
-                    return algorithm.policy_loss(
-                        log_probs,
-                        micro.extra["old_log_probs"],
-                        micro.extra["rollout_log_probs"],
-                        micro.extra.get("ref_log_probs"),
-                        token_entropy,
-                        micro.extra["advantages"],
-                        _everything(micro),
-                        sequence_ids=micro.sequence_ids,
-                        denominators=whole,
-                        clip_range=clip_range,
-                    )
-
+            for part, whole in zip(parts, denominators, strict=True):
+                loss = partial(_loss, algorithm, part.tokens, whole, clip_range)
                 part_size = _part_size(algorithm.config.aggregation) if measure_variance and not norms else None
-                result = actor.update(micro_batches, loss, temperature, algorithm.needs_entropy, part_size)
+                result = actor.update(part.micro_batches, loss, temperature, algorithm.needs_entropy, part_size)
                 if part_size is not None:
                     variance = _variance_metrics(result)
                 metrics = metrics + result.metrics
                 norms.append(result.grad_norm)
     if log is not None and run.grid.reports_loss:
-        for micro_batches in parts:
-            log.add(micro_batches)
+        for part in parts:
+            log.add(part)
     return (
         metrics.values()
         | variance
@@ -126,6 +71,57 @@ def update(
             "actor/lr": result.learning_rate,
             "actor/updates": float(len(norms)),
         }
+    )
+
+
+def _old_policy(run: Run, batch: TrainBatch) -> tuple[list[Minibatch], Metrics]:
+    """The minibatches, packed, with the old policy's log-probs; and its entropy."""
+    actor, parts, entropy = run.actor, list[Minibatch](), Metrics()
+    with run.phases("old_log_prob"):
+        for rows in minibatches(batch.group, run.config.trainer.minibatches):
+            micro_batches = actor.micro_batches(batch.sequences, rows)
+            part = Minibatch(micro_batches)
+            scored = actor.log_probs(micro_batches, run.config.rollout.temperature, with_entropy=True)
+            for micro, (log_probs, token_entropy) in zip(micro_batches, scored, strict=False):
+                assert token_entropy is not None
+                own = Metrics()
+                own.mean("actor/entropy", token_entropy, _everything(token_entropy))
+                entropy = entropy + own
+                part.tokens.append(
+                    PolicyTokens(
+                        sequence_ids=micro.sequence_ids,
+                        advantages=micro.spread(batch.advantages),
+                        old_log_probs=log_probs,
+                        rollout_log_probs=micro.concatenate(batch.rollout_logprobs),
+                    )
+                )
+            parts.append(part)
+    return parts, actor.reduce([entropy])
+
+
+def _loss(
+    algorithm: Algorithm,
+    tokens: Sequence[PolicyTokens],
+    denominators: Denominators,
+    clip_range: tuple[float, float] | None,
+    number: int,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+) -> tuple[Tensor, Metrics]:
+    """The policy loss of micro-batch `number` of a minibatch."""
+    known = tokens[number]
+    known.log_probs = log_probs.detach()
+    return algorithm.policy_loss(
+        log_probs,
+        known.old_log_probs,
+        known.rollout_log_probs,
+        known.ref_log_probs,
+        entropy,
+        known.advantages,
+        _everything(log_probs),
+        sequence_ids=known.sequence_ids,
+        denominators=denominators,
+        clip_range=clip_range,
     )
 
 
@@ -145,23 +141,22 @@ def _variance_metrics(result: UpdateResult) -> dict[str, float]:
     return metrics
 
 
-def _everything(micro: MicroBatch) -> Tensor:
-    return torch.ones_like(micro.targets, dtype=torch.bool)
+def _everything(tokens: Tensor) -> Tensor:
+    return torch.ones_like(tokens, dtype=torch.bool)
 
 
-def _denominators(run: Run, parts: Sequence[Sequence[MicroBatch]]) -> list[Denominators]:
+def _denominators(run: Run, parts: Sequence[Minibatch]) -> list[Denominators]:
     """Of every minibatch, over all micro-batches and data-parallel ranks, after correction filters."""
     own = []
-    for micro_batches in parts:
+    for part in parts:
         whole = Denominators(0.0, 0.0)
-        if run.grid.reports_loss:
-            for micro in micro_batches:
-                whole = whole + run.algorithm.count(
-                    _everything(micro),
-                    micro.sequence_ids,
-                    old_log_probs=micro.extra["old_log_probs"],
-                    rollout_log_probs=micro.extra["rollout_log_probs"],
-                )
+        for tokens in part.tokens if run.grid.reports_loss else ():
+            whole = whole + run.algorithm.count(
+                _everything(tokens.old_log_probs),
+                tokens.sequence_ids,
+                old_log_probs=tokens.old_log_probs,
+                rollout_log_probs=tokens.rollout_log_probs,
+            )
         own.append((float(whole.num_tokens), float(whole.num_sequences)))
     ranks = run.grid.all_gather(own)
     return [
@@ -177,9 +172,7 @@ def reference_kl(run: Run, rollouts: Sequence[Rollout], shape: tuple[int, int]) 
     temperature = run.config.rollout.temperature
     own: dict[int, float] = {}
     with run.phases("ref_log_prob"):
-        micro_batches = run.actor.micro_batches(
-            range(len(rollouts)), [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts]
-        )
+        micro_batches = run.actor.micro_batches(TokenBatch.of(rollouts))
         old = run.actor.log_probs(micro_batches, temperature)
         with run.actor.as_reference():
             reference = run.actor.log_probs(micro_batches, temperature)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.actor.actor import Actor
+from megatron_rl.actor.actor import Actor, LossFunction
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms import (
     Algorithm,
@@ -24,6 +24,7 @@ from megatron_rl.algorithms import (
 )
 from megatron_rl.config.methods import AGGREGATIONS, RATIOS
 from megatron_rl.config.schema import Config, CreateModelConfig, OptimizerConfig
+from megatron_rl.data import TokenBatch
 
 SHAPE = CreateModelConfig(
     layers=1,
@@ -88,18 +89,16 @@ def run_steps(root: str, name: str, combinations: list[tuple[str, str, str, str]
     actor.start_optimizer(config.actor.optimizer, 1)
     prompts, responses, shifts = make_rollouts()
     table = make_table(responses)
-    micro_batches = actor.micro_batches(range(len(prompts)), prompts, responses)
-    for micro, (log_probs, _) in zip(micro_batches, actor.log_probs(micro_batches, 1.0), strict=True):
-        micro.extra["current"] = log_probs
-        micro.extra["old"] = log_probs - micro.concatenate(shifts)
+    micro_batches = actor.micro_batches(TokenBatch.continuations(zip(prompts, responses, strict=True)))
+    current = [log_probs for log_probs, _ in actor.log_probs(micro_batches, 1.0)]
+    old = [log_probs - micro.concatenate(shifts) for micro, log_probs in zip(micro_batches, current, strict=True)]
     saved: dict[str, Any] = {"steps": {}}
     for combination in combinations:
         algorithm = algorithm_of(*combination)
         estimate = algorithm.estimate(table)
         advantages = estimate.advantages.flatten().numpy().astype(np.float32)
-        loss = make_loss(
-            algorithm, advantages, estimate.clip_range, Denominators(sum(map(len, responses)), len(responses))
-        )
+        whole = Denominators(sum(map(len, responses)), len(responses))
+        loss = make_loss(algorithm, micro_batches, old, advantages, estimate.clip_range, whole)
         result = actor.update(micro_batches, loss, 1.0, part_size=part_size(combination[2]))
         saved["steps"][combination] = {
             "advantages": advantages,
@@ -112,7 +111,7 @@ def run_steps(root: str, name: str, combinations: list[tuple[str, str, str, str]
     if with_jacobian:
         saved["rows"] = [micro.rows for micro in micro_batches]
         saved["jacobian"] = jacobian(actor, micro_batches)
-        saved["log_probs"] = torch.cat([micro.extra["current"] for micro in micro_batches])
+        saved["log_probs"] = torch.cat(current)
     if grid.is_main:
         torch.save(saved, Path(root) / f"{name}.pt")
     parallel_state.destroy_model_parallel()
@@ -125,12 +124,18 @@ def part_size(aggregation: str) -> Callable[[MicroBatch], float]:
 
 
 def make_loss(
-    algorithm: Algorithm, advantages: np.ndarray, clip_range: tuple[float, float] | None, whole: Denominators
-) -> Callable[[MicroBatch, Tensor, Tensor | None], tuple[Tensor, Metrics]]:
-    def loss(micro: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
+    algorithm: Algorithm,
+    micro_batches: list[MicroBatch],
+    old: list[Tensor],
+    advantages: np.ndarray,
+    clip_range: tuple[float, float] | None,
+    whole: Denominators,
+) -> LossFunction:
+    def loss(number: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
+        micro = micro_batches[number]
         return algorithm.policy_loss(
             log_probs,
-            micro.extra["old"],
+            old[number],
             None,
             None,
             None,
@@ -150,9 +155,7 @@ def jacobian(actor: Actor, micro_batches: list[MicroBatch]) -> Tensor:
     for micro in micro_batches:
         for token in range(len(micro.targets)):
 
-            def one(
-                _: MicroBatch, log_probs: Tensor, entropy: Tensor | None, token: int = token
-            ) -> tuple[Tensor, Metrics]:
+            def one(_: int, log_probs: Tensor, entropy: Tensor | None, token: int = token) -> tuple[Tensor, Metrics]:
                 return log_probs[token], Metrics()
 
             actor.update([micro], one, 1.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.config.schema import Config, CreateModelConfig, OptimizerConfig, ParallelConfig
-from megatron_rl.data import TrainBatch
+from megatron_rl.data import TokenBatch, TrainBatch
 from megatron_rl.models import create_model
 from tests.models import tiny
 
@@ -62,8 +62,7 @@ def make_batch(seed: int = 0, groups: int = 6, group_size: int = 4) -> TrainBatc
     prompts = [rng.integers(2, 61, size=rng.integers(2, 12)) for _ in range(groups)]
     responses = [rng.integers(2, 61, size=rng.integers(1, 40)) for _ in range(count)]
     return TrainBatch(
-        prompt_ids=[prompts[i // group_size] for i in range(count)],
-        response_ids=responses,
+        sequences=TokenBatch.continuations((prompts[i // group_size], responses[i]) for i in range(count)),
         rollout_logprobs=[rng.normal(-5.3, 0.3, size=len(response)).astype(np.float32) for response in responses],
         advantages=rng.normal(size=count).astype(np.float32),
         group=np.arange(count) // group_size,

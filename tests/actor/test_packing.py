@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.actor.packing import MicroBatch, balance, first_fit, held, pack, plan
+from megatron_rl.data import Rollout, Segment, TokenBatch
 
 CPU = torch.device("cpu")
 BUDGET = 40
@@ -21,6 +22,10 @@ def sequences(lengths: list[tuple[int, int]]) -> tuple[list[np.ndarray], list[np
         prompts.append(np.array([next(counter) for _ in range(prompt)]))
         responses.append(np.array([next(counter) for _ in range(response)]))
     return prompts, responses
+
+
+def batch_of(prompts: list[np.ndarray], responses: list[np.ndarray]) -> TokenBatch:
+    return TokenBatch.continuations(zip(prompts, responses, strict=True))
 
 
 def check_pack(micro: MicroBatch, prompts: list[np.ndarray], responses: list[np.ndarray]) -> None:
@@ -53,7 +58,7 @@ def test_a_plan_covers_every_response_token_once_within_the_budget(lengths, dp, 
     seen: list[int] = []
     for share in shares:
         for part in share:
-            micro = pack(part, prompts, responses, CPU, padding)
+            micro = pack(part, batch_of(prompts, responses), CPU, padding)
             assert sum(totals[row] for row in part) <= BUDGET
             assert len(micro.tokens) % padding == 0
             assert len(micro.tokens) > 0
@@ -87,7 +92,7 @@ def test_a_sequence_longer_than_the_budget_is_refused_with_the_remedy() -> None:
 
 
 def test_a_micro_batch_without_sequences_still_has_tokens_for_the_model() -> None:
-    micro = pack([], [], [], CPU, 4)
+    micro = pack([], TokenBatch([], []), CPU, 4)
     assert len(micro.tokens) == 4
     assert micro.offsets.tolist() == [0, 4]
     assert micro.targets.shape == micro.predictors.shape == micro.sequence_ids.shape == (0,)
@@ -95,7 +100,7 @@ def test_a_micro_batch_without_sequences_still_has_tokens_for_the_model() -> Non
 
 def test_numbers_per_sequence_and_per_token_land_on_their_tokens() -> None:
     prompts, responses = sequences([(2, 3), (1, 1), (4, 2)])
-    micro = pack([2, 0], prompts, responses, CPU)
+    micro = pack([2, 0], batch_of(prompts, responses), CPU)
     assert micro.spread(np.array([10.0, 20.0, 30.0])).tolist() == [30, 30, 10, 10, 10]
     own = [np.array([0.1, 0.2, 0.3]), np.array([9.0]), np.array([0.4, 0.5])]
     np.testing.assert_allclose(micro.concatenate(own).numpy(), [0.4, 0.5, 0.1, 0.2, 0.3], rtol=1e-6)
@@ -106,8 +111,9 @@ def test_numbers_per_sequence_and_per_token_land_on_their_tokens() -> None:
 def test_context_parallel_ranks_share_every_sequence_and_all_its_response_tokens(lengths, cp, padding) -> None:
     prompts, responses = sequences(lengths)
     rows = list(range(len(lengths)))
-    whole = pack(rows, prompts, responses, CPU, padding)
-    ranks = [pack(rows, prompts, responses, CPU, padding, cp, rank) for rank in range(cp)]
+    batch = batch_of(prompts, responses)
+    whole = pack(rows, batch, CPU, padding)
+    ranks = [pack(rows, batch, CPU, padding, cp, rank) for rank in range(cp)]
     for micro in ranks:
         assert len(micro.tokens) == int(micro.offsets[-1]) // cp
         assert len(micro.tokens) % padding == 0
@@ -120,6 +126,26 @@ def test_context_parallel_ranks_share_every_sequence_and_all_its_response_tokens
         assert torch.equal(micro.tokens[micro.predictors], whole.tokens[there])
         assert torch.equal(micro.positions[micro.predictors], whole.positions[there])
     assert sorted(torch.cat([micro.own for micro in ranks]).tolist()) == list(range(len(whole.targets)))
+
+
+def test_of_several_turns_only_the_sampled_tokens_are_scored() -> None:
+    """Prompt, turn, tool result, turn: each sampled token is predicted from the token before it, whoever wrote that."""
+    drawn = [np.array([0.1, 0.2], dtype=np.float32), np.array([0.3], dtype=np.float32)]
+    segments = [
+        Segment(np.array([11, 12])),
+        Segment(np.array([21, 22]), drawn[0], version=3),
+        Segment(np.array([31, 32, 33])),
+        Segment(np.array([41]), drawn[1], version=4),
+    ]
+    rollout = Rollout("t/0", 0, segments, "stop")
+    assert rollout.tokens.tolist() == [11, 12, 21, 22, 31, 32, 33, 41]
+    assert rollout.response_ids.tolist() == [21, 22, 41]
+    np.testing.assert_array_equal(rollout.logprobs, np.concatenate(drawn))
+    micro = pack([0, 1], TokenBatch.of([Rollout("t/1", 0, segments[:2], "stop"), rollout]), CPU)
+    assert micro.targets.tolist() == [21, 22, 21, 22, 41]
+    assert micro.tokens[micro.predictors].tolist() == [12, 21, 12, 21, 33]
+    assert micro.sequence_ids.tolist() == [0, 0, 1, 1, 1]
+    assert micro.concatenate([drawn[0], rollout.logprobs]).tolist() == pytest.approx([0.1, 0.2, 0.1, 0.2, 0.3])
 
 
 def test_a_context_parallel_rank_holds_pieces_from_both_ends() -> None:

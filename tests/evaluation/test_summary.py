@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -34,20 +33,12 @@ def config(rollouts: int = 2, **evaluation: object) -> Config:
 def responses(task: str, *prompts: list[tuple[float, float, int]]) -> tuple[list[Sample], list[Rollout]]:
     """Per prompt its responses: correct, clean, tokens. Above 100 tokens they are cut."""
     samples = [Sample(f"{task}/{i}", task, "2+2=", [1, 2], answer="4") for i in range(len(prompts))]
-    rollouts = [
-        Rollout(
-            sample.id,
-            index,
-            np.array(sample.prompt_ids),
-            np.zeros(tokens, dtype=np.int64),
-            np.empty(0, dtype=np.float32),
-            "length" if tokens > 100 else "stop",
-            "4",
-            {"correct": correct, "clean": clean},
-        )
-        for sample, prompt in zip(samples, prompts, strict=True)
-        for index, (correct, clean, tokens) in enumerate(prompt)
-    ]
+    rollouts = []
+    for sample, prompt in zip(samples, prompts, strict=True):
+        for index, (correct, clean, tokens) in enumerate(prompt):
+            reason = "length" if tokens > 100 else "stop"
+            rollouts.append(Rollout.single_turn(sample, index, [0] * tokens, reason))
+            rollouts[-1].text, rollouts[-1].rewards = "4", {"correct": correct, "clean": clean}
     return samples, rollouts
 
 

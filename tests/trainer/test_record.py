@@ -10,7 +10,8 @@ import torch
 
 from megatron_rl.actor.packing import pack
 from megatron_rl.algorithms import make_algorithm
-from megatron_rl.data import RewardTable
+from megatron_rl.data import RewardTable, TokenBatch
+from megatron_rl.trainer.minibatch import Minibatch, PolicyTokens
 from megatron_rl.trainer.record import TOKEN_ARRAYS, TokenLog, read_step, recorded_steps, write_step
 
 
@@ -26,14 +27,14 @@ def test_two_ranks_write_one_step(tmp_path: Path) -> None:
     assert result.train.tolist() == [[True, True], [False, False], [True, True]]
     trained = [3, 1, 4, 2]  # tokens of the trained rollouts
     responses = [np.full(size, row + 1) for row, size in enumerate(trained)]
-    prompts = [np.array([9])] * len(trained)
+    batch = TokenBatch.continuations(([9], response) for response in responses)
     logs = [TokenLog(), TokenLog()]
     for log, shares in zip(logs, ([[2], [0]], [[1, 3], []]), strict=True):
-        micro_batches = [pack(rows, prompts, responses, torch.device("cpu")) for rows in shares if rows]
-        for micro in micro_batches:
-            for scale, name in enumerate(TOKEN_ARRAYS):
-                micro.extra[name] = micro.targets + 10.0 * scale
-        log.add(micro_batches)
+        part = Minibatch([pack(rows, batch, torch.device("cpu")) for rows in shares if rows])
+        for micro in part.micro_batches:
+            scored = {name: micro.targets + 10.0 * scale for scale, name in enumerate(TOKEN_ARRAYS)}
+            part.tokens.append(PolicyTokens(micro.sequence_ids, torch.zeros(len(micro.targets)), **scored))
+        log.add(part)
     truncated = torch.zeros(3, 2, dtype=torch.bool)
     write_step(tmp_path / "rollouts/step_20.npz", list("xyz"), table, truncated, result, [log.rows for log in logs])
     write_step(tmp_path / "rollouts/step_3.npz", list("xyz"), table, truncated, result, [])

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -59,8 +58,7 @@ def test_a_run_that_starts_over_is_another_run_for_its_trackers(tmp_path: Path) 
 def test_half_a_surrogate_pair_in_data_ends_neither_training_nor_evaluation(tmp_path: Path) -> None:
     half = "half \ud83d of it"  # as JSON may hold it
     sample = Sample(id="t/0", task="t", prompt=[{"role": "user", "content": "q"}], prompt_ids=[1], answer=half)
-    ids = np.array([1], dtype=np.int64)
-    rollout = Rollout("t/0", 0, ids, ids, np.zeros(1, dtype=np.float32), "stop")
+    rollout = Rollout.single_turn(sample, 0, [1], "stop")
     rollout.text, rollout.rewards = half, {"right": 1.0}
     main = reporter(tmp_path, rank=0)
     main.samples(1, [sample], [rollout], torch.zeros(1))

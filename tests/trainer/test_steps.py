@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms import make_algorithm
-from megatron_rl.data import RewardTable, Rollout
+from megatron_rl.data import RewardTable, Rollout, Sample
 from megatron_rl.evaluation.statistics import pass_at_k
-from megatron_rl.trainer.update import minibatches, train_batch
+from megatron_rl.trainer.minibatch import minibatches, train_batch
 
 PASS_AT_K = json.loads((Path(__file__).parent / "pass_at_k.json").read_text())
 
@@ -42,11 +42,11 @@ def test_only_rollouts_that_train_reach_the_batch():
     algorithm = make_algorithm({"preset": "grpo", "drop_no_signal_groups": True})
     estimate = algorithm.estimate(RewardTable(values, ("r",)))
     rollouts = [
-        Rollout(f"t/{i}", j, np.array([1]), np.array([i, j]), np.zeros(2, np.float32), "stop")
+        Rollout.single_turn(Sample(f"t/{i}", "t", "", [1]), j, [i, j], "stop", [0.0, 0.0])
         for i in range(3)
         for j in range(2)
     ]
     batch = train_batch(rollouts, estimate)
     assert batch.group.tolist() == [0, 0, 2, 2]
-    assert [ids.tolist() for ids in batch.response_ids] == [[0, 0], [0, 1], [2, 0], [2, 1]]
+    assert [ids.tolist() for ids in batch.sequences.tokens] == [[1, 0, 0], [1, 0, 1], [1, 2, 0], [1, 2, 1]]
     assert batch.advantages.tolist() == pytest.approx([2**-0.5, -(2**-0.5), -(2**-0.5), 2**-0.5], rel=1e-5)

@@ -1,0 +1,58 @@
+"""A step's rollouts as minibatches: which rollouts are trained on, and what the policy loss reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.algorithms import StepEstimate
+from megatron_rl.data import Rollout, TokenBatch, TrainBatch
+
+
+@dataclass
+class PolicyTokens:
+    """What the policy loss reads of one micro-batch beside the new log-probs; all [scored tokens]."""
+
+    sequence_ids: Tensor  # int64: which rollout of the micro-batch a token belongs to
+    advantages: Tensor  # float32, each rollout's on all of its tokens
+    old_log_probs: Tensor  # float32, of the policy before the step's first update
+    rollout_log_probs: Tensor  # float32, the engine's
+    ref_log_probs: Tensor | None = None  # float32, the reference policy's, where the loss has a KL term
+    log_probs: Tensor | None = (
+        None  # float32, of the policy when it was last updated on these tokens, before that update
+    )
+
+
+@dataclass
+class Minibatch:
+    """One optimizer step's share of this data-parallel rank."""
+
+    micro_batches: list[MicroBatch]
+    tokens: list[PolicyTokens] = field(
+        default_factory=list
+    )  # one per micro-batch on the last pipeline stage, else none
+
+
+def train_batch(rollouts: Sequence[Rollout], estimate: StepEstimate) -> TrainBatch:
+    """The rollouts that are trained on, with their advantages."""
+    group_size = estimate.train.shape[1]
+    trained = estimate.train.flatten().tolist()
+    advantages = estimate.advantages.flatten().tolist()
+    kept = [i for i, keep in enumerate(trained) if keep]
+    return TrainBatch(
+        sequences=TokenBatch.of(rollouts[i] for i in kept),
+        rollout_logprobs=[rollouts[i].logprobs for i in kept],
+        advantages=np.array([advantages[i] for i in kept], dtype=np.float32),
+        group=np.array([i // group_size for i in kept], dtype=np.int64),
+    )
+
+
+def minibatches(group: np.ndarray, count: int) -> list[list[int]]:
+    """Rows of the batch in at most `count` parts of nearly equal numbers of whole groups."""
+    groups = list(dict.fromkeys(group.tolist()))
+    parts = np.array_split(np.array(groups), min(count, len(groups)))
+    return [[row for row, g in enumerate(group.tolist()) if g in members] for members in map(set, parts)]
