@@ -82,7 +82,7 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     from megatron_rl.config.schema import Config, CreateModelConfig, RewardConfig
     from megatron_rl.data import Sample
     from megatron_rl.models import create_model
-    from megatron_rl.rewards import Report, Scorer
+    from megatron_rl.rewards import Scorer, ScoringStats
     from megatron_rl.rollout.engine import Engine
     from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.runtime import distributed
@@ -100,7 +100,7 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     params = {"urls": url, "model": "m", "max_in_flight": in_flight}
 
     class After(Scorer):
-        has_slow = False  # nothing is started early
+        starts_early = False  # nothing is started early
 
     seconds: dict[str, list[tuple[float, float]]] = {"after": [], "during": []}
     rewards: dict[str, list[Any]] = {"after": [], "during": []}
@@ -115,7 +115,7 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
                 config=config,
                 tokenizer=AutoTokenizer.from_pretrained(folder / "model"),
                 counters={},
-                scored=Report(),
+                scored=ScoringStats(),
             )
             begin = time.perf_counter()
             rollouts = generate(run, samples, GROUP, Sampling(1.0, 1.0, MAX_TOKENS), step)

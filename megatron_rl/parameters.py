@@ -1,4 +1,4 @@
-"""Parameters that a recipe gives to a function, held against the function's own annotations."""
+"""Parameters that a recipe gives to a function: their types, from its annotations, and checks of their values."""
 
 from __future__ import annotations
 
@@ -56,3 +56,31 @@ def _words(hint: Any) -> str:
     if origin is dict:
         return "a mapping"
     return _WORDS.get(hint, "something else")
+
+
+def real(name: str, value: Any, low: float = float("-inf"), high: float = float("inf")) -> float:
+    """A parameter that must be a number in [low, high]. ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{name} = {value!r}, must be a number from {low} to {high}")
+    return float(value)
+
+
+def whole(name: str, value: Any, low: int = 0) -> int:
+    """A parameter that must be a whole number of at least `low`. ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} = {value!r}, must be a whole number of at least {low}")
+    return value
+
+
+def choice(name: str, value: Any, options: tuple[str, ...]) -> str:
+    """A parameter that must be one of a few words. ValueError otherwise."""
+    if value not in options:
+        raise ValueError(f"{name} = {value!r}, must be one of {', '.join(options)}")
+    return str(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """A parameter that must be true or false. ValueError otherwise."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r}, must be true or false")
+    return value

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import TaskConfig
-from megatron_rl.rewards.endpoint import Endpoint, EndpointConfig, EndpointError, Unanswered, event_loop
 from megatron_rl.rewards.judge import check_body, has_message, reply_text
 from megatron_rl.rewards.judge_prompt import messages
 from megatron_rl.rewards.remote import Nonsense
+from megatron_rl.runtime.calls import event_loop
+from megatron_rl.runtime.http import Endpoint, EndpointError, ServerSettings, Unanswered
 from megatron_rl.tasks.columns import column, gold_calls
 from megatron_rl.tasks.files import jsonl_rows, parquet_rows
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if not args.url or not args.model:
             raise ValueError("--url and --model are missing")
-        config = EndpointConfig(
+        config = ServerSettings(
             tuple(args.url), args.api_key_env, args.max_in_flight, args.request_seconds, args.retries
         )
         return _write(args, rows, requests, config)
@@ -123,7 +124,7 @@ def _key(request: Mapping[str, Any]) -> str:
 
 
 def _write(
-    args: argparse.Namespace, rows: list[dict[str, Any]], requests: list[dict[str, Any]], config: EndpointConfig
+    args: argparse.Namespace, rows: list[dict[str, Any]], requests: list[dict[str, Any]], config: ServerSettings
 ) -> int:
     partial = args.out.with_name(args.out.name + ".partial")
     keys = [_key(request) for request in requests]
@@ -174,7 +175,7 @@ def _rationale(reply: Mapping[str, Any]) -> str:
 
 async def _ask(
     args: argparse.Namespace,
-    config: EndpointConfig,
+    config: ServerSettings,
     missing: Mapping[str, dict[str, Any]],
     found: dict[str, str],
     partial: Path,

@@ -192,7 +192,7 @@ def load_checked(args: argparse.Namespace, machine: Machine, model: Mapping[str,
     config = check(load_recipe(args.recipe, args.overrides), command=args.command, machine=machine, model=model)
     try:
         check_tasks(tasks_to_evaluate(config.tasks) if args.command == "evaluate" else config.tasks)
-        check_rewards(config.rewards, {*config.tasks.train, *config.tasks.eval})
+        check_rewards(config.rewards)
         _check_first_samples(config, args.command)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -216,7 +216,7 @@ def _check_first_samples(config: Config, command: str) -> None:
             }
             for name, reward in looks.items():
                 only = config.rewards[name].tasks
-                if hasattr(reward, "check_sample") and (only is None or key.partition(".")[2] in only):
+                if only is None or key.partition(".")[2] in only:
                     try:
                         reward.check_sample(sample)
                     except ValueError as error:

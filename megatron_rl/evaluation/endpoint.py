@@ -17,8 +17,9 @@ from typing import Any
 
 from megatron_rl.config.schema import EndpointConfig
 from megatron_rl.data import Rollout, Sample
-from megatron_rl.rewards import endpoint as http
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
+from megatron_rl.runtime import http
+from megatron_rl.runtime.calls import event_loop
 
 _MODELS_SECONDS = 30.0
 
@@ -87,8 +88,8 @@ def _models(url: str, api_key_env: str | None) -> list[dict[str, Any]]:
     return [model for model in models if isinstance(model, dict)]
 
 
-def _settings(urls: tuple[str, ...], config: EndpointConfig) -> http.EndpointConfig:
-    return http.EndpointConfig(
+def _settings(urls: tuple[str, ...], config: EndpointConfig) -> http.ServerSettings:
+    return http.ServerSettings(
         urls=urls,
         api_key_env=config.api_key_env,
         max_in_flight=config.max_in_flight,
@@ -151,7 +152,7 @@ def complete(
             await endpoint.close()
         return [task.result() for task in tasks]
 
-    future = asyncio.run_coroutine_threadsafe(everything(), http.event_loop())
+    future = asyncio.run_coroutine_threadsafe(everything(), event_loop())
     try:
         answers = future.result()
     except BaseException:  # Ctrl-C: no request may outlive the command

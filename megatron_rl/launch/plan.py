@@ -131,7 +131,7 @@ def _check(config: Config, command: str, processes: int | None) -> Config:
     config = check(config, command=command, machine=Machine(0, processes, processes))
     try:
         check_tasks(config.tasks)
-        check_rewards(config.rewards, {*config.tasks.train, *config.tasks.eval})
+        check_rewards(config.rewards)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return config

@@ -1,20 +1,29 @@
 """Rewards: text in, named numbers out. Importable without torch; nothing here knows about training."""
 
-from megatron_rl.rewards import api_bank, chain_sum, code, judge, maths, puzzle, reward_model, rubric, text, tools  # noqa: F401  (fill the registry)
-from megatron_rl.rewards.registry import Reward, Score, list_rewards, make_reward, register_reward
-from megatron_rl.rewards.scorer import Report, RewardError, Scorer, condition_reward
-from megatron_rl.rewards.scoring import check_rewards, score_rollouts
+import importlib
+import pkgutil
+
+from megatron_rl.rewards.kinds import InlineReward, PooledReward, Reward, Score
+from megatron_rl.rewards.recipe import check_rewards
+from megatron_rl.rewards.registry import list_rewards, make_reward, register_reward
+from megatron_rl.rewards.remote import RemoteReward
+from megatron_rl.rewards.scorer import RewardError, Scorer, ScoringStats, condition_reward
+
+for _module in pkgutil.iter_modules(__path__):  # a file here that calls `register_reward` is a built-in reward
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
-    "Report",
+    "InlineReward",
+    "PooledReward",
+    "RemoteReward",
     "Reward",
     "RewardError",
     "Score",
     "Scorer",
+    "ScoringStats",
     "check_rewards",
     "condition_reward",
     "list_rewards",
     "make_reward",
     "register_reward",
-    "score_rollouts",
 ]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.rewards.registry import Reward, choice, register_reward
+from megatron_rl.parameters import choice
+from megatron_rl.rewards.kinds import InlineReward, SampleMapping
+from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, as_call, json_lines, load_json, parse_tool_calls
 
 
 @register_reward("api_bank")
-def api_bank(calls: str = "any") -> Reward:
+def api_bank(calls: str = "any") -> InlineReward:
     """1 where the completion makes the gold call: the same API with exactly the same parameters, else 0.
 
     The accuracies of API-Bank's levels 1 to 3 in ToolRL and AWPO (Table 3) are means of it, in ToolRL's prompt format. The
@@ -23,13 +25,13 @@ def api_bank(calls: str = "any") -> Reward:
     """
     choice("calls", calls, ("any", "only"))
 
-    def gold_of(sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    def gold_of(sample: SampleMapping) -> Mapping[str, Any]:
         if not sample.get("tool_calls"):
             raise ValueError("the api_bank reward needs the sample's tool_calls")
         gold: Mapping[str, Any] = sample["tool_calls"][0]
         return gold
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def score(completion: str, sample: SampleMapping) -> float:
         gold = gold_of(sample)
         if calls == "only":
             return float(
@@ -38,8 +40,7 @@ def api_bank(calls: str = "any") -> Reward:
         block = completion.rpartition(OPEN)[2].partition(CLOSE)[0]
         return float(any(_is_gold(load_json(line), gold) for line in json_lines(block)))
 
-    score.check_sample = gold_of  # type: ignore[attr-defined]
-    return score
+    return InlineReward(score, check_sample=gold_of)
 
 
 def _is_gold(call: Any, gold: Mapping[str, Any]) -> bool:

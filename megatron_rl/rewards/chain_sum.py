@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from itertools import zip_longest
-from typing import Any
 
-from megatron_rl.rewards.registry import Reward, register_reward
+from megatron_rl.rewards.kinds import InlineReward, SampleMapping
+from megatron_rl.rewards.registry import register_reward
 
 _STEP = re.compile(r"(-?\d{1,18})([+-])(-?\d{1,18})=(-?\d{1,18})")
 
 
 @register_reward("chain_sum_steps")
-def chain_sum_steps(marker: str = "#") -> Reward:
+def chain_sum_steps(marker: str = "#") -> InlineReward:
     """Share of correct steps in the working of a chain_sum answer, in [0, 1]; 0 where no working is shown.
 
     The working is what stands before the last `marker`: steps separated by blanks, such as `1+3=4 4-5=-1`. Step i is
@@ -27,17 +26,16 @@ def chain_sum_steps(marker: str = "#") -> Reward:
     if not marker:
         raise ValueError("marker must not be empty")
 
-    def expression_of(sample: Mapping[str, Any]) -> str:
+    def expression_of(sample: SampleMapping) -> str:
         metadata = sample.get("metadata") or {}
         if metadata.get("source_dataset") != "chain_sum":
             raise ValueError("chain_sum_steps scores reasoning-gym's chain_sum only; restrict it with `tasks`")
         return str(metadata["expression"])
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def score(completion: str, sample: SampleMapping) -> float:
         return score_working(completion.rpartition(marker)[0], expression_of(sample))
 
-    score.check_sample = expression_of  # type: ignore[attr-defined]
-    return score
+    return InlineReward(score, check_sample=expression_of)
 
 
 def score_working(working: str, expression: str) -> float:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hashlib
 import json
 import math
 import re
-import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, ClassVar
 
-from megatron_rl.rewards.registry import Reward, real, register_reward
+from megatron_rl.parameters import real, whole
+from megatron_rl.rewards.kinds import PooledReward, SampleMapping, Score
+from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.sandbox import Limits, run_program
 from megatron_rl.rewards.tool_parsers import json_lines
+from megatron_rl.runtime.calls import call_pool, event_loop
 
 # A block of any language, so that its end is not taken for the beginning of another; code on one line is none. The beginning
 # of a Python block is not the end of one that was left open.
@@ -25,6 +30,7 @@ _FENCE = re.compile(
 )
 _WHOLE, _DECIMAL = re.compile(r"[+-]?[0-9]+"), re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 _PYTHON = ("python", "python3", "py")
+_RUNS_KEPT = 4096  # reports of programs
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Tests:
 
 
 @dataclass(frozen=True)
-class Report:
+class ProgramReport:
     """What a program did on the tests it was run on."""
 
     passed: int
@@ -48,7 +54,7 @@ class Report:
 @register_reward("code_pass_rate")
 def code_pass_rate(
     cpu_seconds: int = 4, memory_mib: int = 512, total_seconds: float = 30.0, max_tests: int | None = None
-) -> Reward:
+) -> ProgramReward:
     """Share of the tests that the completion's program passes, in [0, 1] (GDPO, section 4.3).
 
     The program is the last fenced code block (`extract_code`); 0 where there is none. It runs in a sandbox, once per test.
@@ -59,19 +65,17 @@ def code_pass_rate(
         total_seconds: time on the clock for all tests of one program; tests that would start later count as failed.
         max_tests: only the first so many tests; null: all.
     """
-    grade = _grader(cpu_seconds, memory_mib, total_seconds, max_tests)
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
-        report = grade(completion, sample)
-        return report.passed / report.total if report else 0.0
+    def pass_rate(report: ProgramReport) -> float:
+        return report.passed / report.total
 
-    return _as_reward(score)
+    return _program_reward(pass_rate, cpu_seconds, memory_mib, total_seconds, max_tests)
 
 
 @register_reward("code_bug")
 def code_bug(
     cpu_seconds: int = 4, memory_mib: int = 512, total_seconds: float = 30.0, max_tests: int | None = None
-) -> Reward:
+) -> ProgramReward:
     """1 where the completion's program compiles, and runs on every test without an error, else 0 (GDPO, section 4.3).
 
     What it prints or returns plays no part. A run that exceeds a limit is an error. With the parameters of a
@@ -83,13 +87,11 @@ def code_bug(
         total_seconds: as in `code_pass_rate`; tests that would start later are errors.
         max_tests: as in `code_pass_rate`.
     """
-    grade = _grader(cpu_seconds, memory_mib, total_seconds, max_tests)
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
-        report = grade(completion, sample)
-        return float(report is not None and report.clean)
+    def clean(report: ProgramReport) -> float:
+        return float(report.clean)
 
-    return _as_reward(score)
+    return _program_reward(clean, cpu_seconds, memory_mib, total_seconds, max_tests)
 
 
 def extract_code(completion: str) -> str | None:
@@ -134,7 +136,7 @@ def read_tests(source: Any) -> Tests:
     return Tests(tuple(map(_arguments, inputs)), tuple(outputs), str(function))
 
 
-def run_tests(code: str, tests: Tests, limits: Limits, total_seconds: float) -> Report:
+def run_tests(code: str, tests: Tests, limits: Limits, total_seconds: float) -> ProgramReport:
     """Run a program on its tests, one run each. Tests left when `total_seconds` are up count as failed.
 
     Raises:
@@ -155,7 +157,7 @@ def run_tests(code: str, tests: Tests, limits: Limits, total_seconds: float) -> 
         clean = clean and outcome.status == "ok"
         if outcome.status == "syntax":
             break  # it fails every other test the same way
-    return Report(passed, len(tests.inputs), clean)
+    return ProgramReport(passed, len(tests.inputs), clean)
 
 
 def same_output(printed: str, expected: str) -> bool:
@@ -207,68 +209,69 @@ def _same(value: Any, expected: Any) -> bool:
     return bool(value == expected)
 
 
-class _Reports:
-    """The latest reports, so that two rewards on one program run it once. Safe to use from several threads."""
+class ProgramReward(PooledReward):
+    """A number made of what a completion's program does on the sample's tests; 0 where there is no program.
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._reports: OrderedDict[Any, Report] = OrderedDict()
-        self._running: dict[Any, threading.Lock] = {}
-        self._lock = threading.Lock()
+    Args:
+        value: makes the number.
+        max_tests: only the first so many; None: all.
+    """
 
-    def get(self, key: Any, code: str, tests: Tests, limits: Limits, total_seconds: float) -> Report:
-        with self._lock:
-            if key in self._reports:
-                return self._reports[key]
-            running = self._running.setdefault(key, threading.Lock())
-        with running:
-            with self._lock:
-                if key in self._reports:
-                    return self._reports[key]
-            report = run_tests(code, tests, limits, total_seconds)
-            with self._lock:
-                self._reports[key] = report
-                self._running.pop(key, None)
-                while len(self._reports) > self._size:
-                    self._reports.popitem(last=False)
-        return report
+    _runs: ClassVar[OrderedDict[bytes, asyncio.Task[ProgramReport]]] = OrderedDict()  # the latest; of the event loop
 
+    def __init__(
+        self, value: Callable[[ProgramReport], float], limits: Limits, total_seconds: float, max_tests: int | None
+    ) -> None:
+        super().__init__(
+            lambda completion, sample: self.submit(completion, sample).result(),
+            timeout_seconds=None,  # the sandbox has its own
+            check_sample=_tests_of,
+        )
+        self._value, self._limits, self._total_seconds, self._max_tests = value, limits, total_seconds, max_tests
 
-_REPORTS = _Reports(4096)
+    def submit(self, completion: str, sample: SampleMapping) -> Future[Score]:
+        return asyncio.run_coroutine_threadsafe(self._score(completion, sample), event_loop())
 
-
-def _grader(cpu_seconds: int, memory_mib: int, total_seconds: float, max_tests: int | None) -> Any:
-    for name, value in (("cpu_seconds", cpu_seconds), ("memory_mib", memory_mib), ("max_tests", max_tests)):
-        if not (value is None and name == "max_tests"):
-            real(name, value, low=1)
-            if not isinstance(value, int):
-                raise ValueError(f"{name} = {value!r}, must be a whole number")
-    real("total_seconds", total_seconds, low=0)
-    limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=2 * cpu_seconds + 1, memory_mib=memory_mib)
-
-    def grade(completion: str, sample: Mapping[str, Any]) -> Report | None:
+    async def _score(self, completion: str, sample: SampleMapping) -> Score:
         tests = _tests_of(sample)
         code = extract_code(completion)
         if code is None:
-            return None
-        tests = Tests(tests.inputs[:max_tests], tests.outputs[:max_tests], tests.function)
-        what = repr((code, tests, limits, total_seconds))  # tests can be megabytes: only a hash is kept
+            return 0.0
+        tests = Tests(tests.inputs[: self._max_tests], tests.outputs[: self._max_tests], tests.function)
+        return self._value(await self._run(code, tests))
+
+    def _run(self, code: str, tests: Tests) -> asyncio.Task[ProgramReport]:
+        """The program's run on these tests, which takes one worker of the pool. Rewards with equal limits share it."""
+        what = repr((code, tests, self._limits, self._total_seconds))  # tests can be megabytes: only a hash is kept
         key = hashlib.blake2b(what.encode(errors="surrogatepass"), digest_size=16).digest()
-        return _REPORTS.get(key, code, tests, limits, total_seconds)
+        run = self._runs.get(key)
+        if run is None or (run.done() and (run.cancelled() or run.exception())):
+            call = functools.partial(run_tests, code, tests, self._limits, self._total_seconds)
+            run = self._runs[key] = asyncio.create_task(call_pool().run(call, None))
+            while len(self._runs) > _RUNS_KEPT:
+                self._runs.popitem(last=False)
+        return run
 
-    return grade
+
+def _program_reward(
+    value: Callable[[ProgramReport], float],
+    cpu_seconds: int,
+    memory_mib: int,
+    total_seconds: float,
+    max_tests: int | None,
+) -> ProgramReward:
+    whole("cpu_seconds", cpu_seconds, low=1)
+    whole("memory_mib", memory_mib, low=1)
+    if max_tests is not None:
+        whole("max_tests", max_tests, low=1)
+    real("total_seconds", total_seconds, low=0)
+    limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=2 * cpu_seconds + 1, memory_mib=memory_mib)
+    return ProgramReward(value, limits, total_seconds, max_tests)
 
 
-def _tests_of(sample: Mapping[str, Any]) -> Tests:
+def _tests_of(sample: SampleMapping) -> Tests:
     metadata = sample.get("metadata") or {}
     return read_tests(metadata["tests"] if "tests" in metadata else sample.get("answer"))
-
-
-def _as_reward(score: Reward) -> Reward:
-    score.concurrent = True  # type: ignore[attr-defined]
-    score.timeout_seconds = None  # type: ignore[attr-defined]  # the sandbox has its own
-    score.check_sample = _tests_of  # type: ignore[attr-defined]
-    return score
 
 
 def _text(value: Any) -> str:

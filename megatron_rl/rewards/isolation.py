@@ -26,7 +26,10 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO
+
+from megatron_rl.rewards.kinds import PooledReward, SampleMapping, Score, ScoreFunction
 
 _START_SECONDS = 120.0  # imports of the helper, on a busy machine
 _MEMORY_BYTES = 4 << 30
@@ -138,6 +141,33 @@ class Isolated:
         """End the helper process, if there is one; the next call starts another."""
         with self._lock:
             self._stop()
+
+
+class IsolatedReward(PooledReward):
+    """A reward that calls a function in a helper process. Calls take turns there, so one thread is enough.
+
+    Args:
+        function: the score; it calls `isolated`, whose deadline holds, and gives a late call a score of its own.
+    """
+
+    def __init__(self, function: ScoreFunction, isolated: Isolated, **declared: Any) -> None:
+        super().__init__(function, timeout_seconds=None, **declared)
+        self.isolated = isolated
+        self._thread: ThreadPoolExecutor | None = None
+
+    @property
+    def timeouts(self) -> int:
+        return self.isolated.timeouts
+
+    def submit(self, completion: str, sample: SampleMapping) -> Future[Score]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+        return self._thread.submit(self, completion, sample)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
 
 
 def _end(helper: subprocess.Popen[bytes]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.rewards.endpoint import EndpointConfig, as_urls
 from megatron_rl.rewards.judge_prompt import messages, read_score, read_template
-from megatron_rl.rewards.registry import Reward, register_reward
+from megatron_rl.rewards.kinds import SampleMapping
+from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward
+from megatron_rl.runtime.http import ServerSettings, as_urls
 
 DEFAULT_BODY = {"temperature": 0.0, "max_tokens": 2048}
 _RESERVED = ("model", "messages", "stream", "n")
@@ -33,7 +34,7 @@ def judge(
     max_requests_per_run: int | None = None,
     max_tokens_per_step: int | None = None,
     max_tokens_per_run: int | None = None,
-) -> Reward:
+) -> RemoteReward:
     """One of the tiers 0, 0.25, 0.5, 0.75, 0.9, 1.0: a judge's grade of the reasoning and the tool calls.
 
     Args:
@@ -60,7 +61,7 @@ def judge(
     check_name("model", model)
     check_name("rationale_key", rationale_key)
 
-    def render(completion: str, sample: Mapping[str, Any]) -> dict[str, Any]:
+    def render(completion: str, sample: SampleMapping) -> dict[str, Any]:
         rationale = str((sample.get("metadata") or {}).get(rationale_key) or "")
         return {"model": model, "messages": messages(text, completion, sample, rationale), **extra}
 
@@ -72,7 +73,7 @@ def judge(
         return score, said
 
     return RemoteReward(
-        EndpointConfig(as_urls(urls), api_key_env, max_in_flight, request_seconds, retries, backoff_seconds),
+        ServerSettings(as_urls(urls), api_key_env, max_in_flight, request_seconds, retries, backoff_seconds),
         Policy(
             unanswered,
             neutral,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from megatron_rl.parameters import choice, flag, real
 from megatron_rl.rewards.golds import doubtful_golds
-from megatron_rl.rewards.isolation import Isolated
-from megatron_rl.rewards.registry import Reward, choice, flag, real, register_reward, stopped
+from megatron_rl.rewards.isolation import Isolated, IsolatedReward
+from megatron_rl.rewards.kinds import SampleMapping, stopped
+from megatron_rl.rewards.registry import register_reward
 
 _LONGEST = 100_000  # characters of a completion that are looked at, from its end
 
@@ -21,7 +23,7 @@ def math_reward(
     strict: bool = False,
     gold_after: str | None = None,
     timeout_seconds: float = 5.0,
-) -> Reward:
+) -> IsolatedReward:
     r"""`correct` where the completion's final answer equals the sample's `answer`, else `wrong`.
 
     The final answer is what stands in a `\boxed{}`; where there is none, the last LaTeX or plain expression. math-verify
@@ -51,26 +53,23 @@ def math_reward(
     more = () if strict else (boxes,)
     isolated = Isolated(f"megatron_rl.rewards.{compare}", ("math_verify",), timeout_seconds, on_timeout=0.0)
 
-    def gold_of(sample: Mapping[str, Any]) -> str:
+    def gold_of(sample: SampleMapping) -> str:
         if sample.get("answer") is None:
             raise ValueError("the math reward needs the sample's answer")
         return gold_text(sample["answer"], gold_after)
 
-    def doubts(golds: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    def doubts(golds: Sequence[tuple[str, SampleMapping]]) -> list[str]:
         return doubtful_golds(
             [(key, gold_of(sample)) for key, sample in golds], lambda c, g: bool(isolated(c, g, *more))
         )
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def score(completion: str, sample: SampleMapping) -> float:
         gold = gold_of(sample)
         if require_stop and not stopped(sample):
             return wrong
         return correct if isolated(completion[-_LONGEST:], gold, *more) else wrong
 
-    score.isolated = isolated  # type: ignore[attr-defined]
-    score.check_sample = gold_of  # type: ignore[attr-defined]
-    score.doubts = doubts  # type: ignore[attr-defined]
-    return score
+    return IsolatedReward(score, isolated, check_sample=gold_of, doubts=doubts)
 
 
 def gold_text(answer: Any, after: str | None) -> str:

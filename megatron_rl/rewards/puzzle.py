@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from megatron_rl.names import unknown_name
-from megatron_rl.rewards.isolation import Isolated
-from megatron_rl.rewards.registry import Reward, flag, real, register_reward, stopped
+from megatron_rl.parameters import flag, real
+from megatron_rl.rewards.isolation import Isolated, IsolatedReward
+from megatron_rl.rewards.kinds import SampleMapping, stopped
+from megatron_rl.rewards.registry import register_reward
 
 # Verifiers that only compare text and decimals. Every other one may evaluate what the model wrote (countdown's hands it
 # to sympy, which evaluates Python), or take forever on it: those run in a process of their own, with a deadline.
@@ -48,7 +50,7 @@ def puzzle(
     partial: bool = False,
     require_stop: bool = True,
     timeout_seconds: float = 5.0,
-) -> Reward:
+) -> IsolatedReward:
     """1 for an answer that the dataset's own verifier gives full marks, else 0; with `partial` its score in [0, 1].
 
     The dataset is the sample's `metadata["source_dataset"]`, as the task source `reasoning_gym` leaves it.
@@ -66,13 +68,13 @@ def puzzle(
         raise ValueError("after must not be empty; null takes the whole completion")
     isolated = Isolated("megatron_rl.rewards.puzzle:verify", ("reasoning_gym",), timeout_seconds, on_timeout=0.0)
 
-    def dataset_of(sample: Mapping[str, Any]) -> str:
+    def dataset_of(sample: SampleMapping) -> str:
         dataset = (sample.get("metadata") or {}).get("source_dataset")
         if dataset is None:
             raise ValueError("the puzzle reward needs the sample's metadata['source_dataset'], a reasoning-gym dataset")
         return str(dataset)
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def score(completion: str, sample: SampleMapping) -> float:
         dataset, metadata = dataset_of(sample), sample["metadata"]
         if require_stop and not stopped(sample):
             return 0.0
@@ -86,9 +88,7 @@ def puzzle(
         grade = verify(answer, entry) if dataset in PLAIN_VERIFIERS else isolated(answer, entry)
         return grade if partial else float(grade >= 1)
 
-    score.isolated = isolated  # type: ignore[attr-defined]
-    score.check_sample = dataset_of  # type: ignore[attr-defined]
-    return score
+    return IsolatedReward(score, isolated, check_sample=dataset_of)
 
 
 def verify(answer: str, entry: dict[str, Any]) -> float:

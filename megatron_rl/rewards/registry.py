@@ -1,35 +1,23 @@
 """Rewards by name.
 
-A reward is a callable `(completion, sample) -> number`, or `-> {part: number}` for several, whose names are then in its
-attribute `columns`. The sample is a mapping with the keys of `Sample.as_mapping` (`prompt`, `answer`, `tool_calls`,
-`needs_response`, `metadata`) and, in a run, also `finish_reason` (`stop` or `length`) and `num_tokens` (length of the
-response). Further attributes: with `may_abstain` it may return None, no value for this rollout; `check_sample`, a function of
-the sample, raises ValueError where that lacks what the reward needs, and a run asks it about all of them before it starts;
-`doubts`, a function of (id, sample) pairs, returns warnings that rank 0 prints then.
-
-A factory turns a recipe's parameters into such a callable; it imports nothing heavy and raises ValueError on a bad parameter,
-so that recipes are checked by making their rewards.
+A factory turns a recipe's parameters into a reward: one of the kinds in `kinds.py`, or a plain function of completion and
+sample, which becomes an `InlineReward`. It imports nothing heavy and raises ValueError on a bad parameter, so that recipes
+are checked by making their rewards. The types of parameters are checked against the factory's annotations (`parameters.py`).
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from megatron_rl.names import unknown_name
-from megatron_rl.parameters import check_types
+from megatron_rl.parameters import check_types, real
+from megatron_rl.rewards.kinds import CALL_SECONDS, InlineReward, PooledReward, Reward, ScoreFunction
 from megatron_rl.user_code import is_module_name, load_file
 
-Score = float | dict[str, float] | None
-
-
-class Reward(Protocol):
-    def __call__(self, completion: str, sample: Mapping[str, Any]) -> Score: ...
-
-
-Factory = Callable[..., Reward]
+Factory = Callable[..., ScoreFunction]
 
 _FACTORIES: dict[str, Factory] = {}
 
@@ -73,11 +61,27 @@ def make_reward(name: str, **params: Any) -> Reward:
             raise ValueError(f"{name}: the parameter {key!r} is missing")
     try:
         check_types(factory, params)
-        return factory(**params)
+        return _as_reward(factory(**params))
     except OSError as error:  # a path that cannot be looked at
         raise ValueError(f"{name}: {error.strerror or error}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+def _as_reward(made: ScoreFunction) -> Reward:
+    """A factory's result as a reward. What a user's function declares stands in its attributes (docs/rewards/your-own.md)."""
+    if isinstance(made, Reward):
+        return made
+    if not callable(made):
+        raise ValueError(f"the factory returned {made!r}, must be a function of completion and sample")
+    names = ("columns", "may_abstain", "check_sample", "doubts")
+    declared = {name: getattr(made, name) for name in names if hasattr(made, name)}
+    if not getattr(made, "concurrent", False):
+        return InlineReward(made, **declared)
+    seconds = getattr(made, "timeout_seconds", CALL_SECONDS)
+    if seconds is not None:
+        seconds = real("its attribute timeout_seconds", seconds, low=0.01)
+    return PooledReward(made, seconds, **declared)
 
 
 def _own_factory(name: str) -> Factory:
@@ -93,36 +97,3 @@ def _own_factory(name: str) -> Factory:
     if not callable(factory := getattr(module, attribute, None)):
         raise ValueError(f"cannot load the reward {name!r}: {place} has no function {attribute!r}")
     return factory
-
-
-def real(name: str, value: Any, low: float = float("-inf"), high: float = float("inf")) -> float:
-    """A parameter that must be a number in [low, high]. ValueError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{name} = {value!r}, must be a number from {low} to {high}")
-    return float(value)
-
-
-def whole(name: str, value: Any, low: int = 0) -> int:
-    """A parameter that must be a whole number of at least `low`. ValueError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} = {value!r}, must be a whole number of at least {low}")
-    return value
-
-
-def choice(name: str, value: Any, options: tuple[str, ...]) -> str:
-    """A parameter that must be one of a few words. ValueError otherwise."""
-    if value not in options:
-        raise ValueError(f"{name} = {value!r}, must be one of {', '.join(options)}")
-    return str(value)
-
-
-def flag(name: str, value: Any) -> bool:
-    """A parameter that must be true or false. ValueError otherwise."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} = {value!r}, must be true or false")
-    return value
-
-
-def stopped(sample: Mapping[str, Any]) -> bool:
-    """Whether the response ended by itself; it counts as ended where nobody says (a call outside a run)."""
-    return sample.get("finish_reason", "stop") == "stop"

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.endpoint import Endpoint, EndpointConfig, EndpointError, Traffic, Unanswered, event_loop
-from megatron_rl.rewards.registry import choice, real, whole
+from megatron_rl.parameters import choice, real, whole
+from megatron_rl.rewards.kinds import Reward, SampleMapping, Score
+from megatron_rl.runtime.calls import event_loop
 from megatron_rl.runtime.disk import make_inside
+from megatron_rl.runtime.http import Endpoint, EndpointError, ServerSettings, Traffic, Unanswered
 
 _LONGEST_KEPT_REPLY = 2000  # characters, in the file of answers
 
@@ -95,34 +97,34 @@ class _Verdict:
     reason: str = ""
 
 
-class RemoteReward:
+class RemoteReward(Reward):
     """A reward that is the reply of a server. Safe to use from several threads.
 
     Args:
-        endpoint: the servers.
+        settings: the servers.
         policy: what the recipe decides.
         path: what is posted to, below the base URL.
         render: completion and sample to the request's JSON body.
         read: the reply's JSON to a score and the text to keep; raises Nonsense.
         is_reply: whether a reply's JSON is one that can be read; the request is sent again where it is not.
-
-    Attributes:
-        may_abstain: a call may return None, no score.
     """
 
     def __init__(
         self,
-        endpoint: EndpointConfig,
+        settings: ServerSettings,
         policy: Policy,
         path: str,
-        render: Callable[[str, Mapping[str, Any]], dict[str, Any]],
+        render: Callable[[str, SampleMapping], dict[str, Any]],
         read: Callable[[Mapping[str, Any]], tuple[float, str]],
         is_reply: Callable[[Mapping[str, Any]], bool],
     ) -> None:
+        super().__init__(
+            lambda completion, sample: self.submit(completion, sample).result(),
+            may_abstain=policy.unanswered == "drop",
+        )
         self.policy = policy
-        self.may_abstain = policy.unanswered == "drop"
-        self.render = render
-        self._endpoint = Endpoint(endpoint, self._check_budget, is_reply)
+        self._render = render
+        self._endpoint = Endpoint(settings, self._check_budget, is_reply)
         self._path, self._read = path, read
         self._counts = Counts()
         self._rank, self._world = 0, 1
@@ -134,10 +136,7 @@ class RemoteReward:
         self._spent_in_step = (0, 0)  # by this rank, in earlier parts of this step
 
     # ------------------------------------------------------------------------------------------------------- scoring
-    def __call__(self, completion: str, sample: Mapping[str, Any]) -> float | None:
-        return self.submit(completion, sample).result()
-
-    def submit(self, completion: str, sample: Mapping[str, Any]) -> Future[float | None]:
+    def submit(self, completion: str, sample: SampleMapping) -> Future[Score]:
         """Starts to score; the future has the score, or None where the rule is `drop` and nobody answered.
 
         The future raises:
@@ -145,8 +144,8 @@ class RemoteReward:
         """
         return asyncio.run_coroutine_threadsafe(self._score(completion, dict(sample)), event_loop())
 
-    async def _score(self, completion: str, sample: Mapping[str, Any]) -> float | None:
-        body = self.render(completion, sample)
+    async def _score(self, completion: str, sample: SampleMapping) -> Score:
+        body = self._render(completion, sample)
         key = hashlib.blake2b(json.dumps([self._path, body], sort_keys=True).encode(), digest_size=16).hexdigest()
         self._counts.scored += 1
         if key in self._cache:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.endpoint import EndpointConfig, as_urls
+from megatron_rl.parameters import choice, whole
 from megatron_rl.rewards.judge_prompt import as_text
-from megatron_rl.rewards.registry import Reward, choice, register_reward, whole
+from megatron_rl.rewards.kinds import InlineReward, Reward, SampleMapping, Score
+from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward
+from megatron_rl.runtime.http import ServerSettings, as_urls
 
 _LOADING = threading.Lock()
 
@@ -75,7 +77,7 @@ def reward_model(
     if not model:
         raise ValueError("model is missing: the name under which the server has the reward model")
 
-    def render(completion: str, sample: Mapping[str, Any]) -> dict[str, Any]:
+    def render(completion: str, sample: SampleMapping) -> dict[str, Any]:
         prompt = sample.get("prompt", "")
         said: dict[str, Any] = {"input": prompt + completion} if isinstance(prompt, str) else _chat(prompt, completion)
         # -1: the model's own limit. What is cut is the beginning, as in a folder's model.
@@ -93,7 +95,7 @@ def reward_model(
         return score, ""
 
     return RemoteReward(
-        EndpointConfig(as_urls(urls), api_key_env, max_in_flight, request_seconds, retries, backoff_seconds),
+        ServerSettings(as_urls(urls), api_key_env, max_in_flight, request_seconds, retries, backoff_seconds),
         Policy(unanswered, neutral, step_seconds, max_requests_per_step, max_requests_per_run),
         "/classify",
         render,
@@ -111,25 +113,25 @@ def _sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
 
 
-class LocalModel:
-    """A sequence classifier in this process; scores all rollouts at once, after generation.
+class LocalModel(InlineReward):
+    """A sequence classifier in this process. It scores all rollouts together, after generation.
 
     Raises:
         ValueError: at the first call, where the folder's model has not exactly one output.
     """
 
+    batched = True
+
     def __init__(
         self, path: str, squash: Callable[[float], float], batch_size: int, max_tokens: int | None, device: str
     ) -> None:
+        super().__init__(lambda completion, sample: next(self.scores([completion], [sample])))
         self.path, self.squash, self.batch_size = path, squash, batch_size
         self.max_tokens, self.device = max_tokens, device
         self._loaded: tuple[Any, Any] | None = None
 
-    def __call__(self, completion: str, sample: Mapping[str, Any]) -> float:
-        return self.score_batch([completion], [sample])[0]
-
-    def score_batch(self, completions: Sequence[str], samples: Sequence[Mapping[str, Any]]) -> list[float]:
-        """One score per completion. Batches are of similar lengths, the longest first."""
+    def scores(self, completions: Sequence[str], samples: Sequence[SampleMapping]) -> Iterator[Score]:
+        """One score per completion, in order. Batches are of similar lengths, the longest first."""
         import torch
 
         model, tokenizer = self._load()
@@ -154,9 +156,9 @@ class LocalModel:
                 logits = model.score(last).float().cpu()
             for row, i in enumerate(batch):
                 scores[i] = self.squash(float(logits[row, 0]))
-        return scores
+        return iter(scores)
 
-    def _tokens(self, tokenizer: Any, completion: str, sample: Mapping[str, Any]) -> list[int]:
+    def _tokens(self, tokenizer: Any, completion: str, sample: SampleMapping) -> list[int]:
         prompt = sample.get("prompt", "")
         if isinstance(prompt, str):
             ids = tokenizer(prompt + completion)["input_ids"]

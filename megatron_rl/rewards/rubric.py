@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from megatron_rl.parameters import choice
 from megatron_rl.rewards.judge_prompt import nearest_tier
-from megatron_rl.rewards.registry import Reward, choice, register_reward
+from megatron_rl.rewards.kinds import NumberFunction, SampleMapping
+from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_calls import Call
 from megatron_rl.rewards.tool_parsers import PARSERS
 
@@ -16,7 +18,7 @@ PATH, TOOLS, PARAMETERS, STRATEGY = 0.35, 0.30, 0.25, 0.10  # weights: AWPO, Fig
 
 
 @register_reward("rubric")
-def rubric(rationale_key: str = "rationale", parser: str = "toolrl") -> Reward:
+def rubric(rationale_key: str = "rationale", parser: str = "toolrl") -> NumberFunction:
     """One of the tiers 0, 0.25, 0.5, 0.75, 0.9, 1.0 by a deterministic rubric. No judge: it counts words and compares calls.
 
     Args:
@@ -25,7 +27,7 @@ def rubric(rationale_key: str = "rationale", parser: str = "toolrl") -> Reward:
     """
     choice("parser", parser, tuple(PARSERS))
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def score(completion: str, sample: SampleMapping) -> float:
         rationale = str((sample.get("metadata") or {}).get(rationale_key) or "")
         return grade(completion, sample.get("tool_calls") or [], rationale, parser)
 

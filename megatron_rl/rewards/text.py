@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from megatron_rl.rewards.registry import Reward, choice, flag, real, register_reward, stopped
+from megatron_rl.parameters import choice, flag, real
+from megatron_rl.rewards.kinds import NumberFunction, SampleMapping, stopped
+from megatron_rl.rewards.registry import register_reward
 
 
 @register_reward("format")
-def format_reward(pattern: str, require_stop: bool = True) -> Reward:
+def format_reward(pattern: str, require_stop: bool = True) -> NumberFunction:
     """1 where the whole completion matches a regular expression, else 0.
 
     Args:
@@ -23,7 +23,7 @@ def format_reward(pattern: str, require_stop: bool = True) -> Reward:
     except (re.error, TypeError) as error:
         raise ValueError(f"pattern = {pattern!r} is no regular expression: {error}") from None
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def score(completion: str, sample: SampleMapping) -> float:
         if require_stop and not stopped(sample):
             return 0.0
         return float(compiled.fullmatch(completion) is not None)
@@ -32,7 +32,7 @@ def format_reward(pattern: str, require_stop: bool = True) -> Reward:
 
 
 @register_reward("length")
-def length_reward(limit: float, unit: str = "tokens") -> Reward:
+def length_reward(limit: float, unit: str = "tokens") -> NumberFunction:
     """1 where the response is at most `limit` long, else 0 (GDPO, section 4.2).
 
     Args:
@@ -42,7 +42,7 @@ def length_reward(limit: float, unit: str = "tokens") -> Reward:
     real("limit", limit, low=0)
     choice("unit", unit, ("tokens", "characters"))
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def score(completion: str, sample: SampleMapping) -> float:
         if unit == "characters":
             return float(len(completion) <= limit)
         if "num_tokens" not in sample:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from megatron_rl.rewards.registry import Reward, choice, flag, register_reward
+from megatron_rl.parameters import choice, flag
+from megatron_rl.rewards.kinds import NumberFunction, SampleMapping
+from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_calls import match_share
 from megatron_rl.rewards.tool_formats import FORMATS, THINKING
 from megatron_rl.rewards.tool_parsers import PARSERS
 
 
 @register_reward("tool_format")
-def tool_format(strict: bool = True, parser: str = "toolrl", think: str = "required") -> Reward:
+def tool_format(strict: bool = True, parser: str = "toolrl", think: str = "required") -> NumberFunction:
     """1 where the completion has the fields its gold answer asks for, each once and in order, else 0 (GDPO, Eq. 9).
 
     Thinking always; calls where the sample has gold calls; a response where it `needs_response` (default: where it has
@@ -33,7 +32,7 @@ def tool_format(strict: bool = True, parser: str = "toolrl", think: str = "requi
     wanted_format = FORMATS[choice("parser", parser, tuple(FORMATS))]
     choice("think", think, THINKING)
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def score(completion: str, sample: SampleMapping) -> float:
         calls = bool(sample.get("tool_calls"))
         response = sample.get("needs_response")
         return float(wanted_format(completion, calls, not calls if response is None else bool(response), think, strict))
@@ -48,7 +47,7 @@ def tool_correctness(
     same_name: bool = True,
     parser: str = "toolrl",
     no_call_wanted: str = "compare",
-) -> Reward:
+) -> NumberFunction:
     """6 * R_max / S_max - 3, in [-3, 3]: names, parameter names and parameter values of the calls (GDPO, appendix C).
 
     The gold calls are the sample's `tool_calls`. A completion without a call, or whose calls cannot be read, scores -3
@@ -68,7 +67,7 @@ def tool_correctness(
     choice("no_call_wanted", no_call_wanted, ("compare", "zero"))
     read = PARSERS[choice("parser", parser, tuple(PARSERS))]
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def score(completion: str, sample: SampleMapping) -> float:
         gold = sample.get("tool_calls") or []
         if not gold and no_call_wanted == "zero":
             return 0.0
@@ -81,7 +80,7 @@ def tool_correctness(
 
 
 @register_reward("tool_exec")
-def tool_exec(matching: str = "optimal", names: str = "set", parser: str = "toolrl") -> Reward:
+def tool_exec(matching: str = "optimal", names: str = "set", parser: str = "toolrl") -> NumberFunction:
     """The execution score in [0, 1] (AWPO, Eq. 13-16); with `tool_format` beside it, AWPO's outcome reward in [0, 2].
 
     1 where the gold turn calls no tool and neither does the completion; 0 for calls that cannot be read.
@@ -95,7 +94,7 @@ def tool_exec(matching: str = "optimal", names: str = "set", parser: str = "tool
     choice("names", names, ("multiset", "set"))
     read = PARSERS[choice("parser", parser, tuple(PARSERS))]
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
+    def score(completion: str, sample: SampleMapping) -> float:
         calls = read(completion)
         if calls is None:
             return 0.0
@@ -107,12 +106,12 @@ def tool_exec(matching: str = "optimal", names: str = "set", parser: str = "tool
 @register_reward("tool_outcome")
 def tool_outcome(
     strict: bool = True, matching: str = "optimal", names: str = "set", parser: str = "toolrl", think: str = "required"
-) -> Reward:
+) -> NumberFunction:
     """`tool_format` + `tool_exec`, AWPO's outcome reward in [0, 2] as one number (AWPO, Eq. 11)."""
     has_format = tool_format(strict, parser, think)
     execution = tool_exec(matching, names, parser)
 
-    def score(completion: str, sample: Mapping[str, Any]) -> float:
-        return float(has_format(completion, sample)) + float(execution(completion, sample))  # type: ignore[arg-type]
+    def score(completion: str, sample: SampleMapping) -> float:
+        return has_format(completion, sample) + execution(completion, sample)
 
     return score

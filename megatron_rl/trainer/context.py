@@ -16,7 +16,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data import Sample
 from megatron_rl.models import create_model
 from megatron_rl.models.create import differences
-from megatron_rl.rewards import Report, Scorer
+from megatron_rl.rewards import Scorer, ScoringStats
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.sync import WeightSync
 from megatron_rl.runtime.disk import next_previous
@@ -56,7 +56,7 @@ class Run:
     stop: StopFlag
     state: State = field(default_factory=State)
     counters: dict[str, float] = field(default_factory=dict)  # extra metrics of the current step
-    scored: Report = field(default_factory=Report)  # what slow rewards did in it
+    scored: ScoringStats = field(default_factory=ScoringStats)  # what slow rewards did in it
     warming_up: bool = False  # in the SFT steps before RL
     identity: str = ""  # tells this run's checkpoints from another's
     actor_has_device: bool = True
@@ -126,7 +126,7 @@ class Run:
 
     def take_counters(self) -> dict[str, float]:
         """The step's counts; starts over."""
-        counters, self.counters, self.scored = self.counters, {}, Report()
+        counters, self.counters, self.scored = self.counters, {}, ScoringStats()
         return counters
 
     def close(self) -> None:

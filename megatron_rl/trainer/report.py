@@ -20,7 +20,7 @@ from megatron_rl.algorithms import StepEstimate
 from megatron_rl.config.schema import Config
 from megatron_rl.data import RewardTable, Rollout, Sample
 from megatron_rl.report import read_run, render
-from megatron_rl.rewards import Report as Scored
+from megatron_rl.rewards import ScoringStats
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.progress import PROGRESS
@@ -151,7 +151,7 @@ class Reporter:
         """A line that stays and is seen."""
         self.console.print(text, style="bold yellow", markup=False)
 
-    def missing_scores(self, scored: Scored) -> None:
+    def missing_scores(self, scored: ScoringStats) -> None:
         """Says why a server gave a rollout no score, once per reward; how often is in the metrics."""
         for column, (counts, _) in scored.remote.items():
             if counts.unanswered and column not in self._missing:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.algorithms.shaping import signal_groups
 from megatron_rl.data import RewardTable, Rollout, Sample
-from megatron_rl.rewards import Report
+from megatron_rl.rewards import ScoringStats
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime.progress import PROGRESS
 from megatron_rl.trainer.context import Run
@@ -62,7 +62,7 @@ def generate(
 
 def _start_scoring(run: Run, samples: Sequence[Sample]) -> Callable[[Rollout], None] | None:
     """What is to be done with a rollout as it ends; None where no reward is slow."""
-    if not run.scorer.has_slow:
+    if not run.scorer.starts_early:
         return None
     by_id, place = {sample.id: sample for sample in samples}, {sample.id: i for i, sample in enumerate(samples)}
 
@@ -106,7 +106,7 @@ def score(run: Run, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> N
         [len(rollout.response_ids) for rollout in own],
         [(rollout.sample_id, rollout.index) for rollout in own],
     )
-    gathered = run.grid.all_gather((rows, run.scorer.take_report()))
+    gathered = run.grid.all_gather((rows, run.scorer.take_stats()))
     parts = [iter(part) for part, _ in gathered]
     for rollout, rank in zip(rollouts, ranks, strict=True):
         rollout.rewards = next(parts[rank])
@@ -117,11 +117,11 @@ def score(run: Run, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> N
     run.report.missing_scores(run.scored)
 
 
-def scoring_metrics(report: Report) -> dict[str, float]:
+def scoring_metrics(report: ScoringStats) -> dict[str, float]:
     """What slow rewards did, over all ranks: overlap with generation, deadlines, and traffic with servers."""
     metrics = {f"reward_timeouts/{column}": float(count) for column, count in report.timeouts.items()}
-    if report.slow:
-        metrics["reward_overlap/share"] = report.early / report.slow
+    if report.started:
+        metrics["reward_overlap/share"] = report.early / report.started
     for column, (counts, _) in report.remote.items():
         traffic = counts.traffic
         metrics |= {

@@ -17,10 +17,10 @@ from megatron_rl.evaluation import kept
 from megatron_rl.evaluation.endpoint import Server, Unanswered, complete, find_server
 from megatron_rl.evaluation.summary import TaskSummary, summarize
 from megatron_rl.rewards import RewardError, Scorer
-from megatron_rl.rewards.endpoint import EndpointError
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import exit_codes
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.http import EndpointError
 from megatron_rl.trainer.evaluate import Responses, evaluation_seed_step, finish, take_up
 from megatron_rl.trainer.prompts import load_prompts
 from megatron_rl.trainer.report import Reporter
@@ -89,7 +89,7 @@ def _answer(
         summaries, responses, failures = _answer_and_score(
             config, report, tokenizer, server, tasks, scorer, there, keep
         )
-        scored = scorer.take_report()
+        scored = scorer.take_stats()
         report.missing_scores(scored)
         return summaries, responses, failures, scoring_metrics(scored)
     finally:

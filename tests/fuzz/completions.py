@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_rl.rewards import make_reward
-from megatron_rl.rewards.registry import Reward
+from megatron_rl.rewards import Reward, make_reward
+from megatron_rl.rewards.isolation import IsolatedReward
 
 SLOW = 5.0  # seconds of CPU time of one call in this process; a score takes microseconds, a text of 100 kB milliseconds
 
@@ -223,7 +223,15 @@ def fault(reward: Reward, completion: str, sample: dict[str, Any], bounds: tuple
     return f"it takes {seconds:.1f} s" if seconds > SLOW else None
 
 
-def maths_fault(lenient: Reward, strict: Reward, gold: str, completion: str) -> str | None:
+def graders(**params: Any) -> tuple[IsolatedReward, IsolatedReward]:
+    """The lenient and the strict grader."""
+    lenient, strict = make_reward("math", **params), make_reward("math", strict=True, **params)
+    assert isinstance(lenient, IsolatedReward)
+    assert isinstance(strict, IsolatedReward)
+    return lenient, strict
+
+
+def maths_fault(lenient: IsolatedReward, strict: IsolatedReward, gold: str, completion: str) -> str | None:
     """What is wrong with the two graders' scores: a fault of one, or a strictly right answer that is leniently wrong."""
     sample = {"answer": gold}
     for reward in (strict, lenient):
@@ -238,8 +246,8 @@ def maths_fault(lenient: Reward, strict: Reward, gold: str, completion: str) -> 
     )
 
 
-def _timeouts(*rewards: Reward) -> int:
-    return sum(reward.isolated.timeouts for reward in rewards)  # type: ignore[attr-defined]
+def _timeouts(*rewards: IsolatedReward) -> int:
+    return sum(reward.isolated.timeouts for reward in rewards)
 
 
 def main() -> int:
@@ -251,7 +259,7 @@ def main() -> int:
     rewards = [
         (f"{name} {params}", make_reward(name, **params), sample, bounds) for name, params, sample, bounds in REWARDS
     ]
-    lenient, strict = make_reward("math"), make_reward("math", strict=True)
+    lenient, strict = graders()
     rng, count, faults = random.Random(seed), 0, 0
     writings, maths = texts(rng), solutions(rng)
     deadline = time.monotonic() + args.seconds

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data import Sample
-from megatron_rl.rewards import make_reward, score_rollouts
+from megatron_rl.rewards import Scorer, make_reward
 from megatron_rl.rewards.code import extract_code, read_tests, same_output, same_result
 
 DOUBLE = {"inputs": ["1\n", "2\n", "30\n", "-4\n"], "outputs": ["2\n", "4\n", "60\n", "-8\n"]}
@@ -87,9 +87,9 @@ def test_two_rewards_run_the_program_once() -> None:
     rewards = {name: RewardConfig(reward=name, params={"cpu_seconds": 2}) for name in ("code_pass_rate", "code_bug")}
     sample = Sample(id="a/0", task="a", prompt="p", prompt_ids=[1], metadata={"tests": DOUBLE})
     start = time.monotonic()
-    assert score_rollouts([block(code)], [sample], rewards) == [{"code_pass_rate": 1.0, "code_bug": 1.0}]
+    assert Scorer(rewards).score([block(code)], [sample]) == [{"code_pass_rate": 1.0, "code_bug": 1.0}]
     first = time.monotonic() - start
-    assert score_rollouts([block(code)], [sample], rewards) == [{"code_pass_rate": 1.0, "code_bug": 1.0}]
+    assert Scorer(rewards).score([block(code)], [sample]) == [{"code_pass_rate": 1.0, "code_bug": 1.0}]
     assert time.monotonic() - start - first < 0.8
     assert first > 3.2
 
@@ -169,8 +169,8 @@ def test_arguments_may_be_text() -> None:
     ("params", "message"),
     [
         ({"cpu_seconds": 1.5}, "cpu_seconds = 1.5, must be a whole number"),
-        ({"cpu_seconds": 0}, "cpu_seconds = 0, must be a number from 1"),
-        ({"max_tests": 0}, "max_tests = 0, must be a number from 1"),
+        ({"cpu_seconds": 0}, "cpu_seconds = 0, must be a whole number of at least 1"),
+        ({"max_tests": 0}, "max_tests = 0, must be a whole number of at least 1"),
         ({"total_seconds": -1}, "total_seconds = -1, must be a number from 0"),
     ],
 )

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.rewards import make_reward
-from megatron_rl.rewards.registry import Reward
+from megatron_rl.rewards import Reward, make_reward
+from megatron_rl.rewards.isolation import IsolatedReward
 from tests.fuzz import completions as fuzz
 
 COUNT = 10_000
@@ -67,14 +67,14 @@ def test_a_hundred_kilobytes_of_garbage(
 
 
 @pytest.fixture(scope="module")
-def graders() -> Iterator[tuple[Reward, Reward]]:
-    made = make_reward("math", timeout_seconds=20), make_reward("math", strict=True, timeout_seconds=20)
-    yield made
-    for reward in made:
-        reward.isolated.close()  # type: ignore[attr-defined]
+def graders() -> Iterator[tuple[IsolatedReward, IsolatedReward]]:
+    lenient, strict = fuzz.graders(timeout_seconds=20)
+    yield lenient, strict
+    for reward in (lenient, strict):
+        reward.isolated.close()
 
 
-def test_scraps_of_latex(graders: tuple[Reward, Reward]) -> None:
+def test_scraps_of_latex(graders: tuple[IsolatedReward, IsolatedReward]) -> None:
     """Both graders take any text, and what strict grading accepts lenient grading accepts."""
     found = []
     for gold, completion in islice(fuzz.solutions(random.Random(0)), 100):

@@ -69,8 +69,8 @@ def test_a_scorer_says_it_of_its_samples() -> None:
 
 def test_a_whole_gsm8k_solution_is_refused() -> None:
     with pytest.raises(ValueError, match="set gold_after: '####'"):
-        make_reward("math").check_sample({"answer": GSM8K})  # type: ignore[attr-defined]
-    make_reward("math", gold_after="####").check_sample({"answer": GSM8K})  # type: ignore[attr-defined]
+        make_reward("math").check_sample({"answer": GSM8K})
+    make_reward("math", gold_after="####").check_sample({"answer": GSM8K})
 
 
 def test_check_looks_at_the_gold_answers_of_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

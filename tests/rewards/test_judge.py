@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from megatron_rl.rewards import make_reward
-from megatron_rl.rewards.endpoint import EndpointError
 from megatron_rl.rewards.judge_prompt import TEMPLATE, TIERS, messages, read_score
 from megatron_rl.rewards.remote import Counts, RemoteReward
+from megatron_rl.runtime.http import EndpointError
 
 from .chat_server import serving
 

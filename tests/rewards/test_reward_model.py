@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data import Sample
-from megatron_rl.rewards import Scorer, make_reward
+from megatron_rl.rewards import InlineReward, Scorer, make_reward
 
 from .chat_server import serving
 from .tiny_models import classifier
@@ -38,7 +38,8 @@ def test_a_folder_gives_what_transformers_gives_one_by_one(folder: Path) -> None
     reward = make_reward("reward_model", path=str(folder), batch_size=3)
     texts = ["", "a", "bc" * 40, "the end.", "x" * 300, "!", "a longer answer than most"]
     prompts: list[Any] = ["hello?", CHAT, "hello?", CHAT, "", CHAT, CHAT]
-    scores = reward.score_batch(texts, [{"prompt": prompt} for prompt in prompts])  # type: ignore[attr-defined]
+    assert isinstance(reward, InlineReward)
+    scores = list(reward.scores(texts, [{"prompt": prompt} for prompt in prompts]))
     whole = [
         p + text if isinstance(p, str) else f"[user]hello?[assistant]{text}"
         for p, text in zip(prompts, texts, strict=True)

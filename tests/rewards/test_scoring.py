@@ -17,7 +17,6 @@ from megatron_rl.rewards import (
     condition_reward,
     list_rewards,
     make_reward,
-    score_rollouts,
 )
 
 CASES = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
@@ -76,14 +75,14 @@ def test_the_quick_start_columns() -> None:
     }
     texts = ["1+3=4 4-5=-1 -1-7=-8#-8", "#-8", "#-8", "nothing"]
     reasons = ["stop", "stop", "length", "stop"]
-    rows = score_rollouts(texts, [sums()] * 4, rewards, finish_reasons=reasons)
+    rows = Scorer(rewards).score(texts, [sums()] * 4, finish_reasons=reasons)
     assert rows == [
         {"correct": 1.0, "format": 1.0},
         {"correct": 1.0, "format": 1.0},
         {"correct": 0.0, "format": 0.0},
         {"correct": 0.0, "format": 0.0},
     ]
-    rows = score_rollouts(texts, [sums()] * 4, rewards, needed=["judge"], finish_reasons=reasons)
+    rows = Scorer(rewards, needed=["judge"]).score(texts, [sums()] * 4, finish_reasons=reasons)
     assert [row["judge"] for row in rows] == [1.0, 0.0, 0.0, 0.0]
     assert list(rows[0]) == ["correct", "format", "judge"]
 
@@ -91,7 +90,7 @@ def test_the_quick_start_columns() -> None:
 def test_a_reward_for_some_tasks_is_zero_elsewhere() -> None:
     rewards = {"steps": RewardConfig(reward="chain_sum_steps", tasks=["sums"])}
     texts = ["1+3=4 4-5=-1 -1-7=-8#-8"] * 2
-    assert score_rollouts(texts, [sums(), sample("other")], rewards) == [{"steps": 1.0}, {"steps": 0.0}]
+    assert Scorer(rewards).score(texts, [sums(), sample("other")]) == [{"steps": 1.0}, {"steps": 0.0}]
 
 
 def test_rewards_of_ones_own(own: str) -> None:
@@ -99,13 +98,13 @@ def test_rewards_of_ones_own(own: str) -> None:
         "loud": RewardConfig(reward=f"{own}:shouting", params={"mark": "?"}),
         "size": RewardConfig(reward=f"{own}:parts", tasks=["a"]),
     }
-    rows = score_rollouts(["hm??", "?"], [sample("b"), sample("a")], rewards, num_tokens=[7, 9])
+    rows = Scorer(rewards).score(["hm??", "?"], [sample("b"), sample("a")], num_tokens=[7, 9])
     assert rows == [
         {"loud": 2.0, "size.first": 0.0, "size.second": 0.0},
         {"loud": 1.0, "size.first": 1.0, "size.second": 9.0},
     ]
     assert Scorer(rewards).columns == ("loud", "size.first", "size.second")
-    assert score_rollouts(["x"], [sample("b")], rewards, num_tokens=[1])[0].keys() == rows[0].keys()
+    assert Scorer(rewards).score(["x"], [sample("b")], num_tokens=[1])[0].keys() == rows[0].keys()
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "condition" in case["fn"]], ids=lambda case: case["id"])
@@ -127,7 +126,7 @@ def test_a_reward_conditioned_on_another(own: str) -> None:
         "correct": RewardConfig(reward="format", params={"pattern": "yes.*"}, weight=0.0),
         "size": RewardConfig(reward=f"{own}:parts", condition=ConditionConfig(column="short", at_least=0.5)),
     }
-    rows = score_rollouts(["yes", "yes and so on", "no"], [sums()] * 3, rewards, num_tokens=[3, 9, 2])
+    rows = Scorer(rewards).score(["yes", "yes and so on", "no"], [sums()] * 3, num_tokens=[3, 9, 2])
     assert [row["short"] for row in rows] == [1.0, 0.0, 0.0]
     assert [row["correct"] for row in rows] == [1.0, 1.0, 0.0]
     assert [row["size.first"] for row in rows] == [3.0, 0.0, 2.0]  # the gate is the raw value, not the conditioned one
@@ -166,12 +165,12 @@ def test_a_condition_that_cannot_be_met(condition: dict[str, Any], message: str)
 )
 def test_a_reward_that_fails_names_the_sample(name: str, message: str, own: str) -> None:
     with pytest.raises(RewardError, match=message):
-        score_rollouts([""], [sample("a", 3)], {"own": RewardConfig(reward=f"{own}:{name}")})
+        Scorer({"own": RewardConfig(reward=f"{own}:{name}")}).score([""], [sample("a", 3)])
 
 
 def test_lists_that_do_not_go_together() -> None:
     with pytest.raises(ValueError, match="1 samples for 2 completions"):
-        score_rollouts(["a", "b"], [sums()], {})
+        Scorer({}).score(["a", "b"], [sums()])
 
 
 @pytest.mark.parametrize(
@@ -190,13 +189,11 @@ def test_lists_that_do_not_go_together() -> None:
         ({"reward": "no_such_package:reward"}, r"cannot load the reward .*No module named"),
         ({"reward": "math:no_such_name"}, r"math has no function 'no_such_name'"),
         ({"reward": "/nowhere/rewards.py:x"}, r"cannot load the reward .*No such file"),
-        ({"reward": "math", "weight": float("nan")}, r"weight = nan, must be a finite number"),
-        ({"reward": "math", "tasks": ["sum"]}, r"rewards\.x\.tasks: unknown task 'sum'; did you mean 'sums'"),
     ],
 )
 def test_a_recipe_with_a_mistake(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_rewards({"x": RewardConfig(**config)}, tasks={"sums", "test"})
+        check_rewards({"x": RewardConfig(**config)})
 
 
 def test_concurrent_rewards_keep_the_order_and_stop_at_an_error(tmp_path: Path) -> None:
@@ -210,7 +207,7 @@ def test_concurrent_rewards_keep_the_order_and_stop_at_an_error(tmp_path: Path) 
         "    score.concurrent = True\n"
         "    return score\n"
     )
-    scorer = Scorer({"slow": RewardConfig(reward=f"{path}:slow")}, workers=4)
+    scorer = Scorer({"slow": RewardConfig(reward=f"{path}:slow")})
     rows = scorer.score([str(i) for i in range(20)], [sample("a", i) for i in range(20)])
     assert [row["slow"] for row in rows] == list(range(20))
     with pytest.raises(RewardError, match="failed on sample a/1: ValueError"):

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_rl.rewards import make_reward
+from megatron_rl.rewards.isolation import IsolatedReward
 from megatron_rl.rewards.maths import gold_text
 from megatron_rl.rewards.maths_forms import last_box
 from megatron_rl.rewards.maths_strict import strictly_same
-from megatron_rl.rewards.registry import Reward
 
 RIGHT = [
     ("204", "204"),
@@ -143,22 +143,23 @@ def test_a_box_ends_at_its_own_brace() -> None:
 
 
 @pytest.fixture(scope="module")
-def strict() -> Iterator[Reward]:
+def strict() -> Iterator[IsolatedReward]:
     reward = make_reward("math", strict=True, timeout_seconds=30)
+    assert isinstance(reward, IsolatedReward)
     yield reward
-    reward.isolated.close()  # type: ignore[attr-defined]
+    reward.isolated.close()
 
 
-def test_the_reward_grades_strictly(strict: Reward) -> None:
+def test_the_reward_grades_strictly(strict: IsolatedReward) -> None:
     assert strict(r"\boxed{x^2+2x+1}", {"answer": "(x+1)^2"}) == 1
     assert strict(r"The answer is 27.", {"answer": "27"}) == 0
 
 
-def test_its_deadline_holds(strict: Reward) -> None:
-    strict.isolated.timeout_seconds = 1.0  # type: ignore[attr-defined]
-    before = strict.isolated.timeouts  # type: ignore[attr-defined]
+def test_its_deadline_holds(strict: IsolatedReward) -> None:
+    strict.isolated.timeout_seconds = 1.0
+    before = strict.isolated.timeouts
     assert strict(r"\boxed{(x+1)^{9^{9^{9}}}}", {"answer": "(x+1)^{9^{9^{8}}}"}) == 0
-    assert strict.isolated.timeouts == before + 1  # type: ignore[attr-defined]
+    assert strict.isolated.timeouts == before + 1
 
 
 @pytest.mark.parametrize(

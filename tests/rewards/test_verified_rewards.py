@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.rewards import make_reward
-from megatron_rl.rewards.isolation import Isolated, RewardProcessError
+from megatron_rl.rewards.isolation import Isolated, IsolatedReward, RewardProcessError
 from megatron_rl.rewards.puzzle import verify
-from megatron_rl.rewards.registry import Reward
 
 SUM: dict[str, Any] = {"answer": "-8", "metadata": {"source_dataset": "chain_sum", "expression": "1 + 3 - 5 - 7"}}
 COUNTDOWN: dict[str, Any] = {
@@ -25,17 +24,19 @@ COUNTDOWN: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def maths() -> Iterator[Reward]:
+def maths() -> Iterator[IsolatedReward]:
     reward = make_reward("math", timeout_seconds=5)
+    assert isinstance(reward, IsolatedReward)
     yield reward
-    reward.isolated.close()  # type: ignore[attr-defined]
+    reward.isolated.close()
 
 
 @pytest.fixture(scope="module")
-def puzzle() -> Iterator[Reward]:
+def puzzle() -> Iterator[IsolatedReward]:
     reward = make_reward("puzzle", partial=True, timeout_seconds=2)
+    assert isinstance(reward, IsolatedReward)
     yield reward
-    reward.isolated.close()  # type: ignore[attr-defined]
+    reward.isolated.close()
 
 
 @pytest.fixture(scope="module")
@@ -76,26 +77,29 @@ def evaluator() -> Iterator[Isolated]:
         (r"\boxed{\frac{1}{0}}", "12", 0),
     ],
 )
-def test_answers_are_compared_as_mathematics(completion: str, answer: Any, expected: float, maths: Reward) -> None:
+def test_answers_are_compared_as_mathematics(
+    completion: str, answer: Any, expected: float, maths: IsolatedReward
+) -> None:
     assert maths(completion, {"answer": answer}) == expected
 
 
-def test_the_values_of_right_and_wrong_are_parameters(maths: Reward) -> None:
+def test_the_values_of_right_and_wrong_are_parameters(maths: IsolatedReward) -> None:
     reward = make_reward("math", wrong=-1.0, require_stop=True)
     assert reward(r"\boxed{4}", {"answer": "4", "finish_reason": "length"}) == -1.0
     assert maths(r"\boxed{4}", {"answer": "4", "finish_reason": "length"}) == 1.0
 
 
-def test_several_boxes_are_one_answer_or_a_set(maths: Reward) -> None:
+def test_several_boxes_are_one_answer_or_a_set(maths: IsolatedReward) -> None:
     every = make_reward("math", boxes="all")
+    assert isinstance(every, IsolatedReward)
     text = r"\boxed{3} and \boxed{4}"
     assert (maths(text, {"answer": "4"}), maths(text, {"answer": r"\{3, 4\}"})) == (1.0, 0.0)
     assert (every(text, {"answer": "4"}), every(text, {"answer": r"\{3, 4\}"})) == (0.0, 1.0)
-    every.isolated.close()  # type: ignore[attr-defined]
+    every.isolated.close()
 
 
-def test_the_deadline_holds_in_any_thread(maths: Reward) -> None:
-    before = maths.isolated.timeouts  # type: ignore[attr-defined]
+def test_the_deadline_holds_in_any_thread(maths: IsolatedReward) -> None:
+    before = maths.isolated.timeouts
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(maths(r"\boxed{9^{9^{9^{9}}}}", {"answer": "12"})))
     start = time.monotonic()
@@ -103,11 +107,11 @@ def test_the_deadline_holds_in_any_thread(maths: Reward) -> None:
     thread.join(20)
     assert found == [0.0]
     assert time.monotonic() - start < 10
-    assert maths.isolated.timeouts == before + 1  # type: ignore[attr-defined]
+    assert maths.isolated.timeouts == before + 1
     assert maths(r"\boxed{12}", {"answer": "12"}) == 1.0  # and the next answer is scored by a fresh helper
 
 
-def test_a_gold_answer_that_is_none_is_an_error(maths: Reward) -> None:
+def test_a_gold_answer_that_is_none_is_an_error(maths: IsolatedReward) -> None:
     with pytest.raises(RewardProcessError, match=r"the gold text .* holds no answer"):
         maths(r"\boxed{12}", {"answer": "$$"})
     with pytest.raises(ValueError, match="needs the sample's answer"):
@@ -146,23 +150,23 @@ def test_a_puzzle_nobody_can_score() -> None:
         make_reward("puzzle", after="")
 
 
-def test_an_unknown_dataset_is_an_error(puzzle: Reward) -> None:
+def test_an_unknown_dataset_is_an_error(puzzle: IsolatedReward) -> None:
     with pytest.raises(RewardProcessError, match="did you mean 'countdown'"):
         puzzle("1", {"answer": "1", "metadata": {"source_dataset": "countdow"}})
 
 
-def test_countdown_in_its_own_process(puzzle: Reward) -> None:
+def test_countdown_in_its_own_process(puzzle: IsolatedReward) -> None:
     assert puzzle("94*4 - 61 - 6", COUNTDOWN) == 1.0
     assert puzzle("6 + 61", COUNTDOWN) == 0.05
     assert puzzle("", COUNTDOWN) == 0.01
     assert puzzle("9**9**9**9**9", COUNTDOWN) == 0.01  # no arithmetic of countdown's: not evaluated
 
 
-def test_a_verifier_that_takes_too_long_is_stopped(puzzle: Reward) -> None:
-    before = puzzle.isolated.timeouts  # type: ignore[attr-defined]
+def test_a_verifier_that_takes_too_long_is_stopped(puzzle: IsolatedReward) -> None:
+    before = puzzle.isolated.timeouts
     metadata = {"source_dataset": "simple_integration", "variable": "x", "integrand": "x"}
     assert puzzle("9**9**9**9**9", {"answer": "x**2/2 + C", "metadata": metadata}) == 0.0
-    assert puzzle.isolated.timeouts == before + 1  # type: ignore[attr-defined]
+    assert puzzle.isolated.timeouts == before + 1
 
 
 @pytest.mark.parametrize(
@@ -170,7 +174,7 @@ def test_a_verifier_that_takes_too_long_is_stopped(puzzle: Reward) -> None:
     [([2, 3], 8, "2**3"), ([7, 2], 3, "7//2"), ([5, 2, 2], 5, "5.2 - .2"), ([5, 2], 5.2, "5.2"), ([2, 3], 8, "2 ** 3")],
 )
 def test_countdown_takes_the_four_operations_only(
-    numbers: list[int], target: float, answer: str, puzzle: Reward
+    numbers: list[int], target: float, answer: str, puzzle: IsolatedReward
 ) -> None:
     metadata = {"source_dataset": "countdown", "numbers": numbers, "target": target}
     assert puzzle(answer, {"answer": "0", "metadata": metadata}) == 0.01
@@ -194,7 +198,7 @@ def test_countdown_takes_the_four_operations_only(
     ],
 )
 def test_text_that_is_evaluated_can_do_nothing(
-    attack: str, puzzle: Reward, evaluator: Isolated, tmp_path: Path
+    attack: str, puzzle: IsolatedReward, evaluator: Isolated, tmp_path: Path
 ) -> None:
     path = tmp_path / "touched"
     text = attack.replace("{path}", str(path)).replace("{pid}", str(os.getpid()))
@@ -209,14 +213,14 @@ def test_text_that_is_evaluated_can_do_nothing(
     ("answer", "expected"),
     [("x**2/2 + C", 1), ("x*x*0.5", 1), ("x**2", 0), ("Integral(x, x)", 0), ("sin(x).integrate(x)", 0)],
 )
-def test_an_integral_is_not_left_to_the_verifier(answer: str, expected: float, puzzle: Reward) -> None:
+def test_an_integral_is_not_left_to_the_verifier(answer: str, expected: float, puzzle: IsolatedReward) -> None:
     metadata = {"source_dataset": "simple_integration", "variable": "x", "integrand": "x"}
     assert puzzle(answer, {"answer": "x**2/2 + C", "metadata": metadata}) == expected
 
 
-def test_a_long_text_is_no_expression_and_that_is_seen_in_time(puzzle: Reward) -> None:
+def test_a_long_text_is_no_expression_and_that_is_seen_in_time(puzzle: IsolatedReward) -> None:
     """Not by running into the deadline: with names that end in digits, a careless pattern takes twice as long per name."""
-    isolated: Isolated = puzzle.isolated  # type: ignore[attr-defined]
+    isolated: Isolated = puzzle.isolated
     timeouts = isolated.timeouts
     metadata = {"source_dataset": "simple_integration", "variable": "x", "integrand": "x"}
     assert puzzle("step1 " * 1000 + "!", {"answer": "x**2/2 + C", "metadata": metadata}) == 0

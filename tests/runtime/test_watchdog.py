@@ -190,10 +190,10 @@ STALL = {"rank": 0, "phase": "update", "limit": 120.0, "why": ""}
 
 def test_ranks_in_the_same_phase_are_told_apart_by_the_collective_they_wait_in() -> None:
     dumps = {rank: beat(rank, pending="all_reduce 9 of [0, 1, 2, 3]") for rank in (0, 1, 3)}
-    dumps[2] = beat(2, at="megatron_rl/rewards/scoring.py:10 in score")
+    dumps[2] = beat(2, at="megatron_rl/rewards/scorer.py:10 in score")
     text = postmortem.verdict(STALL, dumps, dumps, dumps, "n0")
     assert text.splitlines()[0].startswith("rank 2 (node n1, process 102) is behind: in `update` of RL step 7")
-    assert "scoring.py:10" in text
+    assert "scorer.py:10" in text
     assert "ranks 0-1, 3 wait in `update` of step 7 (all_reduce 9 of [0, 1, 2, 3])" in text
     assert "the deadline that passed: 2 min for `update`, on rank 0" in text
 

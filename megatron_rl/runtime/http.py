@@ -1,26 +1,23 @@
-"""A client for HTTP endpoints that speak JSON: many requests in flight, retries, failover, deadlines, counts.
+"""A client for HTTP servers that speak JSON: many requests in flight, retries, failover, deadlines, counts.
 
-Requests run in one event loop per process, in a thread of its own. aiohttp is imported at the first request: making a
-client, which checks its settings, needs no package.
+aiohttp is imported at the first request: making a client, which checks its settings, needs no package.
 """
 
 from __future__ import annotations
 
 import asyncio
 import email.utils
-import functools
 import json
 import os
 import random
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from megatron_rl.rewards.registry import real, whole
+from megatron_rl.parameters import real, whole
 
 if TYPE_CHECKING:
     import aiohttp
@@ -65,7 +62,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class EndpointConfig:
+class ServerSettings:
     """Where to ask, and how patiently.
 
     Attributes:
@@ -127,14 +124,6 @@ def _check_url(url: str) -> None:
         )
 
 
-@functools.cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process's requests, running in a thread that does not keep the process alive."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward requests", daemon=True).start()
-    return loop
-
-
 class _Server:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -143,7 +132,7 @@ class _Server:
 
 
 class Endpoint:
-    """Posts JSON to equal servers. All its coroutines run in `event_loop()`.
+    """Posts JSON to equal servers. All its coroutines run in one event loop.
 
     Args:
         config: where and how.
@@ -157,7 +146,7 @@ class Endpoint:
 
     def __init__(
         self,
-        config: EndpointConfig,
+        config: ServerSettings,
         spend: Callable[[], None] = lambda: None,
         is_reply: Callable[[Mapping[str, Any]], bool] = lambda reply: True,
     ) -> None:
