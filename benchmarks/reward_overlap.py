@@ -81,7 +81,7 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
 
     from megatron_rl.config.schema import Config, CreateModelConfig, RewardConfig
     from megatron_rl.data import Sample
-    from megatron_rl.models import create_model
+    from megatron_rl.models.create import create_model
     from megatron_rl.rewards import Scorer, ScoringStats
     from megatron_rl.rollout.engine import Engine
     from megatron_rl.rollout.sampling import Sampling

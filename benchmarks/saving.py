@@ -46,7 +46,7 @@ def measure(folder: Path, layers: int, hidden: int, saves: int) -> None:
     from megatron_rl.checkpoint.saver import Saver
     from megatron_rl.config.schema import Config, CreateModelConfig
     from megatron_rl.data import TokenBatch
-    from megatron_rl.models import create_model
+    from megatron_rl.models.create import create_model
     from megatron_rl.runtime import distributed
 
     torch.set_num_threads(1)

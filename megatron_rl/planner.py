@@ -7,12 +7,14 @@ cache are estimates; each says below what it is made of, and none of them has be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from megatron_rl.config.schema import Config, CreateModelConfig
+from megatron_rl.config.schema import Config
 from megatron_rl.config.stages import stage_layers
+from megatron_rl.models import Model
+from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
 
 GIB = 2**30
 GENERATE, UPDATE, SYNC = "generate", "update", "sync"
@@ -27,70 +29,6 @@ _SYNC_BUCKET = (
 )  # models/gather.py: memory beyond the models' is three times the bucket, or the largest tensor
 # actor/head.py, backward pass, per logit of a chunk: bf16 product, fp32 logits, log-probs, probabilities, gradient twice.
 _BYTES_PER_LOGIT = 2 + 4 + 4 + 4 + 4 + 2
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a decoder that decide its memory. Dense: `experts` is 0."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    tied: bool  # the output layer is the embedding
-    qkv_bias: bool
-    qk_norm: bool
-    experts: int = 0
-    expert_ffn: int = 0
-    top_k: int = 0  # experts per token
-
-    @staticmethod
-    def of(model: Mapping[str, Any]) -> Shape:
-        """From a Hugging Face config.json.
-
-        Raises:
-            ValueError: a size is missing.
-        """
-        architecture = (model.get("architectures") or [""])[0]
-        try:
-            heads, hidden = model["num_attention_heads"], model["hidden_size"]
-            experts = model.get("num_experts") or model.get("num_local_experts") or 0
-            return Shape(
-                layers=model["num_hidden_layers"],
-                hidden=hidden,
-                heads=heads,
-                kv_heads=model.get("num_key_value_heads") or heads,
-                head_dim=model.get("head_dim") or (128 if architecture.startswith("Qwen3") else hidden // heads),
-                ffn=model["intermediate_size"],
-                vocab=model["vocab_size"],
-                tied=bool(model.get("tie_word_embeddings")),
-                qkv_bias=architecture.startswith("Qwen2"),
-                qk_norm=architecture.startswith("Qwen3"),
-                experts=experts,
-                expert_ffn=model["moe_intermediate_size"] if experts else 0,
-                top_k=model["num_experts_per_tok"] if experts else 0,
-            )
-        except KeyError as error:
-            raise ValueError(f"config.json has no {error.args[0]!r}, which the memory plan needs") from None
-
-    @staticmethod
-    def created(create: CreateModelConfig) -> Shape:
-        """Of the Qwen3 model that `model.create` makes."""
-        return Shape(
-            layers=create.layers,
-            hidden=create.hidden_size,
-            heads=create.heads,
-            kv_heads=create.kv_heads,
-            head_dim=create.head_dim,
-            ffn=create.ffn_size,
-            vocab=create.vocab_size,
-            tied=create.tie_embeddings,
-            qkv_bias=False,
-            qk_norm=True,
-        )
 
 
 # --------------------------------------------------------------------------------------------------------- parameters
@@ -117,21 +55,16 @@ class Parameters:
         return Parameters(self.linear * times, self.other * times, self.expert * times)
 
 
-def _layer(shape: Shape, tensor: int, expert: int, expert_tensor: int) -> Parameters:
-    """One decoder layer on one rank of the actor."""
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    linear = (shape.hidden * (q + 2 * kv) + q * shape.hidden) // tensor
-    other = 2 * shape.hidden
-    other += (q + 2 * kv) // tensor if shape.qkv_bias else 0
-    other += 2 * shape.head_dim if shape.qk_norm else 0
-    if not shape.experts:
-        return Parameters(linear + 3 * shape.hidden * shape.ffn // tensor, other)
-    local = shape.experts // expert * (3 * shape.hidden * shape.expert_ffn // expert_tensor)
-    return Parameters(linear, other + shape.experts * shape.hidden, local)
+def _on_rank(rule: Rule, dims: Dims, tensor: int, copies: int) -> Parameters:
+    """`copies` of a rule's parameter, each as one of `tensor` ranks holds it."""
+    count = copies * math.prod(shard_shape(rule, dims, tensor))
+    if rule.per_expert:
+        return Parameters(expert=count)
+    return Parameters(linear=count) if rule.is_projection else Parameters(other=count)
 
 
 def actor_parameters(
-    shape: Shape,
+    model: Model,
     *,
     tensor: int = 1,
     pipeline: int = 1,
@@ -144,51 +77,55 @@ def actor_parameters(
 
     A tied output layer is a second copy on the last stage where there are several.
     """
-    result = (
-        _layer(shape, tensor, expert, expert_tensor) * stage_layers(shape.layers, pipeline, virtual_pipeline)[stage]
-    )
-    table = -(-shape.vocab // tensor) * shape.hidden
-    first, last = stage == 0, stage == pipeline - 1
-    edges = table * first + (shape.hidden + table * (not (shape.tied and pipeline == 1))) * last
-    return result + Parameters(other=edges)
+    copies = {
+        Place.EMBEDDING: int(stage == 0),
+        Place.LAYER: stage_layers(model.dims["layers"], pipeline, virtual_pipeline)[stage],
+        Place.HEAD: int(stage == pipeline - 1),
+    }
+    result = Parameters()
+    for rule in model.family.rules if pipeline > 1 else model.parameters:
+        experts = model.dims["experts"] // expert if rule.per_expert else 1
+        ranks = expert_tensor if rule.per_expert else tensor
+        result += _on_rank(rule, model.dims, ranks, copies[rule.place] * experts)
+    return result
 
 
-def total_parameters(shape: Shape) -> int:
+def total_parameters(model: Model) -> int:
     """Of the whole model, a tied output layer counted once."""
-    return actor_parameters(shape).total
+    return actor_parameters(model).total
 
 
-def active_parameters(shape: Shape) -> int:
+def active_parameters(model: Model) -> int:
     """Of the whole model, those that one token passes through."""
-    whole = actor_parameters(shape)
-    return whole.dense + (whole.expert // shape.experts * shape.top_k if shape.experts else 0)
+    whole = actor_parameters(model)
+    return whole.dense + (whole.expert // model.dims["experts"] * model.dims["top_k"] if whole.expert else 0)
 
 
-def engine_parameters(shape: Shape, tensor: int) -> int:
+def engine_parameters(model: Model, tensor: int) -> int:
     """Parameters on each rank of the engine: tensor parallel only, key/value heads repeated where ranks outnumber them."""
-    q, kv = shape.heads * shape.head_dim // tensor, _engine_kv_heads(shape, tensor) * shape.head_dim
-    layer = shape.hidden * (q + 2 * kv) + q * shape.hidden + 2 * shape.hidden
-    layer += (q + 2 * kv if shape.qkv_bias else 0) + (2 * shape.head_dim if shape.qk_norm else 0)
-    if shape.experts:
-        layer += shape.experts * (3 * shape.hidden * shape.expert_ffn // tensor + shape.hidden)
-    else:
-        layer += 3 * shape.hidden * shape.ffn // tensor
-    table = -(-shape.vocab // tensor) * shape.hidden
-    return layer * shape.layers + table * (1 if shape.tied else 2) + shape.hidden
+    kv_heads = _engine_kv_heads(model, tensor) * tensor
+    repeated = replace(
+        model,
+        description=replace(
+            model.description, dims={**model.dims, "kv_heads": kv_heads, "kv": kv_heads * model.dims["head_dim"]}
+        ),
+    )
+    return actor_parameters(repeated, tensor=tensor, expert_tensor=tensor).total
 
 
-def _engine_kv_heads(shape: Shape, tensor: int) -> int:
-    return max(1, shape.kv_heads // tensor)
+def _engine_kv_heads(model: Model, tensor: int) -> int:
+    """Key/value heads on each rank of an engine."""
+    return max(1, model.dims["kv_heads"] // tensor)
 
 
-def cache_bytes_per_token(shape: Shape, tensor: int, dtype_bytes: int = 2) -> int:
+def cache_bytes_per_token(model: Model, tensor: int, dtype_bytes: int = 2) -> int:
     """KV cache on each rank of an engine."""
-    return shape.layers * 2 * _engine_kv_heads(shape, tensor) * shape.head_dim * dtype_bytes
+    return model.dims["layers"] * 2 * _engine_kv_heads(model, tensor) * model.dims["head_dim"] * dtype_bytes
 
 
 # -------------------------------------------------------------------------------------------------------- activations
 def activation_bytes_per_token(
-    shape: Shape, *, tensor: int, sequence: bool, expert_tensor: int = 1, dtype_bytes: int = 2
+    model: Model, *, tensor: int, sequence: bool, expert_tensor: int = 1, dtype_bytes: int = 2
 ) -> float:
     """What one layer keeps of each packed token for its backward pass, per rank. An estimate.
 
@@ -198,40 +135,42 @@ def activation_bytes_per_token(
     taken as evenly loaded; they keep the tokens sent to them, what they compute, and their outputs. A rank's tokens, its
     1/tensor of the sequence, go to `top_k` experts each; every rank of `expert_tensor` gets those of all of them.
     """
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    shared = 4 * shape.hidden / (tensor if sequence else 1)
-    attention = (2 * q + 2 * kv + (q + kv if shape.qk_norm else 0)) / tensor
-    experts = shape.top_k * (2 * shape.hidden * expert_tensor + 3 * shape.expert_ffn) / (tensor if sequence else 1)
-    mlp = experts if shape.experts else 3 * shape.ffn / tensor
-    return dtype_bytes * (shared + attention + mlp)
+    dims, split = model.dims, tensor if sequence else 1
+    hidden, q, kv = dims["hidden"], dims["q"], dims["kv"]
+    attention = (2 * q + 2 * kv + (q + kv if model.description.transformer["qk_layernorm"] else 0)) / tensor
+    if dims["experts"]:
+        mlp = dims["top_k"] * (2 * hidden * expert_tensor + 3 * dims["expert_ffn"]) / split
+    else:
+        mlp = 3 * dims["ffn"] / tensor
+    return dtype_bytes * (4 * hidden / split + attention + mlp)
 
 
-def _activations(shape: Shape, config: Config, dtype_bytes: int) -> float:
+def _activations(model: Model, config: Config, dtype_bytes: int) -> float:
     """Bytes on the stage that holds most, as a rule the first: it has as many micro-batches under way as there are stages."""
     parallel = config.actor.parallel
     tokens = config.actor.tokens_per_microbatch / parallel.context
     per_layer = activation_bytes_per_token(
-        shape,
+        model,
         tensor=parallel.tensor,
         sequence=parallel.sequence,
         expert_tensor=parallel.expert_tensor,
         dtype_bytes=dtype_bytes,
     )
-    stages = stage_layers(shape.layers, parallel.pipeline, parallel.virtual_pipeline)
+    stages = stage_layers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
     # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
     layers: float = max(count * (len(stages) - stage) for stage, count in enumerate(stages))
     if parallel.virtual_pipeline > 1:  # interleaving: 1 + (p - 1) / (p v) times that (section 4.2.3)
         layers = max(stages) * (len(stages) + (len(stages) - 1) / parallel.virtual_pipeline)
     if config.actor.recompute == "full":  # each layer's input, and one layer while it is computed again
-        kept = dtype_bytes * shape.hidden / (parallel.tensor if parallel.sequence else 1)
+        kept = dtype_bytes * model.dims["hidden"] / (parallel.tensor if parallel.sequence else 1)
         return tokens * (kept * layers + per_layer)
     return tokens * per_layer * layers  # `selective` drops attention scores, which fused attention never keeps
 
 
-def _head_workspace(shape: Shape, config: Config) -> float:
+def _head_workspace(model: Model, config: Config) -> float:
     """Logits of one chunk and what their backward pass makes of them, and the output layer's gradient in fp32 and bf16."""
-    rows = shape.vocab / config.actor.parallel.tensor
-    return config.actor.logprob_chunk_tokens * rows * _BYTES_PER_LOGIT + rows * shape.hidden * 6
+    rows = model.dims["vocab"] / config.actor.parallel.tensor
+    return config.actor.logprob_chunk_tokens * rows * _BYTES_PER_LOGIT + rows * model.dims["hidden"] * 6
 
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -250,7 +189,7 @@ class Component:
 class Plan:
     """Where the memory of the fullest GPU goes, and that of its node's host."""
 
-    shape: Shape
+    model: Model
     world: int
     gpu_bytes: float
     components: tuple[Component, ...]
@@ -287,14 +226,14 @@ class Plan:
             )
 
 
-def make_plan(config: Config, shape: Shape, world: int, gpu_bytes: float) -> Plan:
+def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Plan:
     """The plan of a checked recipe on `world` GPUs of `gpu_bytes` each."""
     actor, parallel, engine_tp = config.actor, config.actor.parallel, config.rollout.tensor_parallel
     width = 4 if config.model.dtype == "float32" else 2
     fullest = max(
         (
             actor_parameters(
-                shape,
+                model,
                 tensor=parallel.tensor,
                 pipeline=parallel.pipeline,
                 virtual_pipeline=parallel.virtual_pipeline,
@@ -311,11 +250,15 @@ def make_plan(config: Config, shape: Shape, world: int, gpu_bytes: float) -> Pla
     optimizer = _optimizer_bytes(config, fullest, world, width)
     gradients = 4 * fullest.total
     engine_share = config.rollout.memory_fraction * gpu_bytes
-    engine_weights = engine_parameters(shape, engine_tp) * width
+    engine_weights = engine_parameters(model, engine_tp) * width
     cache = engine_share - engine_weights - ENGINE_WORKSPACE_GIB * GIB
     state_in = (UPDATE,) if actor.offload else PHASES
-    split = ("actor.parallel.tensor", "actor.parallel.pipeline", *(("actor.parallel.expert",) if shape.experts else ()))
-    gather = 3 * max(_SYNC_BUCKET, shape.vocab * shape.hidden * width)
+    split = (
+        "actor.parallel.tensor",
+        "actor.parallel.pipeline",
+        *(("actor.parallel.expert",) if model.dims["experts"] else ()),
+    )
+    gather = 3 * max(_SYNC_BUCKET, model.dims["vocab"] * model.dims["hidden"] * width)
     components = [
         Component("actor: weights", weights, PHASES, split),
         Component("actor: FP8 copies of the weights", fp8_copies, PHASES, ("actor.fp8.param_gather",)),
@@ -323,14 +266,14 @@ def make_plan(config: Config, shape: Shape, world: int, gpu_bytes: float) -> Pla
         Component("actor: optimizer state", optimizer, state_in, (*_offload(actor.offload), "more nodes")),
         Component(
             "actor: activations",
-            _activations(shape, config, width),
+            _activations(model, config, width),
             (UPDATE,),
             (*(("actor.recompute=full",) if actor.recompute != "full" else ()), "actor.tokens_per_microbatch"),
             estimate=True,
         ),
         Component(
             "actor: output layer's workspace",
-            _head_workspace(shape, config),
+            _head_workspace(model, config),
             (UPDATE,),
             ("actor.logprob_chunk_tokens",),
             estimate=True,
@@ -345,14 +288,14 @@ def make_plan(config: Config, shape: Shape, world: int, gpu_bytes: float) -> Pla
     if reference:  # its weights lie on the host; while it is scored, the actor's own are set aside on the device
         components.insert(2, Component("actor: weights set aside for the reference", weights, (UPDATE,), split))
     return Plan(
-        shape=shape,
+        model=model,
         world=world,
         gpu_bytes=gpu_bytes,
         components=tuple(component for component in components if component.bytes),
         parameters=fullest,
         data_parallel=replicas // parallel.context,
         engines=world // engine_tp,
-        cache_tokens=cache / cache_bytes_per_token(shape, engine_tp, width),
+        cache_tokens=cache / cache_bytes_per_token(model, engine_tp, width),
         longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
         host_bytes_per_gpu=(optimizer if actor.offload else 0) + (weights if reference else 0),
     )

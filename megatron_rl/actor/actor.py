@@ -21,9 +21,11 @@ from megatron_rl.actor.variance import GradientParts
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.schema import Config, OptimizerConfig
 from megatron_rl.data import TokenBatch
-from megatron_rl.models import ParallelGroups, family_for, iter_hf_weights, load_hf_weights, read_hf_config
+from megatron_rl.models import family_for, padded_vocab_size, read_hf_config
 from megatron_rl.models.files import WeightSource
-from megatron_rl.models.rules import padded_vocab_size
+from megatron_rl.models.gather import iter_hf_weights
+from megatron_rl.models.load import load_hf_weights
+from megatron_rl.models.parallel import ParallelGroups
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 
@@ -58,10 +60,9 @@ class Actor:
         self.hf_config = read_hf_config(folder)
         self.family = family_for(self.hf_config)
         self.description = self.family.describe(self.hf_config)
-        vocab_size = self.description.model["vocab_size"]
-        model_args = self.description.model | {"vocab_size": padded_vocab_size(vocab_size, grid.tp)}
+        vocab_size = self.description.dims["vocab"]
         with device.megatron():
-            self.chunks = build.build_model(self.description.transformer, model_args, self.config, self.dtype)
+            self.chunks = build.build_model(self.family, self.description, self.config, self.dtype)
             self.parallel = ParallelGroups.from_megatron()
             for chunk in self.chunks:
                 if chunk.post_process:
@@ -70,7 +71,7 @@ class Actor:
             fp8_params = self.config.fp8 is not None and self.config.fp8.param_gather
             self.ddp_chunks = build.wrap_for_training(self.chunks, self.config.optimizer.distributed, fp8_params)
         self.vocab_shard = VocabShard(
-            start=grid.tp_rank * model_args["vocab_size"] // grid.tp,
+            start=grid.tp_rank * padded_vocab_size(vocab_size, grid.tp) // grid.tp,
             vocab_size=vocab_size,
             group=self.parallel.tp.group,
         )

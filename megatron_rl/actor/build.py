@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_rl.actor import fp8
-from megatron_rl.actor.spec import SequenceParallelRMSNorm, layer_spec
 from megatron_rl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.stages import stage_layers
+from megatron_rl.models import Family, ModelDescription, padded_vocab_size
 from megatron_rl.runtime import device
 from megatron_rl.runtime.cpu_megatron import install_rng_tracker, make_moe_importable
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def transformer_config(shape: dict[str, Any], actor: ActorConfig, dtype: torch.dtype) -> Any:
-    """Megatron's `TransformerConfig`: `shape` from the model family, everything else from the recipe.
+def transformer_config(description: ModelDescription, actor: ActorConfig, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration: what describes the model from its family, everything else from the recipe.
 
     Losses are sums over tokens divided by the whole minibatch's denominators (`calculate_per_token_loss`), so Megatron
     neither averages over micro-batches nor over data-parallel ranks.
     """
     from megatron.core.transformer import TransformerConfig
 
+    from megatron_rl.models.gpt import ACTIVATIONS
+
+    activation = description.transformer["activation_func"]
     parallel, on_gpu = actor.parallel, device.has_gpu()
     transformer_engine = device.has_transformer_engine()
     recompute: dict[str, Any] = {}
@@ -32,7 +39,7 @@ def transformer_config(shape: dict[str, Any], actor: ActorConfig, dtype: torch.d
     elif actor.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
-        **shape,
+        **(description.transformer | {"activation_func": ACTIVATIONS[str(activation)]}),
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
@@ -45,7 +52,7 @@ def transformer_config(shape: dict[str, Any], actor: ActorConfig, dtype: torch.d
         batch_p2p_comm=parallel.virtual_pipeline == 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        **_uneven_stages(shape["num_layers"], parallel),
+        **_uneven_stages(description.dims["layers"], parallel),
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
         variable_seq_lengths=True,
@@ -76,15 +83,10 @@ def _uneven_stages(layers: int, parallel: ParallelConfig) -> dict[str, int]:
     return first | ({"num_layers_in_last_pipeline_stage": stages[-1]} if len(stages) > 2 else {})
 
 
-def build_model(shape: dict[str, Any], model_args: dict[str, Any], actor: ActorConfig, dtype: torch.dtype) -> list[Any]:
-    """This rank's `GPTModel` chunks (one per virtual pipeline stage), uninitialised, on its device.
-
-    Args:
-        shape: `TransformerConfig` fields that describe the model.
-        model_args: `GPTModel` arguments that describe the model; `vocab_size` is already padded.
-    """
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
+def build_model(
+    family: Family, description: ModelDescription, actor: ActorConfig, dtype: torch.dtype
+) -> list[GPTModel]:
+    """This rank's model chunks (one per virtual pipeline stage), uninitialised, on its device."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if device.has_gpu():
@@ -92,26 +94,19 @@ def build_model(shape: dict[str, Any], model_args: dict[str, Any], actor: ActorC
     else:
         install_rng_tracker()
         make_moe_importable()
-    config = transformer_config(shape, actor, dtype)
+    config = transformer_config(description, actor, dtype)
+    vocab_size = padded_vocab_size(description.dims["vocab"], actor.parallel.tensor)
     chunks = []
     for stage in range(actor.parallel.virtual_pipeline):
         vp_stage = stage if actor.parallel.virtual_pipeline > 1 else None
-        chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=block_spec(config, vp_stage),
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
-            parallel_output=True,
-            vp_stage=vp_stage,
-            **model_args,
-        )
+        chunk = family.build(description, config, vocab_size, vp_stage)
         if config.num_moe_experts is not None:
             _mark_experts(chunk)
         chunks.append(chunk.to(device=device.device(), dtype=dtype) if actor.fp8 is None else chunk.to(device.device()))
     return chunks
 
 
-def _mark_experts(chunk: Any) -> None:
+def _mark_experts(chunk: GPTModel) -> None:
     """Has the gradients of experts summed over the ranks that hold the same experts.
 
     Megatron-Core does so only with expert parallelism, and takes them for dense weights without. That is right where both
@@ -127,17 +122,6 @@ def _mark_experts(chunk: Any) -> None:
         if isinstance(module, MoELayer):
             for parameter in module.experts.parameters():
                 parameter.allreduce = False
-
-
-def block_spec(config: Any, vp_stage: int | None) -> Any:
-    """The decoder block of one chunk: its layers, and the final norm."""
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-
-    spec = layer_spec(config)
-    if device.has_transformer_engine():
-        return spec
-    layers = [spec] * get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=SequenceParallelRMSNorm)
 
 
 def wrap_for_training(chunks: list[Any], distributed_optimizer: bool, param_gather_fp8: bool) -> list[Any]:

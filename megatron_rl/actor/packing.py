@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data import TokenBatch
+from megatron_rl.models.layers import held
 
 
 @dataclass
@@ -120,28 +121,6 @@ def plan(lengths: Sequence[int], rows: Sequence[int], dp: int, budget: int, mult
             rank_bins = balance([lengths[rows[i]] for i in share], count)
         result.append([[rows[share[i]] for i in indices] for indices in rank_bins])
     return result
-
-
-def held(lengths: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
-    """Which of the packed tokens a context-parallel rank holds, in its order; int64 [sum(lengths) / cp].
-
-    Each sequence is cut into 2 cp pieces, and rank r has the r-th from its start and the r-th from its end, so that causal
-    attention is as much work on every rank. It is the order that Megatron-Core and Transformer Engine count on.
-
-    Args:
-        lengths: tokens of each sequence, multiples of 2 cp where cp > 1.
-    """
-    if cp == 1:
-        return np.arange(sum(lengths))
-    parts, start = [], 0
-    for length in lengths:
-        piece, odd = divmod(length, 2 * cp)
-        if odd:
-            raise ValueError(f"a sequence of {length} tokens cannot be cut into 2 x {cp} equal pieces")
-        for number in (cp_rank, 2 * cp - 1 - cp_rank):
-            parts.append(start + number * piece + np.arange(piece))
-        start += length
-    return np.concatenate(parts)
 
 
 def pack(

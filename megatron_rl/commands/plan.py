@@ -11,7 +11,9 @@ from typing import Any
 
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.published import published_config
-from megatron_rl.planner import GIB, PHASES, Plan, Shape, active_parameters, make_plan, total_parameters
+from megatron_rl.models import Model, model_of, read_hf_config
+from megatron_rl.models.qwen3 import created_config
+from megatron_rl.planner import GIB, PHASES, Plan, active_parameters, make_plan, total_parameters
 from megatron_rl.runtime import exit_codes
 
 _DEFAULT_GPU_GIB = 79.0  # what an 80 GB H100 offers
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         config.launch.processes = None  # the command line says how many there are
         given, source = _given(config, args.model_config)
         config = check(config, command="train", machine=machine, model=given)
-        plan = make_plan(config, _shape(config, given), world, args.gpu_memory_gib * GIB)
+        plan = make_plan(config, _model(config, given), world, args.gpu_memory_gib * GIB)
     except (ConfigError, ValueError) as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT
@@ -85,19 +87,19 @@ def _read(path: Path) -> dict[str, Any]:
     return model
 
 
-def _shape(config: Config, given: Mapping[str, Any] | None) -> Shape:
+def _model(config: Config, given: Mapping[str, Any] | None) -> Model:
     if given is not None:
-        return Shape.of(given)
+        return model_of(given)
     if config.model.path is not None:
-        return Shape.of(_read(Path(config.model.path) / "config.json"))
+        return model_of(read_hf_config(config.model.path))
     assert config.model.create is not None  # `check` has seen to it
-    return Shape.created(config.model.create)
+    return model_of(created_config(config.model.create))
 
 
 def render(config: Config, plan: Plan, source: str = "") -> str:
     """The table, then what it means, then what does not fit. `source`: a remark on the model."""
-    parallel, shape = config.actor.parallel, plan.shape
-    total, active = total_parameters(shape), active_parameters(shape)
+    parallel, model = config.actor.parallel, plan.model
+    total, active = total_parameters(model), active_parameters(model)
     lines = [
         f"model: {total / 1e9:.2f} B parameters"
         + (f", {active / 1e9:.2f} B of them active per token" if active != total else "")
@@ -105,7 +107,7 @@ def render(config: Config, plan: Plan, source: str = "") -> str:
         f"actor: tensor {parallel.tensor} x pipeline {parallel.pipeline} x "
         + (f"context {parallel.context} x " if parallel.context > 1 else "")
         + f"data {plan.data_parallel}"
-        + (f", expert {parallel.expert}" if shape.experts else "")
+        + (f", expert {parallel.expert}" if model.dims["experts"] else "")
         + (f" x {parallel.expert_tensor}" if parallel.expert_tensor > 1 else "")
         + f" on {plan.world} GPUs; {plan.parameters.total / 1e9:.3f} B parameters on the fullest",
         f"engines: {plan.engines} of {config.rollout.tensor_parallel} GPUs; the cache of each holds "

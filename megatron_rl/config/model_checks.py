@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.published import published_config
-from megatron_rl.config.schema import Config, CreateModelConfig
+from megatron_rl.config.schema import Config, CreateModelConfig, ParallelConfig
 from megatron_rl.config.shape import show
 from megatron_rl.config.stages import stage_layers
+from megatron_rl.models import Model, model_of, read_hf_config
+from megatron_rl.models.qwen3 import created_config
+from megatron_rl.models.rules import shard_shape
 from megatron_rl.user_files import read_text
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -29,7 +32,6 @@ _MOST = {  # of a model that is made; those of the largest ones known, times ten
 }
 _MOST_PARAMETERS = 100_000_000_000
 _MOST_BYTES, _MOST_INDEX_BYTES = 2**26, 2**30  # of a config.json, of the list of weights
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def check_model(config: Config, model: Mapping[str, Any] | None = None) -> Iterator[str]:
@@ -54,12 +56,12 @@ def check_model(config: Config, model: Mapping[str, Any] | None = None) -> Itera
         problems = list(_check_folder(folder))
         yield from problems
         if not problems:
-            yield from _check_sizes(config, json.loads(read_text(folder / "config.json", _MOST_BYTES)))
+            yield from _check_sizes(config, read_hf_config(folder))
     elif config.model.create is not None:
         problems = list(_check_create(config.model.create))
         yield from problems
         if not problems:
-            yield from _check_sizes(config, _created_sizes(config.model.create))
+            yield from _check_sizes(config, created_config(config.model.create))
     else:
         yield "`model` names no model: set `model.path` to a Hugging Face folder, or `model.create` to make a small one"
 
@@ -67,15 +69,12 @@ def check_model(config: Config, model: Mapping[str, Any] | None = None) -> Itera
 def check_cpu_engine(config: Config) -> Iterator[str]:
     """Yields a sentence where vLLM has no attention kernel for the (checked) recipe's model on a CPU."""
     if config.model.create is not None:
-        key, size = "`model.create.head_dim`", config.model.create.head_dim
+        key, hf_config = "`model.create.head_dim`", created_config(config.model.create)
     else:
         assert config.model.path is not None  # `check_model` has seen to it
-        model = json.loads((Path(config.model.path) / "config.json").read_text("utf-8"))
-        key, size = "the model's head_dim", model.get("head_dim")
-        heads, hidden = model.get("num_attention_heads"), model.get("hidden_size")
-        if size is None and not str(model.get("model_type")).startswith("qwen3") and heads and hidden:
-            size = hidden // heads
-    if size is not None and size not in CPU_HEAD_SIZES:
+        key, hf_config = "the model's head_dim", read_hf_config(config.model.path)
+    size = model_of(hf_config).dims["head_dim"]
+    if size not in CPU_HEAD_SIZES:
         yield (
             f"{key} ({size}) is none of the sizes that vLLM's attention has on a CPU: "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}"
@@ -90,8 +89,6 @@ def _check_folder(folder: Path) -> Iterator[str]:
         config = json.loads(read_text(folder / "config.json", _MOST_BYTES))
         if not isinstance(config, dict):
             yield f"`model.path`: {folder / 'config.json'} does not hold a JSON object"
-        else:
-            yield from _check_config(config, folder / "config.json")
     except FileNotFoundError:
         remedy = "it must be a Hugging Face model folder, or a checkpoint of a run (runs/<name>/checkpoints/step_<n>)"
         if (folder / ".metadata").is_file():
@@ -102,15 +99,6 @@ def _check_folder(folder: Path) -> Iterator[str]:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         yield f"`model.path`: {folder} has no tokenizer ({', '.join(_TOKENIZERS)})"
     yield from _check_weights(folder)
-
-
-def _check_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """The fields that are counted with below are whole numbers."""
-    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", *_EXPERT_KEYS)
-    for name in (*names, "moe_intermediate_size", "max_position_embeddings"):
-        value = config.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            yield f"`model.path`: {path}: {name} must be a whole number; it is {show(value)}"
 
 
 def _check_weights(folder: Path) -> Iterator[str]:
@@ -165,69 +153,61 @@ def _check_create(create: CreateModelConfig) -> Iterator[str]:
         )
 
 
-def _created_sizes(create: CreateModelConfig) -> dict[str, Any]:
-    """The made model's sizes under the names of a config.json."""
-    return {
-        "num_hidden_layers": create.layers,
-        "hidden_size": create.hidden_size,
-        "num_attention_heads": create.heads,
-        "num_key_value_heads": create.kv_heads,
-        "intermediate_size": create.ffn_size,
-        "max_position_embeddings": create.max_positions,
-    }
-
-
-def _check_sizes(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
+def _check_sizes(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
     parallel, rollout = config.actor.parallel, config.rollout
-    layers = model.get("num_hidden_layers")
-    if layers is not None:
-        try:
-            stage_layers(layers, parallel.pipeline, parallel.virtual_pipeline)
-        except ValueError as error:
-            keys = "`actor.parallel.pipeline`" + (" or `virtual_pipeline`" if parallel.virtual_pipeline > 1 else "")
-            yield f"the model's {error}; lower {keys}"
-    heads = model.get("num_attention_heads")
-    kv_heads = model.get("num_key_value_heads") or heads
-    sizes = {"attention heads": heads, "key/value heads": kv_heads, "feed-forward size": model.get("intermediate_size")}
-    experts = next((model[key] for key in _EXPERT_KEYS if model.get(key)), None)
-    for what, size in sizes.items():
-        if size is not None and size % parallel.tensor:
+    try:
+        model = model_of(hf_config)
+    except ValueError as error:
+        yield f"`model.path`: {error}"
+        return
+    dims = model.dims
+    try:
+        stage_layers(dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
+    except ValueError as error:
+        keys = "`actor.parallel.pipeline`" + (" or `virtual_pipeline`" if parallel.virtual_pipeline > 1 else "")
+        yield f"the model's {error}; lower {keys}"
+    heads, kv_heads, experts = dims["heads"], dims["kv_heads"], dims["experts"]
+    for what, size in (("attention heads", heads), ("key/value heads", kv_heads)):
+        if size % parallel.tensor:
             yield f"the model's {what} ({size}) must be a multiple of `actor.parallel.tensor` ({parallel.tensor})"
-    expert_ffn = model.get("moe_intermediate_size") if experts is not None else None
-    if expert_ffn is not None and expert_ffn % parallel.expert_tensor:
-        yield (
-            f"the model's experts' feed-forward size ({expert_ffn}) must be a multiple of "
-            f"`actor.parallel.expert_tensor` ({parallel.expert_tensor})"
-        )
-    if heads is not None and heads % rollout.tensor_parallel:
+    if kv_heads % parallel.tensor == 0:
+        yield from dict.fromkeys(_uncuttable(model, parallel))
+    if heads % rollout.tensor_parallel:
         yield (
             f"the model's attention heads ({heads}) must be a multiple of `rollout.tensor_parallel` "
             f"({rollout.tensor_parallel})"
         )
-    elif kv_heads is not None and kv_heads % rollout.tensor_parallel and rollout.tensor_parallel % kv_heads:
+    elif kv_heads % rollout.tensor_parallel and rollout.tensor_parallel % kv_heads:
         yield (
             f"`rollout.tensor_parallel` ({rollout.tensor_parallel}) must divide the model's {kv_heads} key/value "
             "heads, or be a multiple of them"
         )
-    if experts is not None and parallel.tensor > 1 and not parallel.sequence:
+    if experts and parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"Megatron-Core trains experts with tensor parallelism only where sequences are split too: set "
             f"actor.parallel.sequence=true, or `actor.parallel.tensor` ({parallel.tensor}) to 1"
         )
-    if experts is None:
+    if not experts:
         for name in ("expert", "expert_tensor"):
             if (value := getattr(parallel, name)) > 1:
                 yield f"`actor.parallel.{name}` is {value}, but the model has no experts; set it to 1"
     elif experts % parallel.expert:
         yield f"the model's {experts} experts must be a multiple of `actor.parallel.expert` ({parallel.expert})"
-    top_k = model.get("num_experts_per_tok")
-    if experts is not None and top_k is not None and top_k > experts:
-        yield f"`model.path`: config.json has num_experts_per_tok = {top_k}, but {experts} experts"
-    positions = model.get("max_position_embeddings")
+    positions = model.description.max_positions
     longest = rollout.max_prompt_tokens + rollout.max_tokens
-    if positions is not None and longest > positions:
+    if longest > positions:
         remedy = "; or raise model.create.max_positions" if config.model.create is not None else ""
         yield (
             f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_tokens {rollout.max_tokens} = "
             f"{longest} exceeds the model's {positions} positions; lower one of them{remedy}"
         )
+
+
+def _uncuttable(model: Model, parallel: ParallelConfig) -> Iterator[str]:
+    """A sentence per parameter that does not divide over the ranks that share it."""
+    for rule in model.parameters:
+        key = "expert_tensor" if rule.per_expert else "tensor"
+        try:
+            shard_shape(rule, model.dims, getattr(parallel, key))
+        except ValueError as error:
+            yield f"the model's {error} (`actor.parallel.{key}`)"

@@ -1,28 +1,20 @@
-"""Model families: one declarative weight map each, used by everyone who reads, writes or moves weights."""
+"""Model families: one declaration each, used by everyone who plans, checks, reads, writes or moves weights.
 
-from megatron_rl.models.create import create_model
-from megatron_rl.models.export import export_hf
-from megatron_rl.models.family import Family, ModelDescription
-from megatron_rl.models.gather import iter_hf_weights
+What is imported here needs no torch; what moves tensors is in `load`, `gather`, `export` and `create`.
+"""
+
+from megatron_rl.models.family import Family, Model, ModelDescription
 from megatron_rl.models.hf_config import HFConfig, read_hf_config
-from megatron_rl.models.load import load_hf_weights
-from megatron_rl.models.parallel import Axis, ParallelGroups
-from megatron_rl.models.registry import family_for
-from megatron_rl.models.rules import merge_shards, padded_vocab_size, shard_tensor
+from megatron_rl.models.registry import family_for, model_of
+from megatron_rl.models.rules import padded_vocab_size
 
 __all__ = [
-    "Axis",
     "Family",
     "HFConfig",
+    "Model",
     "ModelDescription",
-    "ParallelGroups",
-    "create_model",
-    "export_hf",
     "family_for",
-    "iter_hf_weights",
-    "load_hf_weights",
-    "merge_shards",
+    "model_of",
     "padded_vocab_size",
     "read_hf_config",
-    "shard_tensor",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_rl.config.schema import CreateModelConfig
 from megatron_rl.models.files import save_tensors, whole_folder
 from megatron_rl.models.hf_config import read_hf_config
+from megatron_rl.models.qwen3 import created_config
 from megatron_rl.models.registry import family_for
 
 PAD, EOS = "<pad>", "<eos>"
@@ -104,23 +105,7 @@ def _check(config: CreateModelConfig) -> None:
 def _write_config(folder: Path, config: CreateModelConfig) -> None:
     from transformers import GenerationConfig, Qwen3Config
 
-    Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.ffn_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_positions,
-        initializer_range=config.init_std,
-        tie_word_embeddings=config.tie_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        pad_token_id=0,
-        eos_token_id=1,
-        dtype="float32",
-    ).save_pretrained(folder)
+    Qwen3Config(**created_config(config)).save_pretrained(folder)
     GenerationConfig(pad_token_id=0, eos_token_id=1).save_pretrained(folder)
 
 

@@ -1,15 +1,22 @@
-"""What a model family is: its architectures, its config mapping and its weight map; and what all decoders share."""
+"""What a model family is: its architectures, config mapping, weight map and module; and what Llama-like decoders share.
+
+No torch: recipe checks, the memory plan and conversion read the same declarations as the actor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
-
-from torch.nn.functional import silu
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megatron_rl.models.hf_config import Fields, HFConfig, rope_arguments
-from megatron_rl.models.rules import Dims, HFTensor, Kind, Rule
+from megatron_rl.models.rules import Dims, HFTensor, Kind, Place, Rule
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+Settings = dict[str, bool | int | float | str]
 
 
 @dataclass(frozen=True)
@@ -17,31 +24,64 @@ class ModelDescription:
     """A model in Megatron's terms.
 
     Attributes:
-        dims: sizes by symbol (see `rules.DIM_FIELDS`), plus `layers`, `heads`, `kv_heads`; dense: 0 `experts`.
-        transformer: fields of `TransformerConfig` that the architecture decides (none of layout, dtype or speed).
+        dims: sizes by symbol (see `rules.DIM_FIELDS`), plus `layers`, `heads`, `kv_heads`; of a mixture of experts also
+            `top_k`, the experts per token. Dense: 0 `experts`.
+        transformer: fields of `TransformerConfig` that the architecture decides (none of layout, dtype or speed);
+            `activation_func` by name, see `gpt.ACTIVATIONS`.
         model: arguments of `GPTModel`; `vocab_size` is unpadded, see `rules.padded_vocab_size`.
-        spec: arguments of Megatron's layer spec functions that the architecture decides.
     """
 
     dims: Dims
-    transformer: dict[str, Any]
-    model: dict[str, Any]
-    spec: dict[str, Any] = field(default_factory=dict)
+    transformer: Settings
+    model: Settings
 
     @property
     def tied(self) -> bool:
         """True where the output layer is the embedding."""
         return bool(self.model["share_embeddings_and_output_weights"])
 
+    @property
+    def max_positions(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.model["max_sequence_length"])
+
+
+def build_gpt(
+    description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None
+) -> GPTModel:
+    """The module of a Llama-like decoder, see `gpt.build`; torch and Megatron-Core are imported here."""
+    from megatron_rl.models import gpt
+
+    return gpt.build(description, config, vocab_size, vp_stage)
+
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models; `describe` maps config.json to Megatron, refusing what it does not understand."""
+    """One family of models.
+
+    Attributes:
+        describe: config.json to Megatron's terms; refuses what it does not understand.
+        build: one chunk of this rank's model, uninitialised; takes the description, Megatron's config of it, the padded
+            vocabulary size and the virtual pipeline stage (None: there is one).
+    """
 
     name: str
     architectures: tuple[str, ...]
     rules: tuple[Rule, ...]
     describe: Callable[[HFConfig], ModelDescription]
+    build: Callable[[ModelDescription, TransformerConfig, int, int | None], GPTModel] = build_gpt
+
+    @property
+    def embedding(self) -> Rule:
+        return next(rule for rule in self.rules if rule.place is Place.EMBEDDING and rule.kind is Kind.VOCAB)
+
+    @property
+    def output(self) -> Rule:
+        return next(rule for rule in self.rules if rule.is_output)
+
+    def parameters(self, description: ModelDescription) -> tuple[Rule, ...]:
+        """The rules that the model has weights for: all, without the output layer where it is tied."""
+        return tuple(rule for rule in self.rules if not (rule.is_output and description.tied))
 
     def weights(self, description: ModelDescription) -> Iterator[Rule]:
         """Every parameter of the model in file order, names filled in; a tied output layer is left out."""
@@ -49,50 +89,69 @@ class Family:
 
     def numbered(self, description: ModelDescription) -> Iterator[tuple[Rule, int | None, int | None]]:
         """`weights`, each with its layer and its expert (None where it has none)."""
-        layered = [rule for rule in self.rules if rule.per_layer]
-        first = self.rules.index(layered[0])
-        yield from ((rule, None, None) for rule in self.rules[:first])
+        rules = self.parameters(description)
+        yield from ((rule, None, None) for rule in rules if rule.place is Place.EMBEDDING)
         for layer in range(description.dims["layers"]):
-            for rule in layered:
-                experts = range(description.dims["experts"]) if rule.per_expert else [None]
-                yield from ((rule.at(layer, expert), layer, expert) for expert in experts)
-        for rule in self.rules[first + len(layered) :]:
-            if not (rule is OUTPUT and description.tied):
-                yield rule, None, None
+            for rule in rules:
+                if rule.per_layer:
+                    experts = range(description.dims["experts"]) if rule.per_expert else [None]
+                    yield from ((rule.at(layer, expert), layer, expert) for expert in experts)
+        yield from ((rule, None, None) for rule in rules if rule.place is Place.HEAD)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of a family."""
+
+    family: Family
+    description: ModelDescription
+
+    @property
+    def dims(self) -> Dims:
+        return self.description.dims
+
+    @property
+    def parameters(self) -> tuple[Rule, ...]:
+        return self.family.parameters(self.description)
 
 
 # --------------------------------------------------------------------------------- rules that Llama-like decoders share
 _LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 EMBEDDING = Rule(
-    ("embedding.word_embeddings.weight",), (HFTensor("model.embed_tokens.weight", ("vocab", "hidden")),), Kind.VOCAB
+    ("embedding.word_embeddings.weight",),
+    (HFTensor("model.embed_tokens.weight", ("vocab", "hidden")),),
+    Kind.VOCAB,
+    Place.EMBEDDING,
 )
-FINAL_NORM = Rule(("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),), Kind.REPLICATED)
-OUTPUT = Rule(("output_layer.weight",), (HFTensor("lm_head.weight", ("vocab", "hidden")),), Kind.VOCAB)
-# The last pipeline stage's own copy of tied embeddings: loaded, never exported.
-TIED_OUTPUT = Rule(OUTPUT.megatron, EMBEDDING.hf, Kind.VOCAB)
+FINAL_NORM = Rule(
+    ("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),), Kind.REPLICATED, Place.HEAD
+)
+OUTPUT = Rule(("output_layer.weight",), (HFTensor("lm_head.weight", ("vocab", "hidden")),), Kind.VOCAB, Place.HEAD)
 
 
 def layer_rule(megatron: str | tuple[str, ...], kind: Kind, *hf: tuple[str, tuple[str, ...]]) -> Rule:
     """A rule inside a decoder layer; names are relative to it."""
     names = (megatron,) if isinstance(megatron, str) else megatron
     tensors = tuple(HFTensor(_HF + name, shape) for name, shape in hf)
-    return Rule(tuple(_LAYER + name for name in names), tensors, kind)
+    return Rule(tuple(_LAYER + name for name in names), tensors, kind, Place.LAYER)
 
 
 # A norm is a module of its own in the local layer spec; Transformer Engine's fuses it into the linear layer behind it.
-NORMS = (
-    layer_rule(
-        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-        Kind.REPLICATED,
-        ("input_layernorm.weight", ("hidden",)),
-    ),
-    layer_rule(
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-        Kind.REPLICATED,
-        ("post_attention_layernorm.weight", ("hidden",)),
-    ),
+INPUT_NORM = layer_rule(
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    Kind.REPLICATED,
+    ("input_layernorm.weight", ("hidden",)),
 )
+MLP_NORM = layer_rule(
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    Kind.REPLICATED,
+    ("post_attention_layernorm.weight", ("hidden",)),
+)
+NORMS = (INPUT_NORM, MLP_NORM)
+# Before experts there is nothing to fuse it into: Transformer Engine's checkpoints have it under its own name, the local
+# layer spec's under the fused one.
+MOE_NORMS = (INPUT_NORM, replace(MLP_NORM, saved=MLP_NORM.megatron[:1]))
 ATTENTION = (
     layer_rule(
         "self_attention.linear_qkv.weight",
@@ -133,7 +192,12 @@ def decoder_rules(*layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
 
 
 def describe_decoder(
-    fields: Fields, *, head_dim: int | None = None, qk_norm: bool = False, qkv_bias: bool = False
+    fields: Fields,
+    *,
+    head_dim: int | None = None,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    activation: str = "silu",
 ) -> ModelDescription:
     """The config mapping of Llama-like decoders. The caller reads its family's own fields and calls `fields.finish`.
 
@@ -141,13 +205,14 @@ def describe_decoder(
         head_dim: the family's default; None: hidden_size / num_attention_heads.
         qk_norm: queries and keys are RMS-normalised per head.
         qkv_bias: the query, key and value projections have a bias.
+        activation: of the gated feed-forward, as config.json names it.
     """
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     layers, ffn = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
     kv_heads, vocab = fields.integer("num_key_value_heads", heads), fields.integer("vocab_size")
     head_dim = fields.integer("head_dim", head_dim or hidden // heads)
     max_positions = fields.integer("max_position_embeddings")
-    fields.only("hidden_act", "silu")
+    fields.only("hidden_act", activation)
     fields.only("attention_dropout", 0.0)
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
@@ -165,7 +230,7 @@ def describe_decoder(
         "kv": kv_heads * head_dim,
         "ffn": ffn,
     }
-    transformer = {
+    transformer: Settings = {
         "num_layers": layers,
         "hidden_size": hidden,
         "ffn_hidden_size": ffn,
@@ -178,24 +243,30 @@ def describe_decoder(
         "add_bias_linear": False,
         "add_qkv_bias": qkv_bias,
         "gated_linear_unit": True,
-        "activation_func": silu,
+        "activation_func": activation,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    model = {
+    model: Settings = {
         "vocab_size": vocab,
         "max_sequence_length": max_positions,
         "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", False),
         **rope_arguments(fields, max_positions),
     }
-    return ModelDescription(dims, transformer, model, {"qk_layernorm": qk_norm})
+    return ModelDescription(dims, transformer, model)
+
+
+def sliding_window(fields: Fields) -> int | None:
+    """Tokens that attention sees in a sliding layer; None: all."""
+    found = 4096 if fields.absent("sliding_window") else fields.get("sliding_window")
+    return None if found is None else fields.integer("sliding_window", found)
 
 
 def refuse_sliding_window(fields: Fields, layers: int) -> None:
     """Qwen2 and Qwen3: `layer_types`, or else the layers from `max_window_layers` up where `use_sliding_window`."""
-    window = 4096 if fields.absent("sliding_window") else fields.get("sliding_window")
-    first = fields.get("max_window_layers", 28)
-    types = fields.get("layer_types")
+    window = sliding_window(fields)
+    first = fields.number("max_window_layers", 28)
+    types = fields.names("layer_types")
     if types is None and fields.flag("use_sliding_window", False) and window is not None and first < layers:
         fields.refuse("use_sliding_window", True, f"layers from max_window_layers = {first} would not attend fully")
     if any(kind != "full_attention" for kind in types or []):

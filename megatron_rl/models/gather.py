@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_rl.models.family import OUTPUT, Family, ModelDescription
+from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import Key, LocalWeight, local_experts, local_weights, split_axis
 from megatron_rl.models.load import weight_dims
 from megatron_rl.models.parallel import Axis, ParallelGroups
-from megatron_rl.models.rules import Dims, Kind, Rule, merge_shards, tensor_bytes
+from megatron_rl.models.rules import Dims, Kind, Rule
+from megatron_rl.models.shards import merge_shards, tensor_bytes
 
 BUCKET_BYTES = 256 * 2**20
 _ALIGNMENT = 16  # bytes; lets a flat buffer be viewed as any dtype
@@ -75,7 +76,7 @@ def _plan(
     own = [
         (weight.key, tuple(weight.parameter.shape), weight.parameter.dtype)
         for weight in local.values()
-        if not (description.tied and family.rules[weight.key[0]] is OUTPUT)
+        if not (description.tied and family.rules[weight.key[0]].is_output)
     ]
     stages = [own]
     if parallel.pp.size > 1:
@@ -87,12 +88,10 @@ def _plan(
             rule = family.rules[key[0]]
             tp = split_axis(rule, parallel).size
             tasks.append(_Task(key, rule, stage, shape, dtype, weight_dims(shape, rule, description, tp)))
-    layer_rules = [index for index, rule in enumerate(family.rules) if rule.per_layer]
 
     def order(task: _Task) -> tuple[int, int, int, int]:
         index, layer, expert = task.key
-        # Layers stand where the first layer rule does; within a layer, expert by expert.
-        return (layer_rules[0] if task.rule.per_layer else index, layer, expert, index)
+        return (task.rule.place, layer, expert, index)
 
     tasks.sort(key=order)
     for before, after in pairwise(tasks):
@@ -101,8 +100,7 @@ def _plan(
     dims, experts = description.dims, local_experts(description, parallel)
     expected = sum(
         (dims["layers"] if rule.per_layer else 1) * (experts if rule.per_expert else 1)
-        for rule in family.rules
-        if not (rule is OUTPUT and description.tied)
+        for rule in family.parameters(description)
     )
     if len(tasks) != expected:
         raise ValueError(f"the pipeline stages hold {len(tasks)} of the model's {expected} parameters")

@@ -84,6 +84,20 @@ class Fields:
             raise ValueError(f"config.json: `{name}` = {value!r}, expected true or false")
         return value
 
+    def names(self, name: str) -> list[str] | None:
+        """A list of names; None where it is absent or null."""
+        value = self.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise ValueError(f"config.json: `{name}` = {value!r}, expected a list of names")
+        return value
+
+    def section(self, name: str) -> dict[str, Any]:
+        """An object of further fields, without those that are null; {} where it is absent."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"config.json: `{name}` = {value!r}, expected an object")
+        return {key: item for key, item in value.items() if item is not None}
+
     def only(self, name: str, value: Any) -> None:
         """Refuse every value but `value`, which is also what an absent or null field means."""
         found = self.get(name, value)
@@ -109,10 +123,11 @@ def rope_arguments(fields: Fields, max_positions: int) -> dict[str, Any]:
     Supported: default, linear, and llama3 with the constants that Megatron-Core has built in.
     """
     theta = fields.number("rope_theta", 10000.0)
-    legacy, current = fields.get("rope_scaling"), fields.get("rope_parameters", {})
-    where = "rope_scaling" if legacy else "rope_parameters"
-    scaling = {name: value for name, value in (legacy or current).items() if value is not None}
+    legacy, current = fields.section("rope_scaling"), fields.section("rope_parameters")
+    where, scaling = ("rope_scaling", legacy) if legacy else ("rope_parameters", current)
     theta = scaling.pop("rope_theta", theta)
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise ValueError(f"config.json: `{where}.rope_theta` = {theta!r}, expected a number")
     legacy_kind = scaling.pop("type", "default")
     kind = scaling.pop("rope_type", legacy_kind)
     partial = scaling.pop("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from megatron_rl.models.family import OUTPUT, TIED_OUTPUT, Family, ModelDescription
+from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.parallel import Axis, ParallelGroups
-from megatron_rl.models.rules import Rule
+from megatron_rl.models.rules import Place, Rule
 
 Key = tuple[int, int, int]  # index of the rule in its family, global layer (-1: none), local expert (-1: none)
 
@@ -58,8 +58,8 @@ def local_weights(
         layers = {i: layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
         for name, parameter in chunk.named_parameters():
             key, rule = _match(name, family, layers)
-            if rule is OUTPUT and description.tied:
-                rule = TIED_OUTPUT
+            if rule.is_output and description.tied:  # the last stage's copy of the embedding: loaded, never exported
+                rule = replace(rule, hf=family.embedding.hf)
             if key in found:
                 raise ValueError(f"parameters {found[key].name} and {name} both stand for {rule.hf[0].name}")
             _, layer, expert = key
@@ -94,8 +94,7 @@ def _expected(
             for layer in layers:
                 for expert in range(experts) if rule.per_expert else [-1]:
                     yield (index, layer, expert), rule
-        elif rule is family.rules[0]:
-            if chunk.pre_process:
-                yield (index, -1, -1), rule
-        elif chunk.post_process and not (rule is OUTPUT and description.tied):
+        elif rule.is_output and description.tied:
+            continue
+        elif chunk.pre_process if rule.place is Place.EMBEDDING else chunk.post_process:
             yield (index, -1, -1), rule

@@ -13,6 +13,7 @@ from megatron_rl.models.family import (
     ModelDescription,
     decoder_rules,
     describe_decoder,
+    sliding_window,
 )
 from megatron_rl.models.hf_config import Fields, HFConfig
 
@@ -30,10 +31,9 @@ def _describe_llama(config: HFConfig) -> ModelDescription:
 def _describe_mistral(config: HFConfig) -> ModelDescription:
     fields = Fields(config, "mistral")
     description = describe_decoder(fields)
-    window = 4096 if fields.absent("sliding_window") else fields.get("sliding_window")
-    types = fields.get("layer_types")
+    window, types = sliding_window(fields), fields.names("layer_types")
     slides = types is None or any(kind != "full_attention" for kind in types)
-    if slides and window is not None and window < description.model["max_sequence_length"]:
+    if slides and window is not None and window < description.max_positions:
         fields.refuse("sliding_window", window, "it must be null or cover max_position_embeddings")
     fields.finish()
     return description

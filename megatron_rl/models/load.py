@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.models.family import OUTPUT, Family, ModelDescription
+from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.files import SafetensorsFolder, WeightSource
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import LocalWeight, local_weights, split_axis
@@ -45,7 +45,7 @@ def load_hf_weights(
         axis = split_axis(weight.rule, parallel)
         dims = weight_dims(tuple(weight.parameter.shape), weight.rule, description, axis.size)
         _fill(weight, files, dims, axis.rank, axis.size)
-    if description.tied and OUTPUT.hf[0].name in files.names():
+    if description.tied and family.output.hf[0].name in files.names():
         check_tied(files, family)
 
 
@@ -77,7 +77,7 @@ def check_names(files: WeightSource, family: Family, description: ModelDescripti
     expected = {tensor.name for rule in family.weights(description) for tensor in rule.hf}
     found = {name for name in files.names() if not _BUFFERS.fullmatch(name)}
     if description.tied:
-        found -= {tensor.name for tensor in OUTPUT.hf}
+        found -= {tensor.name for tensor in family.output.hf}
     for problem, names in (("lacks", expected - found), ("holds unexpected", found - expected)):
         if names:
             first = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -141,7 +141,7 @@ def _writable(parameter: nn.Parameter) -> Tensor:
 
 def check_tied(files: WeightSource, family: Family) -> None:
     """Refuse an output layer in the file that is not the embedding, which the config says it is."""
-    embedding, output = family.rules[0].hf[0].name, OUTPUT.hf[0].name
+    embedding, output = family.embedding.hf[0].name, family.output.hf[0].name
     rows = files.shape(embedding)[0]
     same = files.shape(output) == files.shape(embedding) and all(
         torch.equal(files.read(embedding, 0, at, at + 4096), files.read(output, 0, at, at + 4096))

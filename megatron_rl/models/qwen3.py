@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from megatron_rl.models.family import (
     ATTENTION,
     DENSE_MLP,
@@ -15,6 +17,9 @@ from megatron_rl.models.family import (
 )
 from megatron_rl.models.hf_config import Fields, HFConfig
 
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import CreateModelConfig
+
 
 def _describe(config: HFConfig) -> ModelDescription:
     fields = Fields(config, "qwen3")
@@ -25,3 +30,24 @@ def _describe(config: HFConfig) -> ModelDescription:
 
 
 QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), decoder_rules(NORMS, ATTENTION, QK_NORMS, DENSE_MLP), _describe)
+
+
+def created_config(create: CreateModelConfig) -> dict[str, Any]:
+    """config.json of the model that `model.create` makes, as far as it differs from transformers' defaults."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": create.vocab_size,
+        "hidden_size": create.hidden_size,
+        "intermediate_size": create.ffn_size,
+        "num_hidden_layers": create.layers,
+        "num_attention_heads": create.heads,
+        "num_key_value_heads": create.kv_heads,
+        "head_dim": create.head_dim,
+        "max_position_embeddings": create.max_positions,
+        "initializer_range": create.init_std,
+        "tie_word_embeddings": create.tie_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": "float32",
+    }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from megatron_rl.models.family import (
     ATTENTION,
-    NORMS,
+    MOE_NORMS,
     QK_NORMS,
     Family,
     ModelDescription,
+    Settings,
     decoder_rules,
     describe_decoder,
     layer_rule,
+    sliding_window,
 )
 from megatron_rl.models.hf_config import Fields, HFConfig
 from megatron_rl.models.rules import Kind
@@ -39,15 +41,14 @@ def _describe(config: HFConfig) -> ModelDescription:
     fields.only("mlp_only_layers", [])
     fields.only("use_qk_norm", True)  # Qwen3-Coder says so
     fields.get("max_window_layers")  # not used by this architecture: a window would be on every layer's
-    window = 4096 if fields.absent("sliding_window") else fields.get("sliding_window")
-    if fields.flag("use_sliding_window", False) and window is not None:
+    if fields.flag("use_sliding_window", False) and sliding_window(fields) is not None:
         fields.refuse("use_sliding_window", True, "every layer must use full attention")
     experts = fields.integer("num_experts", fields.get("num_local_experts"))
     expert_ffn = fields.integer("moe_intermediate_size")
     top_k = fields.integer("num_experts_per_tok")
     if top_k > experts:
         raise ValueError(f"config.json: num_experts_per_tok = {top_k}: the model has {experts} experts")
-    moe = {
+    moe: Settings = {
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": expert_ffn,
         "moe_router_topk": top_k,
@@ -59,11 +60,10 @@ def _describe(config: HFConfig) -> ModelDescription:
     }
     fields.finish()
     return ModelDescription(
-        {**dense.dims, "experts": experts, "expert_ffn": expert_ffn},
+        {**dense.dims, "experts": experts, "expert_ffn": expert_ffn, "top_k": top_k},
         {**dense.transformer, **moe},
         dense.model,
-        {**dense.spec, "num_experts": experts},
     )
 
 
-QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), decoder_rules(NORMS, ATTENTION, QK_NORMS, MOE), _describe)
+QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), decoder_rules(MOE_NORMS, ATTENTION, QK_NORMS, MOE), _describe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.models.family import Family
+from megatron_rl.models.family import Family, Model
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.llama import LLAMA, MISTRAL
 from megatron_rl.models.qwen2 import QWEN2
@@ -19,9 +19,21 @@ def family_for(hf_config: HFConfig) -> Family:
         ValueError: the architecture is missing or not known; the message lists the known ones.
     """
     architectures = hf_config.get("architectures") or []
+    if not isinstance(architectures, list):
+        architectures = [architectures]
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
             return family
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     found = ", ".join(map(repr, architectures)) or f"absent (model_type {hf_config.get('model_type')!r})"
-    raise ValueError(f"config.json: `architectures` is {found}, which no model family here serves; known are: {known}")
+    raise ValueError(f"config.json: `architectures` is {found}, which is not supported; supported: {known}")
+
+
+def model_of(hf_config: HFConfig) -> Model:
+    """The model that a config.json describes.
+
+    Raises:
+        ValueError: its architecture, or something in it that changes the forward pass, is not known.
+    """
+    family = family_for(hf_config)
+    return Model(family, family.describe(hf_config))

@@ -2,7 +2,8 @@
 
 Every kind of parameter comes down to one description: a Megatron shard is a list of *pieces*, contiguous ranges of its
 Hugging Face tensors along one dimension, laid end to end (and zero-padded, for the vocabulary). Loading copies the
-pieces in, exporting copies them out, so both directions follow from one function and cannot disagree.
+pieces in, exporting copies them out, so both directions follow from one function and cannot disagree. No torch: recipe
+checks and the memory plan read it too; the functions of tensors are in `shards`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cached_property
-
-import torch
-from torch import Tensor
 
 Dims = Mapping[str, int]  # sizes by symbol, e.g. {"hidden": 128, "q": 128, ...}; see `DIM_FIELDS`
 
@@ -29,6 +27,14 @@ DIM_FIELDS: Mapping[str, str] = {
     "experts": "num_experts",
     "expert_ffn": "moe_intermediate_size",
 }
+
+
+class Place(IntEnum):
+    """Where in the model a parameter is, in file order."""
+
+    EMBEDDING = 0  # on the first pipeline stage
+    LAYER = 1  # in every decoder layer, on that layer's stage
+    HEAD = 2  # after the layers, on the last stage
 
 
 class Kind(Enum):
@@ -55,19 +61,36 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter (its possible names, by layer spec) and the Hugging Face tensors that it is made of."""
+    """One Megatron parameter and the Hugging Face tensors that it is made of.
+
+    Attributes:
+        megatron: its possible names, by layer spec; Transformer Engine's last, but for experts.
+        saved: further names in distributed checkpoints (see `convert.layout`) that are no parameter's name.
+    """
 
     megatron: tuple[str, ...]
     hf: tuple[HFTensor, ...]
     kind: Kind
+    place: Place
+    saved: tuple[str, ...] = ()
 
     @cached_property
     def per_layer(self) -> bool:
-        return "{layer}" in self.megatron[0]
+        return self.place is Place.LAYER
 
     @cached_property
     def per_expert(self) -> bool:
         return "{expert}" in self.megatron[0]
+
+    @property
+    def is_output(self) -> bool:
+        """Whether it is the output layer, which tied embeddings replace."""
+        return self.place is Place.HEAD and self.kind is Kind.VOCAB
+
+    @property
+    def is_projection(self) -> bool:
+        """Whether it is a matrix of attention, feed-forward or experts: what FP8 products read."""
+        return self.kind not in (Kind.REPLICATED, Kind.VOCAB) and len(self.hf[0].shape) == 2
 
     @property
     def dim(self) -> int:
@@ -77,7 +100,7 @@ class Rule:
     def at(self, layer: int | None = None, expert: int | None = None) -> Rule:
         """The same rule with global layer and expert numbers filled into the Hugging Face names."""
         named = tuple(replace(t, name=t.name.format(layer=layer, expert=expert)) for t in self.hf)
-        return Rule(self.megatron, named, self.kind)
+        return replace(self, hf=named)
 
     @cached_property
     def patterns(self) -> tuple[re.Pattern[str], ...]:
@@ -184,48 +207,3 @@ def shard_shape(rule: Rule, dims: Dims, tp: int) -> tuple[int, ...]:
     else:
         shape[rule.dim] = sum(piece.length for piece in shard_pieces(rule, dims, 0, tp))
     return tuple(shape)
-
-
-def shard_tensor(rule: Rule, hf_tensors: Mapping[str, Tensor], dims: Dims, rank: int, tp: int) -> Tensor:
-    """The Megatron shard of tensor-parallel rank `rank` of `tp`.
-
-    Args:
-        rule: the rule with its names filled in (`Rule.at`).
-        hf_tensors: the full Hugging Face tensors by name.
-        dims: sizes by symbol (`ModelDescription.dims`), with `padded_vocab` where it is not the smallest possible.
-    """
-    sources = [hf_tensors[tensor.name] for tensor in rule.hf]
-    shard = sources[0].new_zeros(shard_shape(rule, dims, tp))
-    at = 0
-    for piece in shard_pieces(rule, dims, rank, tp):
-        source = sources[piece.tensor].narrow(rule.dim, piece.start, piece.length)
-        shard.narrow(rule.dim, at, piece.length).copy_(source)
-        at += piece.length
-    return shard
-
-
-def merge_shards(rule: Rule, shards: Sequence[Tensor], dims: Dims) -> dict[str, Tensor]:
-    """The full Hugging Face tensors from the shards of all tensor-parallel ranks: the inverse of `shard_tensor`.
-
-    A tensor that is one whole shard comes back as a view of it, anything else as new memory.
-    """
-    if rule.kind is Kind.REPLICATED:
-        return {rule.hf[0].name: shards[0]}
-    pieces = [shard_pieces(rule, dims, rank, len(shards)) for rank in range(len(shards))]
-    if len(shards) == 1 and len(rule.hf) == 1:
-        return {rule.hf[0].name: shards[0].narrow(rule.dim, 0, pieces[0][0].length)}
-    full = [shards[0].new_empty(tensor.sizes(dims)) for tensor in rule.hf]
-    for shard, own in zip(shards, pieces, strict=True):
-        at = 0
-        for piece in own:
-            target = full[piece.tensor].narrow(rule.dim, piece.start, piece.length)
-            target.copy_(shard.narrow(rule.dim, at, piece.length))
-            at += piece.length
-    return {tensor.name: value for tensor, value in zip(rule.hf, full, strict=True)}
-
-
-def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    return size

@@ -20,8 +20,7 @@ from megatron_rl.checkpoint.saver import Outcome, Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config import to_yaml
-from megatron_rl.models import export_hf
-from megatron_rl.models.export import companions
+from megatron_rl.models.export import companions, export_hf
 from megatron_rl.runtime import device
 from megatron_rl.trainer.context import Run
 

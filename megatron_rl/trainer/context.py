@@ -14,8 +14,7 @@ from megatron_rl.checkpoint.owner import Ownership
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Sample
-from megatron_rl.models import create_model
-from megatron_rl.models.create import differences
+from megatron_rl.models.create import create_model, differences
 from megatron_rl.rewards import Scorer, ScoringStats
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.sync import WeightSync

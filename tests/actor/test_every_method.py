@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import aggregate_loss, make_gradient_weight
-from megatron_rl.models import create_model
+from megatron_rl.models.create import create_model
 
 from .every_method import COMBINATIONS, LONGEST, SHAPE, SOME, make_rollouts, run_steps
 from .processes import spawn

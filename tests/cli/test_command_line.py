@@ -72,6 +72,12 @@ def test_help_needs_no_torch(recipe: str) -> None:
     assert subprocess.run(config, timeout=30).returncode == 0
 
 
+def test_a_plan_needs_no_torch(recipe: str) -> None:
+    result = run("plan", recipe, "trainer.prompts_per_step=64")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "it fits" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

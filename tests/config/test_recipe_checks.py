@@ -163,16 +163,17 @@ def test_what_this_machine_lacks(recipe, overrides: list[str], machine: Machine,
 @pytest.mark.parametrize(
     ("config", "size"),
     [
-        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, 16),
-        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 48}, 48),
-        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2}, None),
-        ({"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4}, None),  # 128 where it says nothing
+        ({}, 16),
+        ({"head_dim": 48}, 48),
+        ({"num_attention_heads": 2, "num_key_value_heads": 2}, None),
+        ({"architectures": ["Qwen3ForCausalLM"]}, None),  # 128 where it says nothing
     ],
 )
 def test_an_engine_on_a_cpu_has_kernels_for_some_head_sizes_only(
     recipe, model: Path, config: dict[str, object], size: int | None
 ) -> None:
-    (model / "config.json").write_text(json.dumps(config))
+    sizes = json.loads((model / "config.json").read_text()) | {"num_attention_heads": 4}
+    (model / "config.json").write_text(json.dumps(sizes | config))
     checked = check(recipe(f"model.path={model}"), machine=CPU)
     check_machine(checked, Machine(gpus=8))
     checked.tasks.eval = {}
@@ -204,6 +205,9 @@ def test_gpus_are_counted_without_torch(
 def model(write) -> Path:
     """A Hugging Face folder as far as the checks look."""
     sizes = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 64,
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
@@ -226,6 +230,8 @@ def test_a_model_folder_wins_over_create(recipe, model: Path) -> None:
         ("config.json", None, "has no config.json"),
         ("config.json", "{", "config.json cannot be read"),
         ("config.json", "[]", "does not hold a JSON object"),
+        ("config.json", '{"architectures": ["GPT2LMHeadModel"]}', "'GPT2LMHeadModel', which is not supported"),
+        ("config.json", '{"architectures": ["LlamaForCausalLM"], "hidden_size": 0}', "`hidden_size` = 0, expected a pos"),
         ("tokenizer.json", None, "has no tokenizer"),
         ("model.safetensors", None, "has no *.safetensors files"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "x-1.safetensors", "b": "model.safetensors"}}',
@@ -261,8 +267,9 @@ def test_the_engine_may_have_more_ranks_than_the_model_has_key_value_heads(recip
 
 
 def test_experts(recipe, model: Path) -> None:
-    sizes = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**sizes, "num_experts": 6, "moe_intermediate_size": 32}))
+    sizes = json.loads((model / "config.json").read_text()) | {"architectures": ["Qwen3MoeForCausalLM"]}
+    sizes |= {"num_experts": 6, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    (model / "config.json").write_text(json.dumps(sizes))
     assert check(recipe("model.path=model", "actor.parallel.expert=3"), machine=CPU).launch.processes == 3
     assert any("6 experts" in p for p in problems(recipe("model.path=model", "actor.parallel.expert=4")))
     split = ("model.path=model", "actor.parallel.tensor=2", "rollout.tensor_parallel=2")
@@ -273,16 +280,19 @@ def test_experts(recipe, model: Path) -> None:
     assert check(recipe(*split, "actor.parallel.expert=2"), machine=CPU).launch.processes == 2
     assert check(recipe(*split, "actor.parallel.expert_tensor=2"), machine=CPU).launch.processes == 2
     assert check(recipe(*split, "actor.parallel.expert=3"), machine=CPU).launch.processes == 6
-    (model / "config.json").write_text(json.dumps({**sizes, "num_experts": 6, "num_experts_per_tok": 7}))
-    assert any("num_experts_per_tok = 7, but 6 experts" in p for p in problems(recipe("model.path=model")))
-    (model / "config.json").write_text(json.dumps({**sizes, "num_experts": 6, "moe_intermediate_size": 32}))
+    (model / "config.json").write_text(json.dumps(sizes | {"num_experts_per_tok": 7}))
+    assert any("num_experts_per_tok = 7: the model has 6 experts" in p for p in problems(recipe("model.path=model")))
+    (model / "config.json").write_text(json.dumps(sizes))
     cut = ("launch.processes=6", "actor.parallel.expert=2", "actor.parallel.expert_tensor=2")
     assert problems(recipe("model.path=model", *cut)) == [
         "`actor.parallel.expert` x `expert_tensor` (2 x 2) must divide the 6 ranks of a pipeline stage (tensor x context x "
         "data = 6 processes / 1); a number of processes that fits is 8"
     ]
     uneven = problems(recipe("model.path=model", "actor.parallel.expert_tensor=5"))
-    assert any("feed-forward size (32) must be a multiple of `actor.parallel.expert_tensor` (5)" in p for p in uneven)
+    sentence = (
+        "moe_intermediate_size = 32 does not divide over 5 tensor-parallel ranks (`actor.parallel.expert_tensor`)"
+    )
+    assert f"the model's {sentence}" in uneven
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from megatron_rl.config import load_recipe, to_yaml
 from megatron_rl.config.model_checks import CPU_HEAD_SIZES
 from megatron_rl.config.schema import CreateModelConfig
-from megatron_rl.models import create_model
+from megatron_rl.models.create import create_model
 from megatron_rl.runtime.spawn import rank_environment
 
 from . import forked

@@ -10,7 +10,7 @@ import pytest
 from models import tiny
 
 from megatron_rl.config.schema import CreateModelConfig
-from megatron_rl.models import create_model
+from megatron_rl.models.create import create_model
 
 from .job import Job
 

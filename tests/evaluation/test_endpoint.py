@@ -21,7 +21,7 @@ from megatron_rl.config.schema import CreateModelConfig, EndpointConfig
 from megatron_rl.data import Sample
 from megatron_rl.evaluation import kept
 from megatron_rl.evaluation.endpoint import Server, complete, find_server
-from megatron_rl.models import create_model
+from megatron_rl.models.create import create_model
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
 from megatron_rl.runtime.http import EndpointError
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.models import ParallelGroups
+from megatron_rl.models.parallel import ParallelGroups
 
 from .megatron import start, stop
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelGroups]:
     """Megatron's groups for this one process."""
     yield start(0, 1, str(tmp_path_factory.mktemp("rendezvous") / "file"))

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import nn
 
-from megatron_rl.models import ModelDescription, ParallelGroups, padded_vocab_size
+from megatron_rl.actor.build import build_model
+from megatron_rl.config.schema import ActorConfig, ParallelConfig
+from megatron_rl.models import Family, ModelDescription
+from megatron_rl.models.parallel import ParallelGroups
+from megatron_rl.runtime import device
 from tests import ranks
 
 
@@ -27,8 +33,6 @@ def start(
     """Join the process group (rendezvous through a file) and make Megatron's."""
     from megatron.core import parallel_state
 
-    from megatron_rl.runtime.cpu_megatron import install_rng_tracker, make_moe_importable
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     parallel_state.initialize_model_parallel(
@@ -38,8 +42,6 @@ def start(
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
     )
-    install_rng_tracker()
-    make_moe_importable()
     return ParallelGroups.from_megatron()
 
 
@@ -50,45 +52,18 @@ def stop() -> None:
     dist.destroy_process_group()
 
 
-def build(description: ModelDescription, parallel: ParallelGroups, virtual: int = 1) -> list[nn.Module]:
+def build(family: Family, description: ModelDescription, parallel: ParallelGroups, virtual: int = 1) -> list[nn.Module]:
     """This process's model chunks, with parameters that no test expects to see again (NaN)."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_rl.runtime.cpu_megatron import MegatronOnCpu
-
-    config = TransformerConfig(
-        **description.transformer,
-        tensor_model_parallel_size=parallel.tp.size,
-        pipeline_model_parallel_size=parallel.pp.size,
-        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        expert_model_parallel_size=parallel.ep.size,
-        expert_tensor_parallel_size=parallel.expert_tp.size,
-        pipeline_dtype=torch.float32,
-        use_cpu_initialization=True,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+    layout = ParallelConfig(
+        tensor=parallel.tp.size,
+        pipeline=parallel.pp.size,
+        virtual_pipeline=virtual,
+        expert=parallel.ep.size,
+        expert_tensor=parallel.expert_tp.size,
+        sequence=parallel.tp.size > 1 and description.dims["experts"] > 0,
     )
-    model = dict(description.model, vocab_size=padded_vocab_size(description.dims["vocab"], parallel.tp.size))
-    chunks = []
-    with MegatronOnCpu():
-        for stage in range(virtual):
-            vp_stage = stage if virtual > 1 else None
-            chunk = GPTModel(
-                config,
-                get_gpt_layer_local_spec(**description.spec, normalization="RMSNorm"),
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-                vp_stage=vp_stage,
-                parallel_output=False,
-                **model,
-            )
-            chunks.append(chunk)
-    with torch.no_grad():
+    with device.megatron(), torch.no_grad():
+        chunks = build_model(family, description, ActorConfig(parallel=layout), torch.float32)
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.fill_(float("nan"))
@@ -96,14 +71,17 @@ def build(description: ModelDescription, parallel: ParallelGroups, virtual: int 
 
 
 def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """A whole model's logits, gathered over tensor-parallel ranks: [batch, length, padded vocabulary]."""
-    from megatron_rl.runtime.cpu_megatron import MegatronOnCpu
-
-    length = tokens.shape[1]
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    """A whole model's logits, gathered over tensor-parallel ranks: [batch, length, padded vocabulary]; packed inside."""
+    batch, length = tokens.shape
+    offsets = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32)
+    packed = PackedSeqParams(
+        "thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=length, max_seqlen_kv=length
+    )
+    positions = torch.arange(length).repeat(batch)[None]
     model.eval()
-    with torch.no_grad(), MegatronOnCpu():
-        return model(tokens, torch.arange(length).expand_as(tokens), future)
+    with torch.no_grad(), device.megatron():
+        own = model(tokens.view(1, -1), positions, None, packed_seq_params=packed)
+        return gather_from_tensor_model_parallel_region(own).view(batch, length, -1)
 
 
 def spawn(function: Callable[..., None], world: int, folder: Path, *arguments: object) -> None:

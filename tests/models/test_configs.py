@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.models import family_for, read_hf_config
+from megatron_rl.models import family_for, model_of, read_hf_config
 
 
 def published(architecture: str, sizes: tuple[int, ...], **other: Any) -> dict[str, Any]:
@@ -158,6 +158,23 @@ def test_published_models_are_understood(name: str) -> None:
     assert description.model["rotary_base"] == config["rope_theta"]
     assert description.transformer["num_query_groups"] == config["num_key_value_heads"]
     assert description.tied == config.get("tie_word_embeddings", False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": "Qwen3ForCausalLM", "num_hidden_layers": 2.5},
+        {"rope_scaling": "linear"},
+        {"rope_parameters": {"rope_theta": "many"}},
+        {"layer_types": 5},
+        {"sliding_window": "wide"},
+        {"max_window_layers": []},
+        {"num_attention_heads": True},
+    ],
+)
+def test_values_of_the_wrong_type_are_refused_by_name(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"config.json: `({'|'.join(changes)})[`.]"):
+        model_of(PUBLISHED["Qwen3-8B"][0] | {"use_sliding_window": True} | changes)
 
 
 def test_llama3_rope_scaling_reaches_megatron() -> None:

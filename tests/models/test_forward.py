@@ -8,14 +8,11 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import CreateModelConfig
-from megatron_rl.models import (
-    ParallelGroups,
-    create_model,
-    export_hf,
-    family_for,
-    load_hf_weights,
-    read_hf_config,
-)
+from megatron_rl.models import family_for, read_hf_config
+from megatron_rl.models.create import create_model
+from megatron_rl.models.export import export_hf
+from megatron_rl.models.load import load_hf_weights
+from megatron_rl.models.parallel import ParallelGroups
 
 from . import tiny
 from .megatron import build, logits
@@ -26,7 +23,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, parallel: ParallelGrou
     folder = tiny.write(tmp_path / "model", variant)
     config = read_hf_config(folder)
     family = family_for(config)
-    chunks = build(family.describe(config), parallel)
+    chunks = build(family, family.describe(config), parallel)
     load_hf_weights(chunks, family, config, folder, parallel)
     expected = tiny.hf_logits(folder)
     torch.testing.assert_close(logits(chunks[0], tiny.tokens()), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
@@ -39,7 +36,7 @@ def test_export_of_a_created_model_generates_the_same(tmp_path: Path, parallel: 
     create_model(source, CreateModelConfig(init_std=0.08), seed=1)
     config = read_hf_config(source)
     family = family_for(config)
-    chunks = build(family.describe(config), parallel)
+    chunks = build(family, family.describe(config), parallel)
     load_hf_weights(chunks, family, config, source, parallel)
     export_hf(export, chunks, family, config, parallel, source)
     prompt = "1+3-5="

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.models import export_hf, family_for, iter_hf_weights, load_hf_weights, read_hf_config
+from megatron_rl.models import family_for, read_hf_config
+from megatron_rl.models.export import export_hf
 from megatron_rl.models.files import SafetensorsFolder
+from megatron_rl.models.gather import iter_hf_weights
+from megatron_rl.models.load import load_hf_weights
 
 from . import tiny
 from .megatron import build, logits, spawn, start, stop
@@ -41,7 +44,7 @@ def _check(rank: int, world: int, rendezvous: str, root: str, layouts: list[Layo
         parallel = start(rank, world, f"{rendezvous}-{number}", *axes)
         config = read_hf_config(folder)
         family = family_for(config)
-        chunks = build(family.describe(config), parallel, layout.virtual)
+        chunks = build(family, family.describe(config), parallel, layout.virtual)
         load_hf_weights(chunks, family, config, folder, parallel)
         source = _tensors(folder)
         order = None

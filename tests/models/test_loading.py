@@ -14,14 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.models import (
-    ParallelGroups,
-    export_hf,
-    family_for,
-    iter_hf_weights,
-    load_hf_weights,
-    read_hf_config,
-)
+from megatron_rl.models import family_for, read_hf_config
+from megatron_rl.models.export import export_hf
+from megatron_rl.models.gather import iter_hf_weights
+from megatron_rl.models.load import load_hf_weights
+from megatron_rl.models.parallel import ParallelGroups
 
 from . import tiny
 from .megatron import build
@@ -46,7 +43,8 @@ def load(folder: Path, parallel: ParallelGroups, built_from: Path | None = None)
     config = read_hf_config(folder)
     family = family_for(config)
     shape = read_hf_config(built_from or folder)
-    chunks = build(family_for(shape).describe(shape), parallel)
+    built = family_for(shape)
+    chunks = build(built, built.describe(shape), parallel)
     load_hf_weights(chunks, family, config, folder, parallel)
     return chunks
 
@@ -158,7 +156,7 @@ def test_a_module_built_otherwise(tmp_path: Path, folder: Path, parallel: Parall
 def test_weights_are_cast_to_the_parameters_dtype(folder: Path, parallel: ParallelGroups) -> None:
     config = read_hf_config(folder)
     family = family_for(config)
-    chunks = [chunk.to(torch.bfloat16) for chunk in build(family.describe(config), parallel)]
+    chunks = [chunk.to(torch.bfloat16) for chunk in build(family, family.describe(config), parallel)]
     load_hf_weights(chunks, family, config, folder, parallel)
     source = load_file(folder / WEIGHTS)
     for name, value in iter_hf_weights(chunks, family, config, parallel):

@@ -14,8 +14,10 @@ from megatron_rl.checkpoint.convert import jobs, open_weights
 from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
-from megatron_rl.models import ParallelGroups, family_for, load_hf_weights, read_hf_config
+from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.models.files import SafetensorsFolder
+from megatron_rl.models.load import load_hf_weights
+from megatron_rl.models.parallel import ParallelGroups
 from megatron_rl.runtime.cpu_megatron import MegatronOnCpu
 
 from . import tiny
@@ -29,7 +31,8 @@ def convert(task: ToMegatron | ToHF, target: Path) -> Path:
 
 def empty_model(folder: Path, parallel: ParallelGroups) -> list[nn.Module]:
     config = read_hf_config(folder)
-    return build(family_for(config).describe(config), parallel)
+    family = family_for(config)
+    return build(family, family.describe(config), parallel)
 
 
 def filled_model(folder: Path, parallel: ParallelGroups) -> list[nn.Module]:

@@ -16,8 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.actor import build
 from megatron_rl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
-from megatron_rl.models import family_for
-from megatron_rl.models.rules import padded_vocab_size
+from megatron_rl.models import model_of
 from megatron_rl.runtime import device
 
 _new_group = dist.new_group
@@ -43,11 +42,9 @@ def sizes(case: dict[str, Any], rank: int) -> dict[str, int]:
                 expert_model_parallel_size=parallel.expert,
                 expert_tensor_parallel_size=parallel.expert_tensor,
             )
-            description = family_for(case["model"]).describe(case["model"])
-            vocab = padded_vocab_size(description.model["vocab_size"], parallel.tensor)
-            actor = ActorConfig(parallel=parallel)
+            model = model_of(case["model"])
             dtype = build.DTYPES[case["dtype"]]
-            chunks = build.build_model(description.transformer, description.model | {"vocab_size": vocab}, actor, dtype)
+            chunks = build.build_model(model.family, model.description, ActorConfig(parallel=parallel), dtype)
             parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
             wrapped = build.wrap_for_training(chunks, distributed_optimizer=True, param_gather_fp8=False)
             optimizer = build.build_optimizer(wrapped, OptimizerConfig(), dtype, None)

@@ -13,14 +13,13 @@ import pytest
 
 from megatron_rl.config.published import published_config, published_names
 from megatron_rl.config.schema import ActorConfig, Config, FP8Config, ModelConfig, ParallelConfig, RolloutConfig
-from megatron_rl.models import family_for
+from megatron_rl.models import model_of
 from megatron_rl.planner import (
     GENERATE,
     GIB,
     SYNC,
     UPDATE,
     Plan,
-    Shape,
     activation_bytes_per_token,
     active_parameters,
     actor_parameters,
@@ -62,27 +61,12 @@ def model_config(name: str) -> dict[str, Any]:
 
 
 def test_every_model_of_the_tests_has_its_published_number_of_parameters() -> None:
-    assert {name: total_parameters(Shape.of(model_config(name))) for name in published_names()} == PUBLISHED
+    assert {name: total_parameters(model_of(model_config(name))) for name in published_names()} == PUBLISHED
 
 
 def test_active_parameters_of_mixtures_are_those_of_their_names() -> None:
-    assert active_parameters(Shape.of(model_config("Qwen3-30B-A3B"))) == pytest.approx(3.3e9, rel=0.02)
-    assert active_parameters(Shape.of(model_config("Qwen3-235B-A22B"))) == pytest.approx(22e9, rel=0.02)
-
-
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_the_plan_reads_config_json_as_the_model_families_do(name: str) -> None:
-    model = model_config(name)
-    description, shape = family_for(model).describe(model), Shape.of(model)
-    symbols = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts")
-    assert {key: getattr(shape, key) for key in symbols} == {key: description.dims[key] for key in symbols}
-    assert shape.expert_ffn == description.dims.get("expert_ffn", 0)
-    assert shape.top_k == description.transformer.get("moe_router_topk", 0)
-    assert (shape.tied, shape.qk_norm, shape.qkv_bias) == (
-        description.tied,
-        description.transformer["qk_layernorm"],
-        description.transformer["add_qkv_bias"],
-    )
+    assert active_parameters(model_of(model_config("Qwen3-30B-A3B"))) == pytest.approx(3.3e9, rel=0.02)
+    assert active_parameters(model_of(model_config("Qwen3-235B-A22B"))) == pytest.approx(22e9, rel=0.02)
 
 
 # ----------------------------------------------------------------------------------------------------- built for real
@@ -135,7 +119,7 @@ def planned(case: dict[str, Any]) -> tuple[Plan, Config]:
     config = Config(
         model=ModelConfig(dtype=case["dtype"]), actor=ActorConfig(parallel=ParallelConfig(**case["parallel"]))
     )
-    return make_plan(config, Shape.of(case["model"]), case["world"], 80 * GIB), config
+    return make_plan(config, model_of(case["model"]), case["world"], 80 * GIB), config
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -144,7 +128,7 @@ def test_parameters_of_a_rank_are_those_of_the_model_that_is_built(
 ) -> None:
     case = CASES[number]
     parallel = ParallelConfig(**case["parallel"])  # type: ignore[arg-type]
-    shape = Shape.of(case["model"])  # type: ignore[arg-type]
+    model = model_of(case["model"])  # type: ignore[arg-type]
     layout = {
         "tensor": parallel.tensor,
         "pipeline": parallel.pipeline,
@@ -152,7 +136,7 @@ def test_parameters_of_a_rank_are_those_of_the_model_that_is_built(
         "expert_tensor": parallel.expert_tensor,
     }
     stages = [0, parallel.pipeline - 1]
-    expected = [actor_parameters(shape, **layout, stage=stage).total for stage in stages]
+    expected = [actor_parameters(model, **layout, stage=stage).total for stage in stages]
     assert [rank["parameters"] for rank in built[number]] == expected
 
 
@@ -168,31 +152,33 @@ def test_gradients_and_optimizer_state_take_the_planned_bytes(number: int, built
 
 @pytest.mark.parametrize("pipeline", [2, 8])
 def test_stages_add_up_to_the_model(pipeline: int) -> None:
-    shape = Shape.of(model_config("Qwen3-235B-A22B"))  # 94 layers
-    stages = sum(actor_parameters(shape, pipeline=pipeline, stage=stage).total for stage in range(pipeline))
-    assert stages == total_parameters(shape)
+    model = model_of(model_config("Qwen3-235B-A22B"))  # 94 layers
+    stages = sum(actor_parameters(model, pipeline=pipeline, stage=stage).total for stage in range(pipeline))
+    assert stages == total_parameters(model)
 
 
 # -------------------------------------------------------------------------------------------------------- the engine
 def test_an_engine_on_one_gpu_holds_the_model() -> None:
     for name, parameters in PUBLISHED.items():
-        assert engine_parameters(Shape.of(model_config(name)), 1) == parameters, name
+        assert engine_parameters(model_of(model_config(name)), 1) == parameters, name
 
 
 def test_an_engine_repeats_key_value_heads_where_ranks_outnumber_them() -> None:
-    shape = Shape.of(model_config("Qwen3-30B-A3B"))  # 4 key/value heads
-    assert cache_bytes_per_token(shape, 1) == 48 * 2 * 4 * 128 * 2
-    assert cache_bytes_per_token(shape, 4) == cache_bytes_per_token(shape, 8) == 48 * 2 * 128 * 2
-    repeated = 48 * shape.hidden * 2 * 128 // 2  # a rank of 8 has a whole key and a whole value head, not half of each
-    even = engine_parameters(shape, 4) - engine_parameters(shape, 8)
-    assert even < engine_parameters(shape, 4) / 2
-    assert engine_parameters(shape, 8) * 8 > total_parameters(shape) + repeated
+    model = model_of(model_config("Qwen3-30B-A3B"))  # 4 key/value heads
+    assert cache_bytes_per_token(model, 1) == 48 * 2 * 4 * 128 * 2
+    assert cache_bytes_per_token(model, 4) == cache_bytes_per_token(model, 8) == 48 * 2 * 128 * 2
+    repeated = (
+        48 * model.dims["hidden"] * 2 * 128 // 2
+    )  # a rank of 8 has a whole key and a whole value head, not half of each
+    even = engine_parameters(model, 4) - engine_parameters(model, 8)
+    assert even < engine_parameters(model, 4) / 2
+    assert engine_parameters(model, 8) * 8 > total_parameters(model) + repeated
 
 
 # ------------------------------------------------------------------------------------------------------------ phases
 def plan_for(name: str, world: int = 8, **actor: Any) -> Plan:
     config = Config(actor=ActorConfig(**actor), rollout=RolloutConfig(max_prompt_tokens=1024, max_tokens=7168))
-    return make_plan(config, Shape.of(model_config(name)), world, 79 * GIB)
+    return make_plan(config, model_of(model_config(name)), world, 79 * GIB)
 
 
 def test_offload_takes_gradients_and_optimizer_out_of_the_engines_phases() -> None:
@@ -207,7 +193,7 @@ def test_offload_takes_gradients_and_optimizer_out_of_the_engines_phases() -> No
 def test_fp8_copies_come_on_top_unless_the_parameters_are_fp8() -> None:
     bf16 = plan_for("Qwen3-8B").peak(UPDATE)
     assert plan_for("Qwen3-8B", fp8=FP8Config(param_gather=True)).peak(UPDATE) == bf16
-    linear = actor_parameters(Shape.of(model_config("Qwen3-8B"))).linear
+    linear = actor_parameters(model_of(model_config("Qwen3-8B"))).linear
     assert plan_for("Qwen3-8B", fp8=FP8Config()).peak(UPDATE) == bf16 + 2 * linear
 
 
@@ -218,22 +204,23 @@ def test_a_model_that_is_too_large_is_said_not_to_fit_and_what_would_help() -> N
 
 
 def test_full_recomputation_keeps_one_input_per_layer() -> None:
-    shape = Shape.of(model_config("Qwen3-8B"))
+    model = model_of(model_config("Qwen3-8B"))
     tokens = 8192
     [activations] = [
         part.bytes
         for part in plan_for("Qwen3-8B", recompute="full", tokens_per_microbatch=tokens).components
         if part.name == "actor: activations"
     ]
-    inputs = 2 * tokens * shape.hidden * shape.layers
-    assert inputs < activations < inputs + 2 * tokens * (4 * shape.hidden + 4 * shape.ffn + 6 * 4096)
+    hidden = model.dims["hidden"]
+    inputs = 2 * tokens * hidden * model.dims["layers"]
+    assert inputs < activations < inputs + 2 * tokens * (4 * hidden + 4 * model.dims["ffn"] + 6 * 4096)
 
 
 def test_experts_that_are_cut_keep_the_tokens_of_all_ranks_that_share_them() -> None:
-    shape = Shape.of(published_config("Qwen3-235B-A22B"))
+    model = model_of(published_config("Qwen3-235B-A22B"))
     whole, cut = (
-        activation_bytes_per_token(shape, tensor=4, sequence=True, expert_tensor=ranks, dtype_bytes=2)
+        activation_bytes_per_token(model, tensor=4, sequence=True, expert_tensor=ranks, dtype_bytes=2)
         for ranks in (1, 4)
     )
     # A rank's quarter of the tokens goes to 8 experts each, in and out; cut over four ranks, so does everyone's.
-    assert cut - whole == 2 * 8 * 2 * shape.hidden * (1 - 1 / 4)
+    assert cut - whole == 2 * 8 * 2 * model.dims["hidden"] * (1 - 1 / 4)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.config.schema import Config, CreateModelConfig, ModelConfig, TaskConfig
 from megatron_rl.data import Sample
-from megatron_rl.models import create_model
+from megatron_rl.models.create import create_model
 from megatron_rl.trainer.context import build_run
 from megatron_rl.trainer.prompts import check_demonstrations
 from megatron_rl.trainer.served import _ALONE

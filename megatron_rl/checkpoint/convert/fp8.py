@@ -11,17 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.models.family import Family, ModelDescription
-from megatron_rl.models.rules import Kind, Rule
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 SCALE = "_scale_inv"  # appended to the weight's name
-
-
-def quantised(rule: Rule) -> bool:
-    """Whether a parameter is stored in FP8: the projections, but no embedding, output layer, router, norm or bias."""
-    return rule.kind in (Kind.QKV, Kind.GATED, Kind.ROW, Kind.COLUMN) and len(rule.hf[0].shape) == 2
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -60,13 +54,12 @@ def dequantise(values: Tensor, scales: Tensor) -> Tensor:
 
 def quantization_config(family: Family, description: ModelDescription) -> dict[str, Any]:
     """The entry of config.json that transformers and vLLM read."""
-    kept = ["lm_head"]
-    if description.dims["experts"]:
-        kept += [f"model.layers.{layer}.mlp.gate" for layer in range(description.dims["layers"])]
+    matrices = [rule for rule in family.weights(description) if rule.per_layer and len(rule.hf[0].shape) == 2]
+    kept = [family.output, *(rule for rule in matrices if not rule.is_projection)]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": kept,
+        "modules_to_not_convert": [rule.hf[0].name.removesuffix(".weight") for rule in kept],
     }

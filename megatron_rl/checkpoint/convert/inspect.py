@@ -17,7 +17,7 @@ from megatron_rl.checkpoint.convert.reader import MegatronModel, TorchDist
 from megatron_rl.checkpoint.convert.source import HFFolder, Model, config_folder, is_megatron, megatron_folder
 from megatron_rl.models import read_hf_config
 from megatron_rl.models.files import DTYPES, WeightSource
-from megatron_rl.models.rules import tensor_bytes
+from megatron_rl.models.shards import tensor_bytes
 
 _BLOCK = 2**26  # bytes of a tensor compared at once
 

@@ -8,22 +8,14 @@ tensor, and how many rows pad the vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models.family import Family, ModelDescription
-from megatron_rl.models.rules import Dims, Kind, Piece, Rule, padded_vocab_size, shard_pieces, shard_shape
-
-_STACKED, _EXPERT = "decoder.layers.", "mlp.experts.local_experts.{expert}."
-# The local layer spec and Transformer Engine's name this norm of a mixture-of-experts layer differently: it gets both names.
-_MOE_NORM = ("decoder.layers.mlp.linear_fc1.layer_norm_weight", "decoder.layers.pre_mlp_layernorm.weight")
-# Modules that save an (empty, unless the run was in FP8) extra state beside their weights, in either layer spec.
-_DENSE_STATES = ("mlp.linear_fc1", "mlp.linear_fc2")
-_EXPERT_STATES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
-_ATTENTION_STATES = ("self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.core_attention")
-_NORM_STATES = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+from megatron_rl.models.rules import Dims, Kind, Piece, Place, Rule, padded_vocab_size, shard_pieces, shard_shape
 
 
 @dataclass(frozen=True)
@@ -99,21 +91,25 @@ class Chunk:
         return math.prod(self.size)
 
 
+def _modules(name: str) -> str:
+    """A parameter's name with experts as distributed checkpoints have them: a module per expert."""
+    return name.replace("local_experts.{expert}.", "experts.{expert}.")
+
+
+def _stacked(name: str) -> str:
+    return _modules(name).replace("{layer}.", "").replace("{expert}.", "")
+
+
 def global_name(rule: Rule) -> str:
     """The name under which both layer specs look for a parameter (but see `aliases`)."""
     # A norm's last name is Transformer Engine's, under which the local spec saves it too; an expert's first one has
     # a module per expert.
-    name = rule.megatron[0] if rule.per_expert else rule.megatron[-1]
-    return name.replace("layers.{layer}.", "layers.").replace(_EXPERT, "mlp.experts.experts.")
+    return _stacked(rule.megatron[0] if rule.per_expert else rule.megatron[-1])
 
 
-def aliases(name: str, description: ModelDescription) -> tuple[str, ...]:
+def aliases(rule: Rule) -> tuple[str, ...]:
     """Further names of a global tensor, which point to the same bytes."""
-    return (
-        tuple(other for other in _MOE_NORM if other != name)
-        if description.dims["experts"] and name in _MOE_NORM
-        else ()
-    )
+    return tuple(map(_stacked, rule.saved))
 
 
 def known_names(rule: Rule) -> Iterator[str]:
@@ -122,17 +118,11 @@ def known_names(rule: Rule) -> Iterator[str]:
     Besides the usual form there are checkpoints with a tensor per layer, and with one per expert (whose gate and up
     projection are then tensors of their own, `..._w` and `..._v`).
     """
-    for name in dict.fromkeys((global_name(rule), *(n for n in rule.megatron if not rule.per_expert))):
-        stacked = name.replace("layers.{layer}.", "layers.")
-        yield stacked
-        if rule.per_layer:
-            per_layer = stacked.replace(_STACKED, "decoder.layers.{layer}.")
-            yield per_layer
-            if rule.per_expert:
-                per_layer = per_layer.replace("mlp.experts.experts.", "mlp.experts.experts.{expert}.")
-                yield per_layer
-            if rule.kind is Kind.GATED:
-                yield per_layer + "_w"
+    names = rule.megatron[:1] if rule.per_expert else (rule.megatron[-1], *rule.megatron[:-1])
+    for name in map(_modules, names):
+        yield from dict.fromkeys((_stacked(name), name.replace("{expert}.", ""), name))
+        if rule.kind is Kind.GATED:
+            yield name + "_w"
 
 
 def leading(rule: Rule, description: ModelDescription) -> tuple[int, ...]:
@@ -153,7 +143,7 @@ def chunks(family: Family, description: ModelDescription, layout: Layout) -> Ite
     for rule, layer, expert in family.numbered(description):
         before = leading(rule, description)
         at = tuple(number for number in (layer, expert) if number is not None)
-        outside = 0 if rule.hf == family.rules[0].hf else layout.pipeline - 1
+        outside = 0 if rule.place is Place.EMBEDDING else layout.pipeline - 1
         stage = outside if layer is None else stage_of[layer]
         rank = -1 if expert is None else expert // per_rank
         shape, name, tp = shard_shape(rule, dims, 1), global_name(rule), layout.tensor_of(rule)
@@ -181,20 +171,20 @@ def chunks(family: Family, description: ModelDescription, layout: Layout) -> Ite
                 )
 
 
-def state_names(description: ModelDescription) -> Iterator[str]:
-    """Names of the extra states that a Megatron model asks for when it loads; all of them are empty here."""
-    layers, experts = description.dims["layers"], description.dims["experts"]
-    modules = _ATTENTION_STATES + (_NORM_STATES if description.spec.get("qk_layernorm") else ())
-    for module in modules if experts else modules + _DENSE_STATES:
-        for layer in range(layers):
-            yield f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"
-    for module in _EXPERT_STATES if experts else ():
-        for layer in range(layers):
-            for expert in range(experts):
-                yield f"decoder.layers.{module}._extra_state/shard_{layer}.{expert}_{layers}.{experts}"
-    if experts:
-        for layer in range(layers):
-            yield f"decoder.layers.pre_mlp_layernorm._extra_state/shard_{layer}_{layers}"
-    yield "decoder.final_layernorm._extra_state/shard_0_1"
-    if not description.tied:
-        yield "output_layer._extra_state/shard_0_1"
+def state_names(family: Family, description: ModelDescription) -> Iterator[str]:
+    """Names of the extra states that a Megatron model of either layer spec asks for when it loads; all are empty here.
+
+    Transformer Engine's modules have one each: linear layers, norms and attention, but no embedding and no router.
+    """
+    modules: dict[str, tuple[int, ...]] = {}  # and the leading dimensions of their parameters
+    for rule in family.parameters(description):
+        is_router = rule.kind is Kind.REPLICATED and len(rule.hf[0].shape) == 2
+        if rule.place is Place.EMBEDDING or is_router:
+            continue
+        module = (*aliases(rule), global_name(rule))[0].rpartition(".")[0]
+        modules[module] = leading(rule, description)
+        if rule.kind is Kind.QKV:
+            modules[module.rpartition(".")[0] + ".core_attention"] = modules[module]
+    for module, counts in modules.items():
+        for place in itertools.product(*map(range, counts or (1,))):
+            yield f"{module}._extra_state/shard_{'.'.join(map(str, place))}_{'.'.join(map(str, counts or (1,)))}"

@@ -153,7 +153,7 @@ def _run_config(model: Model, layout: Layout, dtype: torch.dtype) -> dict[str, A
         "_target_": _PROVIDER,
         **shape,
         **gpt,
-        "activation_func": {"_target_": f"torch.nn.functional.{activation.__name__}", "_call_": False},
+        "activation_func": {"_target_": f"torch.nn.functional.{activation}", "_call_": False},
         "should_pad_vocab": True,  # to the tensor parallelism that it is loaded at
         "make_vocab_size_divisible_by": 1,
         "seq_length": length,

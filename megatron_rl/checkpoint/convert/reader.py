@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_rl.checkpoint import manifest, unpickle
-from megatron_rl.checkpoint.convert.layout import aliases, known_names, leading
+from megatron_rl.checkpoint.convert.layout import aliases, global_name, known_names, leading
 from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.files import DTYPE_NAMES
 from megatron_rl.models.rules import DIM_FIELDS, Kind, Rule, shard_pieces, shard_shape
@@ -214,10 +214,8 @@ class MegatronModel:
             if place is None:
                 problems.append(f"lacks {next(iter(known_names(rule)))} for {rule.hf[0].name}")
                 continue
-            used.update(place.names)
-            used.update(
-                self._prefix + other for name in place.names for other in aliases(self._bare(name), description)
-            )
+            same = {self._prefix + name for name in (global_name(rule), *aliases(rule))}
+            used.update(place.names, same if same & set(place.names) else ())
             for index, tensor in enumerate(rule.hf):
                 self._place[tensor.name] = (rule, index, place)
         unexpected = sorted(
@@ -289,7 +287,7 @@ class MegatronModel:
 
     # ------------------------------------------------------------------------------------------------ finding tensors
     def _find_prefix(self, family: Family) -> str:
-        anchor = family.rules[0].megatron[0]
+        anchor = family.embedding.megatron[0]
         found = sorted(
             name.removesuffix(anchor)
             for name in self._checkpoint.tensors

@@ -187,7 +187,7 @@ def _made_of(rule: Rule, source: MegatronModel, dtype: str) -> Iterator[list[_Te
     """A parameter's tensors in the result; a list stays in one file."""
     for tensor in rule.hf:
         name, shape = tensor.name, source.shape(tensor.name)
-        if dtype == "fp8" and fp8.quantised(rule):
+        if dtype == "fp8" and rule.is_projection:
             yield [
                 _Tensor(name, name, shape, fp8.DTYPE),
                 _Tensor(name + fp8.SCALE, name, fp8.scales_shape(shape), torch.float32),

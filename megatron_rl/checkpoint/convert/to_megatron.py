@@ -108,7 +108,7 @@ class ToMegatron:
         state = _write_state(folder, f"__{len(plan.files)}_0.distcp")
         metadata = _metadata(plan, pieces, state)
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-        dtype = plan.dtypes[global_name(plan.model.family.rules[0])]
+        dtype = plan.dtypes[global_name(plan.model.family.embedding)]
         torch.save(programs.common_state(self.program, plan.model, self.layout, dtype), folder / "common.pt")
         programs.write_beside(self.program, folder, plan.model, self.layout, dtype)
         manifest.write_json(
@@ -183,7 +183,7 @@ def _planned(task: ToMegatron) -> _Plan:
     check_names(source, model.family, model.description)
     for rule in model.family.weights(model.description):
         check_tensors(rule, source, model.description.dims)
-    if model.description.tied and "lm_head.weight" in source.names():
+    if model.description.tied and model.family.output.hf[0].name in source.names():
         check_tied(source, model.family)
     everything = list(chunks(model.family, model.description, task.layout))
     dtypes = _dtypes(everything, source, model, task.dtype)
@@ -275,13 +275,13 @@ def _metadata(plan: _Plan, pieces: Sequence[Piece], state: Piece) -> Metadata:
     by_place = {(piece.name, piece.start): piece for piece in pieces}
     for chunk in (chunk for held in plan.files.values() for chunk in held):
         piece = by_place[chunk.name, chunk.start]
-        for name in (chunk.name, *aliases(chunk.name, plan.model.description)):
+        for name in (chunk.name, *aliases(chunk.rule)):
             properties = TensorProperties(dtype=plan.dtypes[chunk.name])
             entry = entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(chunk.shape), []))
             entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.start), torch.Size(chunk.size)))
             index = MetadataIndex(name, torch.Size(chunk.start))
             storage[index] = _StorageInfo(piece.file, piece.offset, piece.length)
-    for name in state_names(plan.model.description):
+    for name in state_names(plan.model.family, plan.model.description):
         entries[name] = BytesStorageMetadata()
         storage[MetadataIndex(name)] = _StorageInfo(state.file, state.offset, state.length)
     return Metadata(entries, storage_data=storage)

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.convert.jobs import Progress, ProgressBar, in_parall
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import Model
 from megatron_rl.models.files import DTYPES, WeightSource
-from megatron_rl.models.rules import tensor_bytes
+from megatron_rl.models.shards import tensor_bytes
 from megatron_rl.runtime.disk import size_text
 
 _BLOCK = 2**27  # bytes compared at once
@@ -190,14 +190,15 @@ def megatron_logits(folder: Path, config: Path, tokens: Tensor, master: bool = F
 
     from megatron_rl.actor.build import build_model
     from megatron_rl.config.schema import ActorConfig
-    from megatron_rl.models import ParallelGroups, load_hf_weights
+    from megatron_rl.models.load import load_hf_weights
+    from megatron_rl.models.parallel import ParallelGroups
     from megatron_rl.runtime import device
 
     model = Model.read(config)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with device.megatron(), torch.no_grad():
         parallel_state.initialize_model_parallel()
-        chunks = build_model(model.description.transformer, model.description.model, ActorConfig(), torch.float32)
+        chunks = build_model(model.family, model.description, ActorConfig(), torch.float32)
         source = MegatronModel(folder, model.family, model.description, any_padding=True, master=master)
         load_hf_weights(chunks, model.family, model.hf_config, source, ParallelGroups.from_megatron())
         length = tokens.shape[1]

@@ -1,19 +1,15 @@
-"""The transformer layer: Transformer Engine's modules where it is installed, Megatron-Core's plain ones elsewhere.
-
-The plain layer gets two modules of our own, because Megatron-Core's refuse what we need: attention over packed sequences,
-and an RMSNorm that can stand in a sequence-parallel region.
-"""
+"""Two modules for Megatron-Core's plain layers, whose own refuse what is needed here: attention over packed sequences, and an
+RMSNorm that can stand in a sequence-parallel region."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from megatron_rl.actor.packing import held
-from megatron_rl.runtime import device
 
 
 class PackedAttention(nn.Module):
@@ -87,32 +83,31 @@ def packed_attention(
     return out.transpose(1, 2).flatten(0, 1).index_select(0, slots)
 
 
+def held(lengths: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
+    """Which of the packed tokens a context-parallel rank holds, in its order; int64 [sum(lengths) / cp].
+
+    Each sequence is cut into 2 cp pieces, and rank r has the r-th from its start and the r-th from its end, so that causal
+    attention is as much work on every rank. It is the order that Megatron-Core and Transformer Engine count on.
+
+    Args:
+        lengths: tokens of each sequence, multiples of 2 cp where cp > 1.
+    """
+    if cp == 1:
+        return np.arange(sum(lengths))
+    parts, start = [], 0
+    for length in lengths:
+        piece, odd = divmod(length, 2 * cp)
+        if odd:
+            raise ValueError(f"a sequence of {length} tokens cannot be cut into 2 x {cp} equal pieces")
+        for number in (cp_rank, 2 * cp - 1 - cp_rank):
+            parts.append(start + number * piece + np.arange(piece))
+        start += length
+    return np.concatenate(parts)
+
+
 class SequenceParallelRMSNorm(nn.RMSNorm):
     """torch's RMSNorm; its weight is marked so that Megatron sums its gradient over sequence-parallel ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-def layer_spec(config: Any) -> Any:
-    """Megatron `ModuleSpec` of a decoder layer (or of the whole block, for mixture-of-experts) for `config`."""
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-
-    experts = config.num_moe_experts
-    if device.has_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=config.qk_layernorm
-        )
-    spec = get_gpt_layer_local_spec(
-        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = SequenceParallelRMSNorm
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
-    return spec

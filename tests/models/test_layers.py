@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.actor.spec import PackedAttention
+from megatron_rl.models.layers import PackedAttention
 from megatron_rl.runtime.cpu_megatron import _TORCH_CUDA, _TYPED_CONSTRUCTORS, MegatronOnCpu
 
 

@@ -1,0 +1,52 @@
+"""The module of Llama-like decoders: Megatron-Core's `GPTModel`, of Transformer Engine's layers where it is installed."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from megatron_rl.models.family import ModelDescription
+from megatron_rl.models.layers import PackedAttention, SequenceParallelRMSNorm
+from megatron_rl.runtime import device
+
+ACTIVATIONS = {"silu": F.silu}  # by the names of config.json
+
+
+def build(description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> GPTModel:
+    """One chunk of this rank's model, see `Family.build`; the pipeline stage is that of Megatron's groups."""
+    ignore = vp_stage is None
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, vp_stage),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=ignore, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=ignore, vp_stage=vp_stage),
+        parallel_output=True,
+        vp_stage=vp_stage,
+        **(description.model | {"vocab_size": vocab_size}),
+    )
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+    """The decoder block of one chunk: its layers, and the final norm."""
+    experts, qk_norm = config.num_moe_experts, config.qk_layernorm
+    if device.has_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=qk_norm
+        )
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm, normalization="RMSNorm"
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = SequenceParallelRMSNorm
+    attention.core_attention = PackedAttention
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+    layers = [spec] * get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=SequenceParallelRMSNorm)
