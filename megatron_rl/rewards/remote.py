@@ -6,9 +6,10 @@ import asyncio
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,30 +63,51 @@ class Policy:
 
 @dataclass
 class Counts:
-    """What happened since the counts were last taken. Every question is answered, in the cache, or unanswered."""
+    """What happened since the counts were last taken.
 
-    scored: int = 0  # rollouts that were to be scored
-    cache_hits: int = (
-        0  # of them, those that asked what had been asked before: in this step, this run, or before a restart
-    )
-    unanswered: int = 0  # of them, those without a score
-    nonsense: int = 0  # of the unanswered, each for one reason: the reply held no score
-    refused: int = 0  # ... a server refused the request as it is, for example as too long
-    failed: int = 0  # ... no reply, after all retries
-    expired: int = 0  # ... the step's deadline came first
-    over_budget: int = 0  # ... the budget was used up
-    reason: str = ""  # of one of the unanswered
+    Attributes:
+        scored: rollouts that were to be scored.
+        cache_hits: of them, those that asked what had been asked before: in this step, this run, or before a restart.
+        no_score: of them, those without a score, by reason. `nonsense`: the reply held no score; `refused`: the server
+            refused the request as it is, for example as too long; `failed`: no reply, after all retries; `expired`: the
+            step's deadline came first; `budget`: the budget was used up.
+        example: what happened to one of them.
+    """
+
+    scored: int = 0
+    cache_hits: int = 0
+    no_score: Counter[str] = field(default_factory=Counter)
+    example: str = ""
     traffic: Traffic = field(default_factory=Traffic)
 
     def __iadd__(self, other: Counts) -> Counts:
-        self.reason = self.reason or other.reason
-        for entry in fields(self):
-            if entry.name == "reason":
-                continue
-            total = getattr(self, entry.name)
-            total += getattr(other, entry.name)  # Traffic adds in place
-            setattr(self, entry.name, total)
+        self.scored += other.scored
+        self.cache_hits += other.cache_hits
+        self.no_score += other.no_score
+        self.example = self.example or other.example
+        self.traffic += other.traffic
         return self
+
+    def metrics(self, column: str) -> dict[str, float]:
+        metrics = {
+            f"{column}/scored": float(self.scored),
+            f"{column}/cache_hits": float(self.cache_hits),
+            f"{column}/no_score": float(self.no_score.total()),
+            f"{column}/retries": float(self.traffic.retries),
+            f"{column}/tokens": float(self.traffic.tokens),
+        }
+        if self.traffic.latencies:
+            import numpy as np
+
+            metrics[f"{column}/latency_p95"] = float(np.quantile(self.traffic.latencies, 0.95))
+        return metrics
+
+    def details(self) -> dict[str, Any]:
+        """Every count, for the file of answers."""
+        details = asdict(self.traffic) | {"scored": self.scored, "cache_hits": self.cache_hits}
+        if latencies := details.pop("latencies"):
+            details |= {"latency_mean": sum(latencies) / len(latencies), "latency_max": max(latencies)}
+        return details | {"tokens": self.traffic.tokens, "no_score": dict(self.no_score)}
 
 
 @dataclass(frozen=True, slots=True)  # one is kept for every question of the run
@@ -127,7 +149,7 @@ class RemoteReward(Reward):
         self._endpoint = Endpoint(settings, self._check_budget, is_reply)
         self._path, self._read = path, read
         self._counts = Counts()
-        self._rank, self._world = 0, 1
+        self._rank, self._world, self._step = 0, 1, 0
         self._cache: dict[str, _Verdict] = {}
         self._news: dict[str, _Verdict] = {}
         self._asking: dict[str, asyncio.Task[_Verdict]] = {}
@@ -168,13 +190,8 @@ class RemoteReward(Reward):
     def _by_rule(self, verdict: _Verdict) -> float | None:
         if verdict.score is not None:
             return verdict.score
-        self._counts.unanswered += 1
-        self._counts.reason = self._counts.reason or verdict.reason
-        self._counts.nonsense += verdict.kind == "nonsense"
-        self._counts.refused += verdict.kind == "refused"
-        self._counts.failed += verdict.kind == "failed"
-        self._counts.expired += verdict.kind == "expired"
-        self._counts.over_budget += verdict.kind == "budget"
+        self._counts.no_score[verdict.kind] += 1
+        self._counts.example = self._counts.example or verdict.reason
         if self.policy.unanswered == "stop":
             raise EndpointError(f"no score from {', '.join(self._endpoint.config.urls)}: {verdict.reason}")
         return self.policy.neutral if self.policy.unanswered == "neutral" else None
@@ -209,7 +226,7 @@ class RemoteReward(Reward):
     def _check_budget(self) -> None:
         """Raises Unanswered where this process's part of the budget is used up."""
         policy, traffic = self.policy, self._endpoint.traffic
-        now = (traffic.requests, traffic.prompt_tokens + traffic.completion_tokens)  # since the counts were taken
+        now = (traffic.requests, traffic.tokens)  # since the counts were taken
         names = ("requests", "tokens")
         for name, spent, in_step, before in zip(names, now, self._spent_in_step, self._spent_before, strict=True):
             per_step, per_run = getattr(policy, f"max_{name}_per_step"), getattr(policy, f"max_{name}_per_run")
@@ -222,9 +239,9 @@ class RemoteReward(Reward):
         """This rank's part of a budget; the parts of all ranks add up to it."""
         return budget // self._world + (self._rank < budget % self._world)
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         """A new step's budget; call it on every rank."""
-        self._spent_in_step = (0, 0)
+        self._step, self._spent_in_step = step, (0, 0)
 
     # ----------------------------------------------------------------------------------------- one reward, many ranks
     def open(self, folder: Path, rank: int, world: int) -> None:
@@ -266,18 +283,18 @@ class RemoteReward(Reward):
         """Counts and new answers since the last call, to be passed to `learn` of every rank. No question may be open."""
         counts, self._counts = self._counts, Counts()
         counts.traffic = self._endpoint.take_traffic()
-        tokens = counts.traffic.prompt_tokens + counts.traffic.completion_tokens
-        self._spent_in_step = (self._spent_in_step[0] + counts.traffic.requests, self._spent_in_step[1] + tokens)
-        if counts.traffic.requests:
-            self._write({"requests": counts.traffic.requests, "tokens": tokens})
+        requests, tokens = self._spent_in_step
+        self._spent_in_step = (requests + counts.traffic.requests, tokens + counts.traffic.tokens)
+        if counts.scored:
+            self._write({"step": self._step, **counts.details()})
         news, self._news = self._news, {}
         return counts, news
 
     def learn(self, counts: Counts, answers: Mapping[str, _Verdict]) -> None:
         """What all ranks did since the last time: their answers, and what they spent."""
         self._cache.update(answers)
-        tokens = counts.traffic.prompt_tokens + counts.traffic.completion_tokens
-        self._spent_before = (self._spent_before[0] + counts.traffic.requests, self._spent_before[1] + tokens)
+        requests, tokens = self._spent_before
+        self._spent_before = (requests + counts.traffic.requests, tokens + counts.traffic.tokens)
 
     def close(self) -> None:
         """Ends open questions and connections."""

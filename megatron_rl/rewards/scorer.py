@@ -52,6 +52,15 @@ class ScoringStats:
         self.started, self.early = self.started + other.started, self.early + other.early
         return self
 
+    def metrics(self) -> dict[str, float]:
+        """Deadlines, overlap with generation, and what servers were asked."""
+        metrics = {f"reward_timeouts/{column}": float(count) for column, count in self.timeouts.items()}
+        if self.started:
+            metrics["reward_overlap/share"] = self.early / self.started
+        for column, (counts, _) in self.remote.items():
+            metrics |= counts.metrics(column)
+        return metrics
+
 
 @dataclass
 class _Scoring:
@@ -283,10 +292,10 @@ class Scorer:
         for name, reward in self._remote.items():
             reward.open(run_dir / "answers" / name, rank, world)
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         """A new step's budgets."""
         for reward in self._remote.values():
-            reward.begin_step()
+            reward.begin_step(step)
 
     def take_stats(self) -> ScoringStats:
         """What happened since the last call. No rollout may be half scored."""

@@ -55,6 +55,10 @@ class Traffic:
     completion_tokens: int = 0
     latencies: list[float] = field(default_factory=list)  # seconds of each reply
 
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
     def __iadd__(self, other: Traffic) -> Traffic:
         for entry in fields(self):
             setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))

@@ -154,11 +154,11 @@ class Reporter:
     def missing_scores(self, scored: ScoringStats) -> None:
         """Says why a server gave a rollout no score, once per reward; how often is in the metrics."""
         for column, (counts, _) in scored.remote.items():
-            if counts.unanswered and column not in self._missing:
+            if counts.no_score and column not in self._missing:
                 self._missing.add(column)
                 self.warn(
-                    f"{column}: {counts.unanswered} of {counts.scored} rollouts have no score from the server: "
-                    f"{counts.reason} (further ones are counted by {column}/unanswered and its neighbours)"
+                    f"{column}: {counts.no_score.total()} of {counts.scored} rollouts have no score from the server: "
+                    f"{counts.example} (further ones are counted by {column}/no_score; reasons in answers/{column}/)"
                 )
 
     def begin(self, stage: str, done: int, total: int) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from megatron_rl.algorithms.shaping import signal_groups
 from megatron_rl.data import RewardTable, Rollout, Sample
-from megatron_rl.rewards import ScoringStats
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime.progress import PROGRESS
 from megatron_rl.trainer.context import Run
@@ -113,44 +112,8 @@ def score(run: Run, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> N
     for _, report in gathered:
         run.scorer.learn(report)
         run.scored += report
-    run.counters |= scoring_metrics(run.scored)
+    run.counters |= run.scored.metrics()
     run.report.missing_scores(run.scored)
-
-
-def scoring_metrics(report: ScoringStats) -> dict[str, float]:
-    """What slow rewards did, over all ranks: overlap with generation, deadlines, and traffic with servers."""
-    metrics = {f"reward_timeouts/{column}": float(count) for column, count in report.timeouts.items()}
-    if report.started:
-        metrics["reward_overlap/share"] = report.early / report.started
-    for column, (counts, _) in report.remote.items():
-        traffic = counts.traffic
-        metrics |= {
-            f"{column}/scored": float(counts.scored),
-            f"{column}/cache_hits": float(counts.cache_hits),
-            f"{column}/unanswered": float(counts.unanswered),
-            f"{column}/nonsense": float(counts.nonsense),
-            f"{column}/refused": float(counts.refused),
-            f"{column}/failed": float(counts.failed),
-            f"{column}/expired": float(counts.expired),
-            f"{column}/over_budget": float(counts.over_budget),
-            f"{column}/requests": float(traffic.requests),
-            f"{column}/retries": float(traffic.retries),
-            f"{column}/replies": float(traffic.replies),
-            f"{column}/timeouts": float(traffic.timeouts),
-            f"{column}/rate_limited": float(traffic.rate_limited),
-            f"{column}/errors": float(traffic.errors),
-            f"{column}/aborted": float(traffic.aborted),
-            f"{column}/unreachable": float(traffic.unreachable),
-            f"{column}/prompt_tokens": float(traffic.prompt_tokens),
-            f"{column}/completion_tokens": float(traffic.completion_tokens),
-        }
-        if traffic.latencies:
-            metrics |= {
-                f"{column}/latency_mean": float(np.mean(traffic.latencies)),
-                f"{column}/latency_p95": float(np.quantile(traffic.latencies, 0.95)),
-                f"{column}/latency_max": float(np.max(traffic.latencies)),
-            }
-    return metrics
 
 
 def sample_step(run: Run, step: int) -> tuple[list[Sample], list[Rollout]]:
@@ -160,7 +123,7 @@ def sample_step(run: Run, step: int) -> tuple[list[Sample], list[Rollout]]:
     `trainer.prompts_per_step` groups have one or the rounds are used up; groups in excess are left out.
     """
     config = run.config
-    run.scorer.begin_step()
+    run.scorer.begin_step(step)
     wanted, group_size = config.trainer.prompts_per_step, config.rollout.group_size
     sampling = Sampling(config.rollout.temperature, 1.0, config.rollout.max_tokens)
     kept_samples: list[Sample] = []

@@ -24,7 +24,6 @@ from megatron_rl.runtime.http import EndpointError
 from megatron_rl.trainer.evaluate import Responses, evaluation_seed_step, finish, take_up
 from megatron_rl.trainer.prompts import load_prompts
 from megatron_rl.trainer.report import Reporter
-from megatron_rl.trainer.sample import scoring_metrics
 
 _ALONE = Grid(rank=0, world=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dp=1, dp_rank=0, cp=1, cp_rank=0, host_group=None)
 _SHOWN = 3  # reasons of failed requests that are printed
@@ -91,7 +90,7 @@ def _answer(
         )
         scored = scorer.take_stats()
         report.missing_scores(scored)
-        return summaries, responses, failures, scoring_metrics(scored)
+        return summaries, responses, failures, scored.metrics()
     finally:
         keep.close()
         scorer.close()

@@ -125,8 +125,9 @@ def test_512_requests_at_once_against_a_server_that_fails_every_way(tmp_path: Pa
     hung = sum(1 for i in range(512) if i % 20 == 1)
     nonsense = sum(1 for i in range(512) if i % 20 == 2)
     assert [score for i, score in enumerate(got) if i % 20 not in (1, 2)] == [0.75] * (512 - hung - nonsense)
-    assert got.count(None) == counts.unanswered == hung + nonsense
-    assert (counts.scored, counts.cache_hits, counts.nonsense) == (512, 0, nonsense)
+    assert got.count(None) == hung + nonsense
+    assert (counts.scored, counts.cache_hits) == (512, 0)
+    assert counts.no_score == {"failed": hung, "nonsense": nonsense}
     assert counts.traffic.rate_limited == server.done["status"] - sum(1 for i in range(512) if i % 20 == 4)
     assert counts.traffic.retries == counts.traffic.requests - 512
     assert counts.traffic.timeouts >= 2 * hung
@@ -150,7 +151,7 @@ def test_the_steps_deadline_ends_what_is_still_open() -> None:
         assert time.monotonic() - began < 20
         counts, _ = reward.take_counts()
     assert sorted(map(str, got)) == ["1.0"] * 10 + ["None"] * 10
-    assert (counts.expired, counts.unanswered, counts.traffic.aborted) == (10, 10, 10)
+    assert (counts.no_score, counts.traffic.aborted) == ({"expired": 10}, 10)
     adds_up(counts)
 
 
@@ -246,7 +247,7 @@ def test_a_restart_does_not_ask_again_even_after_a_torn_line(tmp_path: Path) -> 
         assert third("b", SAMPLE) == 0.25
         assert len(server.requests) == 3
         counts, _ = again.take_counts()
-        assert (counts.cache_hits, counts.nonsense, counts.unanswered) == (2, 1, 1)
+        assert (counts.cache_hits, counts.no_score) == (2, {"nonsense": 1})
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def test_a_reply_without_a_message_is_a_fault_of_the_server_s_and_the_question_i
         reward = make(server.url, retries=1)
         assert reward("a", SAMPLE) == 0.75
         counts, _ = reward.take_counts()
-        assert (counts.nonsense, counts.traffic.errors, counts.traffic.retries) == (0, 1, 1)
+        assert (counts.no_score, counts.traffic.errors, counts.traffic.retries) == ({}, 1, 1)
 
 
 def test_ranks_learn_each_others_answers(tmp_path: Path) -> None:
@@ -281,13 +282,13 @@ def test_the_budget_of_a_step_and_of_a_run_holds_across_ranks_and_restarts(tmp_p
         def step(ranks: list[RemoteReward], name: str) -> int:
             before = len(server.requests)
             for reward in ranks:
-                reward.begin_step()
+                reward.begin_step(1)
             for part in range(2):  # two rounds of one step share its budget
                 for rank, reward in enumerate(ranks):
                     scores(reward, [f"{name} {part} {rank} {i}" for i in range(4)])
                 taken = [reward.take_counts() for reward in ranks]
                 assert sum(c.scored for c, _ in taken) == 8
-                assert sum(c.over_budget for c, _ in taken) == 8 - sum(c.traffic.requests for c, _ in taken)
+                assert sum(c.no_score["budget"] for c, _ in taken) == 8 - sum(c.traffic.requests for c, _ in taken)
                 for reward in ranks:
                     for counts, news in taken:
                         reward.learn(counts, news)
@@ -362,12 +363,21 @@ def test_a_template_must_show_what_is_graded(tmp_path: Path) -> None:
 
 
 def test_the_answers_on_disk_can_be_read(tmp_path: Path) -> None:
-    behave: Callable[..., str] = lambda *_: 'text:I think {"score": 0.5}'  # noqa: E731
+    behave: Callable[..., str] = lambda number, _: "text:hm" if number else 'text:I think {"score": 0.5}'  # noqa: E731
     with serving(behave) as server:
         reward = make(server.url)
         reward.open(tmp_path, 0, 1)
+        reward.begin_step(7)
         reward("a", SAMPLE)
-        reward.take_counts()
-    answer, spent = map(json.loads, (tmp_path / "rank0.jsonl").read_text().splitlines())
-    assert (answer["score"], answer["reply"]) == (0.5, 'I think {"score": 0.5}')
-    assert spent == {"requests": 1, "tokens": 107}
+        reward("b", SAMPLE)
+        counts, _ = reward.take_counts()
+    answer, other, details = map(json.loads, (tmp_path / "rank0.jsonl").read_text().splitlines())
+    assert (answer["score"], answer["reply"], other["score"]) == (0.5, 'I think {"score": 0.5}', None)
+    assert (details["step"], details["scored"], details["requests"], details["tokens"]) == (7, 2, 2, 214)
+    assert details["no_score"] == {"nonsense": 1}
+    assert (details["replies"], details["prompt_tokens"], details["retries"]) == (2, 200, 0)
+    assert 0 < details["latency_mean"] <= details["latency_max"]
+    metrics = counts.metrics("judge")
+    assert details["latency_mean"] <= metrics.pop("judge/latency_p95") <= details["latency_max"]
+    names = ("scored", "cache_hits", "no_score", "retries", "tokens")
+    assert metrics == dict(zip((f"judge/{name}" for name in names), (2, 0, 1, 0, 214), strict=True))

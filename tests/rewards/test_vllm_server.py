@@ -54,7 +54,7 @@ def test_a_random_model_is_no_judge_and_that_is_counted(servers: tuple[str, str,
     with closing(served(servers[0], body={"temperature": 0, "max_tokens": 8})) as reward:
         assert scores(reward, [f"answer {i}" for i in range(16)], 120) == [None] * 16
     counts, _ = reward.take_counts()
-    assert (counts.nonsense, counts.traffic.requests, counts.traffic.completion_tokens) == (16, 16, 128)
+    assert (counts.no_score, counts.traffic.requests, counts.traffic.completion_tokens) == ({"nonsense": 16}, 16, 128)
     adds_up(counts)
 
 
@@ -66,7 +66,7 @@ def test_guided_to_the_tiers_it_grades(servers: tuple[str, str, Path], guide: st
     assert set(grades) <= set(TIERS)
     assert len(set(grades)) > 1
     counts, _ = reward.take_counts()
-    assert (counts.unanswered, counts.traffic.replies) == (0, 32)
+    assert (counts.no_score, counts.traffic.replies) == ({}, 32)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_what_the_server_refuses_is_asked_once_and_the_reason_is_told(
     with closing(served(servers[0], body=body)) as reward:
         assert reward(text, SAMPLE) is None
     counts, _ = reward.take_counts()
-    assert (counts.unanswered, counts.refused, counts.traffic.requests, counts.traffic.errors) == (1, 1, 1, 1)
-    assert "HTTP 400" in counts.reason
-    assert reason in counts.reason
+    assert (counts.no_score, counts.traffic.requests, counts.traffic.errors) == ({"refused": 1}, 1, 1)
+    assert "HTTP 400" in counts.example
+    assert reason in counts.example
 
 
 @pytest.mark.parametrize("max_tokens", [None, 10])
