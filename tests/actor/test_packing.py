@@ -153,3 +153,18 @@ def test_a_context_parallel_rank_holds_pieces_from_both_ends() -> None:
     assert held([8, 4], 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
     with pytest.raises(ValueError, match="6 tokens cannot be cut into 2 x 2"):
         held([6], 2, 0)
+
+
+def test_what_is_packed_has_the_dtypes_that_the_model_and_the_loss_take() -> None:
+    batch = batch_of(*sequences([(2, 3), (1, 1)]))
+    micro, empty = pack([1, 0], batch, CPU), pack([], batch, CPU)
+    for part in (micro, empty):
+        assert part.offsets.dtype == torch.int32  # attention kernels' own
+        for flat in (part.tokens, part.positions, part.targets, part.predictors, part.sequence_ids):
+            assert flat.dtype == torch.int64
+    numbers = [np.array([1, 2, 3]), np.array([4])]  # integers, as a reward may give
+    assert micro.concatenate(numbers).tolist() == [4.0, 1.0, 2.0, 3.0]
+    assert micro.spread([5, 6]).tolist() == [6.0, 5.0, 5.0, 5.0]
+    for flat in (micro.concatenate(numbers), empty.concatenate(numbers), micro.spread([5, 6])):
+        assert flat.dtype == torch.float32
+    assert len(empty.concatenate(numbers)) == 0

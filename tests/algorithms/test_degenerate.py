@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms import RewardTable, list_advantage_estimators, make_advantage_estimator
-from megatron_rl.algorithms.groups import leave_one_out
+from megatron_rl.algorithms.groups import Groups, leave_one_out
 
 DTYPES = (torch.float32, torch.float64)
 GROUPWISE = ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_pp_baseline")
@@ -251,3 +251,15 @@ def test_result_dtype_follows_the_rewards() -> None:
         (torch.bfloat16, torch.float32),
     ):
         assert make_advantage_estimator("grpo")(RewardTable(values.to(dtype), ("r",))).advantages.dtype == expected
+
+
+def test_noise_is_relative_to_the_terms_that_cancel() -> None:
+    """0.1 in exact arithmetic, and float32's rounding at 3,000: a sum's own size would take that for signal."""
+    values = torch.tensor([[[1000.3, -1000.2], [3000.4, -3000.3]]], dtype=torch.float32)
+    rewards = RewardTable(values, ("a", "b"))
+    assert values.double().sum(2).unique().numel() == 2
+    assert (make_advantage_estimator("dr_grpo")(rewards).advantages == 0).all()
+
+
+def test_a_table_without_rewards_sums_to_zero() -> None:
+    assert Groups(RewardTable(torch.zeros(2, 3, 0), ())).rewards.tolist() == [[0.0] * 3] * 2

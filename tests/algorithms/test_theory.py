@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,45 @@ def test_lemma_3_1(eps: float) -> None:
     mixed, anchor, perturbation, residual = t.awpo_decomposition(outcome, reasoning, eps)
     torch.testing.assert_close(anchor + perturbation + residual, mixed)
     assert residual.abs().max() < 3 * eps
+
+
+def test_aspo_as_eq6_prints_it() -> None:
+    """Region by region with the printed bounds 0.2, 0.2, 0.33 and 3.0, close to either side of every threshold."""
+    expected = {
+        1.0: [(0.66, 0.67), (0.68, 1 / 0.68), (1.0, 1.0), (1.19, 1 / 1.19), (1.21, 0.0), (5.0, 0.0)],
+        -1.0: [(0.1, 0.0), (0.79, 0.0), (0.81, 1 / 0.81), (1.21, 1 / 1.21), (3.99, 1 / 3.99), (4.01, 4.0)],
+        0.0: [(0.5, 2.0), (2.0, 0.5)],
+    }
+    for advantage, points in expected.items():
+        ratio, weight = torch.tensor(points, dtype=torch.float64).T
+        torch.testing.assert_close(t.aspo_eq6(ratio.log(), torch.full_like(ratio, advantage)), weight)
+
+
+def test_lemma_3_1_in_plain_loops() -> None:
+    """Each term by itself: that they sum to A_mix would not see a standard deviation that is wrong in all of them."""
+    outcome, reasoning, eps = [[1.0, 0.0, 0.0], [3.0, 1.0, 4.0]], [[0.5, 0.1, 0.9], [0.2, 0.6, 0.1]], 0.05
+    terms = t.awpo_decomposition(*(torch.tensor(each, dtype=torch.float64) for each in (outcome, reasoning)), eps)
+    for row, (out, judge) in enumerate(zip(outcome, reasoning, strict=True)):
+        mix = [a + b for a, b in zip(out, judge, strict=True)]
+        s_out, s_mix = statistics.pstdev(out), statistics.pstdev(mix)
+        for column in range(3):
+            a_out = (out[column] - statistics.mean(out)) / (s_out + eps)
+            expected = (
+                (mix[column] - statistics.mean(mix)) / (s_mix + eps),
+                s_out / s_mix * a_out,
+                (judge[column] - statistics.mean(judge)) / (s_mix + eps),
+                a_out * ((s_out + eps) / (s_mix + eps) - s_out / s_mix),
+            )
+            assert [float(term[row, column]) for term in terms] == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_shrinkage_without_noise_is_zero() -> None:
+    """Also where the prompts' means do not differ, 0 / 0 in the formulas."""
+    assert t.oracle_lambda(4, 3, 0.0, 0.0) == t.oracle_lambda(4, 3, 0.0, 2.0) == 0.0
+    assert t.oracle_lambda(4, 3, 2.0, 0.0) == pytest.approx(3 / 4)
+    assert t.js1_lambda(table([[1.0, 1.0], [0.0, 0.0]])) == t.js1_lambda(table([[1.0], [1.0]])) == 0.0
+    assert t.js1_lambda(table([[1.0, 0.0]])) == 1.0  # one prompt: its mean has no spread
+
+
+def test_dgpos_bias_is_that_of_n_1() -> None:
+    assert t.ln_bias("dgpo", 1.5) == t.ln_bias("dgpo", 1.5, n=1) != t.ln_bias("dgpo", 1.5, n=2)

@@ -381,3 +381,14 @@ def test_the_answers_on_disk_can_be_read(tmp_path: Path) -> None:
     assert details["latency_mean"] <= metrics.pop("judge/latency_p95") <= details["latency_max"]
     names = ("scored", "cache_hits", "no_score", "retries", "tokens")
     assert metrics == dict(zip((f"judge/{name}" for name in names), (2, 0, 1, 0, 214), strict=True))
+
+
+def test_a_sample_without_an_answer_leaves_its_place_empty() -> None:
+    [message] = messages("{answer}|{completion}", "c", {"prompt": "p"}, "")
+    assert message == {"role": "user", "content": "|c"}
+    [message] = messages("{tool_calls}{completion}", "", {"tool_calls": [{"name": "caf\u00e9"}]}, "")
+    assert message["content"] == '{"name": "caf\u00e9"}'
+
+
+def test_a_score_right_behind_another_brace_is_found() -> None:
+    assert read_score('{{"score": 0.5}') == 0.5

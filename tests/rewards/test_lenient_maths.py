@@ -74,3 +74,25 @@ def test_what_stands_behind_the_thinking_is_the_answer() -> None:
     assert same_answer(r"<think>\boxed{28}</think>\boxed{27}", "27")
     assert not same_answer(r"<think>\boxed{27}</think>I do not know", "27")
     assert same_answer(r"<think>no end \boxed{27}", "27")
+
+
+def test_without_a_box_math_verify_looks_for_the_answer() -> None:
+    assert same_answer("So it is $27$.", "27")
+    assert not same_answer("So it is $27$.", "28")
+
+
+def test_all_boxes_of_a_text_are_one_answer_where_that_is_asked_for() -> None:
+    both = r"\boxed{1} or \boxed{2}"
+    assert same_answer(both, both, boxes="all")
+    assert not same_answer(both, "2", boxes="all")
+    assert same_answer(both, "2")
+
+
+def test_small_numbers_need_further_decimals_only_below_a_thousandth() -> None:
+    assert same_answer(boxed("0.0015004"), "0.0015")
+    assert not same_answer(boxed("0.00015004"), "0.00015")
+
+
+def test_capital_gamma_before_a_bracket_is_the_function() -> None:
+    assert same_answer(boxed(r"\Gamma(5)"), "24")
+    assert not same_answer(boxed(r"5\Gamma"), "24")

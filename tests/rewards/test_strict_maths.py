@@ -9,8 +9,8 @@ import pytest
 from megatron_rl.rewards import make_reward
 from megatron_rl.rewards.isolation import IsolatedReward
 from megatron_rl.rewards.maths import gold_text
-from megatron_rl.rewards.maths_forms import last_box
-from megatron_rl.rewards.maths_strict import strictly_same
+from megatron_rl.rewards.maths_forms import elements, last_box, number, same_in_base, squeeze, tidy
+from megatron_rl.rewards.maths_strict import same_form, strictly_same
 
 RIGHT = [
     ("204", "204"),
@@ -178,3 +178,19 @@ def test_a_gold_answer_without_its_mark_is_refused() -> None:
 def test_all_boxes_and_strict_do_not_go_together() -> None:
     with pytest.raises(ValueError, match="boxes"):
         make_reward("math", strict=True, boxes="all")
+
+
+def test_literals_are_read_as_they_are_written() -> None:
+    """Blanks that part tokens stay, powers have a limit, and a unit is no factor."""
+    assert [squeeze(text) for text in ("2 x", "1 2", r"\pi x", r"2 \pi")] == ["2x", "1 2", r"\pi x", r"2\pi"]
+    for written in ("1e400", "1E400", r"1\times10^{400}"):
+        assert number(written) == 10**400
+        assert number(written.replace("400", "401")) is None
+    assert elements("([1,2],3)") == ("()", ["[1,2]", "3"])
+    assert elements("[1,2]),3") is None
+    assert tidy("12 cm") == "12"
+    assert [tidy(text) for text in ("3 xy", "2ab", "2abc")] == ["3 xy", "2ab", "2abc"]
+    assert same_in_base("12", "12") is None  # numbers as others are
+    assert same_in_base("12_5", "12") is True
+    assert same_in_base("12_5", "12_6") is False
+    assert same_form("5 = x", "x = 5.")  # a sentence's point is no part of the equation

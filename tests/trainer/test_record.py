@@ -58,3 +58,19 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "step_1.npz", rewards=np.zeros(3))
     with pytest.raises(ValueError, match="is not a recorded step: it lacks"):
         read_step(tmp_path / "step_1.npz")
+
+
+def test_greedy_rewards_and_missing_scores_come_back(tmp_path: Path) -> None:
+    scored = torch.tensor([[[True, False], [True, True]]])
+    table = RewardTable(
+        torch.tensor([[[1.0, 0.0], [0.0, 0.5]]]).double(),
+        ("a", "b"),
+        greedy=torch.tensor([[0.25, 0.75]]).double(),
+        scored=scored,
+    )
+    estimate = make_algorithm("remax").estimate(table)
+    write_step(tmp_path / "step_1.npz", ["x"], table, torch.zeros(1, 2, dtype=torch.bool), estimate, [])
+    back = read_step(tmp_path / "step_1.npz").table
+    assert torch.equal(back.greedy, table.greedy)
+    assert torch.equal(back.scored, scored)
+    assert back.lengths is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config, LoggingConfig
 from megatron_rl.data import Rollout, Sample
 from megatron_rl.evaluation.output import write_responses
-from megatron_rl.trainer.report import Reporter
+from megatron_rl.trainer.report import Reporter, read_metrics
 
 
 def reporter(run_dir: Path, rank: int) -> Reporter:
@@ -125,3 +127,23 @@ def test_a_continued_warm_up_keeps_its_rows_up_to_the_checkpoint_and_none_of_rl(
     said = capsys.readouterr().out
     assert f"sft/metrics.jsonl has {len(text) * 2 // 3} bytes up to step 20, {len(text)} were written" in said
     assert "continuing after step 20 of the warm-up" in said
+
+
+def test_a_run_says_where_its_time_went_and_draws_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid: Any = SimpleNamespace(is_main=True)
+    config = Config(run_dir=str(tmp_path), logging=LoggingConfig(tensorboard=False))
+    (tmp_path / "recipe.yaml").write_text(to_yaml(config))
+    main = Reporter(config, tmp_path, grid)
+    before = time.time()
+    for step in (1, 2):
+        main.log(step, {"timing_s/generate": 3.0, "timing_s/update": 1.0, "reward/mean": 0.5})
+    main.log(2, {"eval/sums/avg@1": 0.5, "eval/sums/response_length": 4.0, "eval/sums/pass@1": 1.0})
+    main.summary()
+    main.close()
+    said = capsys.readouterr().out
+    assert "eval sums at step 2: avg@1 0.500, length 4.0" in said
+    assert "Time within RL steps: generate 75%, update 25%" in said
+    assert all(before - 1 < row["time"] < time.time() + 1 for row in read_metrics(tmp_path / "metrics.jsonl"))
+    assert "reward/mean" in (tmp_path / "report.html").read_text()
