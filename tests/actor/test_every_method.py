@@ -65,7 +65,7 @@ def token_coefficients(one: dict[str, Any], combination: tuple[str, str, str, st
     return score.grad[mask]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("ratio", sorted({combination[3] for combination in COMBINATIONS}))
 @pytest.mark.parametrize("aggregation", sorted({combination[2] for combination in COMBINATIONS}))
 def test_the_gradient_is_the_papers(one: dict[str, Any], aggregation: str, ratio: str) -> None:
@@ -78,7 +78,7 @@ def test_the_gradient_is_the_papers(one: dict[str, Any], aggregation: str, ratio
         assert one["steps"][combination]["grad_norm"] == pytest.approx(wanted, rel=TOLERANCE), combination
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_ratios_leave_the_trust_region_on_all_sides(one: dict[str, Any]) -> None:
     """Otherwise all weights would be the same, and the test above would not see a wrong one."""
     for ratio in ("token", "sequence-product"):
@@ -87,7 +87,7 @@ def test_ratios_leave_the_trust_region_on_all_sides(one: dict[str, Any]) -> None
             assert metrics[f"region_share/{region}"] > 0, (ratio, region)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 def test_the_variance_is_that_of_the_micro_batches(one: dict[str, Any], aggregation: str) -> None:
     """Against gradients of each micro-batch that are all at hand: mean over parts of N/n |g|^2 around the sum."""
@@ -108,7 +108,7 @@ def test_the_variance_is_that_of_the_micro_batches(one: dict[str, Any], aggregat
     assert step["variance"] == pytest.approx(wanted, rel=TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("combination", SOME, ids="-".join)
 def test_two_data_parallel_ranks_change_nothing(
     one: dict[str, Any], root: Path, combination: tuple[str, str, str, str]

@@ -124,6 +124,6 @@ def _sharded() -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_values_and_gradients_with_the_vocabulary_on_two_ranks(tmp_path: Path) -> None:
     spawn(_sharded, 2)

@@ -97,7 +97,7 @@ def _start(root: Path, model: str) -> dict[str, torch.Tensor]:
     return {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names()}
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("layout", ONE + TWO + FOUR, ids=lambda layout: layout.name)
 def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> None:
     results, start = _load(root, layout.name), _start(root, layout.model)
@@ -118,7 +118,7 @@ def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> 
             assert distance(own - start[name], weight - start[name]) < TOLERANCE, f"{mode}: the change of {name}"
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_the_comparison_sees_what_it_is_for(root: Path) -> None:
     """Every tensor moved far more than the tolerance, the modes differ, the norm was clipped, ratios left the bounds."""
     start, norms = _start(root, "model-False"), set()

@@ -20,7 +20,7 @@ from tests.checkpoint.ranks import Layout, resume_at, save_trained
 from tests.checkpoint.ranks import contents as read
 from tests.conversion.convert import tensors, to_hf
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 TP2, TP2_PLAIN = Layout(tensor=2), Layout(tensor=2, distributed=False)
 BF16, BF16_PLAIN = (Layout(tensor=2, dtype="bfloat16", distributed=kind) for kind in (True, False))
 EXPERTS = Layout(model="model-experts", expert=2)

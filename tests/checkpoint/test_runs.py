@@ -25,7 +25,7 @@ from tests.checkpoint.whole_runs import STEPS, STOPPED, run_in_every_way
 from tests.conversion.convert import tensors, to_hf
 from tests.e2e.job import RECIPE, untimed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 BEFORE = Layout(tensor=2)
 LAYOUTS = [BEFORE, Layout(pipeline=2), Layout(distributed=False)]
 

@@ -24,7 +24,7 @@ from tests.actor.processes import spawn
 from tests.checkpoint.hostile import HIDING_PLACES
 from tests.checkpoint.ranks import Layout, contents, save_in_every_way, try_to_load
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 RANKS = range(2)
 VICTIM = "decoder.layers.mlp.linear_fc2.weight"
 

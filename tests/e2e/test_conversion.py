@@ -19,7 +19,7 @@ from megatron_rl.models.files import SafetensorsFolder
 from .conftest import Finished
 from .job import RECIPE, Job, rows
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.engine
 STEPS = RECIPE["trainer"]["steps"]
 PROMPTS = [[5, 12, 3, 14], [9, 9, 12, 7, 12, 2, 14]]
 GENERATE = """

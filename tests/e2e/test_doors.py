@@ -12,7 +12,7 @@ from .conftest import Finished
 from .job import RECIPE, Job, rows, samples
 from .serving import VllmServer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.engine
 Evaluated = tuple[dict[str, Any], list[dict[str, Any]], str]
 SAMPLED = ("trainer.eval_rollouts=4", "trainer.eval_temperature=1.0")
 STEPS = RECIPE["trainer"]["steps"]

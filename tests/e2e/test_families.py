@@ -26,7 +26,7 @@ from megatron_rl.runtime.spawn import rank_environment
 from . import forked
 from .job import RECIPE, rows, samples, untimed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.engine
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
 SIZES |= {"vocab_size": 63, "eos_token_id": 1, "pad_token_id": 0}  # odd: padded for tensor parallelism
 # 48 is not what vLLM's kernels for experts take on a CPU: it pads them, again after every sync.

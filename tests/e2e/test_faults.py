@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults")
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 def test_a_warm_up_that_a_batch_system_stops_is_saved(folder: Path) -> None:
     job = Job(folder, *ENDLESS)
     job.wait_for(lambda: bool(rows(job.run_dir, "sft/metrics.jsonl")))
@@ -66,7 +66,7 @@ def test_a_warm_up_that_a_batch_system_stops_is_saved(folder: Path) -> None:
     assert "starts over" not in str(status.continue_with)
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint_whole(folder: Path) -> None:
     job = Job(folder, *ENDLESS, "checkpoint.on_failure=stop")
     job.wait_for((job.run_dir / "owner.json").exists)
@@ -95,7 +95,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint_whole(folder: P
     assert all((path / "manifest.json").exists() for path in folders)
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 def test_a_full_disk_costs_a_run_that_goes_on_only_the_save(folder: Path) -> None:
     job = Job(folder, *ENDLESS)
     before = checkpoints(job)[-1]
@@ -122,7 +122,7 @@ def test_a_full_disk_costs_a_run_that_goes_on_only_the_save(folder: Path) -> Non
     assert "Traceback" not in job.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 def test_it_continues_after_that_and_ctrl_c_stops_it_in_order(folder: Path) -> None:
     before = max(row["step"] for row in rows(folder / "run"))
     job = Job(folder, *ENDLESS)
@@ -142,7 +142,7 @@ def test_it_continues_after_that_and_ctrl_c_stops_it_in_order(folder: Path) -> N
     assert [row["step"] for row in rows(job.run_dir)] == list(range(done + 1))
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 def test_a_killed_rank_ends_the_run_within_seconds_and_is_named(folder: Path) -> None:
     done = rows(folder / "run")[-1]["step"]
     job = Job(folder, *ENDLESS)
@@ -161,7 +161,7 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_is_named(folder: Path) ->
         assert all((job.run_dir / "checkpoints" / f"step_{step}" / name).exists() for name in manifest["files"])
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 def test_what_a_run_leaves_that_was_killed_in_its_engines_start_is_removed_by_the_next(tmp_path: Path) -> None:
     temporary = Path(tempfile.mkdtemp(prefix="killed-", dir="/tmp"))  # with a short path, as sockets need it
     try:
@@ -223,7 +223,7 @@ def test_an_empty_prompt_file_is_refused(tmp_path: Path) -> None:
     assert "Traceback" not in job.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 def test_what_only_the_data_shows_is_refused_by_the_ranks_with_one_message(tmp_path: Path) -> None:
     job = Job(tmp_path, "rollout.max_prompt_tokens=4")
     assert job.finish() == 2

@@ -16,7 +16,7 @@ from tools.prove_resume import Kill, differences, prove
 from .conftest import STATEFUL, Finished
 from .job import write_recipe
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.engine
 # The warm-up of 30 steps, each with one update, is saved after its steps 10 and 20; old log-probs come before RL's updates.
 KILLS = [Kill("update", 28), Kill("old_log_prob", 2, 0.1), Kill("write", 2), Kill("rename", 1)]
 

@@ -14,7 +14,7 @@ import pytest
 from .conftest import STATEFUL, Finished
 from .job import Job, rows, samples, untimed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.engine
 ONE_STEP = (*STATEFUL, "trainer.steps=1", "checkpoint.every=0", "checkpoint.export=false")
 LAYOUTS = {
     "TP 2 x PP 2, two engines of two": ("launch.processes=4", "actor.parallel.pipeline=2"),

@@ -15,7 +15,7 @@ from megatron_rl.models.create import create_model
 from .job import Job
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 def test_experts_are_trained_and_reach_the_engine_after_every_step(tmp_path: Path) -> None:
     folder = tmp_path / "moe"
     create_model(folder, CreateModelConfig(layers=1, hidden_size=64, heads=4, ffn_size=64), seed=0)

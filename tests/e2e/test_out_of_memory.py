@@ -15,7 +15,7 @@ from .job import Job, processes_of
 STOPPING = Path(__file__).with_name("stopping.py")
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 def test_the_message_has_the_phase_the_table_and_the_knobs(tmp_path: Path) -> None:
     job = Job(
         tmp_path,

@@ -17,7 +17,7 @@ from megatron_rl.runtime.spawn import new_attempt, rank_environment, run_ranks
 from . import inside
 from .job import RECIPE, rows, write_recipe
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.engine
 OVERRIDES = ("checkpoint.every=0", "trainer.steps=1000", "trainer.eval_every=0", "sft.steps=60", "seed=5")
 
 

@@ -18,7 +18,7 @@ from megatron_rl.runtime.progress import heartbeats
 from .conftest import STATEFUL, Finished
 from .job import RECIPE, Job, processes_of, rows, samples, segments, untimed, variable
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.engine
 STEPS = RECIPE["trainer"]["steps"]
 
 

@@ -64,7 +64,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
             job.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 @pytest.mark.parametrize("number", range(len(STALLS)), ids=[phase for phase, _ in STALLS])
 def test_a_stopped_rank_is_named_with_its_phase(jobs: Jobs, number: int) -> None:
     phase, rank = STALLS[number]

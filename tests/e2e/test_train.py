@@ -17,7 +17,7 @@ from megatron_rl.runtime.run_status import read_status
 from .conftest import Finished
 from .job import RECIPE, rows, samples
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.engine
 STEPS = RECIPE["trainer"]["steps"]
 METRICS = (
     *("reward/mean", "reward/std", "reward/correct", "reward/format", "reward/judge"),

@@ -17,7 +17,7 @@ from .cluster import Cluster
 from .jobs import REPOSITORY, SMALL, write_site
 from .test_scripts import compare
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slurm
 PYTHON = REPOSITORY / ".venv-launch" / "bin" / "python"
 
 

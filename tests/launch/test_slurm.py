@@ -19,7 +19,7 @@ from megatron_rl.runtime.run_status import read_status
 from .cluster import NODES, SPARE, Cluster, wait_until
 from .jobs import REPOSITORY, SMALL, Job, assert_same_run, submit_refused, write_recipe, write_site
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slurm
 STEPS = SMALL["trainer"]["steps"]
 
 

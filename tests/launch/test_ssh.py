@@ -18,7 +18,7 @@ import yaml
 from .cluster import Cluster, _die_with_parent, _free_ports, wait_until
 from .jobs import REPOSITORY, SMALL, write_site
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slurm
 PYTHON = REPOSITORY / ".venv-launch" / "bin" / "python"
 _SSHD = """\
 Port {port}

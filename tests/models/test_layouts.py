@@ -75,7 +75,7 @@ def _check(rank: int, world: int, rendezvous: str, root: str, layouts: list[Layo
         stop()
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "layouts",
     [

@@ -127,7 +127,7 @@ def _there_and_back(
     stop()
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("variant", "axes"),
     [("qwen2-tied", (2, 1, 1)), ("qwen3", (1, 2, 1)), ("qwen3_moe", (1, 1, 2)), ("llama", (4, 1, 1))],

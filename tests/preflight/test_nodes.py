@@ -25,7 +25,7 @@ CAN_ISOLATE = (
     == 0
 )
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.ranks,
     pytest.mark.skipif(not CAN_ISOLATE, reason="mount namespaces need root here"),
 ]
 

@@ -26,7 +26,7 @@ from tests.rewards.chat_server import ChatServer
 
 from . import in_turn, tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 

@@ -18,7 +18,7 @@ from megatron_rl.rewards.remote import RemoteReward
 from .test_judge import SAMPLE, adds_up, scores
 from .tiny_models import CHAT_TEMPLATE, chat_model, classifier
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.engine
 
 SCHEMA = {"type": "object", "properties": {"score": {"enum": list(TIERS)}}, "required": ["score"]}
 GUIDES = {
