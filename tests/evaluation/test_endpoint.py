@@ -233,14 +233,14 @@ def test_a_judge_is_asked_once_also_by_the_next_evaluation(model: Path, recipe: 
         arguments += ["rewards.judge.params.model=m", f"rewards.judge.params.urls={judge.url}"]
         assert main(arguments) == 0
         first = last_row()
-        assert (first["judge/scored"], first["judge/requests"], len(judge.requests)) == (3, 3, 3)
+        assert (first["judge/scored"], first["judge/cache_hits"], len(judge.requests)) == (3, 0, 3)
         samples = recipe.parent / "run" / "samples" / "sums.jsonl"
         grades = [json.loads(line)["rewards"]["judge"] for line in samples.read_text().splitlines()]
         assert sorted(grades) == [0.25, 0.5, 1.0]
 
         assert main(arguments) == 0
         again = last_row()
-        assert (again["judge/scored"], again["judge/requests"], len(judge.requests)) == (3, 0, 3)
+        assert (again["judge/scored"], again["judge/cache_hits"], len(judge.requests)) == (3, 3, 3)
         assert [json.loads(line)["rewards"]["judge"] for line in samples.read_text().splitlines()] == grades
 
 
