@@ -1,13 +1,35 @@
-"""Help with misspelled names in recipes."""
+"""Words for messages about recipes: the nearest name, and values as a recipe writes them."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+LARGEST = 2**63 - 1  # what a 64-bit number holds; also far above all that is counted here
+_SHOWN = 80  # characters of a value that a message shows
+
+
+def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name most like `name`, swapped letters being the likeliest mistake; None where none reaches `cutoff`."""
+    text = str(name)
+
+    def likeness(candidate: str) -> tuple[bool, float, str]:
+        ratio = difflib.SequenceMatcher(None, candidate, text).ratio()
+        return sorted(candidate) == sorted(text), ratio, candidate
+
+    best = max(map(likeness, known), default=(False, 0.0, ""))
+    return best[2] if best[2] and best[1] >= cutoff else None
+
+
+def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.0) -> str:
+    """`; did you mean 'x'?`, or nothing where no known name is near."""
+    best = nearest(name, known, cutoff)
+    return "" if best is None else f"; did you mean {best!r}?"
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
-    """A sentence for a name nobody knows: the nearest known one, or all of them where none is near.
+    """A sentence for an unknown name: the nearest known one, or all of them where none is near.
 
     Args:
         what: what the name should have been, for example ``reward``.
@@ -15,7 +37,21 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
         known: the names that exist.
     """
     names = sorted(known)
-    nearest = difflib.get_close_matches(str(name), names, n=1)
-    if nearest:
-        return f"unknown {what} {name!r}; did you mean {nearest[0]!r}?"
-    return f"unknown {what} {name!r}; there is {', '.join(names) or 'none'}"
+    hint = did_you_mean(name, names, 0.6) or f"; there is {', '.join(names) or 'none'}"
+    return f"unknown {what} {name!r}{hint}"
+
+
+def show(value: Any) -> str:
+    """A value as a recipe would write it, cut to a readable length."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return f"a number of {value.bit_length()} bits"
+    return shorten(repr(value))
+
+
+def shorten(text: str) -> str:
+    """A text cut to a readable length."""
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

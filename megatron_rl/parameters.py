@@ -1,39 +1,98 @@
-"""Parameters that a recipe gives to a function: their types, from its annotations, and checks of their values."""
+"""Values that a recipe sets, held against the annotations that declare them: types, `Literal` choices, ranges."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from megatron_rl.config.shape import show
+from megatron_rl.names import did_you_mean, show
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number, for `Annotated[float, Range(low=0)]`: `low` and `high` are allowed, `above` and `below` are not."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def broken(self, value: float) -> str | None:
+        """The first bound that `value` breaks, in words; None where it keeps all. A NaN breaks every bound."""
+        return next((words for words, holds in self._bounds(value) if not holds), None)
+
+    def __str__(self) -> str:
+        return " and ".join(words for words, _ in self._bounds(0))
+
+    def _bounds(self, value: float) -> Iterator[tuple[str, bool]]:
+        if self.low is not None:
+            yield f"at least {_number(self.low)}", value >= self.low
+        if self.above is not None:
+            yield f"greater than {_number(self.above)}", value > self.above
+        if self.high is not None:
+            yield f"at most {_number(self.high)}", value <= self.high
+        if self.below is not None:
+            yield f"less than {_number(self.below)}", value < self.below
+
+
+NonNegative = Annotated[float, Range(low=0)]
+Positive = Annotated[float, Range(above=0)]
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,.0f}" if abs(bound) >= 1000 else f"{bound:g}"
 
 
 def check_types(function: Callable[..., Any], params: Mapping[str, Any]) -> None:
     """Null is allowed where it is the default, and anything where the annotation is not a plain type.
 
     Raises:
-        ValueError: naming the first parameter whose value is of another type, the value and the type.
+        ValueError: naming the first parameter whose value is of another type or out of its range, the value and the type.
     """
-    try:
-        hints = typing.get_type_hints(function)
-    except NameError:  # a function of the user's own, with names that exist for type checkers only
-        return
-    signature = inspect.signature(function).parameters
+    hints, signature = hints_of(function), inspect.signature(function).parameters
     for name, value in params.items():
         hint = hints.get(name, Any)
         if not _fits(value, hint) and (value is not None or signature[name].default is not None):
-            raise ValueError(f"{name} = {show(value)}, must be {_words(hint)}")
+            raise ValueError(f"{name} = {show(value)}, must be {_words(hint)}{_near(value, hint)}")
+
+
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters' annotations, evaluated; those with names that exist for type checkers only are left out."""
+    owner: Any = function
+    if inspect.isclass(function) and not dataclasses.is_dataclass(function):
+        owner = function.__init__
+    with contextlib.suppress(NameError):
+        return typing.get_type_hints(owner, include_extras=True)
+    hints: dict[str, Any] = {}
+    for name, annotation in owner.__annotations__.items():
+        holder = types.SimpleNamespace(__annotations__={name: annotation})
+        with contextlib.suppress(NameError):
+            hints |= typing.get_type_hints(holder, owner.__globals__, include_extras=True)
+    return hints
+
+
+def arms(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of `X | Y`; of any other type, the type itself."""
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if union else (hint,)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    origin = typing.get_origin(hint)
-    if isinstance(hint, types.UnionType) or origin is typing.Union:
-        return any(_fits(value, arm) for arm in typing.get_args(hint))
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if len(arms(hint)) > 1:
+        return any(_fits(value, arm) for arm in arms(hint))
+    if origin is Annotated:
+        return _fits(value, inner[0]) and all(not isinstance(x, Range) or x.broken(value) is None for x in inner[1:])
+    if origin is Literal:
+        return value in inner
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
@@ -41,21 +100,29 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint in (bool, str, type(None)):
         return isinstance(value, hint)
     if origin is list:
-        return isinstance(value, list) and all(_fits(item, typing.get_args(hint)[0]) for item in value)
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_fits(item, typing.get_args(hint)[1]) for item in value.values())
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
     return True
 
 
 def _words(hint: Any) -> str:
-    origin = typing.get_origin(hint)
-    if isinstance(hint, types.UnionType) or origin is typing.Union:
-        return " or ".join(_words(arm) for arm in typing.get_args(hint))
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if len(arms(hint)) > 1:
+        return " or ".join(_words(arm) for arm in arms(hint))
+    if origin is Annotated:
+        return " ".join([_words(inner[0]), *(str(each) for each in inner[1:] if isinstance(each, Range))])
+    if origin is Literal:
+        return f"one of {', '.join(inner)}"
     if origin is list:
         return "a list"
     if origin is dict:
         return "a mapping"
     return _WORDS.get(hint, "something else")
+
+
+def _near(value: Any, hint: Any) -> str:
+    return did_you_mean(value, typing.get_args(hint)) if typing.get_origin(hint) is Literal else ""
 
 
 def real(name: str, value: Any, low: float = float("-inf"), high: float = float("inf")) -> float:

@@ -1,6 +1,5 @@
 """Advantage estimators, gradient weights, loss aggregation, KL, corrections and presets: pure functions of tensors."""
 
-from megatron_rl.algorithms import estimators, weights  # noqa: F401  (they register themselves)
 from megatron_rl.algorithms.aggregation import (
     Denominators,
     aggregate_loss,
@@ -16,16 +15,11 @@ from megatron_rl.algorithms.diagnostics import (
     distinct_advantage_groups,
     gradient_variance,
 )
-from megatron_rl.algorithms.groups import Groups, whiten
 from megatron_rl.algorithms.kl import kl_divergence, sequence_kl
 from megatron_rl.algorithms.metrics import Metrics
-from megatron_rl.algorithms.ratios import REGIONS, bounded_exp, regions
 from megatron_rl.algorithms.registry import (
     AdvantageEstimator,
-    Estimate,
     GradientWeight,
-    advantage_estimator,
-    gradient_weight,
     list_advantage_estimators,
     list_gradient_weights,
     make_advantage_estimator,
@@ -33,6 +27,10 @@ from megatron_rl.algorithms.registry import (
 )
 from megatron_rl.algorithms.shaping import add_column, overlong_penalty, signal_groups
 from megatron_rl.data import RewardTable
+from megatron_rl.methods import Estimate, advantage_estimator, gradient_weight
+from megatron_rl.methods.groups import Groups, whiten
+from megatron_rl.methods.numerics import bounded_exp
+from megatron_rl.methods.ratios import REGIONS, regions
 
 __all__ = [
     "REGIONS",

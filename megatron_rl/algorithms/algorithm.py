@@ -19,13 +19,14 @@ from megatron_rl.algorithms.correction import (
 from megatron_rl.algorithms.diagnostics import advantage_metrics, reward_metrics
 from megatron_rl.algorithms.kl import kl_divergence
 from megatron_rl.algorithms.metrics import Metrics
-from megatron_rl.algorithms.ratios import REGIONS, bounded_exp, regions
 from megatron_rl.algorithms.registry import make_advantage_estimator, make_gradient_weight
 from megatron_rl.algorithms.shaping import add_column, complete_groups, overlong_penalty, signal_groups, with_valid
-from megatron_rl.config.methods import load_plugins
 from megatron_rl.config.presets import algorithm_config, check_algorithm
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.data import RewardTable
+from megatron_rl.methods import load_plugins
+from megatron_rl.methods.numerics import bounded_exp
+from megatron_rl.methods.ratios import REGIONS, regions
 
 _REPORTED_BOUNDS = (0.2, 0.2)  # regions are reported at these where the weight in use has no bounds of its own
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.groups import Groups
 from megatron_rl.algorithms.registry import AdvantageEstimator
 from megatron_rl.data import RewardTable
+from megatron_rl.methods.groups import Groups
 
 
 def count_advantage_groups(advantages: Tensor, valid: Tensor | None = None, decimals: int = 6) -> int:

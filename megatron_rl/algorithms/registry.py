@@ -1,48 +1,17 @@
-"""Estimators and gradient weights by name: built-in ones, and the user's own."""
+"""Estimators and gradient weights from the catalogue, ready to use on tensors."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.groups import Groups
-from megatron_rl.config.methods import (
-    ESTIMATOR,
-    WEIGHT,
-    Needs,
-    check_method,
-    get_method,
-    list_methods,
-    method_needs,
-    register_function,
-)
 from megatron_rl.data import RewardTable
-
-Implementation = TypeVar("Implementation", bound=Callable[..., Any])
-
-_IMPLEMENTATIONS: dict[tuple[str, str], Callable[..., Any]] = {}
-
-
-@dataclass
-class Estimate:
-    """What an advantage estimator makes of a reward table.
-
-    Attributes:
-        advantages: [n, m], 0 where invalid; float64 for a float64 table, otherwise float32.
-        metrics: numbers for the step's log.
-        clip_range: (eps_low, eps_high) that replaces the gradient weight's own bounds for this batch, or None.
-        group: quantities per prompt, [n] each.
-    """
-
-    advantages: Tensor
-    metrics: dict[str, float] = field(default_factory=dict)
-    clip_range: tuple[float, float] | None = None
-    group: dict[str, Tensor] = field(default_factory=dict)
+from megatron_rl.methods import ESTIMATOR, WEIGHT, Estimate, Needs, check_method, get_method, list_methods
+from megatron_rl.methods.groups import Groups
 
 
 class AdvantageEstimator:
@@ -57,10 +26,10 @@ class AdvantageEstimator:
     def __init__(self, name: str, params: Mapping[str, Any]) -> None:
         self.name = name
         self.params = check_method(ESTIMATOR, name, params)
-        self.needs: Needs = method_needs(ESTIMATOR, name, self.params)
-        implementation = _IMPLEMENTATIONS[ESTIMATOR, name]
-        self._state: Any = implementation(**self.params) if inspect.isclass(implementation) else None
-        self._function = implementation
+        method = get_method(ESTIMATOR, name)
+        self.needs: Needs = method.needs_with(self.params)
+        self._function = method.function
+        self._state: Any = method.function(**self.params) if inspect.isclass(method.function) else None
 
     def __call__(self, table: RewardTable) -> Estimate:
         """Advantages of the whole batch of a step, over all data-parallel ranks.
@@ -68,7 +37,8 @@ class AdvantageEstimator:
         Raises:
             ValueError: naming what the table lacks for this method.
         """
-        self._check(table)
+        if unmet := self.unmet(table):
+            raise ValueError("; ".join(unmet))
         groups = Groups(table)
         result = self._state(groups) if self._state is not None else self._function(groups, **self.params)
         if isinstance(result, Tensor):
@@ -83,31 +53,21 @@ class AdvantageEstimator:
         result.advantages = advantages
         return result
 
-    def _check(self, table: RewardTable) -> None:
+    def unmet(self, table: RewardTable) -> list[str]:
+        """What the table lacks for this method, one sentence each."""
         counts = table.mask.sum(1)
-        present = counts > 0
-        too_small = torch.nonzero(present & (counts < self.needs.group_size)).flatten()
-        if len(too_small):
-            at = int(too_small[0])
-            raise ValueError(
-                f"{self.name} needs at least {self.needs.group_size} rollouts per prompt; "
-                f"prompt {at} has {int(counts[at])}"
-            )
-        if int(present.sum()) < self.needs.prompts:
-            raise ValueError(f"{self.name} needs at least {self.needs.prompts} prompts; there is {int(present.sum())}")
-        for column in self.needs.columns:
-            table.column(column)
-        if len(set(table.names) - set(self.needs.columns)) < self.needs.other_columns:
-            raise ValueError(
-                f"{self.name} needs {self.needs.other_columns} reward column(s) besides "
-                f"{', '.join(self.needs.columns)}; the table has {list(table.names)}"
-            )
-        if self.needs.greedy and table.greedy is None:
-            raise ValueError(
-                f"{self.name} needs the rewards of a greedy rollout per prompt: RewardTable(greedy=[n, k])"
-            )
-        if self.needs.lengths and table.lengths is None:
-            raise ValueError(f"{self.name} over tokens needs response lengths: RewardTable(lengths=[n, m])")
+        present = counts.nonzero().flatten()
+        smallest = int(present[counts[present].argmin()]) if len(present) else None
+        group_size = self.needs.group_size if smallest is None else int(counts[smallest])
+        return self.needs.unmet(
+            self.name,
+            group_size=group_size,
+            prompts=len(present),
+            columns=table.names,
+            greedy=table.greedy is not None,
+            lengths=table.lengths is not None,
+            smallest=f"prompt {smallest} has {group_size}",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved with a checkpoint; empty where the method has no memory."""
@@ -135,7 +95,7 @@ class GradientWeight:
     def __init__(self, name: str, params: Mapping[str, Any]) -> None:
         self.name = name
         self.params = check_method(WEIGHT, name, params)
-        self._function = _IMPLEMENTATIONS[WEIGHT, name]
+        self._function = get_method(WEIGHT, name).function
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
@@ -189,57 +149,3 @@ def list_advantage_estimators() -> tuple[str, ...]:
 
 def list_gradient_weights() -> tuple[str, ...]:
     return list_methods(WEIGHT)
-
-
-def implements(kind: str, name: str) -> Callable[[Implementation], Implementation]:
-    """Ties a function (or a class with state) to its entry in the catalogue; their parameters must be the same."""
-
-    def tie(implementation: Implementation) -> Implementation:
-        keywords = tuple(
-            parameter.name
-            for parameter in inspect.signature(implementation).parameters.values()
-            if parameter.kind is parameter.KEYWORD_ONLY
-        )
-        if keywords != tuple(get_method(kind, name).params):
-            raise TypeError(f"{name} takes {keywords}; the catalogue says {tuple(get_method(kind, name).params)}")
-        _IMPLEMENTATIONS[kind, name] = implementation
-        return implementation
-
-    return tie
-
-
-def advantage_estimator(
-    name: str | None = None,
-    *,
-    group_size: int = 1,
-    prompts: int = 1,
-    columns: tuple[str, ...] = (),
-    greedy: bool = False,
-    lengths: bool = False,
-) -> Callable[[Implementation], Implementation]:
-    """Registers a function of `Groups` (and keyword-only parameters) as an advantage estimator.
-
-    The function returns advantages [n, m], or an `Estimate`. The arguments say what it needs from the batch; recipes
-    that cannot provide it are refused when loaded. See docs/algorithms/adding-an-estimator.md.
-    """
-    needs = Needs(group_size=group_size, prompts=prompts, columns=columns, greedy=greedy, lengths=lengths)
-    return _registers(ESTIMATOR, name, needs)
-
-
-def gradient_weight(name: str | None = None) -> Callable[[Implementation], Implementation]:
-    """Registers a function of (log_ratio, advantages), and keyword-only parameters, as a gradient weight.
-
-    It receives float32 or float64 tensors without gradient and returns a tensor of the same shape. With parameters
-    `eps_low` and `eps_high` it also follows an estimator's clip range.
-    """
-    return _registers(WEIGHT, name, Needs())
-
-
-def _registers(kind: str, name: str | None, needs: Needs) -> Callable[[Implementation], Implementation]:
-    def register(function: Implementation) -> Implementation:
-        known = name or function.__name__
-        register_function(kind, function, known, needs)
-        _IMPLEMENTATIONS[kind, known] = function
-        return function
-
-    return register

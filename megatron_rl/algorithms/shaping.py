@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.groups import Groups
 from megatron_rl.data import RewardTable
+from megatron_rl.methods.groups import Groups
 
 
 def add_column(table: RewardTable, name: str, values: Tensor, weight: float) -> RewardTable:

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import methods
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
 from megatron_rl.config.presets import check_algorithm
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import ConfigError, closest, show
+from megatron_rl.config.shape import ConfigError
 from megatron_rl.config.value_checks import check_values
+from megatron_rl.methods import ESTIMATOR, Needs, check_method, get_method, load_plugins
+from megatron_rl.names import did_you_mean, show
 
 _LONGEST_PATH, _LONGEST_NAME = 3500, 255  # bytes; Linux takes 4095 and 255
 _MOST_PROCESSES = 4096  # on one machine
@@ -257,28 +258,33 @@ def _check_trainer(config: Config, command: str) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------- algorithm
+def _needs(config: Config) -> Needs:
+    """What the estimator needs from the batch. ValueError where its name or a parameter is wrong."""
+    estimator = config.algorithm.estimator
+    params = check_method(ESTIMATOR, estimator.name, estimator.params)
+    return get_method(ESTIMATOR, estimator.name).needs_with(params)
+
+
 def reward_columns(config: Config) -> list[str]:
     """Names of the reward columns this recipe computes; `when_needed` ones only where the estimator asks for them."""
-    estimator = config.algorithm.estimator
-    needs = methods.method_needs(methods.ESTIMATOR, estimator.name, estimator.params)
-    return [name for name, reward in config.rewards.items() if not reward.when_needed or name in needs.columns]
+    needed = _needs(config).columns
+    return [name for name, reward in config.rewards.items() if not reward.when_needed or name in needed]
 
 
 def _check_algorithm(config: Config) -> Iterator[str]:
-    algorithm, estimator = config.algorithm, config.algorithm.estimator
+    algorithm = config.algorithm
     try:
-        methods.load_plugins(algorithm.plugins)
+        load_plugins(algorithm.plugins)
         check_algorithm(algorithm)
     except ValueError as error:
         yield str(error)
         return
     columns = reward_columns(config)
-    yield from methods.unmet_needs(
-        estimator.name,
-        estimator.params,
+    yield from _needs(config).unmet(
+        algorithm.estimator.name,
         group_size=config.rollout.group_size,
         prompts=config.trainer.prompts_per_step,
-        rewards=columns,
+        columns=columns,
     )
     for column, is_on in (("kl", algorithm.kl.reward_coef > 0), ("overlong", algorithm.overlong.share > 0)):
         if is_on and column in config.rewards:
@@ -327,11 +333,8 @@ def _check_rewards(config: Config, command: str) -> Iterator[str]:
             yield f"`rewards.{name}.weight` must be a finite number; it is {reward.weight!r}"
         for task in reward.tasks if reward.tasks is not None else ():
             if task not in tasks:
-                yield (
-                    f"`rewards.{name}.tasks` names the unknown task {task!r}; did you mean {closest(task, tasks)!r}?"
-                    if tasks
-                    else f"`rewards.{name}.tasks` names the unknown task {task!r}; `tasks` has none"
-                )
+                hint = did_you_mean(task, tasks) or "; `tasks` has none"
+                yield f"`rewards.{name}.tasks` names the unknown task {task!r}{hint}"
         if reward.tasks == []:
             yield f"`rewards.{name}.tasks` is an empty list: the reward would never be computed; null means all tasks"
 

@@ -24,11 +24,10 @@ from megatron_rl.config.shape import (
     conform,
     entry_type,
     fields,
-    shorten,
-    show,
     type_at,
     unwrap,
 )
+from megatron_rl.names import shorten, show
 from megatron_rl.user_files import read_text
 
 # Keys that name something, and the key with that thing's parameters: parameters go with the name they were written for.

@@ -10,11 +10,11 @@ from typing import Any
 
 from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import Config, CreateModelConfig, ParallelConfig
-from megatron_rl.config.shape import show
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Model, model_of, read_hf_config
 from megatron_rl.models.qwen3 import created_config
 from megatron_rl.models.rules import shard_shape
+from megatron_rl.names import show
 from megatron_rl.user_files import read_text
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -17,17 +17,15 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_rl.config.methods import (
     AGGREGATIONS,
     CORRECTION_WEIGHTS,
-    ESTIMATOR,
     FILTER_LEVELS,
     FILTER_STATISTICS,
     KL_ESTIMATORS,
     RATIOS,
     TRUNCATED,
-    WEIGHT,
     check_choice,
-    check_method,
 )
 from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig
+from megatron_rl.methods import ESTIMATOR, WEIGHT, check_method
 
 _CLIP: dict[str, Any] = {"name": "clip", "params": {"eps_low": 0.2, "eps_high": 0.2}}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -11,10 +10,9 @@ from functools import cache
 from typing import Any
 
 from megatron_rl.config.schema import Config
+from megatron_rl.names import LARGEST, nearest, shorten, show
 
 MOST_LEVELS = 50  # of sections, mappings and lists in one another
-_LARGEST = 2**63 - 1  # what a 64-bit number holds; also far above all that is counted here
-_SHOWN = 80  # characters of a value that a message shows
 
 
 class ConfigError(ValueError):
@@ -138,35 +136,12 @@ def _scalar(value: Any, hint: type, optional: bool, key: str, source: str) -> An
 
 def _check_scalar(value: Any, key: str, source: str) -> None:
     """Refuses numbers and texts that nothing further on can hold."""
-    if isinstance(value, int) and abs(value) > _LARGEST:
+    if isinstance(value, int) and abs(value) > LARGEST:
         raise ConfigError(f"{source}: `{key}` must be from -2^63 to 2^63 - 1; it is {show(value)}")
     if not isinstance(value, str):
         return
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise ConfigError(f"{source}: `{key}` holds bytes that are no text in UTF-8: {shorten(value)!a}")
-
-
-# --------------------------------------------------------------------------------------------------------- wording
-def show(value: Any) -> str:
-    """A value as a recipe would write it, cut to a readable length."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping):
-        return "a mapping"
-    if isinstance(value, int) and abs(value) > _LARGEST:
-        return f"a number of {value.bit_length()} bits"
-    return shorten(repr(value))
-
-
-def shorten(text: str) -> str:
-    """A text cut to a readable length."""
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-
-
-def closest(name: str, known: typing.Iterable[str], cutoff: float = 0.0) -> str | None:
-    """The name among `known` that is most like `name`."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
 
 
 def _join(key: str, name: Any) -> str:
@@ -184,13 +159,13 @@ def _set_to(value: Any) -> str:
 def _nearest(name: str, cls: type, key: str) -> str:
     """A near name in the same section, else the same name in another one, else a less near one, else all of them."""
     known = fields(cls)
-    sibling = closest(name, known, 0.75)
+    sibling = nearest(name, known, 0.75)
     if sibling is None:
         elsewhere = [path for path in _all_keys(Config, "") if path.rpartition(".")[2] == name]
         inside = [path for path in elsewhere if key and path.startswith(key + ".")]
         if elsewhere:
             return "did you mean " + " or ".join(f"`{path}`" for path in (inside or elsewhere)) + "?"
-        sibling = closest(name, known, 0.5)
+        sibling = nearest(name, known, 0.5)
     if sibling is not None:
         return f"did you mean `{_join(key, sibling)}`?"
     return f"{_subject(key)} has the keys {', '.join(known)}"

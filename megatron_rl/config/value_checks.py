@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_rl.config.schema import PHASES, Config, OptimizerConfig
-from megatron_rl.config.shape import closest
+from megatron_rl.names import did_you_mean
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "launch.preflight": ("off", "quick", "full"),
@@ -141,7 +141,7 @@ def _between(low: float, high: float, value: float) -> str:
 def _choice(key: str, value: str, choices: Iterable[str]) -> Iterator[str]:
     choices = tuple(choices)
     if value not in choices:
-        yield f"`{key}` must be one of {', '.join(choices)}; it is {value!r}; did you mean {closest(value, choices)!r}?"
+        yield f"`{key}` must be one of {', '.join(choices)}; it is {value!r}{did_you_mean(value, choices)}"
 
 
 def _check_optimizer(key: str, optimizer: OptimizerConfig) -> Iterator[str]:

@@ -22,8 +22,8 @@ from typing import Any
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.checks import reward_columns
-from megatron_rl.config.methods import load_plugins
 from megatron_rl.config.schema import Config, TaskConfig
+from megatron_rl.methods import load_plugins
 from megatron_rl.preflight.findings import FAILED, WARNING
 from megatron_rl.runtime.disk import size_text
 from megatron_rl.runtime.provenance import versions

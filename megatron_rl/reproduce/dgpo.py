@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import make_gradient_weight
-from megatron_rl.algorithms.theory import aspo_eq6, ln_bias
 from megatron_rl.reproduce.page import Page, markdown_table
+from megatron_rl.reproduce.theory import aspo_eq6, ln_bias
 
 EPS = 0.2
 R0 = 1 - EPS

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import RewardTable, make_advantage_estimator
-from megatron_rl.algorithms.theory import oracle_lambda
 from megatron_rl.reproduce.page import Page, markdown_table
+from megatron_rl.reproduce.theory import oracle_lambda
 
 PROMPTS, ANSWERS, FEATURES, WORDING, BATCHES = 64, 8, 32, 96, 400
 ROLLOUTS = (2, 4, 8)

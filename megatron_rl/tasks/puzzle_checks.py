@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.shape import show
+from megatron_rl.names import show
 from megatron_rl.parameters import check_types
 
 _OWN_FIELDS = {"prompt", "question", "source_dataset", "source_params"}  # of every dataset's items

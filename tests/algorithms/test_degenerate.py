@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms import RewardTable, list_advantage_estimators, make_advantage_estimator
-from megatron_rl.algorithms.groups import Groups, leave_one_out
+from megatron_rl.methods.groups import Groups, leave_one_out
 
 DTYPES = (torch.float32, torch.float64)
 GROUPWISE = ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_pp_baseline")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from megatron_rl.algorithms import RewardTable, make_advantage_estimator, make_algorithm, make_gradient_weight
-from megatron_rl.algorithms.registry import _IMPLEMENTATIONS
-from megatron_rl.config import methods
 from megatron_rl.config.presets import PRESETS
+from megatron_rl.methods import ESTIMATOR, WEIGHT, catalogue, get_method, list_methods
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -24,25 +23,24 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 @pytest.fixture
-def _own_methods() -> Any:
-    catalogue = {kind: dict(entries) for kind, entries in methods._CATALOGUE.items()}
-    implementations = dict(_IMPLEMENTATIONS)
-    yield
-    methods._CATALOGUE.update(catalogue)
-    for kind in catalogue:
-        methods._CATALOGUE[kind] = catalogue[kind]
-    _IMPLEMENTATIONS.clear()
-    _IMPLEMENTATIONS.update(implementations)
+def _own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "CATALOGUE", dict(catalogue.CATALOGUE))
 
 
-@pytest.mark.parametrize("kind", [methods.ESTIMATOR, methods.WEIGHT])
+@pytest.mark.parametrize("kind", [ESTIMATOR, WEIGHT])
 def test_every_method_has_a_page_that_names_its_parameters(kind: str) -> None:
-    for name in methods.list_methods(kind):
+    for name in list_methods(kind):
         page = (DOCS / f"{name}.md").read_text()
+        links = re.findall(
+            r"https://arxiv\.org/abs/\d{4}\.\d{5}",
+            inspect.getdoc(inspect.getmodule(get_method(kind, name).function)) or "",
+        )
+        assert links or name == "none"
+        assert all(link in page for link in links), f"{name}.md does not link its paper"
         assert page.startswith(f"# {name}\n")
         assert "Watch" in page
         assert "```yaml" in page
-        for parameter in methods.get_method(kind, name).params:
+        for parameter in get_method(kind, name).defaults:
             assert f"`{parameter}`" in page, f"{name}.md does not mention {parameter}"
         assert f"({name}.md)" in (DOCS / "README.md").read_text()
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
@@ -21,10 +20,9 @@ from megatron_rl.algorithms import (
     make_algorithm,
     make_gradient_weight,
 )
-from megatron_rl.algorithms.registry import _IMPLEMENTATIONS
-from megatron_rl.config import methods
-from megatron_rl.config.methods import ESTIMATOR, WEIGHT, check_method, method_needs, unmet_needs
 from megatron_rl.config.presets import PRESETS, algorithm_config, apply_preset, get_preset
+from megatron_rl.methods import ESTIMATOR, WEIGHT, catalogue, check_method, get_method, load_plugins
+from megatron_rl.parameters import Range
 
 CONTRACT = {
     "grpo": {"ddof": 1, "eps": 1e-6},
@@ -71,15 +69,9 @@ CONTRACT_WEIGHTS = {
 
 
 @pytest.fixture
-def _own_methods() -> Any:
+def _own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgets what a test registers."""
-    catalogue = {kind: dict(entries) for kind, entries in methods._CATALOGUE.items()}
-    implementations = dict(_IMPLEMENTATIONS)
-    yield
-    methods._CATALOGUE.clear()
-    methods._CATALOGUE.update(catalogue)
-    _IMPLEMENTATIONS.clear()
-    _IMPLEMENTATIONS.update(implementations)
+    monkeypatch.setattr(catalogue, "CATALOGUE", dict(catalogue.CATALOGUE))
 
 
 def test_names_and_defaults_are_the_contract() -> None:
@@ -91,40 +83,31 @@ def test_names_and_defaults_are_the_contract() -> None:
         assert make_gradient_weight(name).params == params
 
 
-@pytest.mark.parametrize(("kind", "name"), sorted(_IMPLEMENTATIONS))
-def test_implementations_take_exactly_the_catalogue_parameters(kind: str, name: str) -> None:
-    keywords = [
-        parameter.name
-        for parameter in inspect.signature(_IMPLEMENTATIONS[kind, name]).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ]
-    assert keywords == list(methods.get_method(kind, name).params)
-    assert all(
-        parameter.default is parameter.empty
-        for parameter in inspect.signature(_IMPLEMENTATIONS[kind, name]).parameters.values()
-    )  # defaults exist once, in the catalogue
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "params", "words"),
     [
         (ESTIMATOR, "gpro", {}, "did you mean 'grpo'"),
-        (ESTIMATOR, "grpo", {"dof": 1}, "no parameter 'dof'.*did you mean 'ddof'"),
-        (ESTIMATOR, "rloo", {"eps": 1}, "its parameters: none"),
-        (ESTIMATOR, "grpo", {"ddof": 2}, "ddof must be at most 1, not 2"),
-        (ESTIMATOR, "grpo", {"ddof": 1.0}, "ddof must be int, not 1.0"),
-        (ESTIMATOR, "grpo", {"ddof": True}, "ddof must be int, not True"),
-        (ESTIMATOR, "grpo", {"eps": "1e-6"}, "eps must be float, not '1e-6'"),
+        (
+            ESTIMATOR,
+            "grpo",
+            {"dof": 1},
+            "unknown parameter of the advantage estimator 'grpo': 'dof'; did you mean 'ddof'",
+        ),
+        (ESTIMATOR, "rloo", {"eps": 1}, "'eps'; there is none"),
+        (ESTIMATOR, "grpo", {"ddof": 2}, "ddof = 2, must be a whole number at least 0 and at most 1"),
+        (ESTIMATOR, "grpo", {"ddof": 1.0}, "ddof = 1.0, must be a whole number"),
+        (ESTIMATOR, "grpo", {"ddof": True}, "ddof = true, must be a whole number"),
+        (ESTIMATOR, "grpo", {"eps": "1e-6"}, "eps = '1e-6', must be a number at least 0"),
         (ESTIMATOR, "grpo", {"eps": float("nan")}, "nan"),
         (ESTIMATOR, "gdpo", {"over": "token"}, "did you mean 'tokens'"),
-        (ESTIMATOR, "gdpo", {"batch_norm": 1}, "batch_norm must be bool"),
+        (ESTIMATOR, "gdpo", {"batch_norm": 1}, "batch_norm = 1, must be true or false"),
         (ESTIMATOR, "awpo", {"tau_low": 2.0}, "tau_low .2.0. must not exceed tau_high"),
-        (ESTIMATOR, "awpo", {"r_out_max": "peak"}, "r_out_max must be float or null"),
+        (ESTIMATOR, "awpo", {"r_out_max": "peak"}, "r_out_max = 'peak', must be a number or null"),
         (WEIGHT, "clipp", {}, "did you mean 'clip'"),
-        (WEIGHT, "clip", {"eps_low": 1.0}, "eps_low must be less than 1"),
-        (WEIGHT, "clip", {"dual_clip": 1.0}, "dual_clip must be greater than 1"),
-        (WEIGHT, "dgpo", {"n": 0}, "n must be at least 1"),
-        (WEIGHT, "none", {"eps_low": 0.2}, "no parameter"),
+        (WEIGHT, "clip", {"eps_low": 1.0}, "eps_low = 1.0, must be a number at least 0 and less than 1"),
+        (WEIGHT, "clip", {"dual_clip": 1.0}, "dual_clip = 1.0, must be a number greater than 1 or null"),
+        (WEIGHT, "dgpo", {"n": 0}, "n = 0, must be a whole number at least 1"),
+        (WEIGHT, "none", {"eps_low": 0.2}, "unknown parameter"),
     ],
 )
 def test_errors_say_what_is_wrong(kind: str, name: str, params: dict[str, Any], words: str) -> None:
@@ -135,22 +118,29 @@ def test_errors_say_what_is_wrong(kind: str, name: str, params: dict[str, Any], 
         make(name, **params)
 
 
+def unmet(name: str, params: dict[str, Any], **batch: Any) -> list[str]:
+    complete = check_method(ESTIMATOR, name, params)
+    return get_method(ESTIMATOR, name).needs_with(complete).unmet(name, **batch)
+
+
 def test_unmet_needs_are_sentences() -> None:
-    few = {"group_size": 1, "prompts": 1, "rewards": ["math"]}
-    enough = {"group_size": 4, "prompts": 8, "rewards": ["math", "judge"]}
-    assert unmet_needs("shrinkage", {}, **few) == [
+    few = {"group_size": 1, "prompts": 1, "columns": ["math"]}
+    enough = {"group_size": 4, "prompts": 8, "columns": ["math", "judge"]}
+    assert unmet("shrinkage", {}, **few) == [
         "shrinkage needs at least 2 rollouts per prompt; `rollout.group_size` is 1"
     ]
-    assert unmet_needs("bloo", {}, **few) == ["bloo needs at least 2 prompts per step; `trainer.prompts_per_step` is 1"]
-    assert unmet_needs("awpo", {}, **few) == ["awpo needs the reward column 'judge'; `rewards` has math"]
-    assert "besides judge" in unmet_needs("awpo", {}, group_size=4, prompts=8, rewards=["judge"])[0]
-    assert unmet_needs("awpo", {"reasoning": "math"}, **enough) == []
+    assert unmet("bloo", {}, **few) == [
+        "bloo needs at least 2 prompts per step (`trainer.prompts_per_step`); there is 1"
+    ]
+    assert unmet("awpo", {}, **few) == ["awpo needs the reward column 'judge'; `rewards` has math"]
+    assert "besides judge" in unmet("awpo", {}, group_size=4, prompts=8, columns=["judge"])[0]
+    assert unmet("awpo", {"reasoning": "math"}, **enough) == []
     for name in list_advantage_estimators():
-        assert unmet_needs(name, {}, **enough) == []
-    assert method_needs(ESTIMATOR, "gdpo", {"over": "tokens"}).lengths
-    assert not method_needs(ESTIMATOR, "gdpo", {}).lengths
-    assert method_needs(ESTIMATOR, "remax", {}).greedy
-    assert unmet_needs("remax", {}, **enough, greedy=False) == ["remax needs a greedy rollout of every prompt"]
+        assert unmet(name, {}, **enough) == []
+    assert "response lengths" in unmet("gdpo", {"over": "tokens"}, **enough, lengths=False)[0]
+    assert unmet("gdpo", {"over": "tokens", "batch_norm": False}, **enough, lengths=False) == []
+    assert unmet("gdpo", {}, **enough, lengths=False) == []
+    assert "a greedy rollout of every prompt" in unmet("remax", {}, **enough, greedy=False)[0]
 
 
 @pytest.mark.usefixtures("_own_methods")
@@ -169,7 +159,6 @@ def test_own_methods_enter_the_catalogue() -> None:
     assert result.advantages.tolist() == [[0.0, 2.0]]
     assert estimator.params == {"scale": 2, "floor": None}
     assert "best_only" in list_advantage_estimators()
-    assert methods.get_method(ESTIMATOR, "best_only").summary == "Only the best rollout counts."
     with pytest.raises(ValueError, match="did you mean 'scale'"):
         make_advantage_estimator("best_only", scal=2)
     with pytest.raises(ValueError, match="at least 2 rollouts"):
@@ -208,6 +197,35 @@ def test_own_methods_must_be_well_formed() -> None:
 
 
 @pytest.mark.usefixtures("_own_methods")
+def test_own_methods_declare_choices_and_ranges_as_the_built_in_ones_do() -> None:
+    @advantage_estimator()
+    def bounded(
+        groups: Any, *, mode: Literal["mean", "median"] = "mean", share: Annotated[float, Range(low=0)] = 0.5
+    ) -> torch.Tensor:
+        return groups.rewards
+
+    @advantage_estimator()
+    class Remembering:
+        def __init__(self, *, decay: float = 0.5) -> None:
+            if decay > 1:
+                raise ValueError(f"decay ({decay}) would grow")
+
+    for params, words in (
+        ({"mode": "meen"}, "mode = 'meen', must be one of mean, median; did you mean 'mean'"),
+        ({"share": -1.0}, "share = -1.0, must be a number at least 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_method(ESTIMATOR, "bounded", params)
+    with pytest.raises(ValueError, match="would grow"):
+        check_method(ESTIMATOR, "Remembering", {"decay": 2.0})
+    with pytest.raises(ValueError, match=r"half = 2.0, must be a number at most 1"):
+
+        @gradient_weight()
+        def wrong(log_ratio: Any, advantages: Any, *, half: Annotated[float, Range(high=1)] = 2.0) -> Any:
+            return log_ratio
+
+
+@pytest.mark.usefixtures("_own_methods")
 def test_plugins_are_loaded_once_and_must_exist(tmp_path: Path) -> None:
     source = (
         "from megatron_rl.algorithms import advantage_estimator\n"
@@ -220,18 +238,20 @@ def test_plugins_are_loaded_once_and_must_exist(tmp_path: Path) -> None:
     assert make_algorithm(section).estimator.params == {"scale": 3.0}
     assert make_algorithm(section).estimator.name == "from_file"
     with pytest.raises(ValueError, match="no file"):
-        methods.load_plugins([str(tmp_path / "absent.py")])
+        load_plugins([str(tmp_path / "absent.py")])
     with pytest.raises(ValueError, match="no module"):
-        methods.load_plugins(["absent_module_of_mine"])
+        load_plugins(["absent_module_of_mine"])
     (tmp_path / "broken.py").write_text("raise RuntimeError('mine')")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="mine"):
-            methods.load_plugins([str(tmp_path / "broken.py")])
+            load_plugins([str(tmp_path / "broken.py")])
 
 
-def test_catalogue_and_presets_import_no_torch() -> None:
+def test_methods_and_presets_import_no_torch() -> None:
     code = (
-        "import sys; import megatron_rl.config.methods, megatron_rl.config.presets; assert 'torch' not in sys.modules"
+        "import sys; import megatron_rl.config.presets; from megatron_rl.methods import *; "
+        "assert 'torch' not in sys.modules; assert check_method(WEIGHT, 'dgpo')['m'] == 2; "
+        "assert check_method(ESTIMATOR, 'awpo')['eps_mix'] == 0.7; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -301,7 +321,7 @@ def test_recipe_keys_win_over_the_preset() -> None:
         ({"resample_rounds": 2}, "drop_no_signal_groups"),
         ({"aggregation": "seq-mean-token-sum-norm"}, "max_tokens"),
         ({"overlong": {"share": 0.2}}, "max_tokens"),
-        ({"estimator": {"name": "grpo", "params": {"epsilon": 1}}}, "no parameter 'epsilon'"),
+        ({"estimator": {"name": "grpo", "params": {"epsilon": 1}}}, "unknown parameter of .*'epsilon'"),
     ],
 )
 def test_bad_sections_are_refused(section: dict[str, Any], words: str) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 CODE = [
     path
-    for folder in ("algorithms", "actor", "evaluation", "rewards", "trainer", "runtime")
+    for folder in ("methods", "algorithms", "actor", "evaluation", "rewards", "trainer", "runtime")
     for path in sorted((ROOT / "megatron_rl" / folder).rglob("*.py"))
 ]
 NAME = re.compile(r"(?:[a-z_]+|\*)(/[\w@*]+)+")

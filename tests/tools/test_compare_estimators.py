@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,20 +13,21 @@ import pytest
 import torch
 
 from megatron_rl.algorithms import RewardTable, list_advantage_estimators, list_gradient_weights, make_algorithm
-from megatron_rl.algorithms.comparison import compare_estimators, compare_weights, default_choices, summarize_advantages
 from megatron_rl.trainer.record import write_step
 
 TOOL = Path(__file__).parents[2] / "tools" / "compare_estimators.py"
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
+def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("compare_estimators", TOOL)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules["compare_estimators"] = importlib.util.module_from_spec(spec)  # where dataclasses look
     spec.loader.exec_module(module)
     return module
+
+
+tool = load()
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_noise_does_not_depend_on_scale_and_knows_a_better_baseline() -> None:
     rewards = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]]).double()[:, :, None]
     table = RewardTable(rewards, ("r",), lengths=torch.full((2, 4), 3.0))
-    summaries, left_out = compare_estimators(table, default_choices(list_advantage_estimators()))
+    summaries, left_out = tool.compare_estimators(table, list_advantage_estimators())
     assert set(left_out) == {"awpo", "remax"}
     rloo, centred = summaries["rloo"], summaries["dr_grpo"]
     assert rloo.noise is not None
@@ -58,9 +60,9 @@ def test_noise_does_not_depend_on_scale_and_knows_a_better_baseline() -> None:
     assert rloo.spread == pytest.approx(centred.spread * 4 / 3)
     # RLOO: A = (r - 3/4) 4/3 and its negative mirror: mean A^2 = 1/3; the covariance with r is 1/3.
     assert rloo.noise == pytest.approx(3.0 * (1 / 3) / (1 / 3) ** 2)
-    useless = summarize_advantages(table, torch.full((2, 4), 0.5))
+    useless = tool.summarize_advantages(table, torch.full((2, 4), 0.5))
     assert useless.noise is None
-    shifted = summarize_advantages(table, centred.advantages + 1.0)
+    shifted = tool.summarize_advantages(table, centred.advantages + 1.0)
     assert shifted.noise is not None
     assert shifted.noise > rloo.noise
 
@@ -70,7 +72,7 @@ def test_a_group_without_signal_is_silent(name: str) -> None:
     """Batch statistics move it by their rounding at most, which is no advantage."""
     rewards = torch.rand(7, 5, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     rewards[3] = 0.1
-    summaries, _ = compare_estimators(RewardTable(rewards, ("r",)), default_choices([name]))
+    summaries, _ = tool.compare_estimators(RewardTable(rewards, ("r",)), [name])
     assert summaries[name].silent == pytest.approx(1 / 7)
 
 
@@ -78,7 +80,7 @@ def test_weights_by_hand() -> None:
     ratio = torch.tensor([1.0, 2.0, 0.5, 0.5, 1.0], dtype=torch.float64)
     advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, 0.0])
     ids = torch.tensor([0, 0, 1, 1, 1])
-    weights, shares = compare_weights(ratio.log(), advantages, ids, default_choices(list_gradient_weights()))
+    weights, shares = tool.compare_weights(ratio.log(), advantages, ids, list_gradient_weights())
     assert shares == pytest.approx({"M": 0.4, "LN": 0.2, "HP": 0.2, "LP": 0.2, "HN": 0.0})
     clip, cispo = weights["clip"], weights["cispo"]
     assert clip.stopped == 0.5  # of the four tokens with A != 0
@@ -86,11 +88,11 @@ def test_weights_by_hand() -> None:
     assert clip.push == pytest.approx(1.5 / 4)
     assert clip.effective == pytest.approx(1.5**2 / (4 * 1.25))
     assert cispo.largest == pytest.approx(1.2)
-    by_sequence, _ = compare_weights(ratio.log(), advantages, ids, default_choices(["none"]), ratio="sequence")
+    by_sequence, _ = tool.compare_weights(ratio.log(), advantages, ids, ["none"], ratio="sequence")
     assert by_sequence["none"].weights.tolist() == pytest.approx([math.sqrt(2)] * 2 + [0.25 ** (1 / 3)] * 3)
 
 
-def test_the_command(tool: ModuleType, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main([str(run_dir), "--estimator", "gdpo", "--ratio", "sequence"]) == 0
     printed = capsys.readouterr().out
     for name in (*list_advantage_estimators(), *list_gradient_weights()):
@@ -106,13 +108,11 @@ def test_the_command(tool: ModuleType, run_dir: Path, capsys: pytest.CaptureFixt
         (["--estimator", "grp"], "choose from run"),
     ],
 )
-def test_mistakes(
-    tool: ModuleType, run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_mistakes(run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert tool.main([str(run_dir), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_run_without_records(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main([str(tmp_path)]) == 2
     assert "set logging.record_every" in capsys.readouterr().err

@@ -1,17 +1,23 @@
-"""James-Stein shrinkage baseline: two-level leave-one-out ("shrinkage baseline" paper, Eq. 10-16)."""
+"""James-Stein shrinkage baseline: two-level leave-one-out (Eq. 10-16).
+
+Zeng et al. 2025, "Shrinking the Variance", https://arxiv.org/abs/2511.03710
+"""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from megatron_rl.algorithms.estimators.rloo import leave_one_out_advantages
-from megatron_rl.algorithms.groups import Groups, leave_one_out, safe_divide
-from megatron_rl.algorithms.registry import Estimate, implements
-from megatron_rl.config.methods import ESTIMATOR
+from megatron_rl.methods.catalogue import Estimate, advantage_estimator
+from megatron_rl.methods.estimators.rloo import rloo
+from megatron_rl.methods.numerics import safe_divide
+from megatron_rl.parameters import NonNegative
+
+if TYPE_CHECKING:
+    from megatron_rl.methods.groups import Groups
 
 
-@implements(ESTIMATOR, "shrinkage")
-def shrinkage(groups: Groups, *, factor: bool, eps: float) -> Estimate:
+@advantage_estimator("shrinkage", group_size=2)
+def shrinkage(groups: Groups, *, factor: bool = True, eps: NonNegative = 0.0) -> Estimate:
     """A_ij = r_ij - (1 - lambda_i) mu_i^(-j) - lambda_i mu_(-i).
 
     lambda_i is estimated from the other prompts only, mu_i^(-j) from the other rollouts only, so the baseline does
@@ -24,16 +30,15 @@ def shrinkage(groups: Groups, *, factor: bool, eps: float) -> Estimate:
     centred = groups.centred
     mean, base = groups.means
     of_mean = groups.std(centred, ddof=1)[:, 0].square() / groups.count.clamp(min=1)  # summand of Eq. 13
-    others = leave_one_out(mean, of_mean, groups.present)
+    others = groups.leave_one_out(mean, of_mean)
     v = others.total / others.size.clamp(min=1)  # Eq. 13
     s = others.deviation / others.size.clamp(min=1)  # Eq. 14
-    weight = torch.where(v > 0, safe_divide(v, v + s + eps), 0.0)  # Eq. 15
+    weight = safe_divide(v, v + s + eps).where(v > 0, 0.0)  # Eq. 15
     if factor:
         weight = weight * others.size / (others.size + 1)
-    weight = torch.where(groups.present, weight, 0.0)
+    weight = weight.where(groups.present, 0.0)
     from_batch = centred.values + (mean - others.mean)[:, None]
-    own = leave_one_out_advantages(groups)
-    advantages = (1 - weight)[:, None] * own + weight[:, None] * from_batch
+    advantages = (1 - weight)[:, None] * rloo(groups) + weight[:, None] * from_batch
     seen = weight[groups.present]
     return Estimate(
         advantages,
@@ -42,6 +47,6 @@ def shrinkage(groups: Groups, *, factor: bool, eps: float) -> Estimate:
             "shrinkage": weight,
             "v": v,
             "s": s,
-            "batch_mean": torch.where(others.size > 0, others.mean + base, 0.0),
+            "batch_mean": (others.mean + base).where(others.size > 0, 0.0),
         },
     )

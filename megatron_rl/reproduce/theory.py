@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.groups import Groups
-from megatron_rl.algorithms.ratios import above, below, bounded_exp
-from megatron_rl.algorithms.weights.dgpo import dgpo
 from megatron_rl.data import RewardTable
+from megatron_rl.methods.groups import Groups
+from megatron_rl.methods.numerics import above, below, bounded_exp
+from megatron_rl.methods.weights.dgpo import dgpo
 
 LN_METHODS = ("grpo", "cispo", "ce", "ce_eq31", "dgpo")
 

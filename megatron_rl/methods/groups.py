@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data import RewardTable
+from megatron_rl.methods.numerics import safe_divide
 
 _LARGEST_REWARD = 1e100  # squares of differences stay finite in float64
 
@@ -117,6 +118,51 @@ class Groups:
         """Standard deviation of every reward per group, over what was scored; [n, 1, k], 0 as in `std`."""
         return _std(self.columns, self.scored.sum(1, keepdim=True), ddof)
 
+    def sum_normalised(self, terms: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum over the columns of normalised rewards, and of the terms' sizes; float64 [n, m] each.
+
+        Terms that cancel leave rounding noise, the rewards' own and that of the sum, which whitening would blow up where
+        the batch has nothing else: it becomes exactly 0.
+
+        Args:
+            terms: weighted and divided by `std`, [n, m, k].
+            std: [n, 1, k], 0 where the column is constant.
+        """
+        total, size = terms.sum(2), terms.abs().sum(2)
+        largest = self.values.abs().amax(1, keepdim=True)
+        noise = 4 * self.unit * (safe_divide(largest, std) * self.weights.abs()).sum(2)
+        silent = (total.abs() <= noise).all(1, keepdim=True)
+        return torch.where(silent | (total.abs() <= 16 * torch.finfo(torch.float64).eps * size), 0.0, total), size
+
+    def whiten(
+        self,
+        values: Tensor,
+        over: str,
+        *,
+        ddof: int,
+        eps: float,
+        eps_mode: str,
+        normalize: bool = True,
+        unit: float = torch.finfo(torch.float64).eps,
+        size: Tensor | None = None,
+    ) -> Tensor:
+        """Values [n, m] whitened over the batch's valid rollouts, see `whiten`; over `tokens` each counts by its length."""
+        return whiten(
+            values,
+            self.valid,
+            counts=self.table.lengths if over == "tokens" else None,
+            ddof=ddof,
+            eps=eps,
+            eps_mode=eps_mode,
+            normalize=normalize,
+            unit=unit,
+            size=size,
+        )
+
+    def leave_one_out(self, values: Tensor, extra: Tensor) -> Moments:
+        """Moments of `values` [n] over all other present prompts, see `leave_one_out`."""
+        return leave_one_out(values, extra, self.present)
+
     def std(self, centred: Centred, ddof: int) -> Tensor:
         """Standard deviation per group, [n, 1, ...]; 0 for constant groups and groups of at most `ddof` rollouts."""
         return _std(centred, self.count.reshape(-1, *([1] * (centred.values.dim() - 1))), ddof)
@@ -145,11 +191,6 @@ def centre(values: Tensor, valid: Tensor, count: Tensor, unit: float, size: Tens
     offset = shifted.sum(1, keepdim=True) / count.clamp(min=1).reshape(shape)
     centred = torch.where(valid & ~constant, shifted - offset, 0.0)
     return Centred(centred, low, offset, torch.where(constant, 0.0, high - low))
-
-
-def safe_divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """numerator / denominator, 0 where the denominator is 0."""
-    return torch.where(denominator == 0, 0.0, numerator / torch.where(denominator == 0, 1.0, denominator))
 
 
 def whiten(

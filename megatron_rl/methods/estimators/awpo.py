@@ -1,19 +1,28 @@
-"""AWPO: a variance gate mixes in the judge's reward, difficulty weighs the groups (AWPO v2 Eq. 17-24, Algorithm 1)."""
+"""AWPO: a variance gate mixes in the judge's reward, difficulty weighs the groups (Eq. 17-24 and Algorithm 1 of v2).
+
+Lin et al. 2025, "AWPO", https://arxiv.org/abs/2512.19126
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
 
-import torch
+from megatron_rl.methods.catalogue import Estimate, Needs, advantage_estimator
+from megatron_rl.methods.numerics import safe_divide
+from megatron_rl.parameters import NonNegative, Positive, Range
 
-from megatron_rl.algorithms.groups import Groups, safe_divide
-from megatron_rl.algorithms.registry import Estimate, implements
-from megatron_rl.config.methods import ESTIMATOR
+if TYPE_CHECKING:
+    from megatron_rl.methods.groups import Groups
+
+Radius = Annotated[float, Range(low=0, below=1)]
 
 
-@implements(ESTIMATOR, "awpo")
+@advantage_estimator("awpo", needs=lambda params: Needs(columns=(params["reasoning"],), other_columns=1))
+@dataclass(kw_only=True)
 class AWPO:
     """A = d [(1 - w) A_out + w A_mix], w the gated dispersion ratio rho, d the difficulty weight.
 
@@ -33,28 +42,23 @@ class AWPO:
             gating and kept in `state_dict` (v2).
     """
 
-    def __init__(
-        self,
-        *,
-        reasoning: str,
-        eps_mix: float,
-        tau_low: float,
-        tau_high: float,
-        alpha_base: float,
-        alpha_prio: float,
-        eps: float,
-        eps_std: float,
-        eps_min: float,
-        eps_max: float,
-        r_out_max: float | None,
-    ) -> None:
-        self.reasoning = reasoning
-        self.eps_mix, self.tau_low, self.tau_high = eps_mix, tau_low, tau_high
-        self.alpha_base, self.alpha_prio = alpha_base, alpha_prio
-        self.eps, self.eps_std = eps, eps_std
-        self.eps_min, self.eps_max = eps_min, eps_max
-        self.r_out_max = r_out_max
-        self.peak = -math.inf
+    reasoning: str = "judge"
+    eps_mix: Positive = 0.7
+    tau_low: float = 0.5
+    tau_high: float = 1.5
+    alpha_base: NonNegative = 0.5
+    alpha_prio: NonNegative = 1.5
+    eps: NonNegative = 1e-6
+    eps_std: NonNegative = 1e-6
+    eps_min: Radius = 0.18
+    eps_max: Radius = 0.20
+    r_out_max: float | None = None
+    peak: float = field(default=-math.inf, init=False)
+
+    def __post_init__(self) -> None:
+        for low, high in (("tau_low", "tau_high"), ("alpha_base", "alpha_prio"), ("eps_min", "eps_max")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(f"{low} ({getattr(self, low)}) must not exceed {high} ({getattr(self, high)})")
 
     def __call__(self, groups: Groups) -> Estimate:
         outcome, size = groups.weighted([name for name in groups.names if name != self.reasoning])
@@ -71,9 +75,9 @@ class AWPO:
         peak = self.peak if self.r_out_max is None else self.r_out_max
         # Strict comparisons up to rounding: a mean that equals a threshold in exact arithmetic is not beyond it.
         noise = 8 * groups.unit * float(size.max())
-        gate = (peak - mean > noise) & (self.eps_mix - rho > 8 * torch.finfo(torch.float64).eps)
+        gate = (peak - mean > noise) & (self.eps_mix - rho > 8 * sys.float_info.epsilon)
         judged = groups.scored[:, :, groups.names.index(self.reasoning)].any(1)
-        w_mix = torch.where(gate & judged, rho, 0.0)
+        w_mix = rho.where(gate & judged, 0.0)
         medium = (mean - self.tau_low > noise) & (self.tau_high - mean > noise)
         difficulty = self.alpha_base + (self.alpha_prio - self.alpha_base) * medium.double()  # Eq. 22
         advantages = difficulty[:, None] * ((1 - w_mix)[:, None] * a_out + w_mix[:, None] * a_mix)
@@ -103,10 +107,10 @@ class AWPO:
             },
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         return {"r_out_max": self.peak} if self.r_out_max is None else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         expected = {"r_out_max"} if self.r_out_max is None else set()
         if set(state) != expected:
             raise ValueError(f"awpo's state must hold {sorted(expected)}, not {sorted(state)}")

@@ -1,0 +1,34 @@
+"""Advantage estimators and gradient weights, one file each: names, parameters, needs and equations.
+
+Importing this package loads no torch, so that recipes are checked on a login node. The files of methods compute with
+tensors' own methods and import torch for type checkers only.
+"""
+
+from megatron_rl.methods import estimators, weights  # noqa: F401  (importing a method's file registers it)
+from megatron_rl.methods.catalogue import (
+    ESTIMATOR,
+    WEIGHT,
+    Estimate,
+    Method,
+    Needs,
+    advantage_estimator,
+    check_method,
+    get_method,
+    gradient_weight,
+    list_methods,
+    load_plugins,
+)
+
+__all__ = [
+    "ESTIMATOR",
+    "WEIGHT",
+    "Estimate",
+    "Method",
+    "Needs",
+    "advantage_estimator",
+    "check_method",
+    "get_method",
+    "gradient_weight",
+    "list_methods",
+    "load_plugins",
+]

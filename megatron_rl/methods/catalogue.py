@@ -1,0 +1,275 @@
+"""The catalogue of methods: every advantage estimator and gradient weight by name, the user's own included.
+
+A method is declared once, by its function: its keyword-only parameters, with annotations and defaults, are what a recipe
+may set, and the decorator says what it needs from the batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from megatron_rl.names import unknown_name
+from megatron_rl.parameters import Range, arms, check_types, hints_of
+from megatron_rl.user_code import is_module_name, load_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ESTIMATOR = "advantage estimator"
+WEIGHT = "gradient weight"
+
+# Types of parameters that several methods have.
+Ddof = Annotated[int, Range(low=0, high=1)]  # 1: sample, 0: population variance
+EpsLow = Annotated[float, Range(low=0, below=1)]
+EpsMode = Literal["std_add", "var_add", "var_clamp"]  # see `groups.whiten`
+Over = Literal["sequences", "tokens"]  # what a batch statistic counts
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method needs from the batch; the defaults stand for nothing.
+
+    Attributes:
+        group_size: smallest number of rollouts per prompt.
+        prompts: smallest number of prompts per step.
+        columns: reward columns that must exist.
+        other_columns: at least so many further columns.
+        greedy: the reward of a greedy rollout for every prompt.
+        lengths: response lengths.
+    """
+
+    group_size: int = 1
+    prompts: int = 1
+    columns: tuple[str, ...] = ()
+    other_columns: int = 0
+    greedy: bool = False
+    lengths: bool = False
+
+    def unmet(
+        self,
+        name: str,
+        *,
+        group_size: int,
+        prompts: int,
+        columns: Iterable[str],
+        greedy: bool = True,
+        lengths: bool = True,
+        smallest: str | None = None,
+    ) -> list[str]:
+        """What the batch lacks, one sentence each; empty where the method can run.
+
+        Args:
+            name: the method's.
+            group_size: rollouts of the smallest group.
+            prompts: prompts per step.
+            columns: names of the reward columns.
+            greedy, lengths: whether the batch has them.
+            smallest: says which group is the smallest; None: all have `rollout.group_size`.
+        """
+        present, lacking = tuple(columns), []
+        if group_size < self.group_size:
+            least = smallest or f"`rollout.group_size` is {group_size}"
+            lacking.append(f"at least {self.group_size} rollouts per prompt; {least}")
+        if prompts < self.prompts:
+            lacking.append(f"at least {self.prompts} prompts per step (`trainer.prompts_per_step`); there is {prompts}")
+        for column in self.columns:
+            if column not in present:
+                lacking.append(f"the reward column {column!r}; `rewards` has {', '.join(present) or 'none'}")
+        if len(set(present) - set(self.columns)) < self.other_columns:
+            named = ", ".join(self.columns)
+            lacking.append(f"{self.other_columns} reward column(s) besides {named}; add them to `rewards`")
+        if self.greedy and not greedy:
+            lacking.append("a greedy rollout of every prompt: RewardTable(greedy=[n, k])")
+        if self.lengths and not lengths:
+            lacking.append("response lengths for statistics over tokens: RewardTable(lengths=[n, m])")
+        return [f"{name} needs {what}" for what in lacking]
+
+
+@dataclass
+class Estimate:
+    """What an advantage estimator makes of a reward table.
+
+    Attributes:
+        advantages: [n, m], 0 where invalid; float64 for a float64 table, otherwise float32.
+        metrics: numbers for the step's log.
+        clip_range: (eps_low, eps_high) that replaces the gradient weight's own bounds for this batch, or None.
+        group: quantities per prompt, [n] each.
+    """
+
+    advantages: Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
+    clip_range: tuple[float, float] | None = None
+    group: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Method:
+    """An entry of the catalogue.
+
+    Attributes:
+        kind: `ESTIMATOR` or `WEIGHT`.
+        name: in recipes.
+        function: the method itself; or a class, whose instances are called and keep state between steps.
+        defaults: its parameters.
+        needs: from the batch; a function of the complete parameters where they decide.
+    """
+
+    kind: str
+    name: str
+    function: Callable[..., Any]
+    defaults: Mapping[str, Any]
+    needs: Needs | Callable[[Mapping[str, Any]], Needs]
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.function.__module__.startswith(f"{__package__}.")
+
+    def needs_with(self, params: Mapping[str, Any]) -> Needs:
+        """What it needs from the batch with these (complete) parameters."""
+        return self.needs(params) if callable(self.needs) else self.needs
+
+
+CATALOGUE: dict[tuple[str, str], Method] = {}
+
+
+def list_methods(kind: str) -> tuple[str, ...]:
+    """Names known for `ESTIMATOR` or `WEIGHT`, sorted, the user's own included."""
+    return tuple(sorted(name for of, name in CATALOGUE if of == kind))
+
+
+def get_method(kind: str, name: str) -> Method:
+    """The catalogue's entry. ValueError with the nearest name if there is none."""
+    if (kind, name) not in CATALOGUE:
+        raise ValueError(unknown_name(kind, name, list_methods(kind)))
+    return CATALOGUE[kind, name]
+
+
+def check_method(kind: str, name: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Checks a method's name and parameters, and returns the parameters completed with their defaults.
+
+    A method that is a class is made once: what its constructor refuses is refused here.
+
+    Raises:
+        ValueError: naming the nearest name or parameter, or the parameter, its value and what it may be.
+    """
+    method = get_method(kind, name)
+    for key in params or {}:
+        if key not in method.defaults:
+            raise ValueError(unknown_name(f"parameter of the {kind} {name!r}:", key, method.defaults))
+    complete = {**method.defaults, **(params or {})}
+    try:
+        check_types(method.function, complete)
+        if inspect.isclass(method.function):
+            method.function(**complete)
+    except ValueError as error:
+        raise ValueError(f"{kind} {name!r}: {error}") from error
+    return complete
+
+
+# -------------------------------------------------------------------------------------------------------- registering
+def advantage_estimator(
+    name: str | None = None,
+    *,
+    group_size: int = 1,
+    prompts: int = 1,
+    columns: tuple[str, ...] = (),
+    greedy: bool = False,
+    lengths: bool = False,
+    needs: Callable[[Mapping[str, Any]], Needs] | None = None,
+) -> Callable[[Function], Function]:
+    """Registers a function of `Groups` (and keyword-only parameters) as an advantage estimator.
+
+    The function returns advantages [n, m], or an `Estimate`. The arguments say what it needs from the batch, `needs` as a
+    function of the parameters; recipes that cannot provide it are refused when loaded. See
+    docs/algorithms/adding-an-estimator.md.
+    """
+    fixed = Needs(group_size=group_size, prompts=prompts, columns=columns, greedy=greedy, lengths=lengths)
+    return _registers(ESTIMATOR, name, needs or fixed)
+
+
+def gradient_weight(name: str | None = None) -> Callable[[Function], Function]:
+    """Registers a function of (log_ratio, advantages), and keyword-only parameters, as a gradient weight.
+
+    It receives float32 or float64 tensors without gradient and returns a tensor of the same shape. With parameters
+    `eps_low` and `eps_high` it also follows an estimator's clip range.
+    """
+    return _registers(WEIGHT, name, Needs())
+
+
+def _registers(
+    kind: str, name: str | None, needs: Needs | Callable[[Mapping[str, Any]], Needs]
+) -> Callable[[Function], Function]:
+    def register(function: Function) -> Function:
+        key = (kind, name or function.__name__)
+        if key in CATALOGUE and CATALOGUE[key].is_built_in:
+            raise ValueError(f"the {kind} {key[1]!r} is one of megatron_rl's own; choose another name")
+        CATALOGUE[key] = Method(*key, function, _defaults(f"{kind} {key[1]!r}", function), needs)
+        return function
+
+    return register
+
+
+def _defaults(what: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """Keyword-only parameters and their defaults.
+
+    Raises:
+        ValueError: a parameter without default, or without a usable annotation, or whose default does not fit it.
+    """
+    hints, defaults = hints_of(function), {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            continue
+        if parameter.default is parameter.empty:
+            raise ValueError(f"{what}: parameter {name!r} needs a default value")
+        if not all(_is_plain(arm) for arm in arms(hints.get(name))):
+            raise ValueError(
+                f"{what}: parameter {name!r} needs an annotation: float, int, bool, str or Literal, or one of them "
+                "with `| None`"
+            )
+        defaults[name] = parameter.default
+    try:
+        check_types(function, defaults)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+    return defaults
+
+
+def _is_plain(hint: Any) -> bool:
+    if typing.get_origin(hint) is Annotated:
+        return _is_plain(typing.get_args(hint)[0])
+    return hint in (float, int, bool, str, type(None)) or typing.get_origin(hint) is Literal
+
+
+def load_plugins(plugins: Iterable[str]) -> None:
+    """Imports `algorithm.plugins`: paths of Python files (ending in .py), or module names. Each once per process.
+
+    Raises:
+        ValueError: where a file or module does not exist.
+    """
+    for plugin in plugins:
+        if not plugin.endswith(".py"):
+            if not is_module_name(plugin):
+                raise ValueError(f"algorithm.plugins: {plugin!r} names neither a Python file nor a module")
+            try:
+                importlib.import_module(plugin)
+            except ModuleNotFoundError as error:
+                if error.name != plugin:
+                    raise
+                raise ValueError(f"algorithm.plugins: no module {plugin!r}; is its folder on PYTHONPATH?") from error
+            continue
+        try:
+            path = Path(plugin).expanduser().resolve()
+            found = path.is_file()
+        except (OSError, RuntimeError) as error:  # a name that is too long, a user that does not exist
+            raise ValueError(f"algorithm.plugins: {plugin!r}: {error}") from None
+        if not found:
+            raise ValueError(f"algorithm.plugins: no file {str(path)!r}")
+        load_file(path)

@@ -1,0 +1,40 @@
+"""REINFORCE++: the reward whitened over the whole batch.
+
+Hu 2025, "REINFORCE++", https://arxiv.org/abs/2501.03262
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_rl.methods.catalogue import Ddof, EpsMode, Needs, Over, advantage_estimator
+from megatron_rl.parameters import NonNegative
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_rl.methods.groups import Groups
+
+
+@advantage_estimator("reinforce_pp", needs=lambda params: Needs(lengths=params["over"] == "tokens"))
+def reinforce_pp(
+    groups: Groups,
+    *,
+    normalize: bool = True,
+    ddof: Ddof = 1,
+    eps: NonNegative = 1e-8,
+    eps_mode: EpsMode = "var_add",
+    over: Over = "sequences",
+) -> Tensor:
+    """A_ij = (r_ij - mean) / std over the batch's sequences, or over its tokens: each reward once per token."""
+    rewards, size = groups.weighted()
+    return groups.whiten(
+        rewards,
+        over,
+        normalize=normalize,
+        ddof=ddof,
+        eps=eps,
+        eps_mode=eps_mode,
+        unit=groups.unit,
+        size=size,
+    )

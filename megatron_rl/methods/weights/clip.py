@@ -1,0 +1,35 @@
+"""PPO's clip (Eq. 2 of the DGPO paper), with asymmetric bounds and optional dual clip.
+
+Schulman et al. 2017, "PPO", https://arxiv.org/abs/1707.06347; asymmetric bounds: Yu et al. 2025, "DAPO",
+https://arxiv.org/abs/2503.14476; dual clip: Ye et al., "Mastering Complex Control in MOBA Games with Deep Reinforcement
+Learning", AAAI 2020.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated
+
+from megatron_rl.methods.catalogue import EpsLow, gradient_weight
+from megatron_rl.methods.numerics import above, bounded_exp
+from megatron_rl.methods.ratios import high_positive, left_negative
+from megatron_rl.parameters import NonNegative, Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@gradient_weight("clip")
+def clip(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    eps_low: EpsLow = 0.2,
+    eps_high: NonNegative = 0.2,
+    dual_clip: Annotated[float, Range(above=1)] | None = None,
+) -> Tensor:
+    """w, but 0 in LN and HP; with `dual_clip` c also where A < 0 and w > c, where the objective is held at c A."""
+    stop = left_negative(log_ratio, advantages, eps_low) | high_positive(log_ratio, advantages, eps_high)
+    if dual_clip is not None:
+        stop = stop | (above(log_ratio, math.log(dual_clip)) & (advantages < 0))
+    return bounded_exp(log_ratio).masked_fill(stop, 0.0)
