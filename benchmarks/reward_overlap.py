@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 PROMPTS, GROUP, MAX_TOKENS = 64, 8, 256
@@ -82,11 +81,14 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     from megatron_rl.config.schema import Config, CreateModelConfig, RewardConfig
     from megatron_rl.data import Sample
     from megatron_rl.models.create import create_model
-    from megatron_rl.rewards import Scorer, ScoringStats
+    from megatron_rl.rewards import Scorer
     from megatron_rl.rollout.engine import Engine
     from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.runtime import distributed
-    from megatron_rl.trainer.sample import generate, score
+    from megatron_rl.runtime.phases import Phases
+    from megatron_rl.trainer.prompts import Prompts
+    from megatron_rl.trainer.report import Reporter
+    from megatron_rl.trainer.sampler import Sampler
 
     config = Config(run_dir=str(folder))
     config.model.dtype = "float32"
@@ -97,6 +99,8 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     samples = [
         Sample(id=f"t/{i}", task="t", prompt=str(i), prompt_ids=[2 + i % 10, 2 + i // 10]) for i in range(PROMPTS)
     ]
+    prompts, tokenizer = Prompts([], {}, None), AutoTokenizer.from_pretrained(folder / "model")
+    report = Reporter(config, folder, grid)
     params = {"urls": url, "model": "m", "max_in_flight": in_flight}
 
     class After(Scorer):
@@ -108,23 +112,15 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     for step in range(rounds):
         for kind, make in (("after", After), ("during", Scorer)):
             scorer = make({"judge": RewardConfig(reward="judge", params=params)})  # a new one: nothing is cached
-            run: Any = SimpleNamespace(
-                engine=engine,
-                grid=grid,
-                scorer=scorer,
-                config=config,
-                tokenizer=AutoTokenizer.from_pretrained(folder / "model"),
-                counters={},
-                scored=ScoringStats(),
-            )
+            sampler = Sampler(config, grid, folder / "model", tokenizer, prompts, scorer, report, Phases(), engine)
             begin = time.perf_counter()
-            rollouts = generate(run, samples, GROUP, Sampling(1.0, 1.0, MAX_TOKENS), step)
+            rollouts = sampler.generate(samples, GROUP, Sampling(1.0, 1.0, MAX_TOKENS), step)
             middle = time.perf_counter()
-            score(run, samples, rollouts)
+            sampler.score(samples, rollouts)
             seconds[kind].append((middle - begin, time.perf_counter() - middle))
             rewards[kind].append([(r.sample_id, r.index, r.text, r.rewards) for r in rollouts])
             if kind == "during":
-                shares.append(run.counters["reward_overlap/share"])
+                shares.append(sampler.take_counters()["reward_overlap/share"])
             scorer.close()
     engine.shutdown()
     distributed.shutdown()

@@ -1,4 +1,4 @@
-"""The vLLM engine that lives in the trainer's processes: sampling, scoring, sleep and wake.
+"""The vLLM engine that lives in the trainer's processes: a queue of requests, scoring, weights, sleep and wake.
 
 Ranks are cut into engines of `rollout.tensor_parallel` consecutive ranks (vLLM's external launcher). All ranks of an engine
 make the same calls with the same arguments, and vLLM's schedulers, being deterministic, stay in step.
@@ -6,7 +6,8 @@ make the same calls with the same arguments, and vLLM's schedulers, being determ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,40 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data import Rollout, Sample
 from megatron_rl.models import read_hf_config
 from megatron_rl.rollout import environment, packed
-from megatron_rl.rollout.sampling import Sampling, rollout_seed
+from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 
 
+@dataclass(frozen=True)
+class Request:
+    """Tokens to continue."""
+
+    name: tuple[str, int]  # the caller's: sample id and index of a rollout
+    tokens: Sequence[int]
+    sampling: Sampling
+    seed: int | None = None  # of this request alone; None: greedy
+    scores_tokens: bool = False  # also the log-probs of `tokens`
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine drew for a request."""
+
+    request: Request
+    ids: Sequence[int]
+    logprobs: Sequence[float]  # of each of `ids`, under the sampling distribution
+    finish_reason: str  # stop | length
+    version: int  # optimizer steps behind the weights that drew it
+    token_scores: (
+        np.ndarray
+    )  # float32 [tokens - 1], of the request's own tokens but the first; empty unless it `scores_tokens`
+
+
 class Engine:
-    """This rank's part of one vLLM engine.
+    """This rank's part of one vLLM engine: a queue of requests, weights, and the device's memory.
 
     Args:
         config: the recipe.
@@ -38,6 +63,7 @@ class Engine:
         self.index, self.engines = grid.rank // tp, grid.world // tp
         self.is_leader = grid.rank % tp == 0
         self.version = 0  # optimizer steps behind the engine's weights
+        self._queue: dict[str, Request] = {}
         environment.prepare()
         from vllm import LLM
 
@@ -78,81 +104,38 @@ class Engine:
             )
         environment.quiet_reload_messages()
 
-    # ----------------------------------------------------------------------------------------------------- sampling
-    def generate(
-        self,
-        samples: Sequence[Sample],
-        count: int,
-        sampling: Sampling,
-        step: int,
-        finished: Callable[[Rollout], None] | None = None,
-        there: Container[tuple[str, int]] = (),
-    ) -> list[Rollout]:
-        """`count` rollouts of every sample, over all engines; every rank gets all of them, by sample, then index.
-
-        Each rollout has a seed of its own (`rollout_seed`), so what is drawn depends neither on the number of engines nor on
-        what else is in the batch.
-
-        `finished` hears of every rollout of this rank's engine as it ends, on every rank of the engine in the same order.
-        Rollouts that are `there`, by sample id and index, are not drawn; the same ones on every rank.
-        """
-        from vllm import SamplingParams
-
-        own = [(s, i) for s in samples[self.index :: self.engines] for i in range(count) if (s.id, i) not in there]
-        requests = [{"prompt_token_ids": sample.prompt_ids} for sample, _ in own]
-        params = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                max_tokens=sampling.max_tokens,
-                seed=rollout_seed(self.seed, step, sample.id, index) if sampling.temperature > 0 else None,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            for sample, index in own
-        ]
-        rollouts = []
-        for number, output in self._run(requests, params):
-            if self.is_leader or finished is not None:
-                rollouts.append(_rollout(*own[number], output.outputs[0], self.version))
-                if finished is not None:
-                    finished(rollouts[-1])
-        parts = self.grid.all_gather(rollouts if self.is_leader else [])
-        everything = [rollout for part in parts for rollout in part]
-        place = {sample.id: i for i, sample in enumerate(samples)}
-        return sorted(everything, key=lambda rollout: (place[rollout.sample_id], rollout.index))
-
-    def _run(self, requests: Sequence[Any], params: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Position in `requests` and vLLM's output of each request, as they end. All ranks of an engine step together."""
+    # -------------------------------------------------------------------------------------------------------- queue
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Adds requests to the queue. All ranks of the engine submit the same ones, in the same order."""
         if not requests:
             return
-        names = self.llm.enqueue(requests, params, use_tqdm=False)
+        prompts = [{"prompt_token_ids": list(request.tokens)} for request in requests]
+        names = self.llm.enqueue(prompts, [_parameters(request) for request in requests], use_tqdm=False)
         # vLLM adds to a name what makes it unique; its outputs have the name without.
-        place = {name.partition("-")[0]: number for number, name in enumerate(names)}
-        engine = self.llm.llm_engine
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    yield place[output.request_id], output
+        self._queue |= {name.partition("-")[0]: request for name, request in zip(names, requests, strict=True)}
+
+    def step(self) -> list[Completion]:
+        """One forward pass of the engine, by all of its ranks together; returns what ended with it."""
+        ended = []
+        for output in self.llm.llm_engine.step() if self._queue else ():
+            if output.finished:
+                ended.append(_completion(self._queue.pop(output.request_id), output, self.version))
+        return ended
+
+    def drain(self) -> Iterator[Completion]:
+        """Steps until the queue is empty; completions in the order in which they end, the same on every rank."""
+        while self._queue:
+            yield from self.step()
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs at temperature 1 of every token but the first, under the engine's current weights.
 
         Every engine scores all sequences; returns this rank's own engine's answer, float32 [len - 1] each.
         """
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": list(tokens)} for tokens in sequences], params, use_tqdm=False
-        )
-        scores = []
-        for tokens, output in zip(sequences, outputs, strict=True):
-            flat = output.prompt_logprobs
-            values = [flat.logprobs[flat.start_indices[i]] for i in range(1, len(tokens))]
-            scores.append(np.asarray(values, dtype=np.float32))
-        return scores
+        greedy = Sampling(0.0, 1.0, max_tokens=1)
+        self.submit([Request(("", i), tokens, greedy, scores_tokens=True) for i, tokens in enumerate(sequences)])
+        scores = {completion.request.name: completion.token_scores for completion in self.drain()}
+        return [scores["", i] for i in range(len(sequences))]
 
     # ------------------------------------------------------------------------------------------------------ weights
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -199,6 +182,26 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def _rollout(sample: Sample, index: int, completion: Any, version: int) -> Rollout:
-    logprobs = completion.logprobs.logprobs
-    return Rollout.single_turn(sample, index, completion.token_ids, str(completion.finish_reason), logprobs, version)
+def _parameters(request: Request) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=request.sampling.temperature,
+        top_p=request.sampling.top_p,
+        max_tokens=request.sampling.max_tokens,
+        seed=request.seed,
+        logprobs=0,
+        prompt_logprobs=0 if request.scores_tokens else None,
+        flat_logprobs=True,
+        detokenize=False,
+    )
+
+
+def _completion(request: Request, output: Any, version: int) -> Completion:
+    [drawn] = output.outputs
+    scores: list[float] = []
+    if request.scores_tokens:
+        flat = output.prompt_logprobs
+        scores = [flat.logprobs[flat.start_indices[i]] for i in range(1, len(request.tokens))]
+    own = np.asarray(scores, dtype=np.float32)
+    return Completion(request, drawn.token_ids, drawn.logprobs.logprobs, str(drawn.finish_reason), version, own)

@@ -67,7 +67,6 @@ class Progress:
             0  # phases so far: every rank goes through the same ones, so the smallest number is the furthest behind
         )
         self.samples: Sequence[str] = ()  # ids of the samples that this rank works on
-        self.memory_parts: Callable[[], Mapping[str, float]] = dict  # what holds the memory, in GiB
         self.memory_peaks: Callable[[], Mapping[str, Mapping[str, float]]] = dict  # GiB per phase, on host and device
         self.last: Mapping[str, Any] = {}  # what the watchdog adds: collective, memory
         self.clock = AwakeClock(float("inf"))

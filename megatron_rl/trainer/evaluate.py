@@ -14,9 +14,8 @@ from megatron_rl.evaluation import kept
 from megatron_rl.evaluation.output import results_table, write_responses, write_results
 from megatron_rl.evaluation.summary import TaskSummary, metrics_of, overall, summarize
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.trainer.context import Run
 from megatron_rl.trainer.report import Reporter
-from megatron_rl.trainer.sample import generate, score
+from megatron_rl.trainer.run import Run
 
 Responses = tuple[Sequence[Sample], Sequence[Rollout]]
 
@@ -41,10 +40,11 @@ def _answer(
     sampling = Sampling(trainer.eval_temperature, trainer.eval_top_p, run.config.rollout.max_tokens)
     summaries: list[TaskSummary] = []
     responses: dict[str, Responses] = {}
-    for task, samples in run.eval_samples.items():
+    for task, samples in run.sampler.prompts.eval.items():
         with run.phases.untimed("evaluate", f"evaluating {task}"):
-            rollouts = generate(run, samples, trainer.eval_rollouts, sampling, evaluation_seed_step(step), there, keep)
-            score(run, samples, rollouts)
+            number, seed_step = trainer.eval_rollouts, evaluation_seed_step(step)
+            rollouts = run.sampler.generate(samples, number, sampling, seed_step, there, keep)
+            run.sampler.score(samples, rollouts)
         summaries.append(summarize(run.config, task, samples, rollouts))
         responses[task] = (samples, rollouts)
     return summaries, responses
@@ -65,7 +65,7 @@ def evaluate_only(run: Run, resume: str) -> None:
         CheckpointError: the checkpoint is not whole.
     """
     begin = time.monotonic()
-    model: dict[str, Any] = {"door": "folder", "path": str(run.folder)}
+    model: dict[str, Any] = {"door": "folder", "path": str(run.sampler.folder)}
     if resume != "never":
         folder = Path(resume)
         if problems := store.damage(folder, run.grid, but="optimizer."):
@@ -74,19 +74,21 @@ def evaluate_only(run: Run, resume: str) -> None:
     there: kept.Kept = {}
     if run.grid.is_main:
         origin = kept.origin(run.config, {**model, "files": kept.files_of(Path(model["path"]))})
-        there = take_up(run.report, origin, [sample for samples in run.eval_samples.values() for sample in samples])
+        there = take_up(
+            run.report, origin, [sample for samples in run.sampler.prompts.eval.values() for sample in samples]
+        )
     there = run.grid.broadcast(there)
     if resume != "never":
         run.report.phase(f"loading {folder.name}")
-        store.load_model(folder, run.actor.chunks)
+        store.load_model(folder, run.learner.actor.chunks)
     run.start_engine()
     run.report.begin("evaluation", 0, 1)
-    path = run.report.run_dir / kept.FOLDER / f"engine{run.engine.index}.jsonl"
-    keep = kept.Keeper(path) if run.engine.is_leader else None
+    path = run.report.run_dir / kept.FOLDER / f"engine{run.sampler.engine.index}.jsonl"
+    keep = kept.Keeper(path) if run.sampler.engine.is_leader else None
     summaries, responses = _answer(run, 0, there, keep)
     if keep is not None:
         keep.close()
-    finish(run.report, model, summaries, responses, run.take_counters(), begin)
+    finish(run.report, model, summaries, responses, run.sampler.take_counters(), begin)
     run.grid.barrier()
     if run.grid.is_main:
         kept.discard(run.report.run_dir / kept.FOLDER)

@@ -9,19 +9,20 @@ import torch
 from megatron_rl.actor.actor import Actor
 from megatron_rl.runtime import device
 from megatron_rl.runtime.memory import GIB
-from megatron_rl.trainer.context import Run
+from megatron_rl.trainer.run import Run
 
 
 def memory_parts(run: Run) -> dict[str, float]:
     """GiB by what holds it, of what stays from step to step; activations and buffers are the rest of a phase's peak."""
+    actor = run.learner.actor
     parts = {
-        "actor's weights": _gib(p for chunk in run.actor.chunks for p in chunk.parameters()),
-        "gradients": _gib(_gradients(run.actor)),
-        "optimizer state": _gib(_optimizer_state(run.actor)),
+        "actor's weights": _gib(p for chunk in actor.chunks for p in chunk.parameters()),
+        "gradients": _gib(_gradients(actor)),
+        "optimizer state": _gib(_optimizer_state(actor)),
     }
-    if run.actor.reference is not None:
-        parts["reference policy, on the host"] = _gib(t for chunk in run.actor.reference for t in chunk.values())
-    if run.has_engine:
+    if actor.reference is not None:
+        parts["reference policy, on the host"] = _gib(t for chunk in actor.reference for t in chunk.values())
+    if run.sampler.has_engine:
         rollout = run.config.rollout
         if device.has_gpu():
             total = torch.cuda.mem_get_info()[1] / GIB

@@ -6,35 +6,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms import StepEstimate
+from megatron_rl.algorithms.aggregation import Denominators
 from megatron_rl.data import Rollout, TokenBatch, TrainBatch
 
 
 @dataclass
 class PolicyTokens:
-    """What the policy loss reads of one micro-batch beside the new log-probs; all [scored tokens]."""
+    """What the policy loss reads of one micro-batch beside the new log-probs; all [scored tokens], float32 but the ids."""
 
     sequence_ids: Tensor  # int64: which rollout of the micro-batch a token belongs to
-    advantages: Tensor  # float32, each rollout's on all of its tokens
-    old_log_probs: Tensor  # float32, of the policy before the step's first update
-    rollout_log_probs: Tensor  # float32, the engine's
-    ref_log_probs: Tensor | None = None  # float32, the reference policy's, where the loss has a KL term
-    log_probs: Tensor | None = (
-        None  # float32, of the policy when it was last updated on these tokens, before that update
-    )
+    advantages: Tensor  # each rollout's on all of its tokens
+    old_log_probs: Tensor  # of the policy before the step's first update
+    rollout_log_probs: Tensor  # the engine's
+    ref_log_probs: Tensor | None = None  # the reference policy's, where the loss has a KL term
+    log_probs: Tensor | None = None  # of the policy when it was last updated on these tokens, before that update
 
 
 @dataclass
 class Minibatch:
-    """One optimizer step's share of this data-parallel rank."""
+    """One optimizer step's share of this data-parallel rank. `tokens`: per micro-batch; [] except on the last stage."""
 
     micro_batches: list[MicroBatch]
-    tokens: list[PolicyTokens] = field(
-        default_factory=list
-    )  # one per micro-batch on the last pipeline stage, else none
+    tokens: list[PolicyTokens] = field(default_factory=list)
+    denominators: Denominators = field(default_factory=lambda: Denominators(0.0, 0.0))  # of all ranks' shares
+
+
+def was_truncated(rollouts: Sequence[Rollout]) -> Tensor:
+    """bool [rollouts]: those that were cut at the token limit."""
+    return torch.tensor([rollout.finish_reason == "length" for rollout in rollouts])
 
 
 def train_batch(rollouts: Sequence[Rollout], estimate: StepEstimate) -> TrainBatch:

@@ -17,8 +17,8 @@ from megatron_rl.config import as_tree, changes
 from megatron_rl.config.schema import OptimizerConfig
 from megatron_rl.models.export import companions
 from megatron_rl.runtime import disk
-from megatron_rl.trainer.checkpointing import model_facts, saver_of
-from megatron_rl.trainer.context import Run, State
+from megatron_rl.trainer.checkpoints import State, model_facts
+from megatron_rl.trainer.run import Run
 
 IDENTITY = "run_id"  # in the run folder: what tells this run's checkpoints from those of another one
 # Files of a model folder that give token numbers their meaning; others, like chat templates, shape prompts only.
@@ -32,7 +32,7 @@ def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_upd
 
     Everything in it is read and compared with its checksums first. Returns whether there was one. Checkpoints that are not
     whole, or not this run's, are named and passed over; this run's later than the one it continues from are moved to
-    `previous_<k>` beside them. One of the warm-up before RL leaves the run with `warming_up`.
+    `previous_<k>` beside them. One of the warm-up before RL leaves the run with `state.warming_up`.
 
     Args:
         optimizer, total_updates: of the run's own steps; a warm-up has those of the section `sft`.
@@ -41,41 +41,42 @@ def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_upd
         CheckpointError: a given path that is no whole checkpoint; one of another command, model, tokenizer or estimator; none
             of this run's checkpoints can be continued.
     """
+    checkpoints, learner = run.checkpoints, run.learner
     with run.phases.untimed("load", "checking the checkpoint"):
         identity = _identity(run)
         folder = _choose(run, _mode(run, resume), identity)
     if folder is None:
         run.report.start_over()
-        _be(run, secrets.token_hex(8))
+        _identify(run, secrets.token_hex(8))
         return False
-    state = store.read_state(folder)
-    run.warming_up = state.get("warm_up", False)
-    _check(run, folder, state)
+    saved = store.read_state(folder)
+    state = State(**saved["progress"], warming_up=saved.get("warm_up", False))
+    _check(run, folder, saved, state)
     _note_changes(run, folder)
-    if run.algorithm.needs_reference and not run.warming_up:
-        _load_reference(run, folder, state["reference"])
-    if run.warming_up:
+    if learner.algorithm.needs_reference and not state.warming_up:
+        _load_reference(run, folder, saved["reference"])
+    if state.warming_up:
         optimizer, total_updates = run.config.sft.optimizer, run.config.sft.steps
-    run.actor.start_optimizer(optimizer, total_updates)
+    learner.actor.start_optimizer(optimizer, total_updates)
     with run.phases.untimed("load", f"loading {folder.name}"):
-        store.load(folder, run.actor.chunks, run.actor.optimizer, run.grid)
-    run.actor.optimizer_steps = state["optimizer_steps"]
-    run.algorithm.load_state_dict(state["algorithm"])
-    run.state = State(**state["progress"])
-    own = folder.resolve().parent == run.checkpoints.resolve()
+        store.load(folder, learner.actor.chunks, learner.actor.optimizer, run.grid)
+    learner.actor.optimizer_steps = saved["optimizer_steps"]
+    learner.algorithm.load_state_dict(saved["algorithm"])
+    run.state = state
+    own = folder.resolve().parent == checkpoints.root(state.warming_up).resolve()
     if run.grid.is_main:
         _put_aside_later(run)
-    _be(run, identity or (state.get("run") if own else None) or secrets.token_hex(8))
-    run.report.continue_from(run.step, state["metrics_bytes"] if own else None, run.warming_up)
-    saver_of(run).last_step = run.step if own else None
+    _identify(run, identity or (saved.get("run") if own else None) or secrets.token_hex(8))
+    run.report.continue_from(state.stage_step, saved["metrics_bytes"] if own else None, state.warming_up)
+    checkpoints.is_at(state, own)
     return True
 
 
-def _be(run: Run, identity: str) -> None:
-    """The run is this one from here on; rank 0's word counts."""
-    run.identity = run.grid.broadcast(identity)
+def _identify(run: Run, identity: str) -> None:
+    """Gives the run its identity, rank 0's, and notes it in the run folder."""
+    run.checkpoints.identity = run.grid.broadcast(identity)
     if run.grid.is_main:
-        disk.replace(run.run_dir / IDENTITY, run.identity)
+        disk.replace(run.run_dir / IDENTITY, run.checkpoints.identity)
 
 
 def _identity(run: Run) -> str | None:
@@ -85,9 +86,10 @@ def _identity(run: Run) -> str | None:
 
 
 def _put_aside_later(run: Run) -> None:
-    places = [(run.checkpoints, run.step)]
-    if run.warming_up:  # whatever there is of RL is later
-        places.append((store.folder_of(run.run_dir, warm_up=False), -1))
+    state = run.state
+    places = [(run.checkpoints.root(state.warming_up), state.stage_step)]
+    if state.warming_up:  # any RL checkpoint is later
+        places.append((run.checkpoints.root(False), -1))
     for root, step in places:
         if later := store.put_aside(root, step):
             run.report.note(f"moved {', '.join(path.name for path in later)} to {later[0].parent}")
@@ -103,7 +105,7 @@ def _mode(run: Run, resume: str) -> str:
             mode = "auto"
     mode = run.grid.broadcast(mode)
     if mode != resume:
-        run.report.note(f"the job was requeued: it continues its own run, and not as --resume {resume} says")
+        run.report.note(f"requeued job: resuming its own latest checkpoint; --resume {resume} is ignored")
     return mode
 
 
@@ -131,29 +133,29 @@ def _choose(run: Run, resume: str, identity: str | None) -> Path | None:
 
 
 # -------------------------------------------------------------------------------------------------------- does it fit?
-def _check(run: Run, folder: Path, state: Mapping[str, Any]) -> None:
-    if state["command"] != run.report.command:
+def _check(run: Run, folder: Path, saved: Mapping[str, Any], state: State) -> None:
+    if saved["command"] != run.report.command:
         raise CheckpointError(
-            f"{folder} was written by `megatron-rl {state['command']}`; give this run another run_dir, or --resume never"
+            f"{folder} was written by `megatron-rl {saved['command']}`; give this run another run_dir, or --resume never"
         )
-    check_model(run, folder)
+    check_model(run.learner.actor.hf_config, folder)
     _check_tokenizer(run, folder)
-    estimator = state["algorithm"]["estimator"]
-    if estimator != run.algorithm.estimator.name:
+    estimator, own = saved["algorithm"]["estimator"], run.learner.algorithm.estimator.name
+    if estimator != own:
         raise CheckpointError(
-            f"{folder} is of a run with the estimator {estimator!r}, the recipe's is {run.algorithm.estimator.name!r}; to "
+            f"{folder} is of a run with the estimator {estimator!r}, the recipe's is {own!r}; to "
             f"start a new run from its weights, give it another run_dir and model.path={folder}"
         )
-    done, wanted = state["progress"].get("warm_up", 0), run.config.sft.steps
-    if run.warming_up and (done > wanted or wanted == 0):
+    done, wanted = state.warm_up, run.config.sft.steps
+    if state.warming_up and (done > wanted or wanted == 0):
         raise CheckpointError(
             f"{folder} is of step {done} of the warm-up, and the recipe's has sft.steps = {wanted}; set it back, or start "
             "over with --resume never"
         )
 
 
-def check_model(run: Run, folder: Path) -> None:
-    saved, own = manifest.read(folder)["model"], model_facts(run)
+def check_model(hf_config: Mapping[str, Any], folder: Path) -> None:
+    saved, own = manifest.read(folder)["model"], model_facts(hf_config)
     # Older checkpoints have no objects and lists in it.
     names = saved.keys() | {name for name, value in own.items() if not isinstance(value, dict | list)}
     changed = [
@@ -169,7 +171,8 @@ def check_model(run: Run, folder: Path) -> None:
 
 def _check_tokenizer(run: Run, folder: Path) -> None:
     """Token numbers must mean what they meant: the model folder's vocabulary is the one that is kept in the checkpoint."""
-    here, there = companions(run.folder), companions(folder)
+    model = run.checkpoints.folder
+    here, there = companions(model), companions(folder)
     changed = sorted(
         name
         for name in here.keys() & there.keys()
@@ -177,7 +180,7 @@ def _check_tokenizer(run: Run, folder: Path) -> None:
     )
     if changed:
         raise CheckpointError(
-            f"{folder} was trained with another tokenizer: {', '.join(changed)} in {run.folder} is not what it was; restore "
+            f"{folder} was trained with another tokenizer: {', '.join(changed)} in {model} is not what it was; restore "
             "it (or model.create.characters and .words), or give this run another run_dir, or --resume never"
         )
 
@@ -201,10 +204,10 @@ def _load_reference(run: Run, checkpoint: Path, digests: Mapping[str, str] | Non
         found = run.grid.broadcast(manifest.digests(folder) if run.grid.is_main else {})
         wrong = sorted(name for name, digest in written.items() if found.get(name) != digest)
         if not wrong:
-            run.actor.load_hf(folder)
-            run.actor.keep_reference()
+            run.learner.actor.load_hf(folder)
+            run.learner.actor.keep_reference()
             if folder == own:  # otherwise the next save writes it here
-                run.reference_digests = written
+                run.checkpoints.reference_digests = written
             return
         problems.append(f"{folder / wrong[0]} is not what was written" if found else f"{folder} is missing")
     raise CheckpointError(

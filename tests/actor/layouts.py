@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -112,28 +111,15 @@ def _updates(config: Config, actor: Actor, folder: Path, mode: str, section: dic
     """Two optimizer steps from the folder's weights, by the trainer's own update."""
     from megatron_rl.algorithms import make_algorithm
     from megatron_rl.runtime.phases import Phases
-    from megatron_rl.trainer import update as trainer
+    from megatron_rl.trainer.learner import Learner
 
     algorithm = make_algorithm({"preset": "grpo", "aggregation": mode, **section}, max_tokens=config.rollout.max_tokens)
     actor.load_hf(folder)
     actor.keep_reference()
     actor.start_optimizer(config.actor.optimizer, 2)
-    run: Any = _Run(config, actor, algorithm, actor.grid, Phases())
-    metrics = trainer.update(run, make_batch(), None)
+    metrics = Learner(config, actor, algorithm, Phases()).update(make_batch(), None)
     weights = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
     return {"metrics": metrics, "weights": weights}
-
-
-@dataclass
-class _Run:
-    """The fields of a run that an update reads; no engine, tasks or rewards stand behind this one."""
-
-    config: Config
-    actor: Actor
-    algorithm: Any
-    grid: Any
-    phases: Any
-    stop: Any = field(default_factory=lambda: SimpleNamespace(check=lambda grid: None))  # nobody asks it to stop
 
 
 def distance(own: Tensor, want: Tensor) -> float:

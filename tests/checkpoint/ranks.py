@@ -20,7 +20,7 @@ from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.schema import Config, OptimizerConfig, ParallelConfig
 from megatron_rl.runtime import distributed
-from tests.actor.layouts import _Run, make_batch
+from tests.actor.layouts import make_batch
 
 UPDATES = 8  # the schedule's length: the rate is 0 at its end
 
@@ -75,17 +75,11 @@ def learn(actor: Actor, seed: int) -> dict[str, float]:
     """Two optimizer steps, by the trainer's own update."""
     from megatron_rl.algorithms import make_algorithm
     from megatron_rl.runtime.phases import Phases
-    from megatron_rl.trainer import update as trainer
+    from megatron_rl.trainer.learner import Learner
 
     algorithm = make_algorithm({"preset": "grpo"}, max_tokens=40)
-    run: Any = _Run(actor.recipe, actor, algorithm, actor.grid, Phases())  # type: ignore[attr-defined]
-    run.stop = _NeverStops()
-    return trainer.update(run, make_batch(seed), None)
-
-
-class _NeverStops:
-    def check(self, grid: Any) -> None:
-        pass
+    learner = Learner(actor.recipe, actor, algorithm, Phases())  # type: ignore[attr-defined]
+    return learner.update(make_batch(seed), None)
 
 
 def save(actor: Actor, root: Path, step: int, saver: Saver | None = None) -> Saver:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import yaml
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.checkpoint.store import CheckpointError
-from megatron_rl.trainer.checkpointing import model_facts
+from megatron_rl.trainer.checkpoints import model_facts
 from megatron_rl.trainer.resume import check_model
 from tests.actor.processes import spawn
 from tests.checkpoint.ranks import Layout
@@ -176,7 +175,7 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(root: Path, rank: int) -> 
 def test_a_warm_up_continues_where_it_was_saved(root: Path, rank: int) -> None:
     facts = torch.load(root / f"warm_{rank}.pt", weights_only=False)
     assert facts["continued"] == [0, 0, 2, 4]
-    assert facts["warm"] == facts["warm in parts"] == (False, None), "RL begins with saves of its own"
+    assert facts["warm"] is facts["warm in parts"] is False
     assert "step_4 is of step 4 of the warm-up, and the recipe's has sft.steps = 3" in facts["fewer"]
     assert facts["sft"] == ["metrics.jsonl"], "its checkpoints go when RL has one"
 
@@ -249,13 +248,11 @@ def test_a_checkpoint_of_another_rotary_embedding_is_refused(
 ) -> None:
     """Which changes no tensor's shape; as transformers 5 writes it, it is no plain field."""
     config = {"hidden_size": 64, "rope_parameters": {"rope_theta": 1e6}}
-    run: Any = SimpleNamespace(actor=SimpleNamespace(hf_config=config))
-    manifest.write(tmp_path, {"model": model_facts(run)}, {}, [])
-    if here is not None:
-        run.actor.hf_config = config | {"rope_parameters": here}
+    manifest.write(tmp_path, {"model": model_facts(config)}, {}, [])
+    own = config if here is None else config | {"rope_parameters": here}
     with pytest.raises(CheckpointError, match=said) if here else contextlib.nullcontext():
-        check_model(run, tmp_path)
+        check_model(own, tmp_path)
     older = tmp_path / "older"  # has plain fields only
     older.mkdir()
     manifest.write(older, {"model": {"hidden_size": 64}}, {}, [])
-    check_model(run, older)
+    check_model(own, older)

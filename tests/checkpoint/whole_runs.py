@@ -19,13 +19,13 @@ from megatron_rl.config.checks import Machine
 from megatron_rl.data import RewardTable
 from megatron_rl.runtime import distributed
 from megatron_rl.runtime.stop import StopRequested
-from megatron_rl.trainer.checkpointing import finish_saves, save
-from megatron_rl.trainer.context import Run, build_run
+from megatron_rl.trainer.checkpoints import State
 from megatron_rl.trainer.evaluate import evaluate_only
 from megatron_rl.trainer.loop import train
 from megatron_rl.trainer.main import agree
 from megatron_rl.trainer.resume import load_checkpoint
-from megatron_rl.trainer.sft import sft, supervise
+from megatron_rl.trainer.run import Run, build_run
+from megatron_rl.trainer.sft import sft, warm_up
 from tests.checkpoint.ranks import Layout, close
 
 STEPS, STOPPED = 6, 3
@@ -94,7 +94,7 @@ def _begin_anew(root: Path, layout: Layout) -> None:
     """A checkpoint as another run's model, and as what a run with another estimator is asked to continue."""
     folder, facts = root / "straight" / "checkpoints" / f"step_{STEPS}", {}
     run = start(root, "anew", layout, f"model.path={folder}", "algorithm.preset=rloo")
-    facts["weights"] = dict(run.actor.iter_hf_weights())
+    facts["weights"] = dict(run.learner.actor.iter_hf_weights())
     facts["step"] = run.state.step
     end(run)
     run = start(root, "continued", layout, "algorithm.preset=rloo")
@@ -110,10 +110,10 @@ def _begin_anew(root: Path, layout: Layout) -> None:
 def _export_without_room(root: Path, layout: Layout) -> None:
     """All steps done and saved, but no export: there is no room for it, and then there is."""
     run = start(root, "full", layout, "trainer.steps=1", command="train")
-    run.actor.start_optimizer(run.config.actor.optimizer, 1)
-    run.state.step = 1
-    save(run)
-    finish_saves(run)
+    run.learner.actor.start_optimizer(run.config.actor.optimizer, 1)
+    run.state = State(step=1)
+    run.checkpoints.save(run.state)
+    run.checkpoints.finish()
     end(run)
     facts: dict[str, Any] = {}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -217,34 +217,34 @@ def _warm_ups(root: Path, layout: Layout) -> None:
     every = ("checkpoint.sft_every=2", "checkpoint.keep=9")
     facts: dict[str, Any] = {"continued": []}
 
-    def warm_up(name: str, stop: int | None, *overrides: str) -> None:
+    def warmed_up(name: str, stop: int | None, *overrides: str) -> None:
         run = start(root, name, layout, *every, *overrides, command="train")
         if stop is not None:
             run.stop = _StopsAfter(stop)  # type: ignore[assignment]
         try:
             load_checkpoint(run, "auto", run.config.actor.optimizer, 1)
             facts["continued"].append(run.state.warm_up)
-            supervise(run)
-            facts[name] = (run.warming_up, run.saver)
+            warm_up(run)
+            facts[name] = run.state.warming_up
         except StopRequested:
             pass
         end(run)
 
-    warm_up("warm", None)
-    warm_up("warm in parts", STOPPED)
+    warmed_up("warm", None)
+    warmed_up("warm in parts", STOPPED)
     _alone(lambda: shutil.rmtree(root / "warm in parts" / "sft" / "checkpoints" / f"step_{STOPPED}"))
-    warm_up("warm in parts", 2)  # which does step 3 again, and is stopped before step 5
+    warmed_up("warm in parts", 2)  # which does step 3 again, and is stopped before step 5
     run = start(root, "warm in parts", layout, "sft.steps=3", command="train")
     try:
         load_checkpoint(run, "auto", run.config.actor.optimizer, 1)
     except CheckpointError as error:
         facts["fewer"] = str(error)
     end(run)
-    warm_up("warm in parts", None)
+    warmed_up("warm in parts", None)
     run = start(root, "warm", layout, command="train")
-    run.actor.start_optimizer(run.config.actor.optimizer, 1)
-    save(run)  # RL's first
-    finish_saves(run)
+    run.learner.actor.start_optimizer(run.config.actor.optimizer, 1)
+    run.checkpoints.save(run.state)  # RL's first
+    run.checkpoints.finish()
     end(run)
     facts["sft"] = sorted(path.name for path in (root / "warm" / "sft").iterdir())
     torch.save(facts, root / f"warm_{torch.distributed.get_rank()}.pt")
@@ -258,26 +258,26 @@ def _estimator_state(root: Path, layout: Layout) -> None:
     facts: dict[str, Any] = {}
 
     def estimated(run: Run) -> torch.Tensor:
-        return run.algorithm.estimate(second).advantages
+        return run.learner.algorithm.estimate(second).advantages
 
     run = start(root, "awpo", layout, *awpo, command="train")
     load_checkpoint(run, "auto", run.config.actor.optimizer, 18)
-    facts["fresh state"] = run.algorithm.state_dict()
+    facts["fresh state"] = run.learner.algorithm.state_dict()
     facts["second only"] = estimated(run)
     end(run)
     run = start(root, "awpo", layout, *awpo, command="train")
-    run.algorithm.estimate(first)
-    facts["state"] = run.algorithm.state_dict()
-    run.actor.start_optimizer(run.config.actor.optimizer, 18)
-    run.actor.optimizer_steps, run.state.step, run.state.position = 6, 3, 25
-    save(run)
-    finish_saves(run)
+    run.learner.algorithm.estimate(first)
+    facts["state"] = run.learner.algorithm.state_dict()
+    run.learner.actor.start_optimizer(run.config.actor.optimizer, 18)
+    run.learner.actor.optimizer_steps, run.state = 6, State(step=3, position=25)
+    run.checkpoints.save(run.state)
+    run.checkpoints.finish()
     facts["both"] = estimated(run)
     end(run)
     run = start(root, "awpo", layout, *awpo, command="train")
     load_checkpoint(run, "auto", run.config.actor.optimizer, 18)
-    facts["resumed state"] = run.algorithm.state_dict()
-    facts["progress"] = (run.state.step, run.state.position, run.actor.optimizer_steps)
+    facts["resumed state"] = run.learner.algorithm.state_dict()
+    facts["progress"] = (run.state.step, run.state.position, run.learner.actor.optimizer_steps)
     facts["continued"] = estimated(run)
     end(run)
     torch.save(facts, root / f"awpo_{torch.distributed.get_rank()}.pt")
@@ -311,35 +311,35 @@ def _reference_from_elsewhere(root: Path, layout: Layout) -> None:
     kl, facts = ("algorithm.kl.coef=0.01", "trainer.steps=2"), {}
 
     def learn(run: Run) -> None:
-        for chunk in run.actor.chunks:
+        for chunk in run.learner.actor.chunks:
             for parameter in chunk.parameters():
                 parameter.data.add_(0.01)
 
     def weights(run: Run) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in run.actor.iter_hf_weights()}
+        return {name: tensor.clone() for name, tensor in run.learner.actor.iter_hf_weights()}
 
     run = start(root, "here", layout, *kl, command="train")
     facts["at first"] = weights(run)
     learn(run)
-    run.actor.keep_reference()
+    run.learner.actor.keep_reference()
     facts["reference"] = weights(run)
     learn(run)
     facts["saved"] = weights(run)
-    run.actor.start_optimizer(run.config.actor.optimizer, 2)
-    run.state.step = 1
-    save(run)
-    finish_saves(run)
+    run.learner.actor.start_optimizer(run.config.actor.optimizer, 2)
+    run.state = State(step=1)
+    run.checkpoints.save(run.state)
+    run.checkpoints.finish()
     end(run)
     for name, resume in (("there", str(root / "here" / "checkpoints" / "step_1")), ("there", "auto")):
         run = start(root, name, layout, *kl, command="train")
         load_checkpoint(run, resume, run.config.actor.optimizer, 2)
         kind = "here's" if resume != "auto" else "its own"
         facts[f"continued from {kind}"] = weights(run)
-        with run.actor.as_reference():
+        with run.learner.actor.as_reference():
             facts[f"reference from {kind}"] = weights(run)
         if resume != "auto":
-            run.state.step = 2
-            save(run)
-            finish_saves(run)
+            run.state = State(step=2)
+            run.checkpoints.save(run.state)
+            run.checkpoints.finish()
         end(run)
     torch.save(facts, root / f"reference_{torch.distributed.get_rank()}.pt")

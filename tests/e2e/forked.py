@@ -27,7 +27,7 @@ IMPORTED = (
     "megatron.core.dist_checkpointing",
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
-    "megatron_rl.trainer.context",
+    "megatron_rl.trainer.run",
     "megatron_rl.trainer.main",
     "reasoning_gym",
     "vllm.entrypoints.llm",

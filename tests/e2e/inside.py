@@ -57,22 +57,22 @@ def main(run_dir: Path) -> None:
     from megatron_rl.config.presets import algorithm_config
     from megatron_rl.rewards import Scorer
     from megatron_rl.runtime import distributed
-    from megatron_rl.trainer.context import build_run
     from megatron_rl.trainer.loop import step
-    from megatron_rl.trainer.sft import supervise
+    from megatron_rl.trainer.run import build_run
+    from megatron_rl.trainer.sft import warm_up
 
     config = load_recipe(run_dir / "recipe.yaml")
     torch.manual_seed(config.seed)
     run = build_run(config, distributed.initialize(config.actor.parallel, 5), run_dir)
     run.report.start_over()
-    supervise(run)
-    run.actor.keep_reference()
-    run.actor.start_optimizer(config.actor.optimizer, 1000)
+    warm_up(run)
+    run.learner.actor.keep_reference()
+    run.learner.actor.start_optimizer(config.actor.optimizer, 1000)
     run.start_engine()
     for section in VARIANTS.values():
         config.algorithm = algorithm_config(section)
-        run.algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
-        run.scorer = Scorer(config.rewards, run.algorithm.estimator.needs.columns)
+        run.learner.algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
+        run.sampler.scorer = Scorer(config.rewards, run.learner.algorithm.estimator.needs.columns)
         step(run)
     faults = damage_sync(run)
     if run.grid.is_main:
@@ -85,11 +85,11 @@ def damage_sync(run: Any) -> dict[str, str]:
     """What the sync says about each kind of damage, and `good` in between and at the end."""
     from megatron_rl.rollout.sync import SyncError
 
-    tokens = [sample.prompt_ids for sample in run.train_samples[:4]]
+    tokens = [sample.prompt_ids for sample in run.sampler.prompts.train[:4]]
 
     def verdict() -> str:
         try:
-            return f"good: {run.sync.check(tokens)}"
+            return f"good: {run.sampler.sync.check(tokens)}"
         except SyncError as error:
             return str(error)
 
@@ -97,25 +97,27 @@ def damage_sync(run: Any) -> dict[str, str]:
         for name, tensor in weights:
             yield name, tensor * 1.5 if name == SENT else tensor
 
-    whole = run.actor.iter_hf_weights
+    whole = run.learner.actor.iter_hf_weights
     faults = {}
-    run.actor.iter_hf_weights = lambda: corrupted(whole())
-    run.sync.push()
-    run.actor.iter_hf_weights = whole
+    run.learner.actor.iter_hf_weights = lambda: corrupted(whole())
+    run.sampler.sync.push()
+    run.learner.actor.iter_hf_weights = whole
     faults["sent"] = verdict()
-    run.sync.push()
+    run.sampler.sync.push()
     faults["pushed again"] = verdict()
     for name, (layer, first) in PACKED.items():
         if run.grid.is_main:  # one rank of the engine only, which has the rows of the tokens that occur
-            run.engine.llm.apply_model(lambda model, layer=layer, first=first: spoil(model.get_submodule(layer), first))
+            run.sampler.engine.llm.apply_model(
+                lambda model, layer=layer, first=first: spoil(model.get_submodule(layer), first)
+            )
         faults[name] = verdict()
-        run.sync.push()
+        run.sampler.sync.push()
     if run.grid.rank == 1:  # one rank of the engine only
-        run.engine.parameters()[KEPT].data.mul_(1.5)
+        run.sampler.engine.parameters()[KEPT].data.mul_(1.5)
     faults["kept"] = verdict()
-    run.engine.parameters()[KEPT].data.fill_(float("nan"))
+    run.sampler.engine.parameters()[KEPT].data.fill_(float("nan"))
     faults["not a number"] = verdict()
-    run.sync.push()
+    run.sampler.sync.push()
     faults["pushed at last"] = verdict()
     return faults
 

@@ -43,12 +43,12 @@ RANK = """
 import sys, time
 time.sleep(0.2)  # as a rank's imports do
 from megatron_rl.runtime.stop import StopFlag
-from megatron_rl.trainer.main import _stop_code
+from megatron_rl.trainer.attempt import stop_code
 stop = StopFlag()
 while not stop.signum:
     time.sleep(0.01)
 stop.ignore()
-sys.exit(_stop_code(stop.signum))
+sys.exit(stop_code(stop.signum))
 """
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -13,8 +11,8 @@ from transformers import AutoTokenizer
 from megatron_rl.config.schema import Config, CreateModelConfig, ModelConfig, TaskConfig
 from megatron_rl.data import Sample
 from megatron_rl.models.create import create_model
-from megatron_rl.trainer.context import build_run
 from megatron_rl.trainer.prompts import check_demonstrations
+from megatron_rl.trainer.run import build_run
 from megatron_rl.trainer.served import _ALONE
 from megatron_rl.trainer.sft import demonstration_ids
 
@@ -23,15 +21,14 @@ def test_a_token_that_the_model_has_no_row_for_is_named(tmp_path: Path) -> None:
     """Added to the tokenizer, and not to the model; whose padded embedding may even have a row of zeros for it."""
     create_model(tmp_path / "model", CreateModelConfig(layers=1), seed=0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    actor = SimpleNamespace(vocab_shard=SimpleNamespace(vocab_size=len(tokenizer)))
-    run: Any = SimpleNamespace(config=Config(run_dir="x"), tokenizer=tokenizer, actor=actor)
+    vocab_size = len(tokenizer)
     sample = Sample("sums/3", "sums", "1+1=", tokenizer.encode("1+1="), demonstration="2=")
-    [ids] = demonstration_ids(run, [sample])
+    [ids] = demonstration_ids([sample], tokenizer, 8, vocab_size)
     assert ids[-1] == tokenizer.eos_token_id
     tokenizer.add_tokens(["2="])
     message = rf"sums/3 has token '2=', number {len(tokenizer) - 1}, .* resize its embedding"
     with pytest.raises(ValueError, match=message):
-        demonstration_ids(run, [sample])
+        demonstration_ids([sample], tokenizer, 8, vocab_size)
 
 
 def test_a_demonstration_that_is_too_long_is_found_before_the_model_is_built(

@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.schema import Config, CreateModelConfig, ModelConfig
-from megatron_rl.trainer.context import model_folder
 from megatron_rl.trainer.report import Reporter
+from megatron_rl.trainer.run import model_folder
 
 SMALL: dict[str, Any] = {"layers": 1, "hidden_size": 32, "ffn_size": 32}
 

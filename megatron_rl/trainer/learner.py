@@ -1,0 +1,227 @@
+"""What learns: the actor, by an algorithm. Rollouts and rewards to new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.actor import Actor, UpdateResult
+from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.algorithms import Algorithm, StepEstimate
+from megatron_rl.algorithms.aggregation import Denominators
+from megatron_rl.algorithms.kl import sequence_kl
+from megatron_rl.algorithms.metrics import Metrics
+from megatron_rl.config.schema import Config
+from megatron_rl.data import RewardTable, Rollout, TokenBatch, TrainBatch
+from megatron_rl.runtime.phases import Phases
+from megatron_rl.trainer.minibatch import Minibatch, PolicyTokens, minibatches, was_truncated
+from megatron_rl.trainer.record import TokenLog
+
+
+class Learner:
+    """This rank's share of learning. Every rank calls each method with the same rollouts."""
+
+    def __init__(self, config: Config, actor: Actor, algorithm: Algorithm, phases: Phases) -> None:
+        self.config, self.actor, self.algorithm = config, actor, algorithm
+        self._grid, self.phases = actor.grid, phases
+
+    def start(self) -> None:
+        """RL begins from the actor's weights: they are the reference policy, and the optimizer is fresh."""
+        if self.algorithm.needs_reference:
+            self.actor.keep_reference()
+        self.actor.start_optimizer(self.config.actor.optimizer, self.total_updates)
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer steps of the whole run of RL."""
+        trainer = self.config.trainer
+        return trainer.steps * trainer.minibatches * trainer.epochs
+
+    # ------------------------------------------------------------------------------------------------------ advantages
+    def estimate(self, table: RewardTable, rollouts: Sequence[Rollout]) -> StepEstimate:
+        """The advantages of a step's rollouts.
+
+        Raises:
+            ValueError: a rollout was drawn by other weights than the actor's.
+        """
+        versions = {s.version for rollout in rollouts for s in rollout.segments if s.logprobs is not None}
+        if versions - {self.actor.optimizer_steps}:
+            raise ValueError(
+                f"rollouts were drawn with weights of optimizer steps {sorted(versions)}, and the actor is at step "
+                f"{self.actor.optimizer_steps}: the engine missed a weight sync"
+            )
+        reference_kl = self._reference_kl(rollouts)
+        return self.algorithm.estimate(
+            table,
+            truncated=was_truncated(rollouts).view(table.mask.shape),
+            reference_kl=None if reference_kl is None else reference_kl.view(table.mask.shape),
+        )
+
+    def _reference_kl(self, rollouts: Sequence[Rollout]) -> Tensor | None:
+        """KL of every rollout from the reference policy, float64 [rollouts]; None where no reward uses it."""
+        kl, temperature = self.config.algorithm.kl, self.config.rollout.temperature
+        if not kl.reward_coef:
+            return None
+        own: dict[int, float] = {}
+        with self.phases("ref_log_prob"):
+            micro_batches = self.actor.micro_batches(TokenBatch.of(rollouts))
+            old = self.actor.log_probs(micro_batches, temperature)
+            with self.actor.as_reference():
+                reference = self.actor.log_probs(micro_batches, temperature)
+            for micro, (log_probs, _), (ref_log_probs, _) in zip(micro_batches, old, reference, strict=False):
+                values = sequence_kl(log_probs, ref_log_probs, micro.sequence_ids, kl.reward_estimator)
+                own.update(zip(micro.rows, values.tolist(), strict=True))
+        merged: dict[int, float] = {}
+        for part in self._grid.all_gather(own if self._grid.reports_loss else {}):
+            merged.update(part)
+        return torch.tensor([merged[row] for row in range(len(rollouts))], dtype=torch.float64)
+
+    # ---------------------------------------------------------------------------------------------------------- update
+    def update(
+        self,
+        batch: TrainBatch,
+        clip_range: tuple[float, float] | None,
+        log: TokenLog | None = None,
+        measure_variance: bool = False,
+    ) -> dict[str, float]:
+        """Every optimizer step of one batch of rollouts: `epochs` passes over `minibatches` parts of it.
+
+        `log`, where given, receives the log-probs of this rank's share. With `measure_variance` the metrics have the
+        variance of the first update's gradient.
+
+        The old policy's log-probs are recomputed by the actor, in the packing that the update uses, before the first step:
+        the ratio is then exactly 1 on the first minibatch, and the engine's rounding does not enter the loss.
+        """
+        if not len(batch):
+            return {"actor/updates": 0.0}
+        parts, metrics = self._with_old_log_probs(batch)
+        self._add_reference(parts)
+        self._add_denominators(parts)
+        norms: list[float] = []
+        variance: dict[str, float] = {}
+        with self.phases("update"):
+            for _ in range(self.config.trainer.epochs):
+                for part in parts:
+                    size = _part_size(self.algorithm.config.aggregation) if measure_variance and not norms else None
+                    result = self.actor.update(
+                        part.micro_batches,
+                        partial(self._loss, part, clip_range),
+                        self.config.rollout.temperature,
+                        self.algorithm.needs_entropy,
+                        size,
+                    )
+                    if size is not None:
+                        variance = _variance_metrics(result)
+                    metrics = metrics + result.metrics
+                    norms.append(result.grad_norm)
+        if log is not None and self._grid.reports_loss:
+            for part in parts:
+                log.add(part)
+        return (
+            metrics.values()
+            | variance
+            | {
+                "actor/grad_norm": float(np.mean(norms)),
+                "actor/grad_norm_max": max(norms),
+                "actor/lr": result.learning_rate,
+                "actor/updates": float(len(norms)),
+            }
+        )
+
+    def _with_old_log_probs(self, batch: TrainBatch) -> tuple[list[Minibatch], Metrics]:
+        """The minibatches, packed, with the old policy's log-probs; and the metric of its entropy."""
+        parts, entropy = list[Minibatch](), Metrics()
+        with self.phases("old_log_prob"):
+            for rows in minibatches(batch.group, self.config.trainer.minibatches):
+                part = Minibatch(self.actor.micro_batches(batch.sequences, rows))
+                scored = self.actor.log_probs(part.micro_batches, self.config.rollout.temperature, with_entropy=True)
+                for micro, (log_probs, token_entropy) in zip(part.micro_batches, scored, strict=False):
+                    assert token_entropy is not None
+                    own = Metrics()
+                    own.mean("actor/entropy", token_entropy, _everything(token_entropy))
+                    entropy = entropy + own
+                    part.tokens.append(
+                        PolicyTokens(
+                            sequence_ids=micro.sequence_ids,
+                            advantages=micro.spread(batch.advantages),
+                            old_log_probs=log_probs,
+                            rollout_log_probs=micro.concatenate(batch.rollout_logprobs),
+                        )
+                    )
+                parts.append(part)
+        return parts, self.actor.reduce([entropy])
+
+    def _add_reference(self, parts: Sequence[Minibatch]) -> None:
+        """The reference policy's log-probs, where the loss has a KL term."""
+        if not self.algorithm.needs_reference:
+            return
+        with self.phases("ref_log_prob"), self.actor.as_reference():
+            for part in parts:
+                reference = self.actor.log_probs(part.micro_batches, self.config.rollout.temperature)
+                for tokens, (log_probs, _) in zip(part.tokens, reference, strict=True):
+                    tokens.ref_log_probs = log_probs
+
+    def _add_denominators(self, parts: Sequence[Minibatch]) -> None:
+        """Of every minibatch, over all micro-batches and data-parallel ranks, after correction filters."""
+        own = []
+        for part in parts:
+            whole = Denominators(0.0, 0.0)
+            for tokens in part.tokens if self._grid.reports_loss else ():
+                whole = whole + self.algorithm.count(
+                    _everything(tokens.old_log_probs),
+                    tokens.sequence_ids,
+                    old_log_probs=tokens.old_log_probs,
+                    rollout_log_probs=tokens.rollout_log_probs,
+                )
+            own.append((float(whole.num_tokens), float(whole.num_sequences)))
+        ranks = self._grid.all_gather(own)
+        for i, part in enumerate(parts):
+            part.denominators = Denominators(sum(rank[i][0] for rank in ranks), sum(rank[i][1] for rank in ranks))
+
+    def _loss(
+        self,
+        part: Minibatch,
+        clip_range: tuple[float, float] | None,
+        number: int,
+        log_probs: Tensor,
+        entropy: Tensor | None,
+    ) -> tuple[Tensor, Metrics]:
+        """The policy loss of micro-batch `number` of a minibatch."""
+        tokens = part.tokens[number]
+        tokens.log_probs = log_probs.detach()
+        return self.algorithm.policy_loss(
+            log_probs,
+            tokens.old_log_probs,
+            tokens.rollout_log_probs,
+            tokens.ref_log_probs,
+            entropy,
+            tokens.advantages,
+            _everything(log_probs),
+            sequence_ids=tokens.sequence_ids,
+            denominators=part.denominators,
+            clip_range=clip_range,
+        )
+
+
+def _part_size(aggregation: str) -> Callable[[MicroBatch], float]:
+    """How much of the minibatch's loss a micro-batch is."""
+    if aggregation == "token-mean":
+        return lambda micro: float(micro.targets.numel())
+    return lambda micro: float(len(micro.rows))
+
+
+def _variance_metrics(result: UpdateResult) -> dict[str, float]:
+    """Trace of the gradient's covariance, and its share of the squared norm; above 1 the gradient is mostly noise."""
+    metrics = {"gradient/parts": float(result.gradient_parts)}
+    if result.gradient_variance is not None:
+        metrics["gradient/variance"] = result.gradient_variance
+        metrics["gradient/variance_share"] = result.gradient_variance / max(result.grad_norm**2, 1e-300)
+    return metrics
+
+
+def _everything(tokens: Tensor) -> Tensor:
+    return torch.ones_like(tokens, dtype=torch.bool)

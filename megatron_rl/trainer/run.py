@@ -1,0 +1,135 @@
+"""A run: what samples, what learns, what keeps; built once per rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_rl.actor.actor import Actor
+from megatron_rl.algorithms import make_algorithm
+from megatron_rl.checkpoint.convert import open_weights
+from megatron_rl.checkpoint.owner import Ownership
+from megatron_rl.config.schema import Config
+from megatron_rl.models.create import create_model, differences
+from megatron_rl.rewards import Scorer
+from megatron_rl.runtime.disk import next_previous
+from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.phases import Phases
+from megatron_rl.runtime.stop import StopFlag
+from megatron_rl.trainer.checkpoints import Checkpoints, State
+from megatron_rl.trainer.learner import Learner
+from megatron_rl.trainer.prompts import check_demonstrations, load_prompts
+from megatron_rl.trainer.report import Reporter
+from megatron_rl.trainer.sampler import Sampler
+
+
+@dataclass
+class Run:
+    """Holds the three, and hands the device to the one whose turn it is."""
+
+    config: Config
+    run_dir: Path
+    grid: Grid
+    sampler: Sampler
+    learner: Learner
+    checkpoints: Checkpoints
+    report: Reporter
+    phases: Phases
+    stop: StopFlag
+    state: State = field(default_factory=State)
+    actor_has_device: bool = True
+
+    def start_engine(self) -> None:
+        """Starts the colocated engine, gives it the actor's weights, and proves that it computes what the actor does."""
+        with self.phases.untimed("start", "starting the engine"):
+            self.learner.actor.offload()  # vLLM wants its whole share of the device free when it starts
+            self.sampler.start_engine(self.learner.actor)
+            self.hand_device_to_engine()
+            self.sampler.check_sync()
+
+    def hand_device_to_engine(self) -> None:
+        """The device is the engine's from here on, and the engine has the actor's weights."""
+        self.learner.actor.offload()
+        self.sampler.wake()
+        self.actor_has_device = False
+
+    def hand_device_to_actor(self) -> None:
+        """The device is the actor's from here on; the engine keeps neither weights nor cache on a GPU."""
+        if not self.actor_has_device:
+            self.sampler.engine.sleep()
+            self.learner.actor.onload()
+            self.actor_has_device = True
+
+    def close(self) -> None:
+        self.checkpoints.close()
+        self.report.close()
+        self.sampler.close()
+
+
+def build_run(
+    config: Config,
+    grid: Grid,
+    run_dir: Path,
+    command: str = "train",
+    stop: StopFlag | None = None,
+    ownership: Ownership | None = None,
+) -> Run:
+    """Loads data, model and rewards on every rank.
+
+    Args:
+        ownership: rank 0's, of the run folder.
+
+    Raises:
+        ValueError: for what only data can show: an empty task, prompts that are too long, a demonstration missing.
+    """
+    from transformers import AutoTokenizer
+
+    report = Reporter(config, run_dir, grid, command)
+    report.phase("loading the model and the tasks")
+    folder = model_folder(config, report, run_dir)
+    grid.barrier()
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    prompts = load_prompts(config, tokenizer, report.note, training=command != "evaluate")
+    if command == "sft" or config.sft.steps:
+        check_demonstrations(prompts.train, tokenizer, config.rollout.max_tokens)
+    algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
+    scorer = Scorer(config.rewards, algorithm.estimator.needs.columns)
+    for samples in ([prompts.train] if command == "train" else []) + list(prompts.eval.values()):
+        scorer.check(samples)
+        if grid.is_main:
+            for doubt in scorer.doubts(samples):
+                report.warn(doubt)
+    scorer.open(run_dir, grid.rank, grid.world)
+    phases = Phases(report.phase)
+    learner = Learner(config, Actor(config, grid, folder, open_weights(folder)), algorithm, phases)
+    return Run(
+        config=config,
+        run_dir=run_dir,
+        grid=grid,
+        sampler=Sampler(config, grid, folder, tokenizer, prompts, scorer, report, phases),
+        learner=learner,
+        checkpoints=Checkpoints(config, run_dir, grid, folder, learner, report, phases, ownership),
+        report=report,
+        phases=phases,
+        stop=stop or StopFlag(),
+    )
+
+
+def model_folder(config: Config, report: Reporter, run_dir: Path) -> Path:
+    """`model.path`, or the small model that `model.create` describes, made in the run folder by rank 0.
+
+    One that is there is used only where it is, byte for byte, what this recipe makes; another is moved to `previous_<k>`.
+    """
+    if config.model.path is not None:
+        return Path(config.model.path)
+    assert config.model.create is not None  # the recipe check has seen to it
+    folder = run_dir / "model"
+    if report.active:
+        if folder.exists() and (found := differences(folder, config.model.create, config.seed)):
+            aside = next_previous(run_dir)
+            aside.mkdir()
+            folder.rename(aside / folder.name)
+            report.warn(f"{folder} was not made from this recipe ({'; '.join(found)}): moved to {aside} and made anew")
+        if not folder.exists():
+            create_model(folder, config.model.create, config.seed)
+    return folder
