@@ -28,6 +28,7 @@ from megatron_rl.models.load import load_hf_weights
 from megatron_rl.models.parallel import ParallelGroups
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.seams.megatron import Chunk, Optimizer, return_hidden_states
 
 # (number of the micro-batch, log-probs, entropy or None) -> (loss, metrics). The loss is this micro-batch's share of the
 # minibatch's loss, already divided by the whole minibatch's denominators. All tensors are float32 [scored tokens].
@@ -66,7 +67,7 @@ class Actor:
             self.parallel = ParallelGroups.from_megatron()
             for chunk in self.chunks:
                 if chunk.post_process:
-                    _return_hidden_states(chunk)
+                    return_hidden_states(chunk)
             self.load_hf(weights or folder)
             fp8_params = self.config.fp8 is not None and self.config.fp8.param_gather
             self.ddp_chunks = build.wrap_for_training(self.chunks, self.config.optimizer.distributed, fp8_params)
@@ -76,7 +77,7 @@ class Actor:
             group=self.parallel.tp.group,
         )
         self.reference: list[dict[str, Tensor]] | None = None
-        self.optimizer: Any = None
+        self._optimizer: Optimizer | None = None
         self.optimizer_config = self.config.optimizer
         self.optimizer_steps = 0  # optimizer steps taken; the learning rate is a function of it
         self.total_optimizer_steps = 0
@@ -86,8 +87,19 @@ class Actor:
         """A fresh optimizer; `total_steps` optimizer steps are what the learning-rate schedule spans."""
         recipe = self.config.fp8.recipe if self.config.fp8 else None
         with device.megatron():
-            self.optimizer = build.build_optimizer(self.ddp_chunks, config, self.dtype, recipe)
+            self._optimizer = build.build_optimizer(self.ddp_chunks, config, self.dtype, recipe)
         self.optimizer_config, self.total_optimizer_steps, self.optimizer_steps = config, total_steps, 0
+
+    @property
+    def has_optimizer(self) -> bool:
+        """False in an evaluation, and before `start_optimizer`."""
+        return self._optimizer is not None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        if self._optimizer is None:
+            raise RuntimeError("there is no optimizer yet; call start_optimizer first")
+        return self._optimizer
 
     # ---------------------------------------------------------------------------------------------- micro-batches
     def micro_batches(self, batch: TokenBatch, rows: Sequence[int] | None = None) -> list[MicroBatch]:
@@ -184,7 +196,7 @@ class Actor:
         """Megatron's pipeline schedule over the micro-batches; what `finish` reports, on the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Chunk) -> tuple[Tensor, Callable[..., Any]]:
             number, micro = next(iterator)
             if parts is not None:
                 parts.start()
@@ -283,22 +295,13 @@ class Actor:
         if device.has_gpu() and self.config.offload:
             for chunk in self.ddp_chunks:
                 chunk.offload_grad_buffers()
-            if self.optimizer is not None:  # an evaluation has none
+            if self.has_optimizer:
                 self.optimizer.offload_to_cpu()
 
     def onload(self) -> None:
         """Undoes `offload`."""
         if device.has_gpu() and self.config.offload:
-            if self.optimizer is not None:
+            if self.has_optimizer:
                 self.optimizer.restore_from_cpu()
             for chunk in self.ddp_chunks:
                 chunk.restore_grad_buffers()
-
-
-def _return_hidden_states(chunk: Any) -> None:
-    """Makes a GPTModel return hidden states instead of logits; `actor.head` applies the output layer in chunks."""
-
-    def pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-        return hidden, None
-
-    chunk.output_layer.forward = pass_through

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,10 +11,16 @@ from megatron_rl.config.schema import ActorConfig, OptimizerConfig, ParallelConf
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Family, ModelDescription, padded_vocab_size
 from megatron_rl.runtime import device
-from megatron_rl.runtime.cpu_megatron import install_rng_tracker, make_moe_importable
+from megatron_rl.seams.megatron import (
+    Chunk,
+    Optimizer,
+    initialize_adam,
+    reduce_gradients_of_experts,
+    sum_gradients_undivided,
+)
+from megatron_rl.seams.megatron_cpu import install_rng_tracker, make_moe_importable
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,7 +39,7 @@ def transformer_config(description: ModelDescription, actor: ActorConfig, dtype:
     activation = description.transformer["activation_func"]
     parallel, on_gpu = actor.parallel, device.has_gpu()
     transformer_engine = device.has_transformer_engine()
-    recompute: dict[str, Any] = {}
+    recompute: dict[str, str | int] = {}
     if actor.recompute == "selective":
         recompute = {"recompute_granularity": "selective"}
     elif actor.recompute == "full":
@@ -83,9 +89,7 @@ def _uneven_stages(layers: int, parallel: ParallelConfig) -> dict[str, int]:
     return first | ({"num_layers_in_last_pipeline_stage": stages[-1]} if len(stages) > 2 else {})
 
 
-def build_model(
-    family: Family, description: ModelDescription, actor: ActorConfig, dtype: torch.dtype
-) -> list[GPTModel]:
+def build_model(family: Family, description: ModelDescription, actor: ActorConfig, dtype: torch.dtype) -> list[Chunk]:
     """This rank's model chunks (one per virtual pipeline stage), uninitialised, on its device."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -101,36 +105,14 @@ def build_model(
         vp_stage = stage if actor.parallel.virtual_pipeline > 1 else None
         chunk = family.build(description, config, vocab_size, vp_stage)
         if config.num_moe_experts is not None:
-            _mark_experts(chunk)
+            reduce_gradients_of_experts(chunk)
         chunks.append(chunk.to(device=device.device(), dtype=dtype) if actor.fp8 is None else chunk.to(device.device()))
     return chunks
 
 
-def _mark_experts(chunk: GPTModel) -> None:
-    """Has the gradients of experts summed over the ranks that hold the same experts.
-
-    Megatron-Core does so only with expert parallelism, and takes them for dense weights without. That is right where both
-    have the same data-parallel ranks: with expert_tensor = tensor. With whole experts on two tensor-parallel ranks each
-    rank would keep the gradient of its own half of the tokens.
-    """
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    if parallel_state.get_expert_tensor_parallel_world_size() == parallel_state.get_tensor_model_parallel_world_size():
-        return
-    for module in chunk.modules():
-        if isinstance(module, MoELayer):
-            for parameter in module.experts.parameters():
-                parameter.allreduce = False
-
-
-def wrap_for_training(chunks: list[Any], distributed_optimizer: bool, param_gather_fp8: bool) -> list[Any]:
+def wrap_for_training(chunks: list[Chunk], distributed_optimizer: bool, param_gather_fp8: bool) -> list[Chunk]:
     """Megatron's `DistributedDataParallel` around each chunk: flat gradient buffers, gradients summed in fp32."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -144,24 +126,21 @@ def wrap_for_training(chunks: list[Any], distributed_optimizer: bool, param_gath
         DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
     ]
-
-    def sum_gradients(model: list[Any], num_tokens: Any, *args: Any, **kwargs: Any) -> None:
-        # Megatron would divide by the number of tokens; the losses have already been divided by their denominators.
-        finalize_model_grads(model, None, *args, **kwargs)
-
     config = chunks[0].config
-    config.finalize_model_grads_func = sum_gradients
+    sum_gradients_undivided(config)
     no_sync = [chunk.no_sync for chunk in ddp_chunks]
     config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return ddp_chunks
 
 
-def build_optimizer(ddp_chunks: list[Any], config: OptimizerConfig, dtype: torch.dtype, fp8_recipe: str | None) -> Any:
+def build_optimizer(
+    ddp_chunks: list[Chunk], config: OptimizerConfig, dtype: torch.dtype, fp8_recipe: str | None
+) -> Optimizer:
     """Megatron's AdamW with fp32 master weights where parameters are bf16, its state sharded over data-parallel ranks."""
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
-    optimizer = get_megatron_optimizer(
+    optimizer: Optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -178,20 +157,5 @@ def build_optimizer(ddp_chunks: list[Any], config: OptimizerConfig, dtype: torch
         ),
         ddp_chunks,
     )
-    _initialize_state(optimizer)
+    initialize_adam(optimizer)
     return optimizer
-
-
-def _initialize_state(optimizer: Any) -> None:
-    """Gives torch's Adam its zero state now instead of at the first step.
-
-    Megatron's checkpoint code reads and restores it before any step was taken, and expects the `step` entry that its own
-    initialisation, written for the fused Adam of Transformer Engine and Apex, leaves out.
-    """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
-        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            for group in inner.param_groups:
-                for parameter in group["params"]:
-                    zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-                    inner.state[parameter] = {"step": torch.zeros(()), **zeros}

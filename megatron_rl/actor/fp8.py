@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from megatron_rl.config.schema import FP8Config
@@ -13,7 +11,7 @@ from megatron_rl.runtime import device
 _NEEDS = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 
 
-def megatron_options(config: FP8Config | None) -> dict[str, Any]:
+def megatron_options(config: FP8Config | None) -> dict[str, str | bool]:
     """`TransformerConfig` fields for `actor.fp8`; {} where it is null.
 
     Raises:

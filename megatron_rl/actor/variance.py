@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms.diagnostics import GradientVariance
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.seams.megatron import MAIN_GRADIENT, Chunk, before_gradients_are_summed
 
 
 class GradientParts:
@@ -29,7 +29,7 @@ class GradientParts:
     """
 
     def __init__(
-        self, ddp_chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], size: Callable[[MicroBatch], float]
+        self, ddp_chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch], size: Callable[[MicroBatch], float]
     ) -> None:
         from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
@@ -54,21 +54,12 @@ class GradientParts:
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
         """While entered, the last micro-batch is measured just before the gradients are reduced over ranks."""
-        finalize = self._config.finalize_model_grads_func
-
-        def measure_and_finalize(*args: Any, **kwargs: Any) -> None:
-            self._measure(last=True)
-            finalize(*args, **kwargs)
-
-        self._config.finalize_model_grads_func = measure_and_finalize
-        try:
+        with before_gradients_are_summed(self._config, lambda: self._measure(last=True)):
             yield
-        finally:
-            self._config.finalize_model_grads_func = finalize
 
     @torch.no_grad()
     def _measure(self, last: bool) -> None:
-        gradients = [parameter.main_grad for parameter in self._parameters]
+        gradients: list[Tensor] = [getattr(parameter, MAIN_GRADIENT) for parameter in self._parameters]
         before: Sequence[Tensor | None] = self._before or [None] * len(gradients)
         squares = [
             (gradient if old is None else gradient - old).double().square().sum()

@@ -11,17 +11,18 @@ import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_rl.runtime import device
+from megatron_rl.seams import megatron
+from megatron_rl.seams.megatron import Optimizer, OptimizerPart
 
-KEYS = ("param", "exp_avg", "exp_avg_sq")
+KEYS = megatron.PER_ELEMENT
 _STAGED = 2**24  # elements that all data-parallel ranks together hold on the device at a time
 
 Span = tuple[int, int, Tensor]  # elements [start, stop) of a buffer, and the 1-D tensor that holds (or is to hold) them
@@ -31,33 +32,16 @@ Span = tuple[int, int, Tensor]  # elements [start, stop) of a buffer, and the 1-
 class StandIns:
     """What stands for the optimizer's state while Megatron plans: one tensor for each key of each of its buffers."""
 
-    _places: dict[int, tuple[Tensor, Any, int, str]] = field(default_factory=dict)  # by address
+    _places: dict[int, tuple[Tensor, OptimizerPart, int, str]] = field(default_factory=dict)  # by address
     _wanted: dict[tuple[int, int, str], list[Span]] = field(default_factory=dict)  # by optimizer, buffer, key
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """While entered, Megatron's distributed optimizers give stand-ins for their state."""
-        from megatron.core.optimizer import distrib_optimizer
-
-        planned = distrib_optimizer.DistributedOptimizer
-        original, collector = planned.get_parameter_state_dp_zero, distrib_optimizer.gc
-
-        def stand_ins(optimizer: Any, **_: Any) -> dict[Any, Any]:
-            state: dict[Any, Any] = {"buckets_coalesced": True}
-            for number, ranges in enumerate(optimizer.gbuf_ranges):
-                [dtype] = ranges
-                state[number] = {dtype: {key: self._new(optimizer, number, key) for key in KEYS}}
-            return state
-
-        planned.get_parameter_state_dp_zero = stand_ins
-        # Megatron collects garbage after every gathering, which takes longer than all of the planning; here is none.
-        distrib_optimizer.gc = SimpleNamespace(collect=lambda: 0)
-        try:
+        with megatron.standing_in(self._new):
             yield
-        finally:
-            planned.get_parameter_state_dp_zero, distrib_optimizer.gc = original, collector
 
-    def _new(self, optimizer: Any, number: int, key: str) -> Tensor:
+    def _new(self, optimizer: OptimizerPart, number: int, key: str) -> Tensor:
         # NumPy does not touch what it allocates, so it takes no memory.
         tensor = torch.from_numpy(np.empty(optimizer.buffers[number].numel, dtype=np.float32))
         self._places[tensor.untyped_storage().data_ptr()] = (tensor, optimizer, number, key)
@@ -77,15 +61,15 @@ class StandIns:
         spans = self._wanted.setdefault((id(optimizer), number, key), [])
         spans.append((start, start + view.numel(), host.view(-1)))
 
-    def gather(self, optimizer: Any) -> None:
+    def gather(self, optimizer: Optimizer) -> None:
         """Fills in what is wanted; every rank calls it. Complete after the device has been synchronised."""
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for part in megatron.optimizer_parts(optimizer):
             for number in range(len(getattr(part, "gbuf_ranges", ()))):
                 wanted = {key: sorted(self._wanted.get((id(part), number, key), ()), key=_start) for key in KEYS}
                 _gather(part, number, wanted)
 
 
-def _gather(optimizer: Any, number: int, wanted: dict[str, list[Span]]) -> None:
+def _gather(optimizer: OptimizerPart, number: int, wanted: dict[str, list[Span]]) -> None:
     group, ranks = optimizer.data_parallel_group, optimizer.data_parallel_group.size()
     length = max(_STAGED // ranks, 1)
     own = torch.empty(length, dtype=torch.float32, device=device.device())
@@ -106,11 +90,11 @@ def _gather(optimizer: Any, number: int, wanted: dict[str, list[Span]]) -> None:
             )
 
 
-def _shards(optimizer: Any, param_map: dict[Any, Any]) -> dict[str, list[Span]]:
+def _shards(optimizer: OptimizerPart, param_map: dict[nn.Parameter, dict[str, Any]]) -> dict[str, list[Span]]:
     """This rank's shard of a bucket, per key: where in the shard each parameter's part lies."""
     shards: dict[str, list[Span]] = {key: [] for key in KEYS}
     for parameter, place in param_map.items():
-        tensors, local = optimizer._get_main_param_and_optimizer_states(parameter), place["gbuf_local"]
+        tensors, local = megatron.states_of(optimizer, parameter), place["gbuf_local"]
         for key in KEYS:
             shards[key].append((local.start, local.end, tensors[key].detach().view(-1)))
     return {key: sorted(spans, key=_start) for key, spans in shards.items()}

@@ -9,23 +9,22 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.gather import StandIns
 from megatron_rl.checkpoint.manifest import Piece
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.seams import torch_dist
+from megatron_rl.seams.megatron import Chunk, Optimizer, State, buckets_in_place, save_planner
 
 # Optimizer state is stored whole per parameter, under a name that does not say which of Megatron's optimizers (of dense or of
 # expert parameters) has it, so that it loads at any layout.
@@ -53,58 +52,19 @@ class Written:
     piece: Piece
 
 
-def sharded_model(chunks: list[Any]) -> dict[str, Any]:
+def sharded_model(chunks: Sequence[Chunk]) -> State:
     """Megatron's sharded state dictionary of the model alone."""
     return {f"model{i}": chunk.sharded_state_dict(metadata=dict(METADATA)) for i, chunk in enumerate(chunks)}
 
 
-def sharded_state(chunks: list[Any], optimizer: Any, loading: bool) -> dict[str, Any]:
+def sharded_state(chunks: Sequence[Chunk], optimizer: Optimizer, loading: bool) -> State:
     """Megatron's sharded state dictionary of model and optimizer."""
     metadata = dict(METADATA)
     model = sharded_model(chunks)
     # The optimizer wants one flat dictionary of the model's tensors to find its own by.
     flat = model["model0"] if len(chunks) == 1 else model
-    with _buckets_in_place() if loading else contextlib.nullcontext():
+    with buckets_in_place() if loading else contextlib.nullcontext():
         return model | {"optimizer": optimizer.sharded_state_dict(flat, is_loading=loading, metadata=metadata)}
-
-
-@contextlib.contextmanager
-def _buckets_in_place() -> Iterator[None]:
-    """Lets Megatron-Core 0.16 find the distributed optimizer's state where a buffer has several buckets.
-
-    It makes room for the buckets without the padding between them, and then looks every parameter up by where it lies with
-    the padding: with tied embeddings over pipeline stages, which have a bucket of their own, it would load shifted state.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer.get_parameter_state_dp_zero
-
-    def in_place(self: Any, *arguments: Any, **options: Any) -> Any:
-        state = original(self, *arguments, **options)
-        for number, buffer in enumerate(self.buffers if state is not None else ()):
-            if len(buffer.buckets) > 1:
-                for tensors in state[number].values():
-                    tensors |= {name: _spread(value, buffer) for name, value in tensors.items() if name in _PER_ELEMENT}
-        return state
-
-    DistributedOptimizer.get_parameter_state_dp_zero = in_place
-    try:
-        yield
-    finally:
-        DistributedOptimizer.get_parameter_state_dp_zero = original
-
-
-_PER_ELEMENT = ("param", "exp_avg", "exp_avg_sq")
-
-
-def _spread(joined: Tensor, buffer: Any) -> Tensor:
-    """The buckets of a buffer, joined without padding, each to where it begins in the buffer."""
-    whole, taken = joined.new_zeros(buffer.numel), 0
-    for bucket in buffer.buckets:
-        size = bucket.numel_unpadded
-        whole[bucket.offset : bucket.offset + size] = joined[taken : taken + size]
-        taken += size
-    return whole
 
 
 class Snapshotter:
@@ -119,17 +79,12 @@ class Snapshotter:
         self._buffers: dict[MetadataIndex, Tensor] = {}
         self._division: Any = None
 
-    def take(self, chunks: list[Any], optimizer: Any) -> Snapshot:
+    def take(self, chunks: Sequence[Chunk], optimizer: Optimizer) -> Snapshot:
         """Copies everything that this rank has to write to the host; every rank calls it. Touches no disk.
 
         An earlier snapshot must not be in use any more: its memory is written over.
         """
         from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-        from megatron.core.dist_checkpointing.strategies.torch import (
-            MCoreSavePlanner,
-            _replace_state_dict_keys_with_sharded_keys,
-            mcore_to_pyt_state_dict,
-        )
 
         grid = self._grid
         stand_ins = StandIns()
@@ -139,9 +94,7 @@ class Snapshotter:
             # Whether every shard has exactly one rank that writes it cannot change within a run.
             sharded, common = save_preprocess(state, validate_access_integrity=not self._buffers)
             self._divide(sharded)
-            flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-            planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-            planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=grid.is_main)
+            planner = save_planner(sharded, grid.is_main)
         plan = planner.create_local_plan()
         plans = grid.gather(plan)
         metadata = planner.create_global_plan(plans)[1] if grid.is_main else None
@@ -165,7 +118,7 @@ class Snapshotter:
         device.synchronize()
         return Snapshot(items, _pickled(common) if grid.is_main else b"", metadata)
 
-    def _divide(self, sharded: dict[str, Any]) -> None:
+    def _divide(self, sharded: State) -> None:
         """Gives each data-parallel rank its part of what all of them hold, in place."""
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -227,21 +180,9 @@ def finish(snapshot: Snapshot, folder: Path, shares: Sequence[Sequence[Written]]
     """
     assert snapshot.metadata is not None, "rank 0 has it"
     everything = [written for share in shares for written in share]
-    results = [
-        WriteResult(w.index, w.piece.length, _StorageInfo(w.piece.file, w.piece.offset, w.piece.length))
-        for w in everything
-    ]
-    FileSystemWriter(folder).finish(snapshot.metadata, [results])  # .metadata
+    torch_dist.write_index(folder, snapshot.metadata, {w.index: w.piece for w in everything})
     (folder / "common.pt").write_bytes(snapshot.common)
-    manifest.write_json(
-        folder / "metadata.json",
-        {
-            "sharded_backend": "torch_dist",
-            "sharded_backend_version": 1,
-            "common_backend": "torch",
-            "common_backend_version": 1,
-        },
-    )
+    manifest.write_json(folder / "metadata.json", torch_dist.BACKEND)
     tensors = {name: _described(entry) for name, entry in snapshot.metadata.state_dict_metadata.items()}
     pieces = sorted((w.piece for w in everything), key=lambda piece: (piece.file, piece.offset))
     manifest.write(folder, about, tensors, pieces)

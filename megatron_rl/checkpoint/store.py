@@ -21,6 +21,7 @@ from megatron_rl.checkpoint.snapshot import sharded_model, sharded_state
 from megatron_rl.runtime import device
 from megatron_rl.runtime.disk import next_previous
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.seams.megatron import Chunk, Optimizer, State, keeping_adam_steps
 
 _STEP = re.compile(r"step_(\d+)")
 _HYPERPARAMETERS = ("betas", "eps", "weight_decay")  # of a group of parameters; the learning rate is set at every step
@@ -31,7 +32,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message says which, why, and what still stands."""
 
 
-def load(folder: Path, chunks: list[Any], optimizer: Any, grid: Grid) -> None:
+def load(folder: Path, chunks: Sequence[Chunk], optimizer: Optimizer, grid: Grid) -> None:
     """Fills the model chunks and the optimizer from `folder`, whatever layout it was saved at; every rank calls it.
 
     The optimizer's state is the checkpoint's; its betas, epsilon and weight decay stay what they are.
@@ -52,14 +53,13 @@ def load(folder: Path, chunks: list[Any], optimizer: Any, grid: Grid) -> None:
         with _named():
             state = _load_optimizer(folder, tensors, masters, chunks)
         own = [{key: group[key] for key in _HYPERPARAMETERS} for group in optimizer.param_groups]
-        with _keeping_adam_steps():
+        with keeping_adam_steps(optimizer):
             optimizer.load_state_dict(state)
-    _separate_adam_steps(optimizer)
     for group, kept in zip(optimizer.param_groups, own, strict=True):
         group |= kept
 
 
-def load_model(folder: Path, chunks: list[Any]) -> None:
+def load_model(folder: Path, chunks: Sequence[Chunk]) -> None:
     """Fills the model chunks alone; every rank calls it.
 
     Raises:
@@ -87,7 +87,7 @@ def whole(folder: Path) -> str | None:
 
 
 def _unfitting(
-    tensors: dict[str, Any], found: Mapping[str, manifest.Tensor], pieces: Sequence[manifest.Piece], grid: Grid
+    tensors: State, found: Mapping[str, manifest.Tensor], pieces: Sequence[manifest.Piece], grid: Grid
 ) -> list[str]:
     """Tensors that the checkpoint lacks, has beyond those wanted, or has with another shape or dtype; by name and file."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -129,7 +129,7 @@ def _unfitting(
 _MASTER = re.compile(r"optimizer\.state\.(?:fp32_)?param\.(.+)")
 
 
-def _find_masters(wanted: Any, saved: Mapping[str, manifest.Tensor]) -> dict[Any, Any]:
+def _find_masters(wanted: State | list[Any], saved: Mapping[str, manifest.Tensor]) -> State:
     """Has the optimizer ask for its fp32 weights by the name that the checkpoint has them under.
 
     Those that are there as the model's own fp32 weights only are taken out of `wanted` and returned, as deep in it as they
@@ -141,7 +141,7 @@ def _find_masters(wanted: Any, saved: Mapping[str, manifest.Tensor]) -> dict[Any
     """
     from megatron.core.dist_checkpointing.mapping import ShardedBase
 
-    elsewhere: dict[Any, Any] = {}
+    elsewhere: State = {}
     for key, value in list(wanted.items() if isinstance(wanted, dict) else enumerate(wanted)):
         if isinstance(value, dict | list):
             inner = _find_masters(value, saved)
@@ -164,9 +164,7 @@ def _is_copy(name: str, saved: Mapping[str, manifest.Tensor]) -> bool:
     return match is not None and match[1] in saved and saved[match[1]].dtype == "float32"
 
 
-def _load_optimizer(
-    folder: Path, tensors: dict[str, Any], masters: dict[Any, Any], chunks: list[Any]
-) -> dict[Any, Any]:
+def _load_optimizer(folder: Path, tensors: State, masters: State, chunks: Sequence[Chunk]) -> State:
     """Fills the model chunks; returns the optimizer's state as Megatron's optimizer wants it.
 
     What is no tensor (groups of parameters, number of steps) was saved in the form of the optimizers that there were then:
@@ -192,14 +190,14 @@ def _load_optimizer(
     return _with_groups(state, wanted, step)
 
 
-def _form(state: dict[Any, Any]) -> tuple[Any, ...]:
+def _form(state: State) -> tuple[int | bool, ...]:
     """Of an optimizer's state: its numbered parts, and whether they are distributed optimizers."""
     numbers = sorted(key for key in state if isinstance(key, int))
     parts = [state[number] for number in numbers] or [state]
     return (*numbers, all("param_state_sharding_type" in part for part in parts))
 
 
-def _steps(state: Any) -> Iterator[Any]:
+def _steps(state: State | list[State]) -> Iterator[float]:
     """Every number of steps in a saved optimizer state."""
     if isinstance(state, dict):
         for key, value in state.items():
@@ -212,7 +210,7 @@ def _steps(state: Any) -> Iterator[Any]:
             yield from _steps(value)
 
 
-def _with_groups(loaded: dict[Any, Any], requested: dict[Any, Any], step: float) -> dict[Any, Any]:
+def _with_groups(loaded: State, requested: State, step: float) -> State:
     """Loaded tensors, with the groups of the optimizer that asked for them and the number of steps."""
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
@@ -231,39 +229,6 @@ def _with_groups(loaded: dict[Any, Any], requested: dict[Any, Any], step: float)
         elif key not in result and not isinstance(value, ShardedBase | dict | list):
             result[key] = value
     return result
-
-
-@contextlib.contextmanager
-def _keeping_adam_steps() -> Iterator[None]:
-    """Lets Megatron-Core 0.16's distributed optimizer load the state of torch's Adam.
-
-    The number of steps comes with the parameter groups. Reading the tensors of a parameter, Megatron leaves `step` out, as
-    for the fused Adam of Transformer Engine, and then asks for it.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        group, place = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        kept = {"step": state["step"]} if "step" in state else {}
-        original(self, model_param, kept | tensors)
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
-    try:
-        yield
-    finally:
-        DistributedOptimizer._set_main_param_and_optimizer_states = original
-
-
-def _separate_adam_steps(optimizer: Any) -> None:
-    """A step counter of its own for every parameter: Megatron gives all of them one tensor, and torch's Adam, which adds 1
-    to it per parameter, would count hundreds of steps at each."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for state in part.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
 
 
 def read_state(folder: Path) -> dict[str, Any]:

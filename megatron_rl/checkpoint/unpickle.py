@@ -10,16 +10,15 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_rl.seams import torch_dist
 
 METADATA = ".metadata"
 
@@ -133,7 +132,7 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     read_metadata(folder)  # here, since torch wraps what goes wrong in it
     load_common(folder)  # Megatron-Core reads it too, and torch names neither file nor class in a sentence
-    with _guarded():
+    with torch_dist.loading_with(read_metadata, _load):
         try:
             loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
         except CheckpointException as error:
@@ -157,34 +156,6 @@ def load_common(folder: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         common: dict[str, Any] = _load(file, str(path))
     return common
-
-
-@contextmanager
-def _guarded() -> Iterator[None]:
-    """Has torch's reader and planner, which Megatron-Core's derive from, unpickle as this module does."""
-    read, load_bytes = FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes
-
-    def read_known(self: Any, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-    def load_known(self: Any, item: Any, value: io.BytesIO) -> None:
-        info = self.metadata.storage_data[item.storage_index]
-        content = _load(value, f"{info.relative_path} (object {item.storage_index.fqn})")
-        value = io.BytesIO()
-        torch.save(content, value)
-        value.seek(0)
-        load_bytes(self, item, value)
-
-    FileSystemReader.read_metadata = read_known  # type: ignore[method-assign]
-    DefaultLoadPlanner.load_bytes = load_known  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        FileSystemReader.read_metadata = read  # type: ignore[method-assign]
-        DefaultLoadPlanner.load_bytes = load_bytes  # type: ignore[method-assign]
 
 
 def _load(file: BinaryIO, source: str) -> Any:

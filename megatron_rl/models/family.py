@@ -13,8 +13,9 @@ from megatron_rl.models.hf_config import Fields, HFConfig, rope_arguments
 from megatron_rl.models.rules import Dims, HFTensor, Kind, Place, Rule
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
+
+    from megatron_rl.seams.megatron import Chunk
 
 Settings = dict[str, bool | int | float | str]
 
@@ -46,9 +47,7 @@ class ModelDescription:
         return int(self.model["max_sequence_length"])
 
 
-def build_gpt(
-    description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None
-) -> GPTModel:
+def build_gpt(description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> Chunk:
     """The module of a Llama-like decoder, see `gpt.build`; torch and Megatron-Core are imported here."""
     from megatron_rl.models import gpt
 
@@ -69,7 +68,7 @@ class Family:
     architectures: tuple[str, ...]
     rules: tuple[Rule, ...]
     describe: Callable[[HFConfig], ModelDescription]
-    build: Callable[[ModelDescription, TransformerConfig, int, int | None], GPTModel] = build_gpt
+    build: Callable[[ModelDescription, TransformerConfig, int, int | None], Chunk] = build_gpt
 
     @property
     def embedding(self) -> Rule:

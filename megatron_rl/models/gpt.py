@@ -15,14 +15,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_rl.models.family import ModelDescription
 from megatron_rl.models.layers import PackedAttention, SequenceParallelRMSNorm
 from megatron_rl.runtime import device
+from megatron_rl.seams.megatron import Chunk
 
 ACTIVATIONS = {"silu": F.silu}  # by the names of config.json
 
 
-def build(description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> GPTModel:
+def build(description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> Chunk:
     """One chunk of this rank's model, see `Family.build`; the pipeline stage is that of Megatron's groups."""
     ignore = vp_stage is None
-    return GPTModel(
+    chunk: Chunk = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(config, vp_stage),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=ignore, vp_stage=vp_stage),
@@ -31,6 +32,7 @@ def build(description: ModelDescription, config: TransformerConfig, vocab_size: 
         vp_stage=vp_stage,
         **(description.model | {"vocab_size": vocab_size}),
     )
+    return chunk
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:

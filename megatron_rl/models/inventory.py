@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 from torch import nn
 
 from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.parallel import Axis, ParallelGroups
 from megatron_rl.models.rules import Place, Rule
+from megatron_rl.seams.megatron import Chunk
 
 Key = tuple[int, int, int]  # index of the rule in its family, global layer (-1: none), local expert (-1: none)
 
@@ -37,11 +38,11 @@ def local_experts(description: ModelDescription, parallel: ParallelGroups) -> in
     return experts // ranks
 
 
-def unwrap(module: Any) -> Any:
+def unwrap(module: nn.Module) -> Chunk:
     """The GPTModel inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
-    while isinstance(getattr(module, "module", None), nn.Module):
-        module = module.module
-    return module
+    while isinstance(inner := getattr(module, "module", None), nn.Module):
+        module = inner
+    return cast(Chunk, module)
 
 
 def local_weights(
@@ -87,7 +88,7 @@ def _match(name: str, family: Family, layers: Mapping[int, int]) -> tuple[Key, R
 
 
 def _expected(
-    chunk: Any, family: Family, description: ModelDescription, layers: Sequence[int], experts: int
+    chunk: Chunk, family: Family, description: ModelDescription, layers: Sequence[int], experts: int
 ) -> Iterator[tuple[Key, Rule]]:
     for index, rule in enumerate(family.rules):
         if rule.per_layer:

@@ -12,12 +12,10 @@ layer, whose weight is the embedding's: it would go on computing with the packed
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from megatron_rl.rollout import packed
 from megatron_rl.runtime import leftovers
+from megatron_rl.seams import vllm as seam
 
 
 class ColocatedCpuWorker(CPUWorker):
@@ -26,12 +24,9 @@ class ColocatedCpuWorker(CPUWorker):
         self.distributed_init_method = f"env://:{leftovers.run_prefix()}"
         super().init_device()
 
-    def reload_weights(self, *args: Any, **options: Any) -> None:
+    def reload_weights(self, *args: object, **options: object) -> None:
         model = self.model_runner.model
-        for layer in model.modules():
-            method: Any = getattr(layer, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
-                method.moe_kernel = None  # an expert layer without a kernel is set up again, packing included
-        before = packed.products(model)
+        seam.unpack_experts(model)
+        before = seam.products(model)
         super().reload_weights(*args, **options)
-        packed.refresh(model, before)
+        seam.refresh(model, before)

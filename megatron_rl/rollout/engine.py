@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Config
 from megatron_rl.models import read_hf_config
-from megatron_rl.rollout import environment, packed
+from megatron_rl.rollout import environment
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.seams import vllm as seam
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Engine:
                 seed=config.seed,
                 **options,
             )
-        environment.quiet_reload_messages()
+        seam.quiet_reload_messages()
 
     # -------------------------------------------------------------------------------------------------------- queue
     def submit(self, requests: Sequence[Request]) -> None:
@@ -155,12 +156,12 @@ class Engine:
 
     def packed_weights(self) -> dict[str, Callable[[], Tensor]]:
         """CPU: what reads a linear layer's weight back from its kernel's copy on this rank, by Hugging Face name."""
-        [readers] = self.llm.apply_model(packed.weights)
+        [readers] = self.llm.apply_model(seam.weights)
         return readers
 
     def stale_layers(self) -> list[str]:
         """CPU: layers whose kernel's copy of a weight is not the weight that they hold on this rank."""
-        [names] = self.llm.apply_model(packed.stale_layers)
+        [names] = self.llm.apply_model(seam.stale_layers)
         return names
 
     # -------------------------------------------------------------------------------------------------- GPU memory
@@ -179,7 +180,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """Must come before the process group is destroyed."""
-        self.llm.llm_engine.engine_core.shutdown()
+        seam.shutdown(self.llm)
 
 
 def _parameters(request: Request) -> Any:

@@ -1,10 +1,9 @@
-"""What vLLM needs from the process around it: environment variables before import, names in shared memory, quiet logs."""
+"""What vLLM needs from the process around it: environment variables before import, names in shared memory."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import secrets
 from collections.abc import Iterator
@@ -91,14 +90,3 @@ class _Segment(shared_memory.SharedMemory):
 
     def unlink(self) -> None:
         (leftovers.SHARED_MEMORY / self.name).unlink(missing_ok=True)
-
-
-class _ReloadNoise(logging.Filter):
-    """vLLM warns at every weight sync about rotary embeddings, which have no weights."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
-
-
-def quiet_reload_messages() -> None:
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_ReloadNoise())

@@ -105,7 +105,7 @@ class WeightSync:
             return (
                 f"{where} Every tensor was sent and is held as the actor has it, but the engine's layer {stale[0]} computes "
                 "with something else: the copy of its weight that vLLM packs for the CPU's kernels, which this sync has not "
-                "refreshed (megatron_rl/rollout/packed.py)."
+                "refreshed (megatron_rl/seams/vllm.py)."
             )
         return (
             f"{where} Every tensor was sent as the actor holds it, and what can be read back from the engine agrees: the two "

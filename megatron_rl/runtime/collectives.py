@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -19,22 +18,11 @@ _GAVE_UP = re.compile(
 def recent(count: int) -> tuple[list[str], str | None]:
     """The newest collectives, oldest first, for example `all_gather 71 of [0, 1], float32 [2, 8], waiting`; and the oldest
     that this rank has entered and not left."""
-    entries = _entries()
+    from megatron_rl.seams.torch_dist import recorded_collectives
+
+    entries = recorded_collectives()
     waiting = next((_describe(entry, config) for entry, config in entries if not entry["retired"]), None)
     return [_describe(entry, config) for entry, config in entries[-count:]], waiting
-
-
-def _entries() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every collective that is remembered, with the groups there are; in the order in which they were entered."""
-    from torch._C import _distributed_c10d as c10d
-
-    found = {}
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # NCCL's are in a recorder of their own
-        if hasattr(c10d, name):
-            trace = json.loads(getattr(c10d, name)())
-            for entry in trace.get("entries", []):  # what both have counts once
-                found[entry["time_created_ns"], entry["profiling_name"]] = (entry, trace.get("pg_config", {}))
-    return [found[key] for key in sorted(found)]
 
 
 def _describe(entry: dict[str, Any], groups: dict[str, Any]) -> str:

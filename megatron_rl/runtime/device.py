@@ -37,7 +37,7 @@ def megatron() -> contextlib.AbstractContextManager[Any]:
     """Enter around every call into Megatron-Core: nothing on a GPU, the CPU adapter elsewhere."""
     if has_gpu():
         return contextlib.nullcontext()
-    from megatron_rl.runtime.cpu_megatron import MegatronOnCpu
+    from megatron_rl.seams.megatron_cpu import MegatronOnCpu
 
     return MegatronOnCpu()
 

@@ -9,6 +9,7 @@ import torch
 from megatron_rl.actor.actor import Actor
 from megatron_rl.runtime import device
 from megatron_rl.runtime.memory import GIB
+from megatron_rl.seams.megatron import optimizer_parts
 from megatron_rl.trainer.run import Run
 
 
@@ -45,11 +46,11 @@ def _gradients(actor: Actor) -> Iterable[torch.Tensor]:
 
 
 def _optimizer_state(actor: Actor) -> Iterable[torch.Tensor]:
-    if actor.optimizer is None:
+    if not actor.has_optimizer:
         return
-    for part in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer]):
-        inner = getattr(part, "optimizer", part)
+    for part in optimizer_parts(actor.optimizer):
+        inner = part.optimizer
         for state in inner.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-        if inner is not part:  # the master copies of the weights, where they are not the weights themselves
-            yield from (p for group in inner.param_groups for p in group["params"] if p.dtype == torch.float32)
+        # the master copies of the weights
+        yield from (p for group in inner.param_groups for p in group["params"] if p.dtype == torch.float32)

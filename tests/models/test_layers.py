@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.models.layers import PackedAttention
-from megatron_rl.runtime.cpu_megatron import _TORCH_CUDA, _TYPED_CONSTRUCTORS, MegatronOnCpu
+from megatron_rl.seams.megatron_cpu import _TORCH_CUDA, _TYPED_CONSTRUCTORS, MegatronOnCpu
 
 
 def offsets_of(lengths: list[int]) -> SimpleNamespace:

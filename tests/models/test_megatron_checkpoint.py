@@ -18,7 +18,7 @@ from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.models.files import SafetensorsFolder
 from megatron_rl.models.load import load_hf_weights
 from megatron_rl.models.parallel import ParallelGroups
-from megatron_rl.runtime.cpu_megatron import MegatronOnCpu
+from megatron_rl.seams.megatron_cpu import MegatronOnCpu
 
 from . import tiny
 from .megatron import build, spawn, start, stop

@@ -18,6 +18,7 @@ from megatron_rl.actor import build
 from megatron_rl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.models import model_of
 from megatron_rl.runtime import device
+from megatron_rl.seams.megatron import optimizer_parts
 
 _new_group = dist.new_group
 
@@ -51,7 +52,7 @@ def sizes(case: dict[str, Any], rank: int) -> dict[str, int]:
             buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             gradients = sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers)
         state = 0
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for part in optimizer_parts(optimizer):
             own = [p for group in part.optimizer.param_groups for p in group["params"]]
             if dtype is torch.bfloat16:  # fp32 master copies; in fp32 the parameters themselves are updated
                 state += sum(p.numel() * p.element_size() for p in own)

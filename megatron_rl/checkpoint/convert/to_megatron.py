@@ -12,7 +12,6 @@ from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -34,6 +33,7 @@ from megatron_rl.checkpoint.manifest import Hashing, Piece
 from megatron_rl.models.export import copy_companions
 from megatron_rl.models.files import DTYPE_NAMES, DTYPES, INDEX, WeightSource
 from megatron_rl.models.load import check_names, check_tensors, check_tied
+from megatron_rl.seams import torch_dist
 
 CASTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _STATES = "_extra_state"  # the one empty state that all names of extra states point to
@@ -106,20 +106,11 @@ class ToMegatron:
     def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
         plan = self._plan
         state = _write_state(folder, f"__{len(plan.files)}_0.distcp")
-        metadata = _metadata(plan, pieces, state)
-        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        (folder / ".metadata").write_bytes(pickle.dumps(_index(plan, pieces, state)))
         dtype = plan.dtypes[global_name(plan.model.family.embedding)]
         torch.save(programs.common_state(self.program, plan.model, self.layout, dtype), folder / "common.pt")
         programs.write_beside(self.program, folder, plan.model, self.layout, dtype)
-        manifest.write_json(
-            folder / "metadata.json",
-            {
-                "sharded_backend": "torch_dist",
-                "sharded_backend_version": 1,
-                "common_backend": "torch",
-                "common_backend_version": 1,
-            },
-        )
+        manifest.write_json(folder / "metadata.json", torch_dist.BACKEND)
         copy_companions(self.hf, folder)
         (folder / "config.json").write_bytes((self.hf / "config.json").read_bytes())
         tensors = {
@@ -268,20 +259,17 @@ def _write_state(folder: Path, file: str) -> Piece:
     return Piece(_STATES, (), file, 0, len(data), manifest.digest(data))
 
 
-def _metadata(plan: _Plan, pieces: Sequence[Piece], state: Piece) -> Metadata:
+def _index(plan: _Plan, pieces: Sequence[Piece], state: Piece) -> Metadata:
     """Megatron-Core's index: every global tensor under each of its names, and the extra states."""
-    entries: dict[str, Any] = {}
-    storage: dict[MetadataIndex, Any] = {}
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, Piece] = {}
     by_place = {(piece.name, piece.start): piece for piece in pieces}
     for chunk in (chunk for held in plan.files.values() for chunk in held):
-        piece = by_place[chunk.name, chunk.start]
         for name in (chunk.name, *aliases(chunk.rule)):
             properties = TensorProperties(dtype=plan.dtypes[chunk.name])
-            entry = entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(chunk.shape), []))
+            entry = tensors.setdefault(name, TensorStorageMetadata(properties, torch.Size(chunk.shape), []))
             entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.start), torch.Size(chunk.size)))
-            index = MetadataIndex(name, torch.Size(chunk.start))
-            storage[index] = _StorageInfo(piece.file, piece.offset, piece.length)
-    for name in state_names(plan.model.family, plan.model.description):
-        entries[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = _StorageInfo(state.file, state.offset, state.length)
-    return Metadata(entries, storage_data=storage)
+            places[MetadataIndex(name, torch.Size(chunk.start))] = by_place[chunk.name, chunk.start]
+    states = {name: BytesStorageMetadata() for name in state_names(plan.model.family, plan.model.description)}
+    places |= {MetadataIndex(name): state for name in states}
+    return Metadata({**tensors, **states}, storage_data=torch_dist.storage(places))

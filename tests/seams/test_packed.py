@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.rollout import packed
+from megatron_rl.seams import vllm as packed
 
 
 class Method:

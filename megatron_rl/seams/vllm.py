@@ -1,4 +1,4 @@
-"""The packed copies of weights that vLLM's CPU build computes with.
+"""vLLM: its private parts, above all the packed copies of weights that its CPU build computes with. Written for 0.32.
 
 After loading, vLLM gives every linear layer, the embedding and the output layer a function `cpu_linear(x, weight, bias)`
 that holds a copy of the weight in its kernel's layout and ignores `weight`. A linear layer's own weight is emptied; the
@@ -7,15 +7,44 @@ embedding and the output layer keep theirs, which then does not prove what it co
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _BLOCK = 256  # input columns that are read back at once
+
+
+def shutdown(llm: LLM) -> None:
+    """Ends the engine, for which `LLM` has no function; before the process group is destroyed."""
+    llm.llm_engine.engine_core.shutdown()
+
+
+class _ReloadNoise(logging.Filter):
+    """vLLM warns at every weight sync about rotary embeddings, which have no weights."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
+
+
+def quiet_reload_messages() -> None:
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_ReloadNoise())
+
+
+# ------------------------------------------------------------------------------------------------------- packed copies
+def unpack_experts(model: nn.Module) -> None:
+    """Before a reload: has vLLM set up its expert layers again, packing included, which it does only without a kernel."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def products(model: nn.Module) -> dict[str, Product]:

