@@ -70,7 +70,7 @@ def transformer_config(description: ModelDescription, actor: ActorConfig, dtype:
         perform_initialization=True,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=transformer_engine,
+        bias_activation_fusion=transformer_engine and activation == "silu",  # fused for SiLU only
         bias_dropout_fusion=transformer_engine,
         apply_rope_fusion=transformer_engine,
         persist_layer_norm=False,

@@ -197,6 +197,7 @@ def describe_decoder(
     qk_norm: bool = False,
     qkv_bias: bool = False,
     activation: str = "silu",
+    tied: bool = False,
 ) -> ModelDescription:
     """The config mapping of Llama-like decoders. The caller reads its family's own fields and calls `fields.finish`.
 
@@ -205,6 +206,7 @@ def describe_decoder(
         qk_norm: queries and keys are RMS-normalised per head.
         qkv_bias: the query, key and value projections have a bias.
         activation: of the gated feed-forward, as config.json names it.
+        tied: whether the output layer is the embedding where config.json does not say.
     """
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     layers, ffn = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
@@ -249,7 +251,7 @@ def describe_decoder(
     model: Settings = {
         "vocab_size": vocab,
         "max_sequence_length": max_positions,
-        "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", False),
+        "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", tied),
         **rope_arguments(fields, max_positions),
     }
     return ModelDescription(dims, transformer, model)

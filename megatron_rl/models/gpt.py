@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -17,7 +19,10 @@ from megatron_rl.models.layers import PackedAttention, SequenceParallelRMSNorm
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import Chunk
 
-ACTIVATIONS = {"silu": F.silu}  # by the names of config.json
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+}  # by config.json's names
 
 
 def build(description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> Chunk:

@@ -4,12 +4,18 @@ RMSNorm that can stand in a sequence-parallel region."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
 
 
 class PackedAttention(nn.Module):
@@ -20,10 +26,18 @@ class PackedAttention(nn.Module):
     attention passes keys and values around instead.
     """
 
-    def __init__(self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: object,
+    ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
-        self.context_group: Any = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.context_group: dist.ProcessGroup | None = None
+        if pg_collection is not None and config.context_parallel_size > 1:
+            self.context_group = pg_collection.cp
 
     def forward(
         self,
@@ -31,8 +45,8 @@ class PackedAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        packed_seq_params: Any,
-        **_: Any,
+        packed_seq_params: PackedSeqParams,
+        **_: object,
     ) -> Tensor:
         offsets, longest = packed_seq_params.cu_seqlens_q.long(), int(packed_seq_params.max_seqlen_q)
         if self.context_group is None:
@@ -45,12 +59,13 @@ class PackedAttention(nn.Module):
         """All context-parallel ranks' tokens, each sequence in order, and which of them are this rank's."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+        assert self.context_group is not None, "the caller has seen to it"
         cp, rank = self.context_group.size(), self.context_group.rank()
         ranks = [torch.from_numpy(held(lengths, cp, r)).to(own.device) for r in range(cp)]
         gathered = gather_from_sequence_parallel_region(own, group=self.context_group)
         return gathered[torch.cat(ranks).argsort()], ranks[rank]
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
         return {}
 
 
@@ -106,8 +121,16 @@ def held(lengths: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
 
 
 class SequenceParallelRMSNorm(nn.RMSNorm):
-    """torch's RMSNorm; its weight is marked so that Megatron sums its gradient over sequence-parallel ranks."""
+    """torch's RMSNorm; its weight is marked so that Megatron sums its gradient over sequence-parallel ranks.
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    Multiplies by 1 + weight with `layernorm_zero_centered_gamma`.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centered: bool = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1 + self.weight if self.zero_centered else self.weight
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)

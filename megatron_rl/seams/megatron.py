@@ -47,6 +47,7 @@ class Chunk(nn.Module):
     pre_process: bool
     post_process: bool
     share_embeddings_and_output_weights: bool
+    embedding: nn.Module
     decoder: Decoder
     output_layer: OutputLayer
     sharded_state_dict: Callable[..., State]
