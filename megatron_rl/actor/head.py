@@ -20,7 +20,7 @@ class VocabShard:
 
     start: int  # global index of the first row
     vocab_size: int  # rows that stand for a token; rows beyond it only pad the matrix and get probability 0
-    group: Any  # tensor-parallel process group
+    group: dist.ProcessGroup | None  # tensor-parallel
 
 
 def _logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:

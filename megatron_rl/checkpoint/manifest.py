@@ -42,7 +42,7 @@ class Piece:
     length: int
     digest: str
 
-    def row(self) -> list[Any]:
+    def row(self) -> list[object]:
         """As it is written to JSON."""
         return [self.name, list(self.start), self.file, self.offset, self.length, self.digest]
 
@@ -101,7 +101,7 @@ class Hashing:
         self._file.flush()
 
 
-def write(folder: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], pieces: Sequence[Piece]) -> None:
+def write(folder: Path, about: Mapping[str, object], tensors: Mapping[str, Tensor], pieces: Sequence[Piece]) -> None:
     """Lists what lies in `folder`; the last thing to be written there. All of it is on the disk after that.
 
     Raises:
@@ -118,7 +118,7 @@ def write(folder: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor],
         },
         indent=None,
     )
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, object]] = {}
     (folder / MANIFEST).unlink(missing_ok=True)  # of a writer that was killed right after it
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -214,7 +214,7 @@ def damage(folder: Path, part: int = 0, parts: int = 1, but: str | None = None) 
     return found
 
 
-def _whole_files(folder: Path, files: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+def _whole_files(folder: Path, files: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, bool]]:
     for name, about in files.items():
         if "blake3" in about:
             yield name, _digest_of(folder / name) != about["blake3"]
@@ -274,11 +274,11 @@ def digest_at(file: BinaryIO, offset: int, length: int) -> str:
     return hash_.hexdigest(length=_DIGEST_BYTES)
 
 
-def _own_digest(content: Mapping[str, Any]) -> str:
+def _own_digest(content: Mapping[str, object]) -> str:
     return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
+def write_json(path: Path, content: object, indent: int | None = 1) -> None:
     """Writes and waits until it is on the disk."""
     with path.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=indent, sort_keys=True)

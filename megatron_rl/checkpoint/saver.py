@@ -5,11 +5,10 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -17,6 +16,7 @@ from megatron_rl.checkpoint import snapshot as snapshots
 from megatron_rl.checkpoint.snapshot import Snapshot, Snapshotter
 from megatron_rl.runtime.disk import make_inside, size_text, sync
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.seams.megatron import Chunk, Optimizer
 
 # Dead ranks are the launcher's business; a slow disk is no reason to give up a checkpoint.
 _PATIENCE = timedelta(hours=24)
@@ -67,7 +67,7 @@ class Saver:
         """Whether any rank still writes; every rank calls it."""
         return any(self._grid.all_gather(self._thread is not None and self._thread.is_alive()))
 
-    def take(self, chunks: list[Any], optimizer: Any) -> Snapshot:
+    def take(self, chunks: Sequence[Chunk], optimizer: Optimizer) -> Snapshot:
         """What is to be saved, copied to the host; every rank calls it. Waits for the save before."""
         begin = time.perf_counter()
         self.drain()
@@ -75,7 +75,7 @@ class Saver:
         self._blocked = time.perf_counter() - begin
         return taken
 
-    def submit(self, step: int, snapshot: Snapshot, about: dict[str, Any], files: dict[str, bytes]) -> None:
+    def submit(self, step: int, snapshot: Snapshot, about: Mapping[str, object], files: dict[str, bytes]) -> None:
         """Starts writing `root/step_<step>`; every rank calls it.
 
         Args:
@@ -110,7 +110,7 @@ class Saver:
             ended.append(self._outcomes.pop(0))
         return ended
 
-    def _write(self, step: int, snapshot: Snapshot, about: dict[str, Any], files: dict[str, bytes]) -> None:
+    def _write(self, step: int, snapshot: Snapshot, about: Mapping[str, object], files: dict[str, bytes]) -> None:
         begin = time.perf_counter()
         num_bytes = 0
         try:
@@ -124,7 +124,7 @@ class Saver:
         self._outcomes.append(Outcome(step, error, blocked, seconds, num_bytes))
 
     def _try(
-        self, step: int, snapshot: Snapshot, about: dict[str, Any], files: dict[str, bytes]
+        self, step: int, snapshot: Snapshot, about: Mapping[str, object], files: dict[str, bytes]
     ) -> tuple[int, str | None]:
         """Bytes of all ranks, and what went wrong; the same on every rank.
 
@@ -168,7 +168,7 @@ class Saver:
         temporary: Path,
         snapshot: Snapshot,
         shares: list[list[snapshots.Written]],
-        about: dict[str, Any],
+        about: Mapping[str, object],
         files: dict[str, bytes],
     ) -> str | None:
         """Rank 0: what is left to write, and the rename that makes it current. Returns what went wrong."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -172,7 +172,7 @@ def _write_item(file: manifest.Hashing, index: MetadataIndex, data: Tensor | byt
     return Written(index, Piece(index.fqn, start, name, offset, file.position - offset, file.digest()))
 
 
-def finish(snapshot: Snapshot, folder: Path, shares: Sequence[Sequence[Written]], about: dict[str, Any]) -> None:
+def finish(snapshot: Snapshot, folder: Path, shares: Sequence[Sequence[Written]], about: Mapping[str, object]) -> None:
     """Rank 0, when every rank's share is on the disk: Megatron's own files, then the manifest, last.
 
     Raises:

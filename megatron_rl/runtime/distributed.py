@@ -30,7 +30,7 @@ class Grid:
     dp_rank: int
     cp: int
     cp_rank: int
-    host_group: Any  # gloo, all ranks: Python objects and numpy arrays
+    host_group: dist.ProcessGroup | None  # gloo, all ranks: Python objects and numpy arrays
 
     @property
     def is_main(self) -> bool:

@@ -1,6 +1,6 @@
-"""Megatron-Core on a machine without a GPU.
+"""Megatron-Core on a machine without a GPU. Written for 0.16.1.
 
-Megatron-Core 0.16 names CUDA in a few dozen places that carry no CUDA meaning: buffers made with ``device="cuda"``,
+Megatron-Core names CUDA in a few dozen places that carry no CUDA meaning: buffers made with ``device="cuda"``,
 streams and events around collectives, and dtype checks that compare ``tensor.type()`` with ``"torch.cuda.FloatTensor"``.
 ``MegatronOnCpu`` answers those for as long as it is entered and undoes everything on exit, so nothing else in the process
 (vLLM, the tests, the user's code) sees a changed torch. It is never used where a GPU is present.
@@ -9,10 +9,12 @@ streams and events around collectives, and dtype checks that compare ``tensor.ty
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CUDA_TYPES = {
@@ -31,16 +33,16 @@ _TYPED_CONSTRUCTORS = {
 class _NoStream:
     """Stands in for a CUDA stream or event: on a CPU everything is already in order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
     def __enter__(self) -> _NoStream:
         return self
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, *args: object) -> None:
         pass
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+    def _nothing(self, *args: object, **kwargs: object) -> None:
         pass
 
     wait_stream = wait_event = record = wait = synchronize = _nothing
@@ -56,14 +58,14 @@ def _current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _typed_constructor(dtype: torch.dtype) -> Callable[[Any], torch.Tensor]:
-    def construct(data: Any) -> torch.Tensor:
+def _typed_constructor(dtype: torch.dtype) -> Callable[[object], torch.Tensor]:
+    def construct(data: object) -> torch.Tensor:
         return torch.tensor(data, dtype=dtype)
 
     return construct
 
 
-_TORCH_CUDA: dict[str, Any] = {
+_TORCH_CUDA: dict[str, Callable[..., object]] = {
     "current_device": _current_device,
     "synchronize": _NoStream()._nothing,
     "empty_cache": _NoStream()._nothing,
@@ -83,20 +85,22 @@ _reduce_scatter = torch.distributed.reduce_scatter
 def _all_to_all_with_lists(
     output: torch.Tensor,
     input: torch.Tensor,
-    output_split_sizes: Any = None,
-    input_split_sizes: Any = None,
-    group: Any = None,
+    output_split_sizes: Sequence[int] | torch.Tensor | None = None,
+    input_split_sizes: Sequence[int] | torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-) -> Any:
+) -> dist.Work | None:
     """Megatron's expert dispatcher passes split sizes as tensors or arrays, which only NCCL's binding takes."""
 
-    def sizes(splits: Any) -> list[int] | None:
+    def sizes(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None:
         return None if splits is None else [int(size) for size in splits]
 
     return _all_to_all_single(output, input, sizes(output_split_sizes), sizes(input_split_sizes), group, async_op)
 
 
-def _all_gather_unequal(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+def _all_gather_unequal(
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> None:
     """With tensor and expert parallelism at once, ranks gather different numbers of tokens, which gloo refuses: pads them."""
     longest = max(part.shape[0] for part in tensor_list)
     if all(part.shape[0] == longest for part in tensor_list):
@@ -110,7 +114,9 @@ def _all_gather_unequal(tensor_list: list[torch.Tensor], tensor: torch.Tensor, g
         part.copy_(whole[: part.shape[0]])
 
 
-def _reduce_scatter_unequal(output: torch.Tensor, input_list: list[torch.Tensor], group: Any = None) -> None:
+def _reduce_scatter_unequal(
+    output: torch.Tensor, input_list: list[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> None:
     """The way back of `_all_gather_unequal`: the sum of all parts everywhere, of which each rank keeps its own."""
     longest = max(part.shape[0] for part in input_list)
     if all(part.shape[0] == longest for part in input_list):
@@ -121,11 +127,11 @@ def _reduce_scatter_unequal(output: torch.Tensor, input_list: list[torch.Tensor]
     output.copy_(total.split([part.shape[0] for part in input_list])[torch.distributed.get_rank(group)])
 
 
-def _no_cuda_random_state(**_: Any) -> torch.Tensor:
+def _no_cuda_random_state(**_: object) -> torch.Tensor:
     return torch.empty(0)
 
 
-def _replacements() -> dict[tuple[Any, str], Any]:
+def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object]]:
     from megatron.core.tensor_parallel import random
 
     cuda = _TORCH_CUDA | {name: _typed_constructor(dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()}
@@ -166,7 +172,7 @@ class MegatronOnCpu(TorchFunctionMode):
     """Enter around calls into Megatron-Core. Costs about a microsecond on every torch call made inside."""
 
     _depth = 0
-    _saved: dict[tuple[Any, str], Any]
+    _saved: dict[tuple[ModuleType, str], Callable[..., object]]
 
     def __enter__(self) -> MegatronOnCpu:
         if MegatronOnCpu._depth == 0:
@@ -178,14 +184,20 @@ class MegatronOnCpu(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        super().__exit__(exc_type, exc_value, traceback)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         MegatronOnCpu._depth -= 1
         if MegatronOnCpu._depth == 0:
             for (module, name), value in MegatronOnCpu._saved.items():
                 setattr(module, name, value)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return _CUDA_TYPES.get(args[0].dtype) or func(*args)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.convert.reader import MegatronModel, TorchDist
+from megatron_rl.checkpoint.convert.global_tensors import TorchDist
+from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import HFFolder, Model, config_folder, is_megatron, megatron_folder
 from megatron_rl.models import read_hf_config
 from megatron_rl.models.files import DTYPES, WeightSource

@@ -22,13 +22,23 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from rich import progress
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_rl.checkpoint import manifest, owner
 from megatron_rl.checkpoint.manifest import Piece
 from megatron_rl.runtime.disk import size_text, sync, sync_tree
 
+if TYPE_CHECKING:
+    from multiprocessing.queues import SimpleQueue
+
 _TASK, _MARKERS, _RESULT, _ENCLOSING = "task.json", "done", "result", "enclosing"
+Identity = dict[str, object]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 # Called with the bytes of each tensor as it is done.
 Progress = Callable[[int], None]
 _PR_SET_PDEATHSIG = 1
@@ -42,12 +52,12 @@ class Task(Protocol):
         """The folder within the target that holds everything that `write` and `finish` write; "" for the target itself."""
         ...
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Identity:
         """What the result depends on, JSON-serialisable: a conversion continues only where it is the same."""
         ...
 
-    def files(self) -> list[tuple[str, int, int]]:
-        """Every file that has to be written: name, bytes of tensors in it, number of tensors."""
+    def files(self) -> list[tuple[str, int]]:
+        """Every file that has to be written: name, bytes of tensors in it."""
         ...
 
     def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
@@ -83,15 +93,15 @@ def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> b
     with _only_writer(partial, target):
         done = _taken_up(partial, identity, say)
         files = task.files()
-        remaining = [name for name, _, _ in files if name not in done]
-        needed, free = sum(size for name, size, _ in files if name not in done), shutil.disk_usage(partial).free
+        remaining = [name for name, _ in files if name not in done]
+        needed, free = sum(size for name, size in files if name not in done), shutil.disk_usage(partial).free
         if needed > free:
             raise ValueError(f"{target} needs {size_text(needed)} more and its disk has {size_text(free)} free")
         bar = ProgressBar(files, done)
         with bar:
             _run_all(task, remaining, partial, max(1, min(workers, len(remaining))), bar.advance)
         result = partial / _RESULT
-        task.finish(result, [piece for name, _, _ in files for piece in _read_marker(partial, name)[1]])
+        task.finish(result, [piece for name, _ in files for piece in _read_marker(partial, name)[1]])
         if task.inside:
             enclosing = partial / _ENCLOSING
             shutil.rmtree(enclosing, ignore_errors=True)  # of a process that was killed here
@@ -109,12 +119,12 @@ def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> b
 
 
 def in_parallel(
-    function: Callable[[Any, Progress], Any],
-    items: Sequence[Any],
+    function: Callable[[Item, Progress], Result],
+    items: Sequence[Item],
     workers: int,
     progress: Progress,
     spawn: bool = False,
-) -> list[Any]:
+) -> list[Result]:
     """`function(item, progress)` for every item, in up to `workers` processes; the results in order. The first error ends it.
 
     Args:
@@ -144,11 +154,11 @@ def in_parallel(
         listener.join()
 
 
-def made_by(task: Task) -> dict[str, Any]:
+def made_by(task: Task) -> dict[str, object]:
     return {"kind": "conversion", "task": task.identity()}
 
 
-def _made_by(folder: Path) -> Any:
+def _made_by(folder: Path) -> Identity | None:
     try:
         return manifest.read(folder).get("task")
     except ValueError:
@@ -173,7 +183,7 @@ def _only_writer(partial: Path, target: Path) -> Iterator[None]:
         ownership.release()
 
 
-def _taken_up(partial: Path, identity: dict[str, Any], say: Callable[[str], None]) -> set[str]:
+def _taken_up(partial: Path, identity: Identity, say: Callable[[str], None]) -> set[str]:
     """The files that an interrupted run of the same task left whole; what another task left is removed."""
     task = partial / _TASK
     before = json.loads(task.read_text()) if task.is_file() else None
@@ -228,11 +238,11 @@ def _run_all(task: Task, files: Sequence[str], partial: Path, workers: int, prog
 
 
 # --------------------------------------------------------------------------------------------------------------- workers
-_function: Any = None
-_queue: Any = None
+_function: Callable[[Any, Progress], Any]
+_queue: SimpleQueue[int | None]
 
 
-def _start_worker(function: Callable[[Any, Progress], Any], queue: Any, parent: int) -> None:
+def _start_worker(function: Callable[[Any, Progress], Any], queue: SimpleQueue[int | None], parent: int) -> None:
     """Ends with its parent, also where that is killed; Ctrl-C is the parent's business."""
     global _function, _queue
     _function, _queue = function, queue
@@ -245,58 +255,50 @@ def _start_worker(function: Callable[[Any, Progress], Any], queue: Any, parent: 
     torch.set_num_threads(1)
 
 
-def _call(item: Any) -> Any:
+def _call(item: Item) -> Any:
     return _function(item, _queue.put)
 
 
-def _listen(queue: Any, progress: Progress) -> None:
+def _listen(queue: SimpleQueue[int | None], progress: Progress) -> None:
     while (count := queue.get()) is not None:
         progress(count)
 
 
 # -------------------------------------------------------------------------------------------------------------- progress
 class ProgressBar:
-    """Tensors, GB, GB/s and time left: a bar on a terminal, a line every ten seconds elsewhere."""
+    """Bytes, speed and time left: a bar on a terminal, a line every ten seconds elsewhere.
 
-    def __init__(self, files: Sequence[tuple[str, int, int]], done: set[str], what: str = "converting") -> None:
-        self._total = sum(size for _, size, _ in files)
-        self._before = sum(size for name, size, _ in files if name in done)
-        self._tensors = sum(count for _, _, count in files)
-        self._tensors_done = sum(count for name, _, count in files if name in done)
-        self._what, self._bytes, self._shown = what, self._before, 0.0
-        self._bar: Any = None
+    Args:
+        files: name and bytes of each.
+        done: names of those that are written already.
+    """
+
+    def __init__(self, files: Sequence[tuple[str, int]], done: set[str], what: str = "converting") -> None:
+        console = Console(stderr=True)
+        columns = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+        text = TextColumn("{task.description}")
+        self._bar = progress.Progress(text, BarColumn(), *columns, console=console, disable=not console.is_terminal)
+        written = sum(size for name, size in files if name in done)
+        self._row = self._bar.add_task(what, total=sum(size for _, size in files), completed=written)
+        self._shown = time.monotonic()
 
     def __enter__(self) -> ProgressBar:
-        self._begin = self._shown = time.monotonic()
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
-            self._bar = Progress(*columns, console=Console(stderr=True))
-            self._row = self._bar.add_task(self._what, total=self._total, completed=self._bytes, text=self._text())
-            self._bar.start()
+        self._bar.start()
         return self
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        elif kind is None:
-            print(f"{self._what}: {self._text()}", file=sys.stderr, flush=True)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._bar.stop()
+        if kind is None:
+            self._print()
 
     def advance(self, count: int) -> None:
-        self._bytes, self._tensors_done = self._bytes + count, self._tensors_done + 1
-        if self._bar is not None:
-            self._bar.update(self._row, completed=self._bytes, text=self._text())
-        elif time.monotonic() - self._shown > 10:
-            self._shown = time.monotonic()
-            print(f"{self._what}: {self._text()}", file=sys.stderr, flush=True)
+        self._bar.advance(self._row, count)
+        if time.monotonic() - self._shown > 10:
+            self._print()
 
-    def _text(self) -> str:
-        seconds = max(time.monotonic() - self._begin, 1e-9)
-        speed = (self._bytes - self._before) / seconds
-        left = f", {(self._total - self._bytes) / speed:.0f} s left" if speed > 0 and self._bytes < self._total else ""
-        return (
-            f"{self._tensors_done}/{self._tensors} tensors, {size_text(self._bytes)} of {size_text(self._total)}, "
-            f"{size_text(speed)}/s{left}"
-        )
+    def _print(self) -> None:
+        if self._bar.disable:
+            self._shown = time.monotonic()
+            [task] = self._bar.tasks
+            sizes = f"{size_text(task.completed)} of {size_text(task.total or 0)}"
+            print(f"{task.description}: {sizes}, {size_text(task.speed or 0)}/s", file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 import megatron_rl
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert import fp8
-from megatron_rl.checkpoint.convert.jobs import Progress, made_by
+from megatron_rl.checkpoint.convert.jobs import Identity, Progress, made_by
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import Model, fingerprint
 from megatron_rl.checkpoint.convert.to_megatron import CASTS
@@ -55,10 +54,10 @@ class ToHF:
     def _plan(self) -> _Plan:
         return _planned(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Identity:
         return {
             "to": "hf",
             "dtype": self.dtype,
@@ -68,8 +67,8 @@ class ToHF:
             "source": fingerprint(self.megatron, ("*.distcp", ".metadata")) + fingerprint(self.config, ()),
         }
 
-    def files(self) -> list[tuple[str, int, int]]:
-        return [(name, sum(t.nbytes for t in held), len(held)) for name, held in self._plan.files.items()]
+    def files(self) -> list[tuple[str, int]]:
+        return [(name, sum(t.nbytes for t in held)) for name, held in self._plan.files.items()]
 
     def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
         held = self._plan.files[file]
@@ -199,7 +198,7 @@ def _made_of(rule: Rule, source: MegatronModel, dtype: str) -> Iterator[list[_Te
 
 def _header(held: Sequence[_Tensor]) -> tuple[bytes, dict[str, int]]:
     """A safetensors file's header, and where in the file each tensor goes (wider dtypes first, which keeps all aligned)."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     at, begins = 0, {}
     for tensor in sorted(held, key=lambda tensor: -tensor.dtype.itemsize):
         entries[tensor.name] = {

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 import megatron_rl
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert import programs
-from megatron_rl.checkpoint.convert.jobs import Progress, made_by
+from megatron_rl.checkpoint.convert.jobs import Identity, Progress, made_by
 from megatron_rl.checkpoint.convert.layout import Chunk, Layout, aliases, chunks, global_name, padded, state_names
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import HFFolder, Model, fingerprint
@@ -63,10 +63,10 @@ class ToMegatron:
     def _plan(self) -> _Plan:
         return _planned(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Identity:
         return {
             "to": "megatron",
             "layout": asdict(self.layout),
@@ -77,9 +77,9 @@ class ToMegatron:
             "source": fingerprint(self.hf, ("*.safetensors", INDEX)),
         }
 
-    def files(self) -> list[tuple[str, int, int]]:
+    def files(self) -> list[tuple[str, int]]:
         plan = self._plan
-        return [(name, sum(map(plan.nbytes, held)), len(held)) for name, held in plan.files.items()]
+        return [(name, sum(map(plan.nbytes, held))) for name, held in plan.files.items()]
 
     def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
         plan = self._plan

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from blake3 import blake3
@@ -64,7 +64,7 @@ def compare(task: Verifiable, target: Path, workers: int) -> list[Compared]:
     sizes = {name: tensor_bytes(source.shape(name), DTYPES[source.dtype(name)]) for name in names}
     share = -(-len(names) // (max(1, workers) * 4))
     groups = [names[at : at + share] for at in range(0, len(names), share)]
-    bar = ProgressBar([(name, size, 1) for name, size in sizes.items()], set(), "verifying")
+    bar = ProgressBar(list(sizes.items()), set(), "verifying")
     with bar:
         results = in_parallel(_Comparison(task, target), groups, workers, bar.advance)
     return [compared for group in results for compared in group]
@@ -77,7 +77,7 @@ class _Comparison:
         self._task, self._target = task, target
         self._source: WeightSource | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_task": self._task, "_target": self._target, "_source": None}
 
     def __call__(self, names: Sequence[str], progress: Progress) -> list[Compared]:
@@ -153,8 +153,9 @@ def compare_logits(hf: Path, megatron: Path, config: Path, dtype: str, master: b
     if parameters * 1.5 > free:
         needed = size_text(parameters * 1.5)
         return f"logits are not compared: that takes {needed} of memory, {size_text(free)} are free"
-    function: Callable = functools.partial(_logits, master=master)
-    [theirs, ours] = in_parallel(function, [(hf, None), (megatron, config)], 1, lambda _: None, spawn=True)
+    function = functools.partial(_logits, master=master)
+    sides: list[tuple[Path, Path | None]] = [(hf, None), (megatron, config)]
+    [theirs, ours] = in_parallel(function, sides, 1, lambda _: None, spawn=True)
     result = Logits(float((theirs - ours).abs().max()), float(theirs.abs().max()), TOLERANCE[dtype])
     if not result.relative <= result.tolerance:
         raise ValueError(
