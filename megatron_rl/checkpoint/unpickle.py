@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rl.seams import torch_dist
+from megatron_rl.seams.megatron import State
 
 METADATA = ".metadata"
 
@@ -122,7 +122,7 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+def load(state: State, folder: Path) -> State:
     """`dist_checkpointing.load` of a sharded state, with objects of known classes only.
 
     Raises:
@@ -134,19 +134,19 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     load_common(folder)  # Megatron-Core reads it too, and torch names neither file nor class in a sentence
     with torch_dist.loading_with(read_metadata, _load):
         try:
-            loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+            loaded: State = dist_checkpointing.load(state, str(folder))
         except CheckpointException as error:
             for failure, _ in error.failures.values():
                 if isinstance(failure, UnpickleError):
                     raise failure from None
             raise
     for name, values in loaded.items():
-        if isinstance(values, Mapping):
+        if isinstance(values, dict):
             _check_extra_states(values, f"{folder}: {name}")
     return loaded
 
 
-def load_common(folder: Path) -> dict[str, Any]:
+def load_common(folder: Path) -> State:
     """What is no tensor and the same on every rank, `common.pt`.
 
     Raises:
@@ -154,7 +154,7 @@ def load_common(folder: Path) -> dict[str, Any]:
     """
     path = folder / "common.pt"
     with path.open("rb") as file:
-        common: dict[str, Any] = _load(file, str(path))
+        common: State = _load(file, str(path))
     return common
 
 
@@ -169,14 +169,14 @@ def _load(file: BinaryIO, source: str) -> Any:
         raise _unknown(source, named[1]) from None
 
 
-def _check_extra_states(state: Mapping[str, Any], source: str) -> None:
+def _check_extra_states(state: State, source: str) -> None:
     """Transformer Engine unpickles the extra states of its layers without a list; this is a look at them before.
 
     Raises:
         UnpickleError: one names something else than tensors, plain data and Transformer Engine's recipes.
     """
     for name, value in state.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             _check_extra_states(value, source)
         if not str(name).endswith("_extra_state"):
             continue

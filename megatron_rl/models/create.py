@@ -61,7 +61,7 @@ def differences(folder: Path, config: CreateModelConfig, seed: int) -> list[str]
     return found + [f"{name} changed" for name in sorted(files.keys() | there) if files.get(name) != there.get(name)]
 
 
-def _origin(config: CreateModelConfig, seed: int) -> dict[str, Any]:
+def _origin(config: CreateModelConfig, seed: int) -> dict[str, object]:
     return {"model.create": asdict(config), "seed": seed}
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
-HFConfig = Mapping[str, Any]  # config.json as it was read
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+HFConfig = Mapping[str, JSON]  # config.json as it was read
 
 # Fields that say nothing about the forward pass of a decoder-only language model.
 # fmt: off
@@ -27,7 +28,7 @@ INERT = frozenset((
 _LLAMA3_BUILT_IN = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def read_hf_config(folder: str | Path) -> dict[str, Any]:
+def read_hf_config(folder: str | Path) -> dict[str, JSON]:
     """config.json of a Hugging Face model folder, as a dict.
 
     Raises:
@@ -54,7 +55,7 @@ class Fields:
         self._family = family
         self._seen: set[str] = set(INERT)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: JSON = None) -> JSON:
         """The field's value, `default` where it is absent or null."""
         self._seen.add(name)
         value = self._config.get(name)
@@ -63,7 +64,7 @@ class Fields:
     def absent(self, name: str) -> bool:
         return name not in self._config
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: JSON = None) -> int:
         """A positive integer. Without a default the field is required."""
         value = self.get(name, default)
         if value is None:
@@ -87,24 +88,27 @@ class Fields:
     def names(self, name: str) -> list[str] | None:
         """A list of names; None where it is absent or null."""
         value = self.get(name)
-        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        if value is None:
+            return None
+        names = [item for item in value if isinstance(item, str)] if isinstance(value, list) else None
+        if names != value:
             raise ValueError(f"config.json: `{name}` = {value!r}, expected a list of names")
-        return value
+        return names
 
-    def section(self, name: str) -> dict[str, Any]:
+    def section(self, name: str) -> dict[str, JSON]:
         """An object of further fields, without those that are null; {} where it is absent."""
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise ValueError(f"config.json: `{name}` = {value!r}, expected an object")
         return {key: item for key, item in value.items() if item is not None}
 
-    def only(self, name: str, value: Any) -> None:
+    def only(self, name: str, value: JSON) -> None:
         """Refuse every value but `value`, which is also what an absent or null field means."""
         found = self.get(name, value)
         if found != value:
             self.refuse(name, found, f"only {value!r} is supported")
 
-    def refuse(self, name: str, value: Any, why: str) -> None:
+    def refuse(self, name: str, value: object, why: str) -> None:
         raise ValueError(f"config.json: `{name}` = {value!r} changes the forward pass of `{self._family}`: {why}")
 
     def finish(self) -> None:
@@ -117,12 +121,12 @@ class Fields:
                 )
 
 
-def rope_arguments(fields: Fields, max_positions: int) -> dict[str, Any]:
+def rope_arguments(fields: Fields, max_positions: int) -> dict[str, bool | int | float | str]:
     """Rotary embedding as GPTModel's arguments, from `rope_scaling` and `rope_theta` or from `rope_parameters`.
 
     Supported: default, linear, and llama3 with the constants that Megatron-Core has built in.
     """
-    theta = fields.number("rope_theta", 10000.0)
+    theta: JSON = fields.number("rope_theta", 10000.0)
     legacy, current = fields.section("rope_scaling"), fields.section("rope_parameters")
     where, scaling = ("rope_scaling", legacy) if legacy else ("rope_parameters", current)
     theta = scaling.pop("rope_theta", theta)
@@ -133,7 +137,7 @@ def rope_arguments(fields: Fields, max_positions: int) -> dict[str, Any]:
     partial = scaling.pop("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         fields.refuse("partial_rotary_factor", partial, "only 1.0 is supported")
-    arguments: dict[str, Any] = {
+    arguments: dict[str, bool | int | float | str] = {
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,
         "rotary_base": int(theta) if float(theta).is_integer() else float(theta),

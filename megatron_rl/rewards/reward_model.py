@@ -14,6 +14,7 @@ from megatron_rl.rewards.kinds import InlineReward, Reward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward
 from megatron_rl.runtime.http import ServerSettings, as_urls
+from megatron_rl.tokenizer import Tokenizer
 
 _LOADING = threading.Lock()
 
@@ -158,7 +159,7 @@ class LocalModel(InlineReward):
                 scores[i] = self.squash(float(logits[row, 0]))
         return iter(scores)
 
-    def _tokens(self, tokenizer: Any, completion: str, sample: SampleMapping) -> list[int]:
+    def _tokens(self, tokenizer: Tokenizer, completion: str, sample: SampleMapping) -> list[int]:
         prompt = sample.get("prompt", "")
         if isinstance(prompt, str):
             ids = tokenizer(prompt + completion)["input_ids"]

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.config.schema import Config
-from megatron_rl.models import read_hf_config
+from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import device
@@ -70,7 +70,7 @@ class Engine:
 
         # One more than a rollout has, where the model allows it: scoring a whole rollout draws a token that nobody reads.
         max_length = self.config.max_prompt_tokens + self.config.max_tokens + 1
-        max_length = min(max_length, read_hf_config(folder).get("max_position_embeddings", max_length))
+        max_length = min(max_length, model_of(read_hf_config(folder)).description.max_positions)
         self.max_scored = max_length - 1  # longest sequence that `score` takes, in tokens
         options: dict[str, Any] = {}
         if device.has_gpu():

@@ -16,6 +16,7 @@ from megatron_rl.tasks.demonstrations import make_writer
 from megatron_rl.tasks.item import Item
 from megatron_rl.tasks.sources import SOURCES, SPLIT
 from megatron_rl.tasks.templates import fill
+from megatron_rl.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megatron_rl.data import Sample
@@ -39,7 +40,7 @@ def tasks_to_evaluate(tasks: TasksConfig) -> TasksConfig:
     return replace(tasks, train={name: config for name, config in tasks.train.items() if name in sources})
 
 
-def load_tasks(tasks: TasksConfig, tokenizer: Any) -> LoadedTasks:
+def load_tasks(tasks: TasksConfig, tokenizer: Tokenizer) -> LoadedTasks:
     """Load the eval tasks, the train tasks without the eval prompts they exclude, and what is held out of those.
 
     Raises:
@@ -112,7 +113,7 @@ def hold_out(name: str, config: TaskConfig, samples: list[Sample]) -> tuple[list
     return list(held.values()), left
 
 
-def load_task(name: str, config: TaskConfig, tokenizer: Any) -> list[Sample]:
+def load_task(name: str, config: TaskConfig, tokenizer: Tokenizer) -> list[Sample]:
     """Samples of one task, in the source's order, with ids `<name>/<index in the source>`.
 
     Prompts are tokenised without adding special tokens: the engine is given exactly the tokens of the text, and a model
@@ -134,7 +135,7 @@ def load_task(name: str, config: TaskConfig, tokenizer: Any) -> list[Sample]:
     return _load(name, config, tokenizer, frozenset())[0]
 
 
-def _load(name: str, config: TaskConfig, tokenizer: Any, held_out: Collection[str]) -> tuple[list[Sample], int]:
+def _load(name: str, config: TaskConfig, tokenizer: Tokenizer, held_out: Collection[str]) -> tuple[list[Sample], int]:
     """`load_task` without the held-out prompts, and how many items those were."""
     from megatron_rl.data import Sample
 
@@ -232,7 +233,7 @@ def fill_prompt(item: Item, config: TaskConfig) -> Prompt:
 
 
 def _tokenize(
-    prompts: Sequence[tuple[Prompt, list[dict[str, Any]] | None]], config: TaskConfig, tokenizer: Any
+    prompts: Sequence[tuple[Prompt, list[dict[str, Any]] | None]], config: TaskConfig, tokenizer: Tokenizer
 ) -> list[list[int]]:
     """Token ids of the prompts; with `chat`, of what the template makes of them and their tools."""
     if config.chat:
@@ -256,7 +257,9 @@ def _tokenize(
     return list(token_ids)
 
 
-def _apply_template(tokenizer: Any, prompt: Prompt, tools: list[dict[str, Any]] | None, params: dict[str, Any]) -> str:
+def _apply_template(
+    tokenizer: Tokenizer, prompt: Prompt, tools: list[dict[str, Any]] | None, params: dict[str, Any]
+) -> str:
     from jinja2 import TemplateError
 
     try:
@@ -273,7 +276,7 @@ def _messages(prompt: Prompt) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def _unknown(texts: Iterable[str], tokenizer: Any) -> str:
+def _unknown(texts: Iterable[str], tokenizer: Tokenizer) -> str:
     vocabulary = tokenizer.get_vocab()
     if max(map(len, vocabulary), default=0) > 1 and len(vocabulary) > 1000:
         return ""  # not a character tokenizer: its vocabulary says nothing about single characters

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Sample
 from megatron_rl.tasks import filter_by_length, load_tasks, tasks_to_evaluate
+from megatron_rl.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Prompts:
     weights: dict[str, float] | None  # of the train tasks; None: mixed by size
 
 
-def load_prompts(config: Config, tokenizer: Any, note: Callable[[str], None], training: bool) -> Prompts:
+def load_prompts(config: Config, tokenizer: Tokenizer, note: Callable[[str], None], training: bool) -> Prompts:
     """Loads and tokenises the recipe's tasks.
 
     Args:
@@ -44,7 +44,7 @@ def load_prompts(config: Config, tokenizer: Any, note: Callable[[str], None], tr
     return Prompts(train, held_out, tasks.weights if training else None)
 
 
-def check_demonstrations(samples: Sequence[Sample], tokenizer: Any, limit: int) -> None:
+def check_demonstrations(samples: Sequence[Sample], tokenizer: Tokenizer, limit: int) -> None:
     """Looks for demonstrations that are too long before the model is loaded; of texts that may be, all are tokenised.
 
     Raises:

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.config.schema import Config
@@ -21,6 +20,7 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import exit_codes
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.http import EndpointError
+from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer.evaluate import Responses, evaluation_seed_step, finish, take_up
 from megatron_rl.trainer.prompts import load_prompts
 from megatron_rl.trainer.report import Reporter
@@ -72,7 +72,7 @@ def evaluate_served(config: Config, urls: Sequence[str], name: str | None) -> in
 def _answer(
     config: Config,
     report: Reporter,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     server: Server,
     tasks: dict[str, list[Sample]],
     there: kept.Kept,
@@ -99,7 +99,7 @@ def _answer(
 def _answer_and_score(
     config: Config,
     report: Reporter,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     server: Server,
     tasks: dict[str, list[Sample]],
     scorer: Scorer,

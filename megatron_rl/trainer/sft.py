@@ -102,7 +102,8 @@ def demonstration_ids(samples: Sequence[Sample], tokenizer: Any, max_tokens: int
         ValueError: a demonstration is longer than a rollout may be, or it or its prompt has a token id outside the model's
             vocabulary.
     """
-    encoded = tokenizer([sample.demonstration for sample in samples], add_special_tokens=False)["input_ids"]
+    texts = [sample.demonstration for sample in samples if sample.demonstration is not None]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     end = tokenizer.eos_token_id
     refuse_long(samples, [len(ids) + 1 for ids in encoded], max_tokens)
     for sample, ids in zip(samples, encoded, strict=True):

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models.hf_config import JSON
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
@@ -52,7 +51,7 @@ def dequantise(values: Tensor, scales: Tensor) -> Tensor:
     return values.float() * spread
 
 
-def quantization_config(family: Family, description: ModelDescription) -> dict[str, Any]:
+def quantization_config(family: Family, description: ModelDescription) -> dict[str, JSON]:
     """The entry of config.json that transformers and vLLM read."""
     matrices = [rule for rule in family.weights(description) if rule.per_layer and len(rule.hf[0].shape) == 2]
     kept = [family.output, *(rule for rule in matrices if not rule.is_projection)]

@@ -43,7 +43,7 @@ class Contents:
 
     folder: str
     kind: str
-    about: dict[str, Any]
+    about: dict[str, object]
     files: dict[str, int]
     tensors: list[TensorLine] = field(repr=False)
     damage: list[str] | None = None
@@ -59,7 +59,7 @@ class Contents:
             total["dtypes"][tensor.dtype] = total["dtypes"].get(tensor.dtype, 0) + tensor.nbytes
         return found
 
-    def as_json(self, tensors: bool) -> dict[str, Any]:
+    def as_json(self, tensors: bool) -> dict[str, object]:
         content = asdict(self) | {"totals": self.totals()}
         if not tensors:
             del content["tensors"]
@@ -87,18 +87,20 @@ def contents(folder: Path, check: bool = False) -> Contents:
     return Contents(str(folder), kind, about, files, tensors, damage)
 
 
-def _about_hf(folder: Path) -> dict[str, Any]:
+def _about_hf(folder: Path) -> dict[str, object]:
     config = read_hf_config(folder)
     keys = ("architectures", "dtype", "torch_dtype", "num_hidden_layers", "hidden_size", "vocab_size", "num_experts")
-    about = {key: config[key] for key in (*keys, "tie_word_embeddings") if config.get(key) is not None}
-    if "quantization_config" in config:
-        about["quantization"] = config["quantization_config"].get("quant_method")
+    about: dict[str, object] = {
+        key: config[key] for key in (*keys, "tie_word_embeddings") if config.get(key) is not None
+    }
+    if isinstance(quantization := config.get("quantization_config"), dict):
+        about["quantization"] = quantization.get("quant_method")
     if (folder / manifest.MANIFEST).is_file():
         about["made by"] = f"megatron-rl {manifest.read(folder).get('version')}"
     return about
 
 
-def _about_megatron(folder: Path) -> tuple[str, dict[str, Any]]:
+def _about_megatron(folder: Path) -> tuple[str, dict[str, object]]:
     if not (folder / manifest.MANIFEST).is_file():
         about = (
             {"backend": json.loads((folder / "metadata.json").read_text())}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,11 +30,11 @@ _LM_NAMES = {
 }
 
 
-def common_state(program: str | None, model: Model, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+def common_state(program: str | None, model: Model, layout: Layout, dtype: torch.dtype) -> dict[str, object]:
     """What `load_common_state_dict` returns."""
     if program is None:
         return {}
-    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
+    state: dict[str, object] = {"checkpoint_version": 3.0, "iteration": 0}
     return state | {"args": _arguments(model, layout, dtype)} if program == MEGATRON_LM else state
 
 
@@ -144,7 +143,7 @@ def _arguments(model: Model, layout: Layout, dtype: torch.dtype) -> argparse.Nam
     )
 
 
-def _run_config(model: Model, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+def _run_config(model: Model, layout: Layout, dtype: torch.dtype) -> dict[str, object]:
     """Bridge's run_config.yaml as far as it describes the model; it fills in its defaults."""
     shape, gpt, source = dict(model.description.transformer), dict(model.description.model), str(model.folder.resolve())
     activation = shape.pop("activation_func")

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.reader import MegatronModel
-from megatron_rl.models import family_for, read_hf_config
+from megatron_rl.models import HFConfig, family_for, read_hf_config
 from megatron_rl.models.export import companions
 from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.files import SafetensorsFolder, WeightSource
@@ -26,7 +26,7 @@ class Model:
     """config.json and what follows from it."""
 
     folder: Path  # also holds tokenizer, generation config and chat template
-    hf_config: dict[str, Any]
+    hf_config: HFConfig
     family: Family
     description: ModelDescription
 
