@@ -176,7 +176,7 @@ def _head_workspace(model: Model, config: Config) -> float:
 # --------------------------------------------------------------------------------------------------------------- plan
 @dataclass(frozen=True)
 class Component:
-    """One line of the table: bytes on the fullest rank, in the phases where they are there."""
+    """One line of the table: bytes on the fullest rank, in the phases that need them."""
 
     name: str
     bytes: float

@@ -1,8 +1,8 @@
 """The distributed optimizer's state, from every data-parallel rank's shard to whole tensors in host memory.
 
 Megatron-Core's own way makes new host memory for all of the state at every save, several times over, and gathers it whole on
-the device. Here Megatron plans the checkpoint with stand-ins, tensors that nobody reads or writes; then only what this rank
-has to write is filled in, through a staging area of fixed size, into host memory that stays from one save to the next.
+the device. Here Megatron plans the checkpoint with stand-ins, tensors that are neither read nor written; then only what this
+rank has to write is filled in, through a staging area of fixed size, into host memory that stays from one save to the next.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writing checkpoints beside training: one at a time, in a thread of each rank, made current only when all of it is there."""
+"""Asynchronous checkpoint writing: one at a time, in a thread of each rank, renamed into place when complete."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Saver:
 
     Args:
         run_dir: has to be there; a save to a run folder that is gone fails, and does not bring it back.
-        root: the folder of checkpoints in it; made if it is not there.
+        root: its folder of checkpoints; created if missing.
         asynchronous: whether `submit` returns before the checkpoint is written.
-        after: what rank 0's writer does when a checkpoint is there; for removing old ones.
+        after: called by rank 0's writer after each complete checkpoint; for removing old ones.
     """
 
     def __init__(self, run_dir: Path, root: Path, grid: Grid, asynchronous: bool, after: Callable[[], None]) -> None:

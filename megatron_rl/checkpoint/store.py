@@ -159,7 +159,7 @@ def _find_masters(wanted: State | list[Any], saved: Mapping[str, manifest.Tensor
 
 
 def _is_copy(name: str, saved: Mapping[str, manifest.Tensor]) -> bool:
-    """Whether a tensor is the optimizer's copy of an fp32 weight of the model, which nobody has to read."""
+    """Whether a tensor is the optimizer's copy of an fp32 weight of the model, which need not be read."""
     match = _MASTER.fullmatch(name)
     return match is not None and match[1] in saved and saved[match[1]].dtype == "float32"
 
@@ -310,8 +310,8 @@ def name_of(folder: Path) -> str:
 def put_aside(root: Path, step: int) -> list[Path]:
     """Moves checkpoints of later steps than `step` to `previous_<k>` in `root`; where they are then.
 
-    A run that continues from `step` comes to these steps again. Until then they would be the newest, which `keep` keeps and
-    the next start takes up: those that it was to go back behind, or could not read.
+    A run that continues from `step` comes to these steps again. Otherwise they would still count as newest: `keep` would
+    retain them and the next start would resume from them.
     """
     later = [folder for folder in all_checkpoints(root) if step_of(folder) > step]
     if not later:

@@ -121,7 +121,7 @@ class SafetensorsFolder:
         if path not in self._entries:
             self._entries[path] = read_header(path)
         if name not in self._entries[path]:
-            raise ValueError(f"{path} does not hold {name}, although its folder's index says so")
+            raise ValueError(f"{path} does not hold {name}, although the folder's index lists it there")
         return self._entries[path][name]
 
     def _read_into(self, target: Tensor, name: str, file: BinaryIO, offset: int) -> None:

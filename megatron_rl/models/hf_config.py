@@ -48,7 +48,7 @@ def read_hf_config(folder: str | Path) -> dict[str, JSON]:
 
 
 class Fields:
-    """The fields of one config.json, handed out one by one; `finish` refuses those that nobody asked for."""
+    """Tracks which fields of a config.json were read; `finish` refuses the others."""
 
     def __init__(self, config: HFConfig, family: str) -> None:
         self._config = config

@@ -59,7 +59,7 @@ class PackedAttention(nn.Module):
         """All context-parallel ranks' tokens, each sequence in order, and which of them are this rank's."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        assert self.context_group is not None, "the caller has seen to it"
+        assert self.context_group is not None, "called with context parallelism only"
         cp, rank = self.context_group.size(), self.context_group.rank()
         ranks = [torch.from_numpy(held(lengths, cp, r)).to(own.device) for r in range(cp)]
         gathered = gather_from_sequence_parallel_region(own, group=self.context_group)

@@ -39,7 +39,7 @@ def _describe(config: HFConfig) -> ModelDescription:
     dense = describe_decoder(fields, qk_norm=True)
     fields.only("decoder_sparse_step", 1)
     fields.only("mlp_only_layers", [])
-    fields.only("use_qk_norm", True)  # Qwen3-Coder says so
+    fields.only("use_qk_norm", True)  # set in Qwen3-Coder's config
     fields.get("max_window_layers")  # not used by this architecture: a window would be on every layer's
     if fields.flag("use_sliding_window", False) and sliding_window(fields) is not None:
         fields.refuse("use_sliding_window", True, "every layer must use full attention")

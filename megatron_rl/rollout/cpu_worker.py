@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, with three things of vLLM 0.32 put right.
+"""vLLM's CPU worker with three defects of vLLM 0.32 mended.
 
 It names the segment of its CPU collectives after the init method, which under the external launcher is the same for every run
 on the machine: two runs at once, or one after a crash, would meet in one segment.
@@ -6,8 +6,8 @@ on the machine: two runs at once, or one after a crash, would meet in one segmen
 It packs the experts' weights for its CPU kernels only when a layer is first set up, so that a mixture of experts computes
 with garbage after new weights.
 
-And it packs the weights of other layers again only where one comes under the layer's own name. None does for a tied output
-layer, whose weight is the embedding's: it would go on computing with the packed copy of the weights before.
+And it repacks the weights of another layer only when a weight arrives under the layer's own name. For a tied output layer
+none does, because its weight is the embedding's: it would go on computing with the packed copy of the old weights.
 """
 
 from __future__ import annotations

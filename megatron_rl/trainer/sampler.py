@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.phases import Phases
 from megatron_rl.runtime.progress import PROGRESS
 from megatron_rl.tasks import Order, make_order
+from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer.prompts import Prompts
 from megatron_rl.trainer.report import Reporter
 
@@ -49,7 +49,7 @@ class Sampler:
         config: Config,
         grid: Grid,
         folder: Path,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         prompts: Prompts,
         scorer: Scorer,
         report: Reporter,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.data import Sample, TokenBatch
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.tasks import make_order
+from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.prompts import refuse_long
 from megatron_rl.trainer.resume import load_checkpoint
@@ -95,7 +95,9 @@ def _step(actor: Actor, batch: TokenBatch) -> dict[str, float]:
     }
 
 
-def demonstration_ids(samples: Sequence[Sample], tokenizer: Any, max_tokens: int, vocab_size: int) -> list[np.ndarray]:
+def demonstration_ids(
+    samples: Sequence[Sample], tokenizer: Tokenizer, max_tokens: int, vocab_size: int
+) -> list[np.ndarray]:
     """Every demonstration's tokens followed by the end-of-sequence token, int64.
 
     Raises:

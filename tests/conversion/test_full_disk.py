@@ -93,6 +93,6 @@ def test_no_room_for_the_last_files_costs_only_them(sources: Path, tmp_path: Pat
     assert error.value.errno == errno.EFBIG
     assert not target.exists()
     jobs.run(task, target, 1, said.append)
-    assert said == [f"continuing an interrupted conversion: {len(task.files())} files are there"]
+    assert said == [f"continuing an interrupted conversion: {len(task.files())} files are written"]
     assert contents(target) == contents(sources / f"whole-{direction}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]

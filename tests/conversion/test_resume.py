@@ -75,7 +75,7 @@ def test_a_killed_conversion_continues_to_the_same_bytes(tmp_path: Path, directi
     assert unfinished.name not in kept
     said: list[str] = []
     jobs.run(task, target, 1, said.append)
-    assert said == [f"continuing an interrupted conversion: {len(kept)} files are there"]
+    assert said == [f"continuing an interrupted conversion: {len(kept)} files are written"]
     assert contents(target) == contents(whole)
     assert {name: (target / name).stat().st_mtime_ns for name in kept} == kept  # not written again
     assert not partial.exists()
@@ -89,7 +89,7 @@ def test_a_conversion_that_was_killed_at_its_end_has_nothing_to_write_again(tmp_
     kill(task, target, 10**6)
     assert not target.exists()
     jobs.run(task, target, 1, said.append)
-    assert said == [f"continuing an interrupted conversion: {len(task.files())} files are there"]
+    assert said == [f"continuing an interrupted conversion: {len(task.files())} files are written"]
     left = tmp_path / ".target.converting" / "done"  # killed after the last move
     left.mkdir(parents=True)
     assert jobs.run(task, target, 1, said.append) is False

@@ -195,7 +195,7 @@ class _Slice(RawIOBase):
 
     def seek(self, position: int, whence: int = SEEK_SET) -> int:
         place = {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: self._length}[whence] + position
-        if place < 0:  # a damaged archive's index says so
+        if place < 0:  # from the index of a damaged archive
             raise ValueError(f"negative seek position {place}")
         self._at = place
         return place

@@ -37,7 +37,7 @@ class TensorLine:
 class Contents:
     """Attributes:
     kind: `Hugging Face`, `training checkpoint`, `converted checkpoint` or `plain Megatron checkpoint`.
-    about: what the checkpoint says of itself: step, layout, versions, recipe, model; only what is there.
+    about: the checkpoint's own metadata, where present: step, layout, versions, recipe, model.
     files: name and size.
     """
 

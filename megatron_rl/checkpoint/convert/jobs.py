@@ -1,4 +1,4 @@
-"""Work that is done file by file, in several processes, and can be taken up again where it stopped.
+"""Work that is done file by file, in several processes; an interrupted job resumes at the next file.
 
 Files are written into `.<target>.converting/result` beside the target. A file that is on the disk gets a marker next to that
 folder, with what was written; when every file has one, the folder is finished and renamed, so that a target either does not
@@ -65,7 +65,7 @@ class Task(Protocol):
         ...
 
     def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
-        """Writes what remains once every file is there; the manifest last."""
+        """Writes the remaining files after all of `files()`; the manifest last."""
         ...
 
     def enclose(self, root: Path) -> None:
@@ -143,7 +143,7 @@ def in_parallel(
         failed = next((error for f in futures if f.done() and (error := f.exception()) is not None), None)
         if isinstance(failed, BrokenProcessPool):
             raise OSError(
-                "a worker process was killed (by hand, or for want of memory: try fewer --workers)"
+                "a worker process was killed (by hand, or because memory ran out: try fewer --workers)"
             ) from failed
         if failed is not None:
             raise failed
@@ -189,7 +189,7 @@ def _taken_up(partial: Path, identity: Identity, say: Callable[[str], None]) -> 
     before = json.loads(task.read_text()) if task.is_file() else None
     if before != json.loads(json.dumps(identity)):
         if before is not None:
-            say("an interrupted conversion of another source or with other options lies here: starting over")
+            say("found an interrupted conversion of another source or with other options: starting over")
         for path in partial.iterdir():
             if path.name != owner.FILE:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -205,7 +205,7 @@ def _taken_up(partial: Path, identity: Identity, say: Callable[[str], None]) -> 
         path = partial / _RESULT / marker.stem
         if path.is_file() and path.stat().st_size == _read_marker(partial, marker.stem)[0]:
             done.add(marker.stem)
-    say(f"continuing an interrupted conversion: {len(done)} files are there")
+    say(f"continuing an interrupted conversion: {len(done)} files are written")
     return done
 
 

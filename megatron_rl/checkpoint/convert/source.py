@@ -53,7 +53,7 @@ def megatron_folder(folder: Path) -> Path:
     """The folder with the tensors: itself, or the newest iteration of a folder as Megatron-LM or Megatron-Bridge leaves it.
 
     Raises:
-        ValueError: there is none; where it is a folder of checkpoints, they are listed.
+        ValueError: no checkpoint found; those in a folder of checkpoints are listed.
     """
     if is_megatron(folder):
         return folder
