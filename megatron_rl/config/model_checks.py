@@ -58,7 +58,7 @@ def check_model(config: Config, model: Mapping[str, Any] | None = None) -> Itera
         if not problems:
             yield from _check_sizes(config, read_hf_config(folder))
     elif config.model.create is not None:
-        problems = list(_check_create(config.model.create))
+        problems = list(check_create(config.model.create))
         yield from problems
         if not problems:
             yield from _check_sizes(config, created_config(config.model.create))
@@ -119,7 +119,8 @@ def _check_weights(folder: Path) -> Iterator[str]:
         yield f"`model.path`: {folder} lacks {len(missing)} of {len(shards)} weight files, first {missing[0]}"
 
 
-def _check_create(create: CreateModelConfig) -> Iterator[str]:
+def check_create(create: CreateModelConfig) -> Iterator[str]:
+    """Yields a sentence per size that no Qwen3 model can have, and per character or word that does not fit its tokenizer."""
     for name, most in _MOST.items():
         if not 1 <= getattr(create, name) <= most:
             bound = f"at most {most:,}" if getattr(create, name) > most else "at least 1"

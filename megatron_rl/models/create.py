@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.config.model_checks import check_create
 from megatron_rl.config.schema import CreateModelConfig
 from megatron_rl.models.files import save_tensors, whole_folder
 from megatron_rl.models.hf_config import read_hf_config
@@ -34,7 +35,8 @@ def create_model(folder: str | Path, config: CreateModelConfig, seed: int) -> No
     Raises:
         ValueError: sizes that no Qwen3 model can have, or characters that do not fit the vocabulary.
     """
-    _check(config)
+    if problems := list(check_create(config)):
+        raise ValueError("\n".join(problems))
     Path(folder).parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as temporary:
         _write_config(temporary, config)
@@ -73,33 +75,6 @@ def _digests(folder: Path) -> dict[str, str]:
     """Checksum of every file in the folder but `made_from.json`."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MADE_FROM)
     return {path.name: hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() for path in paths}
-
-
-def _check(config: CreateModelConfig) -> None:
-    for name in ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size", "max_positions"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"model.create.{name} = {getattr(config, name)}, must be at least 1")
-    if config.heads % config.kv_heads:
-        raise ValueError(
-            f"model.create.heads = {config.heads} must be a multiple of model.create.kv_heads = {config.kv_heads}"
-        )
-    if config.head_dim % 2:
-        raise ValueError(f"model.create.head_dim = {config.head_dim} must be even (rotary embedding)")
-    if config.init_std <= 0:
-        raise ValueError(f"model.create.init_std = {config.init_std}, must be positive")
-    for key, names in (("characters", config.characters), ("words", config.words)):
-        repeated = {name for name in names if list(names).count(name) > 1}
-        if repeated:
-            raise ValueError(f"model.create.{key} repeats {', '.join(map(repr, sorted(repeated)))}")
-    short = [word for word in config.words if len(word) < 2]
-    if short:
-        raise ValueError(f"model.create.words: {short[0]!r} is no word; characters belong in model.create.characters")
-    tokens = len(config.characters) + len(config.words) + 2
-    if tokens > config.vocab_size:
-        raise ValueError(
-            f"model.create.vocab_size = {config.vocab_size} is too small for {len(config.characters)} characters, "
-            f"{len(config.words)} words and 2 special tokens: make it at least {tokens}"
-        )
 
 
 def _write_config(folder: Path, config: CreateModelConfig) -> None:

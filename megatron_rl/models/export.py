@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.models.family import Family
-from megatron_rl.models.files import INDEX, save_tensors, whole_folder
+from megatron_rl.models.files import save_tensors, shard_names, whole_folder, write_index, write_json
 from megatron_rl.models.gather import iter_hf_weights
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.parallel import ParallelGroups
@@ -94,18 +93,15 @@ def _write(
         size, total = size + value.nbytes, total + value.nbytes
         dtypes.add(value.dtype)
     flush()
-    files = ["model.safetensors"]
-    if len(shards) > 1:
-        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    files = shard_names(len(shards))
+    write_index(folder, dict(zip(files, shards, strict=True)), total)
     for number, file in enumerate(files):
         (folder / f"{number}.safetensors").rename(folder / file)
     config = dict(hf_config)
     if len(dtypes) == 1:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtypes.pop()).removeprefix("torch.")
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     copy_companions(source, folder)
 
 
@@ -124,7 +120,3 @@ def copy_companions(source: Path, folder: Path) -> None:
     for name, path in companions(source).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,6 +213,24 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
     path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def shard_names(count: int) -> list[str]:
+    """What the files of a model in `count` of them are called."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def write_index(folder: Path, files: Mapping[str, Sequence[str]], total: int) -> None:
+    """Where a model has several files: which tensor is in which, and how many bytes all have."""
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -54,11 +54,11 @@ def test_the_tokenizer_is_one_token_per_character(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 10}, "vocab_size = 10 is too small"),
+        ({"vocab_size": 10}, r"vocab_size` \(10\) must hold"),
         ({"characters": "0120"}, "repeats '0'"),
-        ({"heads": 3}, "heads = 3 must be a multiple"),
-        ({"head_dim": 7}, "head_dim = 7 must be even"),
-        ({"layers": 0}, "layers = 0"),
+        ({"heads": 3}, r"heads` \(3\) must be a multiple"),
+        ({"head_dim": 7}, r"head_dim` \(7\) must be even"),
+        ({"layers": 0}, "layers` must be at least 1; it is 0"),
         ({"init_std": 0.0}, "init_std"),
     ],
 )

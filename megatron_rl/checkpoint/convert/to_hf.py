@@ -22,7 +22,15 @@ from megatron_rl.checkpoint.convert.to_megatron import CASTS
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import Piece
 from megatron_rl.models.export import copy_companions
-from megatron_rl.models.files import DTYPE_NAMES, DTYPES, INDEX, SafetensorsFolder, WeightSource
+from megatron_rl.models.files import (
+    DTYPE_NAMES,
+    DTYPES,
+    SafetensorsFolder,
+    WeightSource,
+    shard_names,
+    write_index,
+    write_json,
+)
 from megatron_rl.models.rules import Rule
 
 
@@ -89,10 +97,8 @@ class ToHF:
     def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
         plan = self._plan
         tensors = [tensor for held in plan.files.values() for tensor in held]
-        if len(plan.files) > 1:
-            total = sum(tensor.nbytes for tensor in tensors)
-            weight_map = {tensor.name: file for file, held in plan.files.items() for tensor in held}
-            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        names = {file: [tensor.name for tensor in held] for file, held in plan.files.items()}
+        write_index(folder, names, sum(tensor.nbytes for tensor in tensors))
         config = dict(plan.model.hf_config)
         dtypes = {tensor.dtype for tensor in tensors} - {fp8.DTYPE}
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
@@ -101,7 +107,7 @@ class ToHF:
             config[key] = "bfloat16"
         elif len(dtypes) == 1:
             config[key] = str(dtypes.pop()).removeprefix("torch.")
-        _write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config)
         copy_companions(self.config, folder)
         listed = {t.name: manifest.Tensor(t.shape, str(t.dtype).removeprefix("torch.")) for t in tensors}
         about = made_by(self) | {"version": megatron_rl.__version__, "family": plan.model.family.name}
@@ -175,10 +181,7 @@ def _planned(task: ToHF) -> _Plan:
                 size = 0
             files[-1] += held
             size += nbytes
-    if len(files) == 1:
-        named = {"model.safetensors": files[0]}
-    else:
-        named = {f"model-{n:05d}-of-{len(files):05d}.safetensors": held for n, held in enumerate(files, 1)}
+    named = dict(zip(shard_names(len(files)), files, strict=True))
     return _Plan(model, source, named, {tensor.name: tensor for held in files for tensor in held})
 
 
@@ -211,7 +214,3 @@ def _header(held: Sequence[_Tensor]) -> tuple[bytes, dict[str, int]]:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + begin for name, begin in begins.items()}
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
