@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint import owner
 from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.rewards import check_rewards, make_reward
-from megatron_rl.runtime import disk, exit_codes, stop, streams
+from megatron_rl.runtime import disk, exit_codes, owner, stop, streams
 from megatron_rl.runtime.spawn import (
     ATTEMPT,
     REFUSED,

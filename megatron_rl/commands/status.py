@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_rl.report.status import read_status
 from megatron_rl.runtime import exit_codes
-from megatron_rl.runtime.run_status import read_status
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.runtime.run_status import attempts_of
+from megatron_rl.report.status import attempts_of
 
 Row = Mapping[str, Any]
 _SAMPLED_STEPS = 13  # files of rollouts that are read; odd, so that the middle one is among them

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_rl.config.schema import Config
-
 GIB = 2**30
 # What torch, Python, C++ and vLLM say when memory is out. torch has a class of its own only for the device's.
 _SIGNS = re.compile(
@@ -179,45 +177,3 @@ def table(parts: Mapping[str, float], now: Mapping[str, float], peaks: Mapping[s
     rows += [(f"peak in {phase}, {where}", value) for phase, both in peaks.items() for where, value in both.items()]
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"{name:<{width}} {value:8.2f}" for name, value in rows)
-
-
-def remedies(phase: str, config: Config) -> list[str]:
-    """Settings that take memory out of a phase, those that cost least first, each with its value now."""
-    actor, rollout, parallel = config.actor, config.rollout, config.actor.parallel
-    engine = [
-        f"rollout.max_concurrent (now {rollout.max_concurrent}): fewer sequences at a time",
-        f"rollout.memory_fraction (now {rollout.memory_fraction:g}): on a GPU, less if it ran out beside the engine, more if "
-        "the engine says that its cache is too small",
-        f"rollout.cpu_cache_gib (now {rollout.cpu_cache_gib:g}): on a CPU",
-        f"rollout.tensor_parallel (now {rollout.tensor_parallel}): more devices per engine",
-    ]
-    offload = (
-        f"actor.offload (now {str(actor.offload).lower()}): gradients and optimizer on the host while the engine works"
-    )
-    layout = [
-        f"actor.parallel.tensor, pipeline (now {parallel.tensor}, {parallel.pipeline}): more devices per copy of the model",
-    ]
-    forward = [
-        f"actor.logprob_chunk_tokens (now {actor.logprob_chunk_tokens}): fewer logits at a time; changes no result",
-        f"actor.tokens_per_microbatch (now {actor.tokens_per_microbatch}): fewer tokens at a time; changes no result",
-    ]
-    if phase in ("generate", "evaluate"):
-        return [*engine[:3], offload, engine[3]]
-    if phase in ("sync", "sync_check", "switch"):
-        return [offload, engine[1], f"rollout.sync_check_rollouts (now {rollout.sync_check_rollouts})", *layout]
-    if phase in ("old_log_prob", "ref_log_prob", "estimate"):
-        return [*forward, *layout]
-    if phase == "update":
-        return [
-            *reversed(forward),
-            f"actor.recompute (now {actor.recompute}): selective, then full",
-            f"actor.optimizer.distributed (now {str(actor.optimizer.distributed).lower()}): state over all replicas",
-            f"actor.parallel.context (now {parallel.context}): more devices per sequence",
-            *layout,
-        ]
-    if phase in ("checkpoint", "load", "export"):
-        return [
-            "host memory, which holds a copy of this rank's share: fewer processes per node, or a larger node",
-            *layout,
-        ]
-    return [*engine[1:], *layout, "logging and data: tasks.train.*.size, where the data itself does not fit"]

@@ -11,9 +11,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.checkpoint import owner
-from megatron_rl.checkpoint.owner import OwnedError, Ownership
-from megatron_rl.runtime import disk, exit_codes, postmortem, provenance
+from megatron_rl.runtime import disk, exit_codes, owner, postmortem, provenance
+from megatron_rl.runtime.owner import OwnedError, Ownership
 from megatron_rl.runtime.progress import PROGRESS, Deadlines
 from megatron_rl.runtime.spawn import ATTEMPT, new_attempt
 from megatron_rl.runtime.stop import StopFlag, StopRequested
@@ -51,7 +50,7 @@ class Attempt:
         from megatron_rl.runtime import distributed
 
         timeout = self.config.launch.timeout_minutes
-        grid = distributed.initialize(self.config.actor.parallel, timeout, _gpu_timeout_minutes(self.config))
+        grid = distributed.initialize(self.config.actor.parallel, timeout, gpu_timeout_minutes(self.config))
         self.grid = grid
         if self.watchdog is None:  # torchrun
             folder = grid.broadcast(str(new_attempt(self.run_dir)) if grid.is_main else "")
@@ -79,7 +78,7 @@ class Attempt:
             {phase: minutes * minute for phase, minutes in recipe.phases.items()},
             recipe.first_time_minutes * minute,
         )
-        self.watchdog = Watchdog(folder, rank, world, deadlines if recipe.enabled else None, _facts)
+        self.watchdog = Watchdog(folder, rank, world, deadlines if recipe.enabled else None, rank_facts)
         self.watchdog.start()
 
     def end_at_once_on(self, stop: StopFlag) -> None:
@@ -99,7 +98,7 @@ class Attempt:
         from megatron_rl.rollout.generate import EngineError
         from megatron_rl.rollout.sync import SyncError
         from megatron_rl.runtime import collectives, memory
-        from megatron_rl.trainer.memory import memory_parts
+        from megatron_rl.trainer.memory import memory_parts, remedies
 
         config, watchdog = self.config, self.watchdog
         if watchdog is None:  # torchrun's ranks have not found each other
@@ -118,13 +117,13 @@ class Attempt:
         except RuntimeError:  # a device that has failed answers nothing any more
             parts = {}
         table = memory.table(parts, memory.in_use(), PROGRESS.memory_peaks())
-        about = {"error": text, "versions": provenance.versions(), "memory": table.splitlines(), **_facts(True)}
+        about = {"error": text, "versions": provenance.versions(), "memory": table.splitlines(), **rank_facts(True)}
         if not gone:  # else what is there now would be given a post-mortem of another run
             with contextlib.suppress(OSError):  # the disk may be what failed
                 postmortem.write_rank(watchdog.folder, about, traceback.format_exc() + "\n" + stacks())
         place = watchdog.folder / f"rank_{PROGRESS.rank}.txt"
         if out_of_memory:
-            help_ = "\n".join(f"  {line}" for line in memory.remedies(PROGRESS.phase, config))
+            help_ = "\n".join(f"  {line}" for line in remedies(PROGRESS.phase, config))
             where = postmortem.place(PROGRESS.record())
             print(
                 f"megatron-rl: out of memory {where}, on rank {PROGRESS.rank} (node {PROGRESS.host}): {text}\n"
@@ -160,7 +159,7 @@ class Attempt:
             self.watchdog.stop()
 
 
-def _gpu_timeout_minutes(config: Config) -> float:
+def gpu_timeout_minutes(config: Config) -> float:
     """At NCCL's own deadline torch aborts the process without a word: it must not come before the watchdog's."""
     recipe, own = config.watchdog, config.launch.timeout_minutes
     if not recipe.enabled:
@@ -168,7 +167,7 @@ def _gpu_timeout_minutes(config: Config) -> float:
     return max(own, max(recipe.default_minutes, *recipe.phases.values()) + recipe.first_time_minutes + 10)
 
 
-def _facts(full: bool) -> dict[str, Any]:
+def rank_facts(full: bool) -> dict[str, Any]:
     """What the runtime knows of this rank: for a heartbeat, or in full for a post-mortem."""
     from megatron_rl.runtime import collectives, memory
 

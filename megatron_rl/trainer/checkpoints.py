@@ -14,7 +14,6 @@ from typing import Any
 
 import megatron_rl
 from megatron_rl.checkpoint import manifest, store
-from megatron_rl.checkpoint.owner import Ownership
 from megatron_rl.checkpoint.saver import Outcome, Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.checkpoint.store import CheckpointError
@@ -23,6 +22,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.models.export import companions, export_hf
 from megatron_rl.runtime import device, provenance
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.owner import Ownership
 from megatron_rl.runtime.phases import Phases
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.report import Reporter

@@ -39,7 +39,7 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
     attempt = Attempt(config, Path(run_dir))
     code = exit_codes.OK
     try:
-        if not _within_limits(config):
+        if not within_limits(config):
             return exit_codes.PREFLIGHT
         grid = attempt.join()
         agree(config, grid)
@@ -83,7 +83,7 @@ def agree(config: Config, grid: Grid) -> None:
     )
 
 
-def _within_limits(config: Config) -> bool:
+def within_limits(config: Config) -> bool:
     """The part of the pre-flight that cannot wait until the ranks have found each other."""
     from megatron_rl.preflight.local import limits_in_the_way
 

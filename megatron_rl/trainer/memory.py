@@ -1,4 +1,4 @@
-"""What of a run holds memory on this rank."""
+"""What of a run holds memory on this rank, and which settings need less."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron_rl.actor.actor import Actor
+from megatron_rl.config.schema import Config
 from megatron_rl.runtime import device
 from megatron_rl.runtime.memory import GIB
 from megatron_rl.seams.megatron import optimizer_parts
@@ -54,3 +55,45 @@ def _optimizer_state(actor: Actor) -> Iterable[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
         # the master copies of the weights
         yield from (p for group in inner.param_groups for p in group["params"] if p.dtype == torch.float32)
+
+
+def remedies(phase: str, config: Config) -> list[str]:
+    """Settings that take memory out of a phase, those that cost least first, each with its value now."""
+    actor, rollout, parallel = config.actor, config.rollout, config.actor.parallel
+    engine = [
+        f"rollout.max_concurrent (now {rollout.max_concurrent}): fewer sequences at a time",
+        f"rollout.memory_fraction (now {rollout.memory_fraction:g}): on a GPU, less if it ran out beside the engine, more if "
+        "the engine says that its cache is too small",
+        f"rollout.cpu_cache_gib (now {rollout.cpu_cache_gib:g}): on a CPU",
+        f"rollout.tensor_parallel (now {rollout.tensor_parallel}): more devices per engine",
+    ]
+    offload = (
+        f"actor.offload (now {str(actor.offload).lower()}): gradients and optimizer on the host while the engine works"
+    )
+    layout = [
+        f"actor.parallel.tensor, pipeline (now {parallel.tensor}, {parallel.pipeline}): more devices per copy of the model",
+    ]
+    forward = [
+        f"actor.logprob_chunk_tokens (now {actor.logprob_chunk_tokens}): fewer logits at a time; changes no result",
+        f"actor.tokens_per_microbatch (now {actor.tokens_per_microbatch}): fewer tokens at a time; changes no result",
+    ]
+    if phase in ("generate", "evaluate"):
+        return [*engine[:3], offload, engine[3]]
+    if phase in ("sync", "sync_check", "switch"):
+        return [offload, engine[1], f"rollout.sync_check_rollouts (now {rollout.sync_check_rollouts})", *layout]
+    if phase in ("old_log_prob", "ref_log_prob", "estimate"):
+        return [*forward, *layout]
+    if phase == "update":
+        return [
+            *reversed(forward),
+            f"actor.recompute (now {actor.recompute}): selective, then full",
+            f"actor.optimizer.distributed (now {str(actor.optimizer.distributed).lower()}): state over all replicas",
+            f"actor.parallel.context (now {parallel.context}): more devices per sequence",
+            *layout,
+        ]
+    if phase in ("checkpoint", "load", "export"):
+        return [
+            "host memory, which holds a copy of this rank's share: fewer processes per node, or a larger node",
+            *layout,
+        ]
+    return [*engine[1:], *layout, "logging and data: tasks.train.*.size, where the data itself does not fit"]

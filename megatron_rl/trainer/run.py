@@ -8,12 +8,12 @@ from pathlib import Path
 from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.checkpoint.convert import open_weights
-from megatron_rl.checkpoint.owner import Ownership
 from megatron_rl.config.schema import Config
 from megatron_rl.models.create import create_model, differences
 from megatron_rl.rewards import Scorer
 from megatron_rl.runtime.disk import next_previous
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.owner import Ownership
 from megatron_rl.runtime.phases import Phases
 from megatron_rl.runtime.stop import StopFlag
 from megatron_rl.trainer.checkpoints import Checkpoints, State

@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from megatron_rl.cli import main
-from megatron_rl.runtime import exit_codes, postmortem, run_status
+from megatron_rl.report import status as run_status
+from megatron_rl.report.status import SILENT_SECONDS, read_status
+from megatron_rl.runtime import exit_codes, postmortem
 from megatron_rl.runtime.progress import Deadlines, Progress, heartbeats
-from megatron_rl.runtime.run_status import SILENT_SECONDS, read_status
 from megatron_rl.runtime.spawn import new_attempt, run_ranks
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config import load_recipe
-from megatron_rl.runtime.run_status import read_status
+from megatron_rl.report.status import read_status
 
 from .job import Job, processes_of, rows, segments, variable, write_recipe
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.report.status import read_status
 from megatron_rl.runtime import exit_codes
-from megatron_rl.runtime.run_status import read_status
 
 from .job import Job, processes_of
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from megatron_rl.config import load_recipe
-from megatron_rl.runtime.run_status import read_status
+from megatron_rl.report.status import read_status
 
 from .conftest import Finished
 from .job import RECIPE, rows, samples

@@ -14,7 +14,7 @@ import pytest
 from e2e.job import rows, variable
 from safetensors.numpy import load_file
 
-from megatron_rl.runtime.run_status import read_status
+from megatron_rl.report.status import read_status
 
 from .cluster import NODES, SPARE, Cluster, wait_until
 from .jobs import REPOSITORY, SMALL, Job, assert_same_run, submit_refused, write_recipe, write_site

@@ -120,12 +120,12 @@ def test_limits_that_keep_ranks_from_meeting_are_told_before_they_try(
 ) -> None:
     from megatron_rl.trainer import main
 
-    assert main._within_limits(config)
+    assert main.within_limits(config)
     with limited(resource.RLIMIT_NOFILE, 400):
-        assert not main._within_limits(config)
+        assert not main.within_limits(config)
         said = capsys.readouterr().err
         config.launch.preflight = "off"
-        assert main._within_limits(config)
+        assert main.within_limits(config)
     assert said.startswith("megatron-rl: node ")
     assert "is not fit: at most 400 open files per process (ulimit -n)" in said
 

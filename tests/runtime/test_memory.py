@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config.schema import PHASES, Config
 from megatron_rl.runtime import memory
-from megatron_rl.runtime.memory import PhaseMemory, in_use, is_out_of_memory, oom_kills, remedies, table
-from megatron_rl.trainer import main
+from megatron_rl.runtime.memory import PhaseMemory, in_use, is_out_of_memory, oom_kills, table
+from megatron_rl.trainer import attempt
 
 
 def test_a_peak_belongs_to_its_phase_and_to_the_one_around_it() -> None:
@@ -46,22 +45,6 @@ def test_what_torch_and_python_say_is_understood() -> None:
     assert is_out_of_memory(wrapped)
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
     assert not is_out_of_memory(ValueError("the prompt is too long"))
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_every_phase_has_remedies_and_they_are_keys_of_the_recipe(phase: str) -> None:
-    found = remedies(phase, Config())
-    assert found
-    for line in found:
-        keys = line.split(" (now")[0].split(":")[0]
-        section, *path = keys.split(",")[0].split(".")
-        if " " in section:
-            continue  # a sentence about the host
-        place = getattr(Config(), section)
-        for name in path:
-            place = place if name == "*" else place.get(name) if isinstance(place, dict) else getattr(place, name)
-            if place is None:
-                break
 
 
 def test_the_table_is_aligned() -> None:
@@ -111,4 +94,4 @@ def test_a_thread_asks_for_its_processs_own_gpu_and_never_starts_another(monkeyp
     assert in_use()["device, all processes"] == 7.0
     assert asked == [3, 3, 3]
     monkeypatch.setattr(memory, "in_use", lambda: pytest.fail("a heartbeat asks the device nothing"))
-    assert main._facts(False)["host_gib"] > 0
+    assert attempt.rank_facts(False)["host_gib"] > 0

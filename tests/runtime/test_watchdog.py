@@ -15,7 +15,7 @@ import pytest
 from megatron_rl.config.schema import Config
 from megatron_rl.runtime import exit_codes, postmortem
 from megatron_rl.runtime.progress import BETWEEN, Deadlines, Progress
-from megatron_rl.trainer import main
+from megatron_rl.trainer import attempt
 
 LAUNCHER = """
 import os, sys, time
@@ -214,11 +214,11 @@ def test_a_rank_that_never_came_and_one_on_a_dead_node_are_both_named() -> None:
 def test_nccl_ends_no_process_before_the_watchdog_has_spoken() -> None:
     config = Config()
     slowest = max(config.watchdog.phases.values()) + config.watchdog.first_time_minutes
-    assert main._gpu_timeout_minutes(config) > slowest > config.launch.timeout_minutes
+    assert attempt.gpu_timeout_minutes(config) > slowest > config.launch.timeout_minutes
     config.launch.timeout_minutes = 1440.0
-    assert main._gpu_timeout_minutes(config) == 1440.0
+    assert attempt.gpu_timeout_minutes(config) == 1440.0
     config.launch.timeout_minutes, config.watchdog.enabled = 5.0, False
-    assert main._gpu_timeout_minutes(config) == 5.0
+    assert attempt.gpu_timeout_minutes(config) == 5.0
 
 
 @pytest.mark.parametrize(("numbers", "text"), [([0], "0"), ([0, 1, 2, 5], "0-2, 5"), ([3, 1], "1, 3")])

@@ -28,8 +28,9 @@ from rich import progress
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_rl.checkpoint import manifest, owner
+from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.manifest import Piece
+from megatron_rl.runtime import owner
 from megatron_rl.runtime.disk import size_text, sync, sync_tree
 
 if TYPE_CHECKING:

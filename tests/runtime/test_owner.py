@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.owner import FILE, OwnedError, Owner, Ownership, of_this_rank, read
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.runtime import postmortem
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.owner import FILE, OwnedError, Owner, Ownership, of_this_rank, read
 
 ELSEWHERE = Owner("node7", 4242, 1, "another boot pid:[1]", "2026-01-01T00:00:00+00:00")
 
@@ -46,7 +46,7 @@ def test_a_second_run_is_refused_by_the_name_of_the_first(tmp_path: Path) -> Non
 
 def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from megatron_rl.checkpoint.owner import *\n"
+        "import sys, time; from pathlib import Path; from megatron_rl.runtime.owner import *\n"
         "try: Ownership(Path(sys.argv[1])).take(); print('mine', flush=True); sys.stdin.read()\n"
         "except OwnedError: print('refused')"
     )
