@@ -6,6 +6,7 @@ make the same calls with the same arguments, and vLLM's schedulers, being determ
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,7 @@ class Engine:
         self.version = 0  # optimizer steps behind the engine's weights
         self._queue: dict[str, Request] = {}
         environment.prepare()
+        gc.disable()  # as in trainer.main: vLLM's modules are as many again
         from vllm import LLM
 
         # One more than a rollout has, where the model allows it: scoring a whole rollout draws a token that nobody reads.
@@ -85,6 +87,7 @@ class Engine:
                 "kv_cache_memory_bytes": int(self.config.cpu_cache_gib * 2**30),
                 "enable_chunked_prefill": False,  # a prompt read in two parts rewinds its seed, which no CPU generator can
             }
+        gc.freeze()
         with environment.engine_start(grid):
             self.llm: Any = LLM(
                 model=str(folder),
@@ -103,6 +106,7 @@ class Engine:
                 seed=config.seed,
                 **options,
             )
+        gc.enable()
         seam.quiet_reload_messages()
 
     # -------------------------------------------------------------------------------------------------------- queue

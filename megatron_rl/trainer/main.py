@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import sys
 import warnings
@@ -24,6 +25,7 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
     """Runs `train`, `sft` or `evaluate` on this rank, by the resolved recipe in the file `recipe`; returns the exit code."""
     stop = StopFlag()  # before anything that takes time
     quiet_known_warnings()
+    gc.disable()  # a million objects are imported, and stay: to search them for garbage again and again takes seconds
     # Imported here: the launcher sets the environment that torch and vLLM read on import.
     import torch
 
@@ -48,6 +50,8 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
         if command == "evaluate":
             attempt.end_at_once_on(stop)
         attempt.run = build_run(config, grid, Path(run_dir), command, stop, attempt.ownership)
+        gc.freeze()
+        gc.enable()
         {"train": train, "sft": sft, "evaluate": evaluate_only}[command](attempt.run, resume)
         attempt.run.report.summary()
         PROGRESS.finish()

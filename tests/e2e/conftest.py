@@ -42,7 +42,11 @@ class Finished:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Four steps without interruption, tensor parallel 2."""
     temporary = Path(tempfile.mkdtemp(prefix="straight-"))  # with a short path, as sockets need it
-    job = Job(tmp_path_factory.mktemp("straight"), *STATEFUL, environment={"TMPDIR": str(temporary)})
+    job = Job(
+        tmp_path_factory.mktemp("straight"),
+        *(*STATEFUL, "logging.report=true"),
+        environment={"TMPDIR": str(temporary)},
+    )
     job.wait_for_step(0)
     ranks = job.ranks()
     port = variable(ranks[0], "MASTER_PORT")

@@ -48,6 +48,7 @@ RECIPE: dict[str, Any] = {
     "sft": {"steps": 30, "batch_size": 32, "optimizer": {"lr": 1e-2}},
     "trainer": {"steps": 4, "prompts_per_step": 8, "minibatches": 2, "eval_every": 2},
     "checkpoint": {"every": 1, "keep": 10},
+    "logging": {"report": False},  # drawn once, by the run that is left to end
     "launch": {"processes": 2},
 }
 

@@ -62,7 +62,6 @@ OVERRIDES = (
     "trainer.eval_every=2",
     "checkpoint.asynchronous=false",
     "logging.tensorboard=false",
-    "logging.report=false",
 )
 
 

@@ -27,7 +27,7 @@ def stalled_job(folder: Path, phase: str, rank: int) -> Job:
     timed = ("generate", "evaluate", "update", "checkpoint")
     return Job(
         folder,
-        *("sft.steps=0", "trainer.eval_every=1", "logging.report=false", f"algorithm.plugins=[{STOPPING}]"),
+        *("sft.steps=0", "trainer.eval_every=1", f"algorithm.plugins=[{STOPPING}]"),
         *("launch.preflight=off", "watchdog.first_time_minutes=0", f"watchdog.default_minutes={DEADLINE / 60}"),
         *(f"watchdog.phases.{name}={DEADLINE / 60}" for name in timed),
         environment={"STOP": f"{phase}:{rank}"},

@@ -66,6 +66,7 @@ def test_the_run_folder_is_complete(straight: Finished) -> None:
         [*(f"step_{n}.jsonl" for n in range(1, STEPS + 1)), *(f"eval_held_out_step_{n}.jsonl" for n in (0, STEPS))]
     )
     assert list((folder / "tensorboard").glob("events.*"))
+    assert (folder / "report.html").stat().st_size > 10_000
     logs = folder / "logs" / "attempt_1"
     assert sorted(path.name for path in logs.glob("*.log")) == ["rank_0.log", "rank_1.log"]
     assert json.loads((logs / "environment.json").read_text())["versions"]["megatron-core"]

@@ -15,23 +15,24 @@ from pathlib import Path
 
 
 def run_all(lists: list[list[list[str]]], outcomes: Path) -> None:
-    from megatron_rl.runtime.spawn import ATTEMPT
+    from megatron_rl.runtime.spawn import ATTEMPT, free_port
     from megatron_rl.trainer.main import main
 
     del os.environ[ATTEMPT]  # of all; each run makes its own
     number, port = 0, int(os.environ["MASTER_PORT"])
     if len(lists) > 1:
         number = int(os.environ["RANK"])
-        port += 100 * number
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     for turn, (command, run_dir, resume) in enumerate(lists[number]):
-        os.environ["MASTER_PORT"] = str(port + turn)  # a rank may begin while another still leaves the run before
+        # A rank may begin while another still leaves the run before; a world of one needs no port that others know.
+        os.environ["MASTER_PORT"] = str(port + turn if len(lists) == 1 else free_port())
         code = main(command, run_dir, f"{run_dir}/recipe.yaml", resume)
         if os.environ["RANK"] == "0":
             with (outcomes / f"{number}.jsonl").open("a") as file:
                 file.write(json.dumps([run_dir, code]) + "\n")
         if code:
             sys.exit(code)
+        gc.collect()  # the engine, which `shutdown` leaves to the end of its process
         gc.freeze()  # vLLM collects garbage several times per engine: what stays anyway need not be looked at
 
 
