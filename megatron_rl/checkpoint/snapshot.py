@@ -180,7 +180,9 @@ def finish(snapshot: Snapshot, folder: Path, shares: Sequence[Sequence[Written]]
     """
     assert snapshot.metadata is not None, "rank 0 has it"
     everything = [written for share in shares for written in share]
-    torch_dist.write_index(folder, snapshot.metadata, {w.index: w.piece for w in everything})
+    places = [(w.index, w.piece) for w in everything]
+    stored = {index: torch_dist.StorageInfo(at.file, at.offset, at.length) for index, at in places}
+    torch_dist.write_index(folder, snapshot.metadata, stored)
     (folder / "common.pt").write_bytes(snapshot.common)
     manifest.write_json(folder / "metadata.json", torch_dist.BACKEND)
     tensors = {name: _described(entry) for name, entry in snapshot.metadata.state_dict_metadata.items()}

@@ -1,36 +1,18 @@
-"""Cutting Hugging Face tensors into Megatron's tensor-parallel shards, and merging them again."""
+"""Merging Megatron's tensor-parallel shards into Hugging Face tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_rl.models.rules import Dims, Kind, Rule, shard_pieces, shard_shape
-
-
-def shard_tensor(rule: Rule, hf_tensors: Mapping[str, Tensor], dims: Dims, rank: int, tp: int) -> Tensor:
-    """The Megatron shard of tensor-parallel rank `rank` of `tp`.
-
-    Args:
-        rule: the rule with its names filled in (`Rule.at`).
-        hf_tensors: the full Hugging Face tensors by name.
-        dims: sizes by symbol (`ModelDescription.dims`), with `padded_vocab` where it is not the smallest possible.
-    """
-    sources = [hf_tensors[tensor.name] for tensor in rule.hf]
-    shard = sources[0].new_zeros(shard_shape(rule, dims, tp))
-    at = 0
-    for piece in shard_pieces(rule, dims, rank, tp):
-        source = sources[piece.tensor].narrow(rule.dim, piece.start, piece.length)
-        shard.narrow(rule.dim, at, piece.length).copy_(source)
-        at += piece.length
-    return shard
+from megatron_rl.models.rules import Dims, Kind, Rule, shard_pieces
 
 
 def merge_shards(rule: Rule, shards: Sequence[Tensor], dims: Dims) -> dict[str, Tensor]:
-    """The full Hugging Face tensors from the shards of all tensor-parallel ranks: the inverse of `shard_tensor`.
+    """The full Hugging Face tensors from the shards of all tensor-parallel ranks.
 
     A tensor that is one whole shard comes back as a view of it, anything else as new memory.
     """

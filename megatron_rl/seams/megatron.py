@@ -88,22 +88,14 @@ class Optimizer(Protocol):
     """What is used of `MegatronOptimizer`, which may be a chain of several."""
 
     param_groups: list[dict[str, Any]]
-
-    def zero_grad(self) -> None: ...
-
-    def prepare_grads(self) -> bool: ...
-
-    def get_grad_norm(self) -> float: ...
-
-    def step(self) -> tuple[bool, float | None, int | None]: ...
-
-    def sharded_state_dict(self, model: State, is_loading: bool, metadata: dict[str, Any]) -> State: ...
-
-    def load_state_dict(self, state: State) -> None: ...
-
-    def offload_to_cpu(self) -> None: ...
-
-    def restore_from_cpu(self) -> None: ...
+    zero_grad: Callable[[], None]
+    prepare_grads: Callable[[], bool]
+    get_grad_norm: Callable[[], float]
+    step: Callable[[], tuple[bool, float | None, int | None]]
+    sharded_state_dict: Callable[..., State]
+    load_state_dict: Callable[[State], None]
+    offload_to_cpu: Callable[[], None]
+    restore_from_cpu: Callable[[], None]
 
 
 # --------------------------------------------------------------------------------------------------------------- model

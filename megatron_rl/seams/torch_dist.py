@@ -7,11 +7,11 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -30,28 +30,9 @@ BACKEND = {
 }
 
 
-class Place(Protocol):
-    """Where an item lies on the disk."""
-
-    @property
-    def file(self) -> str: ...
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def length(self) -> int: ...
-
-
-def storage(places: Mapping[MetadataIndex, Place]) -> dict[MetadataIndex, _StorageInfo]:
-    """`Metadata.storage_data`; torch has no public name for what it holds."""
-    return {index: _StorageInfo(place.file, place.offset, place.length) for index, place in places.items()}
-
-
-def write_index(folder: Path, metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> None:
+def write_index(folder: Path, metadata: Metadata, stored: Mapping[MetadataIndex, StorageInfo]) -> None:
     """Writes `.metadata` for items that another writer than torch's has written."""
-    stored = storage(places)
-    results = [WriteResult(index, place.length, stored[index]) for index, place in places.items()]
+    results = [WriteResult(index, info.length, info) for index, info in stored.items()]
     FileSystemWriter(folder).finish(metadata, [results])
 
 

@@ -9,7 +9,9 @@ import torch
 
 from megatron_rl.models import family_for, padded_vocab_size
 from megatron_rl.models.rules import Kind, shard_shape
-from megatron_rl.models.shards import merge_shards, shard_tensor
+from megatron_rl.models.shards import merge_shards
+
+from .shards import shard_tensor
 
 SIZES = {
     "hidden_size": 24,

@@ -89,9 +89,6 @@ class MegatronModel:
     def dtype(self, name: str) -> str:
         return DTYPE_NAMES[self._checkpoint.tensors[self._place[name][2].names[0]].dtype]
 
-    def megatron_name(self, name: str) -> str:
-        return self._place[name][2].names[0]
-
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Entries [start, stop) along `dim` of a Hugging Face tensor."""
         rule, index, place = self._place[name]

@@ -262,8 +262,8 @@ def _write_state(folder: Path, file: str) -> Piece:
 def _index(plan: _Plan, pieces: Sequence[Piece], state: Piece) -> Metadata:
     """Megatron-Core's index: every global tensor under each of its names, and the extra states."""
     tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, Piece] = {}
-    by_place = {(piece.name, piece.start): piece for piece in pieces}
+    places: dict[MetadataIndex, torch_dist.StorageInfo] = {}
+    by_place = {(p.name, p.start): torch_dist.StorageInfo(p.file, p.offset, p.length) for p in (*pieces, state)}
     for chunk in (chunk for held in plan.files.values() for chunk in held):
         for name in (chunk.name, *aliases(chunk.rule)):
             properties = TensorProperties(dtype=plan.dtypes[chunk.name])
@@ -271,5 +271,5 @@ def _index(plan: _Plan, pieces: Sequence[Piece], state: Piece) -> Metadata:
             entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.start), torch.Size(chunk.size)))
             places[MetadataIndex(name, torch.Size(chunk.start))] = by_place[chunk.name, chunk.start]
     states = {name: BytesStorageMetadata() for name in state_names(plan.model.family, plan.model.description)}
-    places |= {MetadataIndex(name): state for name in states}
-    return Metadata({**tensors, **states}, storage_data=torch_dist.storage(places))
+    places |= {MetadataIndex(name): by_place[state.name, state.start] for name in states}
+    return Metadata({**tensors, **states}, storage_data=places)
