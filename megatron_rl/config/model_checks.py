@@ -38,10 +38,17 @@ def check_model(config: Config, model: Mapping[str, Any] | None = None) -> Itera
     """Yields a sentence per problem with `model`, its sizes, and the layouts of actor and engine on it.
 
     Args:
-        model: the model's config.json, where its folder is not at hand; null: it is read from `model.path`.
+        model: the model's config.json, where its folder is not at hand; null: it is read from `model.path`. That of a served
+            model may be of no family here: then only the length of its sequences is checked.
     """
     if model is not None:
-        yield from _check_sizes(config, model)
+        try:
+            described = model_of(model)
+        except ValueError:  # `plan`, which needs a family, refuses it with the reason
+            positions = model.get("max_position_embeddings")
+            yield from _check_length(config, positions) if isinstance(positions, int) else ()
+        else:
+            yield from _check_layout(config, described)
     elif config.model.path is not None:
         folder = Path(config.model.path)
         try:
@@ -155,13 +162,16 @@ def check_create(create: CreateModelConfig) -> Iterator[str]:
 
 
 def _check_sizes(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    parallel, rollout = config.actor.parallel, config.rollout
     try:
         model = model_of(hf_config)
     except ValueError as error:
         yield f"`model.path`: {error}"
-        return
-    dims = model.dims
+    else:
+        yield from _check_layout(config, model)
+
+
+def _check_layout(config: Config, model: Model) -> Iterator[str]:
+    parallel, rollout, dims = config.actor.parallel, config.rollout, model.dims
     try:
         stage_layers(dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
     except ValueError as error:
@@ -194,7 +204,11 @@ def _check_sizes(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"`actor.parallel.{name}` is {value}, but the model has no experts; set it to 1"
     elif experts % parallel.expert:
         yield f"the model's {experts} experts must be a multiple of `actor.parallel.expert` ({parallel.expert})"
-    positions = model.description.max_positions
+    yield from _check_length(config, model.description.max_positions)
+
+
+def _check_length(config: Config, positions: int) -> Iterator[str]:
+    rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_tokens
     if longest > positions:
         remedy = "; or raise model.create.max_positions" if config.model.create is not None else ""

@@ -262,6 +262,13 @@ def test_a_layout_that_the_model_cannot_take(recipe, model: Path, overrides: lis
     assert any(message in problem for problem in problems(recipe("model.path=model", *overrides)))
 
 
+def test_a_served_model_may_be_one_that_cannot_be_trained(recipe) -> None:
+    served = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    check(recipe("actor.parallel.tensor=2"), command="evaluate", machine=CPU, model=served)
+    with pytest.raises(ConfigError, match="exceeds the model's 16 positions"):
+        check(recipe(), command="evaluate", machine=CPU, model=served | {"max_position_embeddings": 16})
+
+
 def test_the_engine_may_have_more_ranks_than_the_model_has_key_value_heads(recipe, model: Path) -> None:
     check(recipe("model.path=model", "rollout.tensor_parallel=4"), machine=CPU)
 
