@@ -130,8 +130,8 @@ def rope_arguments(fields: Fields, max_positions: int) -> dict[str, bool | int |
     legacy, current = fields.section("rope_scaling"), fields.section("rope_parameters")
     where, scaling = ("rope_scaling", legacy) if legacy else ("rope_parameters", current)
     theta = scaling.pop("rope_theta", theta)
-    if isinstance(theta, bool) or not isinstance(theta, int | float):
-        raise ValueError(f"config.json: `{where}.rope_theta` = {theta!r}, expected a number")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 1e30:
+        raise ValueError(f"config.json: `{where}.rope_theta` = {theta!r}, expected a positive number")
     legacy_kind = scaling.pop("type", "default")
     kind = scaling.pop("rope_type", legacy_kind)
     partial = scaling.pop("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
@@ -144,7 +144,7 @@ def rope_arguments(fields: Fields, max_positions: int) -> dict[str, bool | int |
     }
     if kind in ("linear", "llama3"):
         factor = scaling.pop("factor", None)
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1e30:
             raise ValueError(f"config.json: `{where}.factor` = {factor!r}, expected a positive number")
         if kind == "linear":
             arguments["seq_len_interpolation_factor"] = float(factor)

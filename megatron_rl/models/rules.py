@@ -138,11 +138,11 @@ def _range(size: int, rank: int, parts: int, what: str) -> tuple[int, int]:
     return rank * part, (rank + 1) * part
 
 
-def _qkv_pieces(dims: Dims, rank: int, tp: int, unit: int) -> list[Piece]:
-    """Rows of q, k, v in shard `rank` of [q of group 0, k 0, v 0, q of group 1, ...], each head being `unit` rows.
+def _qkv_range(dims: Dims, rank: int, tp: int) -> tuple[int, int]:
+    """Which of the interleaved rows [q of group 0, k 0, v 0, q of group 1, ...] shard `rank` holds.
 
-    Megatron cuts the interleaved rows evenly, also where there are fewer KV groups than ranks: a shard may then start
-    in the middle of a group.
+    Megatron cuts them evenly, also where there are fewer KV groups than ranks: a shard may then start in the middle of a
+    group.
     """
     heads, groups = dims["heads"], dims["kv_heads"]
     if heads % groups:
@@ -153,8 +153,15 @@ def _qkv_pieces(dims: Dims, rank: int, tp: int, unit: int) -> list[Piece]:
         )
     if heads % tp:
         raise ValueError(f"num_attention_heads = {heads} does not divide over {tp} tensor-parallel ranks")
-    low, high = _range((heads + 2 * groups) * unit, rank, tp, "(num_attention_heads + 2 num_key_value_heads) head_dim")
-    queries = heads // groups * unit
+    rows = (heads + 2 * groups) * dims["head_dim"]
+    return _range(rows, rank, tp, "(num_attention_heads + 2 num_key_value_heads) head_dim")
+
+
+def _qkv_pieces(dims: Dims, rank: int, tp: int) -> list[Piece]:
+    """Rows of q, k and v in shard `rank`."""
+    low, high = _qkv_range(dims, rank, tp)
+    groups, unit = dims["kv_heads"], dims["head_dim"]
+    queries = dims["heads"] // groups * unit
     pieces = []
     for group in range(low // (queries + 2 * unit), groups):
         at = group * (queries + 2 * unit)
@@ -191,7 +198,7 @@ def shard_pieces(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Piece]:
     if rule.kind is Kind.REPLICATED:
         return [Piece(0, 0, size)]
     if rule.kind is Kind.QKV:
-        return _qkv_pieces(dims, rank, tp, dims["head_dim"])
+        return _qkv_pieces(dims, rank, tp)
     if rule.kind is Kind.VOCAB:
         low, high = _range(dims.get("padded_vocab", padded_vocab_size(size, tp)), rank, tp, "the padded vocabulary")
         return [Piece(0, low, min(high, size))] if low < size else []
@@ -204,6 +211,9 @@ def shard_shape(rule: Rule, dims: Dims, tp: int) -> tuple[int, ...]:
     shape = list(rule.hf[0].sizes(dims))
     if rule.kind is Kind.VOCAB:
         shape[0] = dims.get("padded_vocab", padded_vocab_size(shape[0], tp)) // tp
+    elif rule.kind is Kind.QKV:
+        low, high = _qkv_range(dims, 0, tp)
+        shape[0] = high - low
     else:
         shape[rule.dim] = sum(piece.length for piece in shard_pieces(rule, dims, 0, tp))
     return tuple(shape)

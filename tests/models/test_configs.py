@@ -166,6 +166,8 @@ def test_published_models_are_understood(name: str) -> None:
         {"architectures": "Qwen3ForCausalLM", "num_hidden_layers": 2.5},
         {"rope_scaling": "linear"},
         {"rope_parameters": {"rope_theta": "many"}},
+        {"rope_parameters": {"rope_theta": 10**400}},
+        {"rope_scaling": {"type": "linear", "factor": 10**400}},
         {"layer_types": 5},
         {"sliding_window": "wide"},
         {"max_window_layers": []},

@@ -74,6 +74,14 @@ def test_qkv_is_interleaved_by_group() -> None:
         assert torch.equal(torch.cat(shards), torch.cat(expected))
 
 
+def test_the_shape_of_a_shard_takes_no_longer_for_a_large_model() -> None:
+    """Recipe checks ask for it, also of a config.json with an absurd number of heads."""
+    rule, dims = rule_of("Qwen2ForCausalLM", Kind.QKV, ndim=1)
+    heads = 2**60
+    large = {**dims, "heads": heads, "kv_heads": heads, "q": heads * 8, "kv": heads * 8}
+    assert shard_shape(rule, large, 2) == (3 * heads * 8 // 2,)
+
+
 def test_gated_mlp_puts_each_ranks_gate_before_its_up() -> None:
     rule, dims = rule_of("Qwen3ForCausalLM", Kind.GATED)
     gate, up = torch.randn(40, 24), torch.randn(40, 24)
