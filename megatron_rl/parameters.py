@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ class Range:
     high: float | None = None
     above: float | None = None
     below: float | None = None
+    finite: bool = False
 
     def broken(self, value: float) -> str | None:
         """The first bound that `value` breaks, in words; None where it keeps all. A NaN breaks every bound."""
@@ -41,6 +43,8 @@ class Range:
             yield f"at most {_number(self.high)}", value <= self.high
         if self.below is not None:
             yield f"less than {_number(self.below)}", value < self.below
+        if self.finite:
+            yield "a finite number", math.isfinite(value)
 
 
 NonNegative = Annotated[float, Range(low=0)]

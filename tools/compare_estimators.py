@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -32,7 +32,7 @@ from megatron_rl.algorithms import (
     regions,
 )
 from megatron_rl.algorithms.correction import sequence_log_ratio
-from megatron_rl.config.methods import RATIOS
+from megatron_rl.config.algorithm import Ratio
 from megatron_rl.trainer.record import RecordedStep, read_step, recorded_steps
 
 RUN = "run"  # the label of what the run itself did
@@ -84,7 +84,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--estimator", default=RUN, help="whose advantages the gradient weights see (default: the run's)"
     )
-    parser.add_argument("--ratio", default="token", choices=RATIOS, help="level of the ratio (default: token)")
+    parser.add_argument("--ratio", default="token", choices=get_args(Ratio), help="level of the ratio (default: token)")
     parser.add_argument("--plot", type=Path, help="where the plot goes (default: into the run folder)")
     return parser.parse_args(arguments)
 

@@ -17,6 +17,4 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
         return config.lr
     if config.schedule == "linear":
         return config.lr + (config.min_lr - config.lr) * done
-    if config.schedule == "cosine":
-        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
-    raise ValueError(f"actor.optimizer.schedule={config.schedule!r}; one of constant, linear, cosine")
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * done))  # cosine

@@ -6,12 +6,14 @@ it is cut into micro-batches and data-parallel ranks, as long as no rollout is c
 
 from __future__ import annotations
 
+import typing
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config.methods import AGGREGATIONS, check_choice
+from megatron_rl.config.algorithm import Aggregation
+from megatron_rl.names import unknown_name
 
 
 class Denominators(NamedTuple):
@@ -67,7 +69,8 @@ def token_coefficients(
     Raises:
         ValueError: on an unknown mode, or a missing `max_length`.
     """
-    check_choice("the aggregation mode", mode, AGGREGATIONS)
+    if mode not in typing.get_args(Aggregation):
+        raise ValueError(unknown_name("aggregation mode", mode, typing.get_args(Aggregation)))
     live = mask.double()
     if mode == "token-mean":
         return live / _at_least_one(denominators.num_tokens)

@@ -21,8 +21,8 @@ from megatron_rl.algorithms.kl import kl_divergence
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.registry import make_advantage_estimator, make_gradient_weight
 from megatron_rl.algorithms.shaping import add_column, complete_groups, overlong_penalty, signal_groups, with_valid
-from megatron_rl.config.presets import algorithm_config, check_algorithm
-from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig, check_algorithm
+from megatron_rl.config.load import algorithm_config
 from megatron_rl.data import RewardTable
 from megatron_rl.methods import load_plugins
 from megatron_rl.methods.numerics import bounded_exp
@@ -367,7 +367,7 @@ def make_algorithm(config: str | AlgorithmConfig | Mapping[str, Any], *, max_tok
     """An algorithm from a preset's name, a complete `AlgorithmConfig`, or the keys of one (with a preset under them).
 
     Args:
-        config: an `AlgorithmConfig` is taken as it is: whoever loaded the recipe has put the preset under it.
+        config: an `AlgorithmConfig` is used as is; the preset must already be merged in.
         max_tokens: `rollout.max_tokens`, where the config leaves a length to it.
 
     Raises:

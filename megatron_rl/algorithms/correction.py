@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.aggregation import sequence_sizes
 from megatron_rl.algorithms.metrics import Metrics
-from megatron_rl.config.schema import CorrectionFilterConfig
+from megatron_rl.config.algorithm import CorrectionFilterConfig
 from megatron_rl.methods.numerics import bounded_exp
 
 

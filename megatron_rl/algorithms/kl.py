@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import typing
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config.methods import KL_ESTIMATORS, check_choice
+from megatron_rl.config.algorithm import KLEstimator
+from megatron_rl.names import unknown_name
 
 
 def kl_divergence(log_probs: Tensor, reference: Tensor, estimator: str) -> Tensor:
@@ -22,7 +24,8 @@ def kl_divergence(log_probs: Tensor, reference: Tensor, estimator: str) -> Tenso
     Raises:
         ValueError: on an unknown estimator.
     """
-    check_choice("the KL estimator", estimator, KL_ESTIMATORS)
+    if estimator not in typing.get_args(KLEstimator):
+        raise ValueError(unknown_name("KL estimator", estimator, typing.get_args(KLEstimator)))
     precise = torch.promote_types(log_probs.dtype, torch.float32)
     difference = log_probs.to(precise) - reference.to(precise)
     if estimator == "k1":

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.algorithm_checks import check_method_choice
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
-from megatron_rl.config.presets import check_algorithm
 from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import ConfigError
 from megatron_rl.config.value_checks import check_values
-from megatron_rl.methods import ESTIMATOR, Needs, check_method, get_method, load_plugins
 from megatron_rl.names import did_you_mean, show
 
 _LONGEST_PATH, _LONGEST_NAME = 3500, 255  # bytes; Linux takes 4095 and 255
@@ -94,7 +93,7 @@ def check(
             *(_check_batch(config, world) if command != "evaluate" else ()),
             *_check_gradient_variance(config, world),
             *_check_trainer(config, command),
-            *_check_algorithm(config),
+            *check_method_choice(config),
             *_check_names(config),
             *_check_rewards(config, command),
             *_check_tasks(config, command),
@@ -257,45 +256,6 @@ def _check_trainer(config: Config, command: str) -> Iterator[str]:
         yield "`sft.steps` is 0: there is nothing to do for the command sft; set it to 1 or more"
 
 
-# ---------------------------------------------------------------------------------------------------------- algorithm
-def _needs(config: Config) -> Needs:
-    """What the estimator needs from the batch. ValueError where its name or a parameter is wrong."""
-    estimator = config.algorithm.estimator
-    params = check_method(ESTIMATOR, estimator.name, estimator.params)
-    return get_method(ESTIMATOR, estimator.name).needs_with(params)
-
-
-def reward_columns(config: Config) -> list[str]:
-    """Names of the reward columns this recipe computes; `when_needed` ones only where the estimator asks for them."""
-    needed = _needs(config).columns
-    return [name for name, reward in config.rewards.items() if not reward.when_needed or name in needed]
-
-
-def _check_algorithm(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    try:
-        load_plugins(algorithm.plugins)
-        check_algorithm(algorithm)
-    except ValueError as error:
-        yield str(error)
-        return
-    columns = reward_columns(config)
-    yield from _needs(config).unmet(
-        algorithm.estimator.name,
-        group_size=config.rollout.group_size,
-        prompts=config.trainer.prompts_per_step,
-        columns=columns,
-    )
-    for column, is_on in (("kl", algorithm.kl.reward_coef > 0), ("overlong", algorithm.overlong.share > 0)):
-        if is_on and column in config.rewards:
-            yield f"`rewards.{column}`: `algorithm.{column}` adds a column of this name; rename the reward"
-    for name in algorithm.signal_rewards or []:
-        if name not in columns:
-            yield f"`algorithm.signal_rewards` names {name!r}; the rewards computed here are {', '.join(columns)}"
-    if algorithm.signal_rewards is not None and not algorithm.drop_no_signal_groups:
-        yield "`algorithm.signal_rewards` has no effect while `algorithm.drop_no_signal_groups` is false"
-
-
 # -------------------------------------------------------------------------------------------------- tasks and rewards
 def _check_names(config: Config) -> Iterator[str]:
     for key, section in (
@@ -329,8 +289,6 @@ def _check_rewards(config: Config, command: str) -> Iterator[str]:
         yield "`rewards` is empty: name at least one, for example rewards.correct.reward=math"
     tasks = {*config.tasks.train, *config.tasks.eval}
     for name, reward in config.rewards.items():
-        if not math.isfinite(reward.weight):
-            yield f"`rewards.{name}.weight` must be a finite number; it is {reward.weight!r}"
         for task in reward.tasks if reward.tasks is not None else ():
             if task not in tasks:
                 hint = did_you_mean(task, tasks) or "; `tasks` has none"

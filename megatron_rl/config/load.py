@@ -16,19 +16,15 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from megatron_rl.config.algorithm import AlgorithmConfig, MethodConfig
+from megatron_rl.config.keys import entry_type, fields, unwrap
 from megatron_rl.config.presets import get_preset
-from megatron_rl.config.schema import Config, MethodConfig, RewardConfig, TaskConfig
-from megatron_rl.config.shape import (
-    MOST_LEVELS,
-    ConfigError,
-    conform,
-    entry_type,
-    fields,
-    type_at,
-    unwrap,
-)
+from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
+from megatron_rl.config.shape import MOST_LEVELS, ConfigError, conform, type_at
 from megatron_rl.names import shorten, show
 from megatron_rl.user_files import read_text
+
+Section = typing.TypeVar("Section")
 
 # Keys that name something, and the key with that thing's parameters: parameters go with the name they were written for.
 _NAMED: dict[Any, tuple[tuple[str, str], ...]] = {
@@ -72,10 +68,17 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     layers = _read(Path(path), ())
     if overrides:
         layers.append(_parse_overrides(overrides))
-    tree: dict[str, Any] = {}
-    for layer in _with_preset(layers):
-        _overlay(tree, layer.tree, Config, "", layer.source)
-    return _resolve(tree, str(path))
+    return _resolve(Config, _merged(layers), str(path))
+
+
+def algorithm_config(section: Mapping[str, Any]) -> AlgorithmConfig:
+    """A complete section `algorithm` from the keys that a recipe sets: schema defaults, then the preset, then the keys.
+
+    Raises:
+        ConfigError: on an unknown key or a value of the wrong type.
+    """
+    tree = conform({"algorithm": section}, "algorithm")
+    return _resolve(AlgorithmConfig, _merged([_Layer("algorithm", tree)])["algorithm"], "algorithm")
 
 
 def to_yaml(config: Config) -> str:
@@ -219,6 +222,13 @@ def _first_line(error: Exception) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- merging
+def _merged(layers: list[_Layer]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for layer in _with_preset(layers):
+        _overlay(tree, layer.tree, Config, "", layer.source)
+    return tree
+
+
 def _with_preset(layers: list[_Layer]) -> list[_Layer]:
     """The preset's layer first, and without what sources before the one that names it said about the algorithm."""
     name, start, source = "grpo", 0, ""
@@ -282,14 +292,14 @@ def _deep_update(under: dict[str, Any], over: Mapping[str, Any]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- resolving
-def _resolve(tree: dict[str, Any], path: str) -> Config:
+def _resolve(section: type[Section], tree: dict[str, Any], source: str) -> Section:
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(section), tree))
     except MissingMandatoryValue as error:
-        raise ConfigError(f"{path}: `{error.full_key}` must be set") from None
+        raise ConfigError(f"{source}: `{error.full_key}` must be set") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: `{error.full_key}`: {_first_line(error)}") from None
-    return typing.cast(Config, config)
+        raise ConfigError(f"{source}: `{error.full_key}`: {_first_line(error)}") from None
+    return typing.cast(Section, config)
 
 
 def _escape(value: Any) -> Any:

@@ -1,80 +1,129 @@
-"""The recipe's shape: one dataclass per section, every key with its type, default and meaning.
+"""The recipe's shape: one dataclass per section. A key's type, choices, range, default and meaning stand in its field only.
 
-This module imports neither torch nor any other part of the package, so recipes can be checked on a login node or a laptop.
-A default of ``None`` on an optional field means what the comment beside it says; there are no hidden defaults elsewhere.
+This module imports no torch, so that recipes can be checked on a login node or a laptop. docs/recipes.md is written from it
+(`python tools/document_recipes.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
+
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.keys import (
+    Count,
+    CountOrNone,
+    Finite,
+    Minutes,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    Ranks,
+    Share,
+    Steps,
+    StepsOrNone,
+    Tokens,
+    Wait,
+    key,
+)
+from megatron_rl.parameters import Range
+
+Schedule = Literal["constant", "linear", "cosine"]
 
 
 # ------------------------------------------------------------------------------------------------------------ model
 @dataclass
 class CreateModelConfig:
-    """A small, randomly initialised Qwen3 model with a character tokenizer, made at start-up. For runs without downloads."""
+    """A small, randomly initialised Qwen3 model with a character tokenizer, made at start-up. For runs without "
+    "downloads."""
 
-    layers: int = 2
-    hidden_size: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    ffn_size: int = 256
-    vocab_size: int = 64  # rows of the embedding; the tokenizer's characters are padded to it
-    characters: str = "0123456789+-*/=#.,() "  # what the character tokenizer knows besides its special tokens
-    words: list[str] = field(default_factory=list)  # strings of several characters that are one token each
-    max_positions: int = 512
-    tie_embeddings: bool = False
-    init_std: float = 0.02
+    layers: int = key(2)
+    hidden_size: int = key(128)
+    heads: int = key(4, "query heads")
+    kv_heads: int = key(2, "key/value heads")
+    head_dim: int = key(32)
+    ffn_size: int = key(256)
+    vocab_size: int = key(64, "rows of the embedding; characters and two special tokens are padded to it")
+    characters: str = key("0123456789+-*/=#.,() ", "what the tokenizer knows")
+    words: list[str] = key([], "strings that are one token each, e.g. `<think>`; the longest that fits counts")
+    max_positions: int = key(512, "longest sequence")
+    tie_embeddings: bool = key(False, "output layer = embedding")
+    init_std: float = key(0.02, "standard deviation of the initial weights")
 
 
 @dataclass
 class ModelConfig:
-    path: str | None = None  # Hugging Face folder, or what `convert to-megatron` made of one. Wins over `create`
-    create: CreateModelConfig | None = None  # makes `<run_dir>/model` where `path` is null
-    dtype: str = "bfloat16"  # float32 | bfloat16: parameters and activations of actor and rollout engine
+    path: str | None = key(
+        None,
+        "Hugging Face folder: `config.json`, `*.safetensors`, tokenizer; or a Megatron checkpoint that [`convert "
+        "to-megatron`](conversion.md) made of one",
+    )
+    create: CreateModelConfig | None = key(None, "the section below")
+    dtype: Literal["float32", "bfloat16"] = key(
+        "bfloat16",
+        "parameters and activations of actor and engine. The optimizer's master weights and the gradient sums are "
+        "fp32 in either case",
+    )
 
 
 # ------------------------------------------------------------------------------------------------- tasks and rewards
 @dataclass
 class ColumnsConfig:
-    """Which column of a file or dataset is what; `a.b` is the key b of the object in column a. Absent ones are left out."""
+    """Which column of a file or dataset is what; `a.b` is the key b of the object in column a. Absent ones are "
+    "left out."""
 
-    prompt: str = "prompt"  # text, or chat messages; the only one that has to exist
-    answer: str = "answer"  # gold answer
-    tool_calls: str = "tool_calls"  # gold calls: a list of {name, parameters}, that list as JSON, or a tagged response
-    needs_response: str = "needs_response"  # whether the gold turn also answers the user
-    tools: str = "tools"  # tools for the chat template: a list of JSON schemas, or that list as JSON
-    system: str | None = None  # text for a system message before a prompt that is text; null: none
-    metadata: dict[str, str] = field(default_factory=dict)  # further metadata: name -> column
+    prompt: str = key("prompt", "text, or chat messages; has to exist")
+    answer: str = key("answer", "the gold answer")
+    tool_calls: str = key(
+        "tool_calls", "the gold calls: a list of `{name, parameters}`, as JSON text too, or a tagged ToolRL response"
+    )
+    needs_response: str = key("needs_response", "whether the gold turn also answers the user")
+    tools: str = key("tools", "tools for the chat template: a list of JSON schemas, or that list as JSON text")
+    system: str | None = key(None, "text of a system message to stand before a prompt that is text")
+    metadata: dict[str, str] = key({}, "further metadata: name to column, e.g. `{index: extra_info.index}`")
 
 
 @dataclass
 class TaskConfig:
     """Where prompts come from. `source` decides which of the other keys apply."""
 
-    source: str = MISSING  # reasoning_gym | tool_world | jsonl | parquet | huggingface | split
-    name: str | None = None  # reasoning_gym: the dataset, e.g. chain_sum
-    params: dict[str, Any] = field(default_factory=dict)  # reasoning_gym, tool_world: the generator's own parameters
-    size: int | None = None  # generated: number of items; else: at most so many, the first ones (null: all)
-    seed: int = 1  # generated: the generator's seed; split: of the drawing
-    path: str | None = None  # jsonl, parquet: a file, a folder or a pattern; huggingface: name on the hub, or a folder
-    subset: str | None = None  # huggingface: the dataset's configuration
-    split: str = "train"  # huggingface: the split
-    revision: str | None = None  # huggingface: branch, tag or commit on the hub
-    columns: ColumnsConfig = field(default_factory=ColumnsConfig)  # jsonl, parquet, huggingface
-    of: str | None = None  # split: the train task that gives prompts away
-    hold_out: float | None = None  # split: how many prompts (1 or more), or the share of them (below 1)
-    prompt: str = "{prompt}"  # text around the prompt; {prompt} and any of the sample's metadata keys are filled in
-    chat: bool = False  # apply the tokenizer's chat template to the prompt
-    chat_params: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the template, e.g. enable_thinking
-    weight: float | None = None  # share of the training prompts, relative to the other tasks'; null: by its size
-    exclude: list[str] = field(default_factory=list)  # names of eval tasks whose prompts are removed from this one
-    demonstrations: str | None = None  # SFT targets: a writer (tasks/demonstrations.py), or `column:<key>` of a file
-    demonstration_params: dict[str, Any] = field(default_factory=dict)
+    source: str = key(
+        MISSING,
+        "`jsonl`, `parquet`, `huggingface` (your data), `reasoning_gym`, `tool_world` (generated), `split` (eval "
+        "only: part of a train task)",
+    )
+    name: str | None = key(None, "reasoning_gym: the dataset, e.g. `chain_sum`, `countdown`, `knights_knaves`")
+    params: dict[str, Any] = key({}, "reasoning_gym, tool_world: the generator's own parameters")
+    size: int | None = key(None, "generated: number of items (required); your data: at most so many, the first ones")
+    seed: int = key(1, "generated: the generator's; split: of the drawing")
+    path: str | None = key(
+        None,
+        "jsonl, parquet: a file, a folder of such files, or a pattern (`data/train-*.parquet`); huggingface: a "
+        "name on the hub, or a folder",
+    )
+    subset: str | None = key(None, "huggingface: the dataset's configuration")
+    split: str = key("train", "huggingface: the split")
+    revision: str | None = key(None, "huggingface: branch, tag or commit on the hub")
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    of: str | None = key(None, "split: the train task whose prompts are held out")
+    hold_out: float | None = key(None, "split: how many of its prompts (1 or more), or which share of them (below 1)")
+    prompt: str = key(
+        "{prompt}", "text around the prompt: `{prompt}`, any metadata key, `{key:compact}` without white space"
+    )
+    chat: bool = key(False, "apply the tokenizer's chat template. No special tokens are added otherwise")
+    chat_params: dict[str, Any] = key({}, "keyword arguments of the chat template, e.g. `{enable_thinking: false}`")
+    weight: float | None = key(
+        None,
+        "this task's share of the training prompts, relative to the other tasks' weights; null for all: every "
+        "prompt once per epoch",
+    )
+    exclude: list[str] = key([], "names of evaluation tasks whose prompts are removed from this training task")
+    demonstrations: str | None = key(
+        None, "SFT targets: `chain_sum_steps`, `tool_world`, or `column:<key>` of your data"
+    )
+    demonstration_params: dict[str, Any] = key({}, "the writer's parameters")
 
 
 @dataclass
@@ -85,171 +134,141 @@ class TasksConfig:
 
 @dataclass
 class ConditionConfig:
-    """A reward counts only where another one is high enough, and is 0 elsewhere (GDPO Eq. 8); both before weighting."""
+    """A reward counts only where another one is high enough, and is 0 elsewhere (GDPO Eq. 8); both before "
+    "weighting."""
 
-    column: str = MISSING  # the other reward
-    at_least: float = 1.0  # its threshold, inclusive
+    column: str = key(MISSING, "the other reward")
+    at_least: float = key(1.0, "its threshold, inclusive")
 
 
 @dataclass
 class RewardConfig:
     """One named column of the reward table. The section `rewards` maps column name to this."""
 
-    reward: str = MISSING  # registered reward, see `megatron_rl.rewards.list_rewards()`
-    weight: float = 1.0
-    params: dict[str, Any] = field(default_factory=dict)
-    tasks: list[str] | None = None  # only for prompts of these train/eval tasks (elsewhere the column is 0); null: all
-    condition: ConditionConfig | None = None  # null: always counts
-    when_needed: bool = False  # only computed where the chosen estimator asks for a column of this name (e.g. a judge)
-
-
-# -------------------------------------------------------------------------------------------------------- algorithm
-@dataclass
-class MethodConfig:
-    name: str = MISSING
-    params: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class KLConfig:
-    """KL divergence from the reference policy: a loss term (`coef`), a reward column (`reward_coef`), or both."""
-
-    coef: float = 0.0  # weight of the loss term; with `reward_coef` also 0 no reference policy is kept
-    estimator: str = "k3"  # k1 | k2 | mse (another name of k2) | k3 | abs
-    reward_coef: float = 0.0  # weight of the reward column `kl`: minus the KL summed over the response
-    reward_estimator: str = "k1"  # same names
-
-
-@dataclass
-class CorrectionFilterConfig:
-    """Drops tokens, or whole rollouts, whose train/rollout mismatch lies outside [low, high]."""
-
-    level: str = "token"  # token | geometric (mean over the rollout's tokens) | sequence (sum over them)
-    by: str = "ratio"  # ratio: pi_train(old) / pi_rollout | k1 | k2 | k3: KL(rollout || train) of the same samples
-    low: float | None = None  # null: no lower bound
-    high: float | None = None  # null: no upper bound
-
-
-@dataclass
-class CorrectionConfig:
-    """Train/rollout mismatch: one importance weight pi_train(old) / pi_rollout, truncated at `cap`, and any filters."""
-
-    weight: str = "none"  # none | token | geometric | sequence: what one weight covers
-    cap: float = 2.0  # weights above are cut to it
-    filters: list[CorrectionFilterConfig] = field(default_factory=list)  # applied together; what fails one is dropped
-
-
-@dataclass
-class OverlongConfig:
-    """Soft length penalty (DAPO Eq. 13), a reward column `overlong` in [-1, 0]."""
-
-    share: float = 0.0  # last part of the response budget over which the penalty grows from 0 to -1; 0: off
-    weight: float = 1.0  # weight of the column
-    max_length: int | None = None  # response budget in tokens; null: rollout.max_tokens
-
-
-@dataclass
-class AlgorithmConfig:
-    preset: str = "grpo"  # fills in every key below that the recipe does not set
-    plugins: list[str] = field(default_factory=list)  # Python files or modules that register own estimators or weights
-    estimator: MethodConfig = field(default_factory=lambda: MethodConfig(name="grpo"))
-    weight: MethodConfig = field(default_factory=lambda: MethodConfig(name="clip"))
-    ratio: str = "token"  # token | sequence (geometric mean over the response, GSPO) | sequence-product
-    aggregation: str = "seq-mean-token-mean"
-    max_length: int | None = None  # seq-mean-token-sum-norm: the constant divisor in tokens; null: rollout.max_tokens
-    kl: KLConfig = field(default_factory=KLConfig)
-    entropy_coef: float = 0.0
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    overlong: OverlongConfig = field(default_factory=OverlongConfig)
-    truncated: str = "keep"  # rollouts cut at the token limit: keep | mask (no loss) | drop (no loss, no statistics)
-    drop_no_signal_groups: bool = False  # groups whose rewards are all equal leave the update and its denominators
-    signal_rewards: list[str] | None = None  # reward columns that decide it; null: all. Shaping columns never count
-    resample_rounds: int = 0  # further rounds of prompts sampled to replace dropped groups (dynamic sampling); 0: none
+    reward: str = key(
+        MISSING,
+        "a registered reward (`puzzle`, `math`, `format`, `length`, `chain_sum_steps`, `tool_format`, "
+        "`tool_correctness`, `tool_exec`, `tool_outcome`, `code_pass_rate`, `code_bug`), or your own: "
+        "`package.module:factory`, `path/file.py:factory`",
+    )
+    weight: Finite = key(1.0, "in the weighted sum that scalar estimators see")
+    params: dict[str, Any] = key({}, "the reward's parameters; its docstring lists them")
+    tasks: list[str] | None = key(None, "only for prompts of these tasks, 0 elsewhere; null: all")
+    condition: ConditionConfig | None = key(None, "the section below; null: always counts")
+    when_needed: bool = key(False, "computed only where the estimator asks for a column of this name (`awpo`: `judge`)")
 
 
 # ---------------------------------------------------------------------------------------------------------- rollout
 @dataclass
 class RolloutConfig:
-    tensor_parallel: int = 1
-    group_size: int = 8  # rollouts per prompt
-    max_prompt_tokens: int = 512
-    max_tokens: int = 512  # new tokens per rollout
-    temperature: float = 1.0
-    too_long: str = "error"  # error | drop: prompts of more than max_prompt_tokens
-    memory_fraction: float = 0.6  # GPU: share of the device's memory for the engine while it is awake
-    cpu_cache_gib: float = 1.0  # CPU: KV cache per process
-    max_concurrent: int = 512  # sequences decoded together by one engine
-    sync_check_rollouts: int = 4  # rollouts whose log-probs are compared after every weight sync
-    sync_tolerance: float | None = None  # largest |log-prob difference| after a sync; null: 3e-4 in fp32, 0.25 in bf16
+    tensor_parallel: Ranks = key(1, "processes per engine; processes / this many engines share the prompts")
+    group_size: Annotated[int, Range(1, 1e5)] = key(8, "rollouts per prompt")
+    max_prompt_tokens: Tokens = key(512)
+    max_tokens: Tokens = key(512, "new tokens per rollout")
+    temperature: Annotated[float, Range(above=0, high=2)] = key(1.0, "of training rollouts and the actor's log-probs")
+    too_long: Literal["error", "drop"] = key("error", "what is done with prompts above the limit")
+    memory_fraction: PositiveShare = key(0.6, "GPU: share of the device's memory for the engine while it is awake")
+    cpu_cache_gib: Annotated[float, Range(0.001, 1e6)] = key(1.0, "CPU: KV cache per process")
+    max_concurrent: Count = key(512, "sequences decoded together by one engine")
+    sync_check_rollouts: Count = key(4, "rollouts compared after every weight sync")
+    sync_tolerance: Annotated[float, Range(above=0, high=1e6)] | None = key(
+        None, "largest difference of a log-prob; null: 3e-4 fp32, 0.25 bf16"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ actor
 @dataclass
 class ParallelConfig:
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int = 1  # model chunks per pipeline stage
-    context: int = 1  # ranks that share each sequence's tokens
-    expert: int = 1  # ranks that the experts are spread over
-    expert_tensor: int = 1  # ranks that each expert is cut over
-    sequence: bool = False  # sequence parallelism, needs tensor > 1
+    tensor: Ranks = key(1)
+    pipeline: Ranks = key(
+        1,
+        "stages. Layers that do not divide over them: the stages between the first and the last hold as many as "
+        "the fullest has to, the first and the last share the rest (94 over 8: 11, six times 12, 11; 5 over 4: 2, "
+        "1, 1, 1)",
+    )
+    virtual_pipeline: Ranks = key(1, "model chunks per pipeline stage; each stage's layers are a multiple of it")
+    context: Ranks = key(
+        1,
+        "context parallelism: this many ranks share the tokens of each sequence, so each holds 1/context of a "
+        "micro-batch's activations",
+    )
+    expert: Ranks = key(
+        1,
+        "expert parallelism: ranks that a layer's experts are spread over. `expert` × `expert_tensor` must divide "
+        "the ranks of a pipeline stage, tensor × context × data",
+    )
+    expert_tensor: Ranks = key(
+        1,
+        "ranks that each expert's matrices are cut over, independent of `tensor`: "
+        "[layouts.md](layouts.md#the-layouts-of-recipesscale)",
+    )
+    sequence: bool = key(False, "sequence parallelism; needs `tensor` > 1")
 
 
 @dataclass
 class OptimizerConfig:
-    lr: float = 1e-6
-    min_lr: float = 0.0
-    schedule: str = "constant"  # constant | linear | cosine
-    warmup_steps: int = 0  # optimizer steps of linear warm-up
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.0  # decoupled, as in AdamW; of all parameters, norms and biases included
-    clip_grad: float = 1.0
-    distributed: bool = True  # Megatron's DistributedOptimizer: state sharded over data-parallel ranks
+    lr: Positive = key(1e-6)
+    min_lr: NonNegative = key(0.0, "where `linear` and `cosine` end")
+    schedule: Schedule = key("constant", "over all optimizer steps of the run")
+    warmup_steps: Annotated[int, Range(low=0)] = key(0, "optimizer steps of linear warm-up")
+    betas: list[Annotated[float, Range(0, below=1)]] = key([0.9, 0.95])
+    eps: Positive = key(1e-8)
+    weight_decay: NonNegative = key(0.0, "decoupled, as in AdamW; of all parameters, norms and biases included")
+    clip_grad: NonNegative = key(1.0, "largest gradient norm")
+    distributed: bool = key(True, "Megatron's DistributedOptimizer: state sharded over data-parallel ranks")
 
 
 @dataclass
 class FP8Config:
-    recipe: str = "blockwise"  # delayed | tensorwise | blockwise | mxfp8
-    format: str = "e4m3"  # e4m3 | hybrid
-    param_gather: bool = False  # keep the parameters themselves in FP8
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = key(
+        "blockwise", "compute capability from 8.9, 8.9, 9.0, 10.0"
+    )
+    format: Literal["e4m3", "hybrid"] = key("e4m3")
+    param_gather: bool = key(False, "keep the parameters themselves in FP8")
 
 
 @dataclass
 class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    tokens_per_microbatch: int = 8192  # packed tokens in one forward pass, per data-parallel rank
-    logprob_chunk_tokens: int = 2048  # tokens whose logits exist at once
-    recompute: str = "none"  # none | selective | full: activation recomputation
-    offload: bool = False  # GPU: move gradients and optimizer state to the host while the engine generates
-    fp8: FP8Config | None = None
+    tokens_per_microbatch: Tokens = key(
+        8192,
+        "packed tokens in one forward pass, per data-parallel rank (its context-parallel ranks share them); must "
+        "hold the longest sequence",
+    )
+    logprob_chunk_tokens: Tokens = key(2048, "tokens whose logits exist at once")
+    recompute: Literal["none", "selective", "full"] = key("none", "activation recomputation")
+    offload: bool = key(False, "GPU: gradients and optimizer state leave the device while the engine generates")
+    fp8: FP8Config | None = key(None, "GPU with Transformer Engine: the section below")
 
 
 # ---------------------------------------------------------------------------------------------------------- trainer
 @dataclass
 class SFTConfig:
-    """Supervised fine-tuning on demonstrations: the whole of `megatron-rl sft`, or a warm-up before RL where steps > 0."""
+    """Supervised fine-tuning on demonstrations: the whole of `megatron-rl sft`, or a warm-up before RL where "
+    "steps > 0."""
 
-    steps: int = 0
-    batch_size: int = 64  # demonstrations per optimizer step
+    steps: StepsOrNone = key(0)
+    batch_size: Count = key(64, "demonstrations per step")
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    log_every: int = 10
+    log_every: Steps = key(10)
 
 
 @dataclass
 class TrainerConfig:
-    steps: int = 100
-    prompts_per_step: int = 64
-    minibatches: int = 1  # optimizer steps per batch of rollouts and epoch
-    epochs: int = 1  # passes over each batch of rollouts
-    eval_every: int = 10  # steps between evaluations; 0: only before the first and after the last step
-    eval_rollouts: int = 1  # k: rollouts per held-out prompt. 1: greedy
-    eval_temperature: float = 0.0  # must be > 0 where eval_rollouts > 1
-    eval_top_p: float = 1.0  # rollouts for training always draw from the whole distribution, which the actor scores
-    eval_max_prompts: int | None = None
-    eval_reward: str | None = None  # the column that says whether a rollout is right; null: the task's first
-    eval_threshold: float = 1.0  # right where that reward is at least this
+    steps: Steps = key(100, "RL steps")
+    prompts_per_step: Count = key(64, "a multiple of `minibatches`")
+    minibatches: Count = key(1, "optimizer steps per batch of rollouts and epoch; groups are never split")
+    epochs: Count = key(1, "passes over each batch")
+    eval_every: StepsOrNone = key(10, "0: only before the first and after the last step")
+    eval_rollouts: Count = key(1, "k, rollouts per held-out prompt; 1: greedy")
+    eval_temperature: Annotated[float, Range(0, 2)] = key(0.0, "above 0 where k > 1")
+    eval_top_p: PositiveShare = key(
+        1.0, "nucleus sampling in evaluations; training always draws from the whole distribution"
+    )
+    eval_max_prompts: Steps | None = key(None, "of each task; null: all")
+    eval_reward: str | None = key(None, "the column that says whether a rollout is right; null: the task's first")
+    eval_threshold: Finite = key(1.0, "right where that reward is at least this")
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
@@ -257,60 +276,81 @@ class TrainerConfig:
 class EndpointConfig:
     """How a served model is asked (`megatron-rl evaluate --endpoint`)."""
 
-    max_in_flight: int = 256  # requests at a time
-    request_seconds: float = 3600.0  # longest time of one request, its answer included
-    retries: int = 5  # further requests after a failed one
-    api_key_env: str | None = None  # name of the environment variable with the key; null: no key is sent
-    max_failed_share: float = 0.0  # the command fails where more than this share of the requests stays unanswered
+    max_in_flight: Count = key(256, "requests at a time, over all servers")
+    request_seconds: Annotated[float, Range(0.001, 1e8)] = key(3600.0, "longest time of a request")
+    retries: CountOrNone = key(5, "further requests after a failed one, each to the next server")
+    api_key_env: str | None = key(None, "name of the environment variable with the key; null: no key is sent")
+    max_failed_share: Share = key(0.0, "the command fails where more than this share of the requests stays unanswered")
 
 
 @dataclass
 class EvaluationConfig:
     """What is said about the responses to held-out prompts; `trainer.eval_...` says how they are drawn."""
 
-    pass_k: list[int] | None = None  # every k of pass@k, at most eval_rollouts; null: 1, 2, 4, ... and eval_rollouts
-    confidence: float = 0.95  # of the intervals
-    length_limit: int | None = None  # tokens; the share of longer responses is `exceed_share`; null: not reported
-    format_reward: str | None = None  # column; the share of responses where it is 1 or more is `format_ratio`
-    bug_reward: str | None = None  # column; the share of responses where it is below 1 is `bug_ratio`
-    pass_rate_reward: str | None = None  # column; its mean is `pass_rate`
+    pass_k: list[int] | None = key(None, "every k of `pass@k`; null: 1, 2, 4, ... and `trainer.eval_rollouts`")
+    confidence: Annotated[float, Range(above=0.5, high=0.9999)] = key(0.95, "of the intervals")
+    length_limit: Tokens | None = key(
+        None, "tokens; `exceed_share` is the share of longer responses; null: not reported"
+    )
+    format_reward: str | None = key(None, "a column; `format_ratio` is the share of responses where it is 1 or more")
+    bug_reward: str | None = key(None, "a column; `bug_ratio` is the share of responses where it is below 1")
+    pass_rate_reward: str | None = key(None, "a column; `pass_rate` is its mean")
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
 
 # ---------------------------------------------------------------------------------------------------------- outputs
 @dataclass
 class CheckpointConfig:
-    every: int = 0  # steps between checkpoints; 0: none
-    sft_every: int = (
-        100  # SFT steps of train's warm-up between its checkpoints; 0: only after its last and when stopped
+    every: StepsOrNone = key(0, "steps between checkpoints, also at the first, the last and Ctrl-C; 0: none")
+    sft_every: StepsOrNone = key(
+        100,
+        "SFT steps of `train`'s warm-up between its checkpoints, where `every` is not 0; 0: only after its last "
+        "step and when the run is asked to stop. (`megatron-rl sft` goes by `every`)",
     )
-    keep: int = 2  # newest complete checkpoints kept
-    keep_best: int = 0  # further ones kept: those with the highest `best`
-    best: str | None = None  # metric of an evaluation, e.g. eval/<task>/avg@1; needed where keep_best > 0
-    asynchronous: bool = True  # write beside training, which waits only for the copy to host memory
-    on_failure: str = "continue"  # continue | stop: what a save that fails (no room, a broken disk) does to the run
-    export: bool = True  # write the final Hugging Face folder `<run_dir>/export`
+    keep: Count = key(2, "newest checkpoints kept")
+    keep_best: CountOrNone = key(0, "further ones kept: those with the highest `best`")
+    best: str | None = key(
+        None,
+        "metric of an evaluation to choose them by, for example `eval/<task>/avg@1`; needed where `keep_best` > "
+        "0. Only a step with an evaluation (`trainer.eval_every`) has it",
+    )
+    asynchronous: bool = key(True, "write beside training ([checkpoints.md](checkpoints.md))")
+    on_failure: Literal["continue", "stop"] = key("continue", "what a failed save does to the run")
+    export: bool = key(True, "write the final Hugging Face folder `<run_dir>/export`")
 
 
 @dataclass
 class LoggingConfig:
-    tensorboard: bool = True
-    wandb: str | None = None  # project name; needs the `wandb` package
-    mlflow: str | None = None  # experiment name; needs the `mlflow` package
-    report: bool = True  # write `<run_dir>/report.html` at the end, as `megatron-rl report` does at any time
-    samples_every: int = 1  # steps between sample files; 0: none
-    samples_per_step: int = 16  # rollouts written per sample file
-    record_every: int = 10  # steps between `rollouts/step_<n>.npz` (all rewards and log-probs, as arrays); 0: none
-    gradient_variance_every: int = 0  # steps between measurements of the gradient's variance; 0: none
+    tensorboard: bool = key(True)
+    wandb: str | None = key(None, "project name; needs the package")
+    mlflow: str | None = key(None, "experiment name; needs the package")
+    report: bool = key(True, "write `<run_dir>/report.html` at the end, as `megatron-rl report` does at any time")
+    samples_every: StepsOrNone = key(1, "steps between sample files; 0: none")
+    samples_per_step: Steps = key(16, "rollouts in each")
+    record_every: StepsOrNone = key(10, "steps between `rollouts/step_<n>.npz` (all rewards and log-probs); 0: none")
+    gradient_variance_every: StepsOrNone = key(
+        0,
+        "steps between measurements of the gradient's variance over micro-batches; 0: none. Needs several "
+        "micro-batches or data-parallel ranks; not with pipeline, expert or sequence parallelism",
+    )
 
 
 @dataclass
 class LaunchConfig:
-    processes: int | None = None  # local processes; null: one per GPU; on CPU the fewest that fit the layout
-    timeout_minutes: float = 30.0  # deadline of a collective; between GPUs not before the watchdog's
-    preflight: str = "quick"  # off | quick | full: what is checked on every node before a run (megatron-rl preflight)
-    # How long pre-flight waits for judges and reward models that do not answer yet; null: 10 in a Slurm job, else 0.
-    endpoint_minutes: float | None = None
+    processes: Annotated[int, Range(1, 4096)] | None = key(
+        None, "local processes; null: one per GPU, on a CPU the smallest number that fits the layout"
+    )
+    timeout_minutes: Minutes = key(
+        30.0, "deadline of a collective; of one between GPUs at least the longest of the watchdog's deadlines"
+    )
+    preflight: Literal["off", "quick", "full"] = key(
+        "quick", "what is checked on every node before a run ([preflight.md](preflight.md))"
+    )
+    endpoint_minutes: Wait | None = key(
+        None,
+        "how long pre-flight waits for judges and reward models that do not answer yet; null: 10 in a Slurm job, "
+        "else 0 ([slurm.md](slurm.md#7-servers-for-judges-and-reward-models))",
+    )
 
 
 # What a run is doing at any moment has one of these names.
@@ -324,18 +364,20 @@ PHASES = (
 class WatchdogConfig:
     """Deadlines of the phases of a run. Past one, every rank leaves its stacks and the run ends with exit code 76."""
 
-    enabled: bool = True
-    default_minutes: float = 20.0  # a phase that is not named below, and the time between two phases
-    phases: dict[str, float] = field(
-        default_factory=lambda: {"start": 40.0, "generate": 40.0, "evaluate": 60.0, "update": 40.0, "checkpoint": 40.0}
-    )  # minutes per phase: its name as in `timing_s/<phase>`; start, evaluate, load, export
-    first_time_minutes: float = 20.0  # more for a phase's first time in a process: compilation, cold file caches
+    enabled: bool = key(True, "false: heartbeats only, for a debugger")
+    default_minutes: Minutes = key(20.0, "a phase that is not named below, and the time between two phases")
+    phases: dict[str, Minutes] = key(
+        {"start": 40.0, "generate": 40.0, "evaluate": 60.0, "update": 40.0, "checkpoint": 40.0},
+        "minutes per phase; further ones: `load`, `reward`, `switch`, `estimate`, `old_log_prob`, `ref_log_prob`, "
+        "`sync`, `sync_check`, `export`",
+    )
+    first_time_minutes: Wait = key(20.0, "more for a phase's first time in a process: compilation, cold file caches")
 
 
 @dataclass
 class Config:
-    run_dir: str = MISSING
-    seed: int = 0
+    run_dir: str = key(MISSING, "the run's folder, see [run-folder.md](run-folder.md); `~` is your home")
+    seed: Annotated[int, Range(0, 2**32 - 1)] = key(0, "model initialisation, order of prompts, sampling")
     model: ModelConfig = field(default_factory=ModelConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any
 
+from megatron_rl.config.keys import choices, entry_type, fields, unwrap
 from megatron_rl.config.schema import Config
-from megatron_rl.names import LARGEST, nearest, shorten, show
+from megatron_rl.names import LARGEST, did_you_mean, nearest, shorten, show
 
 MOST_LEVELS = 50  # of sections, mappings and lists in one another
 
@@ -19,28 +18,8 @@ class ConfigError(ValueError):
     """A recipe that cannot run. The message is for the person who wrote it: source, key, value, remedy."""
 
 
-@cache
-def fields(cls: type) -> dict[str, Any]:
-    """Names and types of a section's keys."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-def unwrap(hint: Any) -> tuple[Any, bool]:
-    """`X | None` as (X, True), any other type as (X, False)."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
-        return arms[0], True
-    return hint, False
-
-
-def entry_type(hint: Any) -> Any:
-    """The X of `dict[str, X]`; None for any other type."""
-    return typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
-
-
 def type_at(parts: list[str]) -> Any:
-    """Type of the key with this path (`X | None` given as X); None where the schema has no such key."""
+    """Type of the key with this path, as `unwrap` gives it; None where the schema has no such key."""
     hint: Any = Config
     for part in parts:
         hint = fields(hint).get(part) if isinstance(hint, type) and dataclasses.is_dataclass(hint) else entry_type(hint)
@@ -76,7 +55,7 @@ def _section(value: Any, cls: type, key: str, source: str) -> dict[str, Any]:
 
 
 def _value(value: Any, hint: Any, key: str, source: str) -> Any:
-    hint, optional = unwrap(hint)
+    declared, (hint, optional) = hint, unwrap(hint)
     if (value is None and optional) or (isinstance(value, str) and "${" in value):
         return value
     if dataclasses.is_dataclass(hint):
@@ -88,7 +67,7 @@ def _value(value: Any, hint: Any, key: str, source: str) -> Any:
             raise ConfigError(f"{source}: `{key}` must be a list, not {show(value)}")
         item = typing.get_args(hint)[0]
         return [_value(entry, item, f"{key}[{index}]", source) for index, entry in enumerate(value)]
-    return _scalar(value, hint, optional, key, source)
+    return _scalar(value, hint, choices(declared), optional, key, source)
 
 
 def _mapping(value: Any, entry: Any, key: str, source: str) -> dict[str, Any]:
@@ -120,11 +99,15 @@ def _anything(value: Any, key: str, source: str) -> Any:
     raise ConfigError(f"{source}: `{key}` must be text, a number, a list or a mapping, not {show(value)}")
 
 
-def _scalar(value: Any, hint: type, optional: bool, key: str, source: str) -> Any:
+def _scalar(value: Any, hint: type, known: tuple[str, ...], optional: bool, key: str, source: str) -> Any:
     _check_scalar(value, key, source)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is float and number:
         return float(value)
+    if known and isinstance(value, str) and value not in known:
+        raise ConfigError(
+            f"{source}: `{key}` must be one of {', '.join(known)}; it is {show(value)}{did_you_mean(value, known)}"
+        )
     if (hint is int and number and isinstance(value, int)) or (hint in (bool, str) and isinstance(value, hint)):
         return value
     expected = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[hint]

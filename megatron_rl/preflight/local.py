@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import to_yaml
-from megatron_rl.config.checks import reward_columns
+from megatron_rl.config.algorithm_checks import reward_columns
 from megatron_rl.config.schema import Config, TaskConfig
 from megatron_rl.methods import load_plugins
 from megatron_rl.preflight.findings import FAILED, WARNING

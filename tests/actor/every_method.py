@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from megatron_rl.algorithms import (
     list_gradient_weights,
     make_algorithm,
 )
-from megatron_rl.config.methods import AGGREGATIONS, RATIOS
+from megatron_rl.config.algorithm import Aggregation, Ratio
 from megatron_rl.config.schema import Config, CreateModelConfig, OptimizerConfig
 from megatron_rl.data import TokenBatch
 
@@ -38,7 +38,9 @@ SHAPE = CreateModelConfig(
     init_std=0.3,
 )
 GROUPS, GROUP_SIZE, LONGEST = 3, 3, 6
-COMBINATIONS = list(itertools.product(list_advantage_estimators(), list_gradient_weights(), AGGREGATIONS, RATIOS))
+COMBINATIONS = list(
+    itertools.product(list_advantage_estimators(), list_gradient_weights(), get_args(Aggregation), get_args(Ratio))
+)
 # Every weight, aggregation and ratio level at least once, with changing estimators.
 SOME = [combination for index, combination in enumerate(COMBINATIONS) if index % 53 == 0]
 

@@ -30,8 +30,3 @@ def test_past_its_end_the_schedule_stays_at_the_least_rate(schedule: str) -> Non
 
 def test_a_warm_up_longer_than_the_run_divides_by_nothing() -> None:
     assert rates(2, warmup_steps=4, schedule="cosine") == pytest.approx([0.25, 0.5])
-
-
-def test_an_unknown_schedule_is_named() -> None:
-    with pytest.raises(ValueError, match=r"actor\.optimizer\.schedule='step'"):
-        rates(1, schedule="step")

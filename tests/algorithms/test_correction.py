@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms import correct, make_algorithm
-from megatron_rl.config.schema import CorrectionFilterConfig
+from megatron_rl.config.algorithm import CorrectionFilterConfig
 
 IDS = torch.tensor([0, 0, 0, 1, 1, 2])
 MASK = torch.tensor([1, 1, 0, 1, 1, 1]) > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from megatron_rl.algorithms import (
     make_algorithm,
     make_gradient_weight,
 )
-from megatron_rl.config.methods import AGGREGATIONS, KL_ESTIMATORS, RATIOS
+from megatron_rl.config.algorithm import Aggregation, KLEstimator, Ratio
 
 MAX_TOKENS = 8
 
@@ -88,8 +88,8 @@ CORRECTIONS = {
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("ratio", get_args(Ratio))
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
 def test_any_cut_of_the_minibatch_gives_the_same_loss_gradient_and_metrics(
     aggregation: str, ratio: str, correction: str
 ) -> None:
@@ -215,7 +215,7 @@ def test_clip_range_reaches_the_loss() -> None:
 
 def test_kl_and_entropy_terms() -> None:
     batch = packed()
-    for name in KL_ESTIMATORS:
+    for name in get_args(KLEstimator):
         plain = make_algorithm({"aggregation": "token-mean"})
         regular = make_algorithm(
             {"aggregation": "token-mean", "kl": {"coef": 0.3, "estimator": name}, "entropy_coef": 0.02}
@@ -256,8 +256,8 @@ def test_micro_batch_without_live_tokens() -> None:
     assert metrics.values()["ratio/max"] == 0.0
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("ratio", get_args(Ratio))
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
 def test_micro_batch_without_tokens_keeps_the_graph(aggregation: str, ratio: str) -> None:
     """A rank without rollouts still takes part in every collective of the backward pass."""
     section = {"aggregation": aggregation, "ratio": ratio, "correction": CORRECTIONS["mis"], "kl": {"coef": 0.1}}
@@ -302,7 +302,7 @@ def test_metrics_reduce_as_flat_vectors() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    mode=st.sampled_from(AGGREGATIONS),
+    mode=st.sampled_from(get_args(Aggregation)),
     seed=st.integers(0, 1000),
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=5),
 )
@@ -346,7 +346,7 @@ def test_aggregation_with_global_denominators() -> None:
 
 
 COMBINATIONS = list(
-    itertools.product(list_advantage_estimators(), list_gradient_weights(), AGGREGATIONS, RATIOS),
+    itertools.product(list_advantage_estimators(), list_gradient_weights(), get_args(Aggregation), get_args(Ratio)),
 )
 
 

@@ -20,7 +20,8 @@ from megatron_rl.algorithms import (
     make_algorithm,
     make_gradient_weight,
 )
-from megatron_rl.config.presets import PRESETS, algorithm_config, apply_preset, get_preset
+from megatron_rl.config.load import algorithm_config
+from megatron_rl.config.presets import PRESETS, get_preset
 from megatron_rl.methods import ESTIMATOR, WEIGHT, catalogue, check_method, get_method, load_plugins
 from megatron_rl.parameters import Range
 
@@ -295,7 +296,7 @@ def test_recipe_keys_win_over_the_preset() -> None:
     assert own["weight"] == {"params": {"eps_high": 0.3}}  # untouched
     other = algorithm_config({"preset": "dapo", "weight": {"name": "dgpo"}})
     assert other.weight.params == {}
-    assert apply_preset({})["preset"] == "grpo"
+    assert algorithm_config({}).preset == "grpo"
     with pytest.raises(ValueError, match="did you mean 'grpo'"):
         algorithm_config({"preset": "gpro"})
     with pytest.raises(ValueError, match="agregation"):
@@ -305,19 +306,19 @@ def test_recipe_keys_win_over_the_preset() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"aggregation": "mean"}, "aggregation must be one of"),
+        ({"aggregation": "mean"}, "aggregation` must be one of"),
         ({"ratio": "tokens"}, "did you mean 'token'"),
         ({"kl": {"estimator": "k9"}}, "kl.estimator"),
-        ({"kl": {"coef": -1.0}}, "kl.coef must be at least 0"),
+        ({"kl": {"coef": -1.0}}, "kl.coef` must be at least 0"),
         ({"truncated": "masked"}, "did you mean 'mask'"),
         ({"correction": {"weight": "seq"}}, "correction.weight"),
         ({"correction": {"weight": "token", "cap": 0.0}}, "cap"),
         ({"correction": {"filters": [{"level": "token"}]}}, "neither low nor high"),
         ({"correction": {"filters": [{"low": 2.0, "high": 1.0}]}}, "must be less than high"),
-        ({"correction": {"filters": [{"level": "word", "low": 1.0}]}}, "level must be one of"),
+        ({"correction": {"filters": [{"level": "word", "low": 1.0}]}}, "level` must be one of"),
         ({"max_length": 100}, "has no effect with aggregation"),
         ({"overlong": {"max_length": 100}}, "has no effect"),
-        ({"overlong": {"share": 2.0}}, "share must be from 0 to 1"),
+        ({"overlong": {"share": 2.0}}, "share` must be at most 1"),
         ({"resample_rounds": 2}, "drop_no_signal_groups"),
         ({"aggregation": "seq-mean-token-sum-norm"}, "max_tokens"),
         ({"overlong": {"share": 0.2}}, "max_tokens"),

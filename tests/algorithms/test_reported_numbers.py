@@ -9,7 +9,7 @@ from megatron_rl.algorithms import GradientVariance, RewardTable, correct, gradi
 from megatron_rl.algorithms.correction import correction_metrics
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.shaping import add_column, overlong_penalty
-from megatron_rl.config.schema import CorrectionFilterConfig
+from megatron_rl.config.algorithm import CorrectionFilterConfig
 from megatron_rl.reproduce.theory import awpo_clip_radius
 
 OUTCOME = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64)

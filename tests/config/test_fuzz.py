@@ -45,7 +45,7 @@ REFUSED = {
     "launch.timeout_minutes=1e-300": "`launch.timeout_minutes` must be at least 0.001; it is 1e-300",
     "watchdog.default_minutes=1e-300": "`watchdog.default_minutes` must be at least 0.001",
     "watchdog.phases.update=1e300": "`watchdog.phases.update` must be at most 1,000,000",
-    "algorithm.kl.coef=.nan": "algorithm.kl.coef must be at least 0 and finite, not nan",
+    "algorithm.kl.coef=.nan": "`algorithm.kl.coef` must be at least 0; it is nan",
     "algorithm.correction.filters=[{low: .nan}]": "algorithm.correction.filters[0].low is not a number",
     "trainer.eval_threshold=.nan": "`trainer.eval_threshold` must be a finite number; it is nan",
     "tasks.eval.part.hold_out=.inf": "hold_out = inf, must be a whole number of prompts",

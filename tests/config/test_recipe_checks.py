@@ -92,8 +92,19 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_with_the_remedy(recipe, overrides: list[str], message: str) -> None:
-    config = recipe(*overrides)
-    assert any(message in problem for problem in problems(config))
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(*overrides), machine=CPU)
+    assert any(message in problem for problem in str(caught.value).splitlines())
+
+
+def test_a_choice_is_checked_where_the_recipe_did_not_come_from_a_file_too(recipe) -> None:
+    config = recipe()
+    config.model.dtype = "float16"
+    config.sft.optimizer.betas = [0.9, 1.5]
+    assert problems(config) == [
+        "`model.dtype` must be one of float32, bfloat16; it is 'float16'; did you mean 'bfloat16'?",
+        "`sft.optimizer.betas[1]` must be less than 1; it is 1.5",
+    ]
 
 
 def test_all_problems_are_named_at_once(recipe) -> None:

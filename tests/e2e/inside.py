@@ -54,7 +54,7 @@ def main(run_dir: Path) -> None:
 
     from megatron_rl.algorithms import make_algorithm
     from megatron_rl.config import load_recipe
-    from megatron_rl.config.presets import algorithm_config
+    from megatron_rl.config.load import algorithm_config
     from megatron_rl.rewards import Scorer
     from megatron_rl.runtime import distributed
     from megatron_rl.trainer.loop import step

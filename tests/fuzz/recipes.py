@@ -19,8 +19,8 @@ import yaml
 
 from megatron_rl import cli
 from megatron_rl.config import load_recipe
+from megatron_rl.config.keys import entry_type, fields, unwrap
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import entry_type, fields, unwrap
 from tests.fuzz.loop import deadline, run
 
 ROOT = Path(__file__).parents[2]
