@@ -1,5 +1,6 @@
 # make train: the quick start. make test: lint, types and tests. make fuzz: odd input for longer.
-# All set up .venv first, once, and again when the requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
+# make docs: the documentation as a site.
+# All but docs set up .venv first, once, and again when the requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
 #
 #   PYTHON       the interpreter for .venv; 3.11
 #   TORCH_INDEX  where to look for torch first; for PyTorch's own CPU builds https://download.pytorch.org/whl/cpu
@@ -25,7 +26,7 @@ TORCH := $(shell sed -n '/^torch==/p' requirements/cpu.txt)
 # process's, a quarter of the time that importing vLLM takes. Some packages carry files for other Pythons: no error.
 COMPILE := python -m compileall -qq -j 0
 
-.PHONY: setup launch-setup train test fuzz lint bench clean
+.PHONY: setup launch-setup train test fuzz lint bench docs clean
 
 setup: $(STAMP)
 
@@ -82,6 +83,19 @@ lint: setup
 bench: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step $(ARGS)
 
+# The pages as a searchable site in build/site, in an environment of its own. A link that leads nowhere is an error.
+PAGES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE Makefile mkdocs.yml docs recipes megatron_rl slurm tools benchmarks requirements tests .ci
+
+docs: .venv-docs/.installed
+	@rm -rf build/pages && mkdir -p build/pages
+	@for name in $(PAGES); do ln -s ../../$$name build/pages/$$name; done
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs --quiet build --strict
+
+.venv-docs/.installed: requirements/docs.txt
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip --quiet --disable-pip-version-check install --no-deps -r requirements/docs.txt
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-launch build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-launch .venv-docs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -176,7 +176,7 @@ def measure(root: Path, layers: int, tokens: int) -> list[Stage]:
     def stage(*arguments: Any, until: Callable[[], bool] | None = None) -> None:
         done = run(arguments[0], arguments[1], until)
         stages.append(done)
-        if done.code != 0 and until is None:
+        if done.code != (0 if until is None else -signal.SIGKILL):  # also where it ended before it was to be killed
             raise RuntimeError(f"{done.name} ended with exit code {done.code}")
 
     megatron = root / "megatron"
