@@ -36,9 +36,10 @@ from megatron_rl.checkpoint import manifest, store
 from megatron_rl.config import check, load_recipe, to_yaml
 from megatron_rl.config.checks import Machine, count_gpus
 from megatron_rl.config.presets import list_presets
+from megatron_rl.runtime.attempts import ATTEMPT, free_port, new_attempt, rank_environment
 from megatron_rl.runtime.postmortem import heartbeat_folder
 from megatron_rl.runtime.progress import heartbeats
-from megatron_rl.runtime.spawn import ATTEMPT, free_port, new_attempt, rank_environment, run_ranks
+from megatron_rl.runtime.spawn import run_ranks
 
 # Phases of a step, and two of a writer: while it writes, and at the rename that makes a checkpoint current.
 POINTS: Mapping[str, tuple[str, ...]] = {

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError, check, load_recipe
 from megatron_rl.runtime import exit_codes, stop, streams
-from megatron_rl.runtime.spawn import rank_environment, run_ranks
+from megatron_rl.runtime.attempts import rank_environment
+from megatron_rl.runtime.spawn import run_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:

@@ -16,17 +16,8 @@ from megatron_rl.config import Config, ConfigError, Machine, check, check_machin
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.rewards import check_rewards, make_reward
 from megatron_rl.runtime import disk, exit_codes, owner, stop, streams
-from megatron_rl.runtime.spawn import (
-    ATTEMPT,
-    REFUSED,
-    Graces,
-    Outcome,
-    new_attempt,
-    rank_environment,
-    run_rank,
-    run_ranks,
-    shared_attempt,
-)
+from megatron_rl.runtime.attempts import ATTEMPT, REFUSED, new_attempt, rank_environment, shared_attempt
+from megatron_rl.runtime.spawn import Graces, Outcome, run_rank, run_ranks
 from megatron_rl.runtime.world import World, outer_world
 from megatron_rl.tasks import check_tasks, first_items, tasks_to_evaluate
 

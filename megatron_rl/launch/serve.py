@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_rl.runtime import exit_codes
-from megatron_rl.runtime.spawn import free_port
+from megatron_rl.runtime.attempts import free_port
 
 URL = "url"
 _LOOK = 1.0  # seconds between two looks at a server that does not answer yet

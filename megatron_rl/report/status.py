@@ -14,9 +14,9 @@ import yaml
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.runtime import exit_codes, postmortem, process
+from megatron_rl.runtime.attempts import END, REFUSED
 from megatron_rl.runtime.progress import END as END_PHASE
 from megatron_rl.runtime.progress import beat_interval, heartbeats
-from megatron_rl.runtime.spawn import END, REFUSED
 
 SILENT_SECONDS = 90.0  # without a heartbeat: six of the slowest beats
 _SKEW = 5.0  # seconds that two machines' clocks may differ without a word; the pre-flight warns above that

@@ -1,6 +1,6 @@
 """The collectives of this process, as torch's flight recorder has them: Megatron-Core's, vLLM's and ours.
 
-`runtime.spawn.rank_environment` turns it on; it cannot be turned on after torch is imported.
+`runtime.attempts.rank_environment` turns it on; it cannot be turned on after torch is imported.
 """
 
 from __future__ import annotations

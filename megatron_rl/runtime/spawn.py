@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import io
 import math
 import os
 import queue
-import random
-import re
 import signal
 import socket
 import subprocess
@@ -27,23 +24,19 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_rl.runtime import collectives, exit_codes, leftovers, memory, postmortem, stop, streams
+from megatron_rl.runtime.attempts import ATTEMPT, END, free_port
 from megatron_rl.runtime.clock import AwakeClock
 from megatron_rl.runtime.observer import Observer
 from megatron_rl.runtime.progress import heartbeats
 from megatron_rl.runtime.terminal import Tee
 
-_PORTS = range(20000, 32000)  # below the range from which the system hands out ports on its own
 _TRIES = 3  # starts, where the chosen port turned out to be taken
 # Exit codes of a process that ended because it was told to.
 _STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, exit_codes.AGAIN)
-ATTEMPT = "MEGATRON_RL_ATTEMPT"  # variable: the folder for this attempt's logs, where a batch script has made it
-END = "end"  # in that folder: exit code and rank of the first rank that did not end well
-REFUSED = "refused"  # in that folder: why its command was not given the run folder, which another run holds
 OWN_MESSAGE = "megatron-rl: "  # how a rank's last words begin, where it knows why it ends
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _TAIL = 40  # lines of a failed rank's log that are shown
 _LOOK = 5.0  # seconds between two looks at the ranks' heartbeats
-_GLANCE = 0.2  # seconds between two looks for the attempt that rank 0 makes
 
 
 @dataclass(frozen=True)
@@ -63,72 +56,6 @@ class Graces:
     stop: float = 30.0  # after SIGTERM
     linger: float = 60.0  # after rank 0 has ended well
     stall: float = 30.0  # past a deadline, to say so themselves
-
-
-def rank_environment(gpus: int) -> dict[str, str]:
-    """Variables that have to be there before a rank imports torch. What the user has set is left out, and so kept, but for
-    Python's UTF-8 mode: torch and vLLM read their own files in the locale's encoding."""
-    defaults = {
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # keeps the engine's messages out of the live view
-        "TORCH_FR_BUFFER_SIZE": "64",  # torch's flight recorder: the last collectives, for a post-mortem
-    }
-    if gpus:
-        defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron's overlap of tensor-parallel communication needs it
-    else:
-        defaults |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return {"PYTHONUTF8": "1", **{name: value for name, value in defaults.items() if name not in os.environ}}
-
-
-def free_port() -> int:
-    """A port that nobody listens on now, and that the system gives to nobody who does not ask for it by number."""
-    for port in random.SystemRandom().sample(_PORTS, 100):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return port
-    raise OSError("found no free port for the processes to meet at")
-
-
-def new_attempt(run_dir: Path) -> Path:
-    """Makes and returns the next `logs/attempt_<k>`."""
-    logs = run_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    taken = [int(match[1]) for path in logs.iterdir() if (match := re.fullmatch(r"attempt_(\d+)", path.name))]
-    attempt = logs / f"attempt_{max(taken, default=0) + 1}"
-    attempt.mkdir()
-    return attempt
-
-
-def shared_attempt(run_dir: Path, environment: Mapping[str, str], rank: int, patience: float) -> Path | None:
-    """The one `logs/attempt_<k>` of all ranks that srun has started together.
-
-    It is the folder that the batch script names in MEGATRON_RL_ATTEMPT; without it, rank 0's process, which has taken the run
-    folder, makes one for this Slurm step, and the others wait for it. None where there is neither: the ranks of a plain
-    torchrun write where torchrun says.
-
-    Args:
-        patience: how long to wait for rank 0's, in seconds.
-
-    Raises:
-        TimeoutError: it has not made one by then.
-    """
-    if environment.get(ATTEMPT):
-        Path(environment[ATTEMPT]).mkdir(parents=True, exist_ok=True)
-        return Path(environment[ATTEMPT])
-    if "SLURM_STEP_ID" not in environment:
-        return None
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    mark = run_dir / "logs" / (".slurm_" + "_".join(environment.get(name, "0") for name in names))
-    if rank == 0 and not mark.is_symlink():
-        mark.symlink_to(new_attempt(run_dir).name)
-    deadline = time.monotonic() + patience
-    while not mark.is_symlink():
-        if time.monotonic() > deadline:
-            why = f"rank 0 has not taken the run folder within {patience / 60:g} minutes (launch.timeout_minutes)"
-            raise TimeoutError(errno.ETIMEDOUT, f"rank {rank} gives up: {why}; see the output of rank 0")
-        time.sleep(_GLANCE)
-    return mark.parent / mark.readlink()
 
 
 def run_ranks(

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.runtime import disk, exit_codes, owner, postmortem, provenance
+from megatron_rl.runtime.attempts import ATTEMPT, new_attempt
 from megatron_rl.runtime.owner import OwnedError, Ownership
 from megatron_rl.runtime.progress import PROGRESS, Deadlines
-from megatron_rl.runtime.spawn import ATTEMPT, new_attempt
 from megatron_rl.runtime.stop import StopFlag, StopRequested
 from megatron_rl.runtime.watchdog import Watchdog, stacks
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.commands.run_recipe import graces
-from megatron_rl.runtime.spawn import free_port, new_attempt, rank_environment, shared_attempt
+from megatron_rl.runtime.attempts import free_port, new_attempt, rank_environment, shared_attempt
 
 LAUNCHER = """
 import sys

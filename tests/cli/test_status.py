@@ -18,8 +18,9 @@ from megatron_rl.cli import main
 from megatron_rl.report import status as run_status
 from megatron_rl.report.status import SILENT_SECONDS, read_status
 from megatron_rl.runtime import exit_codes, postmortem
+from megatron_rl.runtime.attempts import new_attempt
 from megatron_rl.runtime.progress import Deadlines, Progress, heartbeats
-from megatron_rl.runtime.spawn import new_attempt, run_ranks
+from megatron_rl.runtime.spawn import run_ranks
 
 
 @pytest.fixture

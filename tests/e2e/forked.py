@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.runtime.spawn import free_port
+from megatron_rl.runtime.attempts import free_port
 
 LAST = "step_2"
 CHECKPOINTS = ("qwen3-tied", "qwen3-tied-TP-2")  # models of which the last checkpoint is evaluated too

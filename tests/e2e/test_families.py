@@ -21,7 +21,7 @@ from megatron_rl.config import load_recipe, to_yaml
 from megatron_rl.config.model_checks import CPU_HEAD_SIZES
 from megatron_rl.config.schema import CreateModelConfig
 from megatron_rl.models.create import create_model
-from megatron_rl.runtime.spawn import rank_environment
+from megatron_rl.runtime.attempts import rank_environment
 
 from . import forked
 from .job import RECIPE, rows, samples, untimed

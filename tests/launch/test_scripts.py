@@ -17,8 +17,8 @@ import pytest
 
 from megatron_rl.report.status import read_status
 from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime.attempts import new_attempt
 from megatron_rl.runtime.owner import Ownership
-from megatron_rl.runtime.spawn import new_attempt
 
 from .jobs import REPOSITORY, write_recipe
 

@@ -20,7 +20,7 @@ from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
 from megatron_rl.preflight import local, run
 from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Report, merged
 from megatron_rl.preflight.run import _differences
-from megatron_rl.runtime.spawn import free_port
+from megatron_rl.runtime.attempts import free_port
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from megatron_rl.runtime import exit_codes
-from megatron_rl.runtime.spawn import free_port
+from megatron_rl.runtime.attempts import free_port
 
 CAN_ISOLATE = (
     shutil.which("unshare") is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def run_all(lists: list[list[list[str]]], outcomes: Path) -> None:
-    from megatron_rl.runtime.spawn import ATTEMPT, free_port
+    from megatron_rl.runtime.attempts import ATTEMPT, free_port
     from megatron_rl.trainer.main import main
 
     del os.environ[ATTEMPT]  # of all; each run makes its own

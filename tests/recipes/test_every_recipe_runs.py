@@ -21,7 +21,8 @@ import pytest
 from megatron_rl.commands import evaluate, run_recipe
 from megatron_rl.config import Config, ConfigError, Machine, load_recipe, to_yaml
 from megatron_rl.config.algorithm_checks import reward_columns
-from megatron_rl.runtime.spawn import new_attempt, rank_environment, run_ranks
+from megatron_rl.runtime.attempts import new_attempt, rank_environment
+from megatron_rl.runtime.spawn import run_ranks
 from tests.rewards.chat_server import ChatServer
 
 from . import in_turn, tiny

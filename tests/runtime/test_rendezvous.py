@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.runtime import rendezvous
-from megatron_rl.runtime.spawn import free_port
+from megatron_rl.runtime.attempts import free_port
 
 
 def world(monkeypatch: pytest.MonkeyPatch, address: str, port: int, **variables: str) -> None:
