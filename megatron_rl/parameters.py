@@ -49,6 +49,7 @@ class Range:
 
 NonNegative = Annotated[float, Range(low=0)]
 Positive = Annotated[float, Range(above=0)]
+Finite = Annotated[float, Range(low=-1e12, high=1e12)]
 
 
 def _number(bound: float) -> str:
@@ -127,31 +128,3 @@ def _words(hint: Any) -> str:
 
 def _near(value: Any, hint: Any) -> str:
     return did_you_mean(value, typing.get_args(hint)) if typing.get_origin(hint) is Literal else ""
-
-
-def real(name: str, value: Any, low: float = float("-inf"), high: float = float("inf")) -> float:
-    """A parameter that must be a number in [low, high]. ValueError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{name} = {value!r}, must be a number from {low} to {high}")
-    return float(value)
-
-
-def whole(name: str, value: Any, low: int = 0) -> int:
-    """A parameter that must be a whole number of at least `low`. ValueError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} = {value!r}, must be a whole number of at least {low}")
-    return value
-
-
-def choice(name: str, value: Any, options: tuple[str, ...]) -> str:
-    """A parameter that must be one of a few words. ValueError otherwise."""
-    if value not in options:
-        raise ValueError(f"{name} = {value!r}, must be one of {', '.join(options)}")
-    return str(value)
-
-
-def flag(name: str, value: Any) -> bool:
-    """A parameter that must be true or false. ValueError otherwise."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} = {value!r}, must be true or false")
-    return value

@@ -66,10 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if not args.url or not args.model:
             raise ValueError("--url and --model are missing")
-        config = ServerSettings(
-            tuple(args.url), args.api_key_env, args.max_in_flight, args.request_seconds, args.retries
-        )
-        return _write(args, rows, requests, config)
+        return _write(args, rows, requests)
     except (ValueError, OSError, EndpointError) as error:
         print(f"write_rationales: {error}", file=sys.stderr)
         return 2
@@ -123,15 +120,14 @@ def _key(request: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(request, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _write(
-    args: argparse.Namespace, rows: list[dict[str, Any]], requests: list[dict[str, Any]], config: ServerSettings
-) -> int:
+def _write(args: argparse.Namespace, rows: list[dict[str, Any]], requests: list[dict[str, Any]]) -> int:
+    settings = ServerSettings(args.api_key_env, args.max_in_flight, args.request_seconds, args.retries)
     partial = args.out.with_name(args.out.name + ".partial")
     keys = [_key(request) for request in requests]
     found = _read_partial(partial)
     missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in found}
     print(f"{len(rows)} rows, {sum(key in found for key in keys)} have a rationale, {len(missing)} prompts to ask")
-    reasons = asyncio.run_coroutine_threadsafe(_ask(args, config, missing, found, partial), event_loop()).result()
+    reasons = asyncio.run_coroutine_threadsafe(_ask(args, settings, missing, found, partial), event_loop()).result()
     left = sum(key not in found for key in keys)
     for reason, count in sorted(reasons.items(), key=lambda item: -item[1])[:5]:
         print(f"{count} without: {reason}", file=sys.stderr)
@@ -175,7 +171,7 @@ def _rationale(reply: Mapping[str, Any]) -> str:
 
 async def _ask(
     args: argparse.Namespace,
-    config: ServerSettings,
+    settings: ServerSettings,
     missing: Mapping[str, dict[str, Any]],
     found: dict[str, str],
     partial: Path,
@@ -192,7 +188,7 @@ async def _ask(
         if args.max_tokens is not None and traffic.prompt_tokens + traffic.completion_tokens >= args.max_tokens:
             raise Unanswered("--max-tokens is used up", "budget")
 
-    endpoint = Endpoint(config, spend, has_message)
+    endpoint = Endpoint(args.url, settings, spend, has_message)
     began = shown = time.monotonic()
     with partial.open("a", encoding="utf-8") as file:
         file.write("\n")  # ends a line that a killed process left unfinished
@@ -215,7 +211,7 @@ async def _ask(
                     print(f"{done} of {len(missing)}, {done / (shown - began):.1f} per second", flush=True)
 
         try:
-            await asyncio.gather(*(worker() for _ in range(config.max_in_flight)))
+            await asyncio.gather(*(worker() for _ in range(settings.max_in_flight)))
         finally:
             await endpoint.close()
     traffic = endpoint.traffic

@@ -53,10 +53,10 @@ def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, l
     Raises:
         ValueError: a server that does not answer or does not serve that model, or not with room for `longest` tokens.
     """
-    settings = _settings(tuple(urls), config)
+    several, settings = http.check_urls(urls), _settings(config)
     root = ""
-    for url in settings.urls:
-        models = {str(model.get("id")): model for model in _models(url.rstrip("/"), config.api_key_env)}
+    for url in several:
+        models = {str(model.get("id")): model for model in _models(url, settings.api_key_env)}
         if name is None and len(models) == 1:
             name = next(iter(models))
         if name is None or name not in models:
@@ -70,7 +70,7 @@ def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, l
                 f"{longest}: serve it with room for them, or lower the recipe's limits"
             )
     assert name is not None
-    return Server(settings.urls, name, root)
+    return Server(several, name, root)
 
 
 def _models(url: str, api_key_env: str | None) -> list[dict[str, Any]]:
@@ -88,9 +88,8 @@ def _models(url: str, api_key_env: str | None) -> list[dict[str, Any]]:
     return [model for model in models if isinstance(model, dict)]
 
 
-def _settings(urls: tuple[str, ...], config: EndpointConfig) -> http.ServerSettings:
+def _settings(config: EndpointConfig) -> http.ServerSettings:
     return http.ServerSettings(
-        urls=urls,
         api_key_env=config.api_key_env,
         max_in_flight=config.max_in_flight,
         request_seconds=config.request_seconds,
@@ -127,7 +126,7 @@ def complete(
     requests = [(sample, index) for sample in samples for index in range(count)]
 
     async def everything() -> list[Rollout | Unanswered]:
-        endpoint = http.Endpoint(_settings(server.urls, config), is_reply=lambda reply: bool(reply.get("choices")))
+        endpoint = http.Endpoint(server.urls, _settings(config), is_reply=lambda reply: bool(reply.get("choices")))
 
         async def one(sample: Sample, index: int) -> Rollout | Unanswered:
             if (sample.id, index) in there:

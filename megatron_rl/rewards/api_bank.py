@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from megatron_rl.parameters import choice
 from megatron_rl.rewards.kinds import InlineReward, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, as_call, json_lines, load_json, parse_tool_calls
 
 
 @register_reward("api_bank")
-def api_bank(calls: str = "any") -> InlineReward:
+def api_bank(calls: Literal["any", "only"] = "any") -> InlineReward:
     """1 where the completion makes the gold call: the same API with exactly the same parameters, else 0.
 
     The accuracies of API-Bank's levels 1 to 3 in ToolRL and AWPO (Table 3) are means of it, in ToolRL's prompt format. The
@@ -23,7 +22,6 @@ def api_bank(calls: str = "any") -> InlineReward:
             released evaluation; lines that are no JSON object are passed over, and an object without name and
             parameters is read as the parameters alone. `only`: the completion makes one call, in a closed block.
     """
-    choice("calls", calls, ("any", "only"))
 
     def gold_of(sample: SampleMapping) -> Mapping[str, Any]:
         if not sample.get("tool_calls"):

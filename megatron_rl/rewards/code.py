@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from megatron_rl.parameters import real, whole
+from megatron_rl.parameters import NonNegative, Range
 from megatron_rl.rewards.kinds import PooledReward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.sandbox import Limits, run_program
@@ -31,6 +31,7 @@ _FENCE = re.compile(
 _WHOLE, _DECIMAL = re.compile(r"[+-]?[0-9]+"), re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 _PYTHON = ("python", "python3", "py")
 _RUNS_KEPT = 4096  # reports of programs
+Count = Annotated[int, Range(low=1)]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class ProgramReport:
 
 @register_reward("code_pass_rate")
 def code_pass_rate(
-    cpu_seconds: int = 4, memory_mib: int = 512, total_seconds: float = 30.0, max_tests: int | None = None
+    cpu_seconds: Count = 4, memory_mib: Count = 512, total_seconds: NonNegative = 30.0, max_tests: Count | None = None
 ) -> ProgramReward:
     """Share of the tests that the completion's program passes, in [0, 1] (GDPO, section 4.3).
 
@@ -74,7 +75,7 @@ def code_pass_rate(
 
 @register_reward("code_bug")
 def code_bug(
-    cpu_seconds: int = 4, memory_mib: int = 512, total_seconds: float = 30.0, max_tests: int | None = None
+    cpu_seconds: Count = 4, memory_mib: Count = 512, total_seconds: NonNegative = 30.0, max_tests: Count | None = None
 ) -> ProgramReward:
     """1 where the completion's program compiles, and runs on every test without an error, else 0 (GDPO, section 4.3).
 
@@ -260,11 +261,6 @@ def _program_reward(
     total_seconds: float,
     max_tests: int | None,
 ) -> ProgramReward:
-    whole("cpu_seconds", cpu_seconds, low=1)
-    whole("memory_mib", memory_mib, low=1)
-    if max_tests is not None:
-        whole("max_tests", max_tests, low=1)
-    real("total_seconds", total_seconds, low=0)
     limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=2 * cpu_seconds + 1, memory_mib=memory_mib)
     return ProgramReward(value, limits, total_seconds, max_tests)
 

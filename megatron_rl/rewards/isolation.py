@@ -27,12 +27,14 @@ import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
+from megatron_rl.parameters import Range
 from megatron_rl.rewards.kinds import PooledReward, SampleMapping, Score, ScoreFunction
 
 _START_SECONDS = 120.0  # imports of the helper, on a busy machine
 _MEMORY_BYTES = 4 << 30
+Timeout = Annotated[float, Range(low=0.01)]
 _HEADER = struct.Struct("<Id")  # bytes of the request, its deadline in seconds
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from megatron_rl.parameters import choice, flag, real
+from megatron_rl.parameters import Finite
 from megatron_rl.rewards.golds import doubtful_golds
-from megatron_rl.rewards.isolation import Isolated, IsolatedReward
+from megatron_rl.rewards.isolation import Isolated, IsolatedReward, Timeout
 from megatron_rl.rewards.kinds import SampleMapping, stopped
 from megatron_rl.rewards.registry import register_reward
 
@@ -16,13 +16,13 @@ _LONGEST = 100_000  # characters of a completion that are looked at, from its en
 
 @register_reward("math")
 def math_reward(
-    correct: float = 1.0,
-    wrong: float = 0.0,
-    boxes: str = "last",
+    correct: Finite = 1.0,
+    wrong: Finite = 0.0,
+    boxes: Literal["last", "all"] = "last",
     require_stop: bool = False,
     strict: bool = False,
     gold_after: str | None = None,
-    timeout_seconds: float = 5.0,
+    timeout_seconds: Timeout = 5.0,
 ) -> IsolatedReward:
     r"""`correct` where the completion's final answer equals the sample's `answer`, else `wrong`.
 
@@ -39,16 +39,10 @@ def math_reward(
         gold_after: the gold answer is what follows the last such text, for example `####` in GSM8K's solutions.
         timeout_seconds: a comparison that takes longer is stopped; the answer is wrong and counts as a timeout.
     """
-    real("correct", correct)
-    real("wrong", wrong)
-    choice("boxes", boxes, ("last", "all"))
-    flag("require_stop", require_stop)
-    flag("strict", strict)
     if strict and boxes != "last":
         raise ValueError("boxes = 'all' has no effect with strict: the last box is the answer")
-    if gold_after is not None and not (isinstance(gold_after, str) and gold_after):
-        raise ValueError(f"gold_after = {gold_after!r}, must be text")
-    real("timeout_seconds", timeout_seconds, low=0.01)
+    if gold_after == "":
+        raise ValueError("gold_after must not be empty; null takes the whole answer")
     compare = "maths_strict:strictly_same" if strict else "maths_lenient:same_answer"
     more = () if strict else (boxes,)
     isolated = Isolated(f"megatron_rl.rewards.{compare}", ("math_verify",), timeout_seconds, on_timeout=0.0)

@@ -9,8 +9,7 @@ from functools import cache
 from typing import Any
 
 from megatron_rl.names import unknown_name
-from megatron_rl.parameters import flag, real
-from megatron_rl.rewards.isolation import Isolated, IsolatedReward
+from megatron_rl.rewards.isolation import Isolated, IsolatedReward, Timeout
 from megatron_rl.rewards.kinds import SampleMapping, stopped
 from megatron_rl.rewards.registry import register_reward
 
@@ -49,7 +48,7 @@ def puzzle(
     after: str | None = None,
     partial: bool = False,
     require_stop: bool = True,
-    timeout_seconds: float = 5.0,
+    timeout_seconds: Timeout = 5.0,
 ) -> IsolatedReward:
     """1 for an answer that the dataset's own verifier gives full marks, else 0; with `partial` its score in [0, 1].
 
@@ -61,9 +60,6 @@ def puzzle(
         require_stop: a response cut at the token limit scores 0.
         timeout_seconds: a verifier that takes longer is stopped; the response scores 0 and counts as a timeout.
     """
-    flag("partial", partial)
-    flag("require_stop", require_stop)
-    real("timeout_seconds", timeout_seconds, low=0.01)
     if after == "":
         raise ValueError("after must not be empty; null takes the whole completion")
     isolated = Isolated("megatron_rl.rewards.puzzle:verify", ("reasoning_gym",), timeout_seconds, on_timeout=0.0)

@@ -9,34 +9,66 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.names import unknown_name
-from megatron_rl.parameters import check_types, real
+from megatron_rl.parameters import check_types
 from megatron_rl.rewards.kinds import CALL_SECONDS, InlineReward, PooledReward, Reward, ScoreFunction
 from megatron_rl.user_code import is_module_name, load_file
 
 Factory = Callable[..., ScoreFunction]
 
-_FACTORIES: dict[str, Factory] = {}
+
+@dataclass(frozen=True)
+class _Entry:
+    """A factory, and dataclasses that stand before its own parameters: a recipe gives their fields as parameters."""
+
+    factory: Factory
+    settings: tuple[type, ...] = ()
+
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        own = list(inspect.signature(self.factory).parameters.items())[len(self.settings) :]
+        return dict(own + [item for kind in self.settings for item in inspect.signature(kind).parameters.items()])
+
+    def make(self, params: Mapping[str, Any]) -> ScoreFunction:
+        own, first = dict(params), []
+        for kind in self.settings:
+            fields = {key: own.pop(key) for key in inspect.signature(kind).parameters if key in own}
+            check_types(kind, fields)
+            first.append(kind(**fields))
+        check_types(self.factory, own)
+        return self.factory(*first, **own)
 
 
-def register_reward(name: str) -> Callable[[Factory], Factory]:
-    """Decorator: make a factory available under `name`. ValueError if the name is taken."""
+_ENTRIES: dict[str, _Entry] = {}
+
+
+def register_reward(name: str, *settings: type) -> Callable[[Factory], Factory]:
+    """Decorator: make a factory available under `name`. ValueError if the name is taken.
+
+    Args:
+        settings: dataclasses whose fields are parameters too; the factory takes an instance of each, first.
+    """
 
     def register(factory: Factory) -> Factory:
-        if name in _FACTORIES:
+        if name in _ENTRIES:
             raise ValueError(f"there is a reward {name!r} already")
-        _FACTORIES[name] = factory
+        _ENTRIES[name] = _Entry(factory, settings)
         return factory
 
     return register
 
 
+def reward_parameters(name: str) -> dict[str, inspect.Parameter]:
+    """The parameters of a registered reward, with their defaults."""
+    return _ENTRIES[name].parameters()
+
+
 def list_rewards() -> tuple[str, ...]:
     """Names of the registered rewards, sorted."""
-    return tuple(sorted(_FACTORIES))
+    return tuple(sorted(_ENTRIES))
 
 
 def make_reward(name: str, **params: Any) -> Reward:
@@ -49,19 +81,18 @@ def make_reward(name: str, **params: Any) -> Reward:
     Raises:
         ValueError: an unknown name or parameter (naming the nearest), or a parameter the reward refuses.
     """
-    factory = _own_factory(name) if ":" in name else _FACTORIES.get(name)
-    if factory is None:
-        raise ValueError(f"{unknown_name('reward', name, _FACTORIES)} (a reward of your own is written module:factory)")
-    signature = inspect.signature(factory)
+    entry = _Entry(_own_factory(name)) if ":" in name else _ENTRIES.get(name)
+    if entry is None:
+        raise ValueError(f"{unknown_name('reward', name, _ENTRIES)} (a reward of your own is written module:factory)")
+    parameters = entry.parameters()
     for key in params:
-        if key not in signature.parameters:
-            raise ValueError(f"{name}: {unknown_name('parameter', key, signature.parameters)}")
-    for key, parameter in signature.parameters.items():
+        if key not in parameters:
+            raise ValueError(f"{name}: {unknown_name('parameter', key, parameters)}")
+    for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in params:
             raise ValueError(f"{name}: the parameter {key!r} is missing")
     try:
-        check_types(factory, params)
-        return _as_reward(factory(**params))
+        return _as_reward(entry.make(params))
     except OSError as error:  # a path that cannot be looked at
         raise ValueError(f"{name}: {error.strerror or error}") from error
     except ValueError as error:
@@ -79,8 +110,8 @@ def _as_reward(made: ScoreFunction) -> Reward:
     if not getattr(made, "concurrent", False):
         return InlineReward(made, **declared)
     seconds = getattr(made, "timeout_seconds", CALL_SECONDS)
-    if seconds is not None:
-        seconds = real("its attribute timeout_seconds", seconds, low=0.01)
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0.01):
+        raise ValueError(f"its attribute timeout_seconds = {seconds!r}, must be a number of at least 0.01, or None")
     return PooledReward(made, seconds, **declared)
 
 

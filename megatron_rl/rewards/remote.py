@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from megatron_rl.parameters import choice, real, whole
+from megatron_rl.parameters import Finite, Range
 from megatron_rl.rewards.kinds import Reward, SampleMapping, Score
 from megatron_rl.runtime.calls import event_loop
 from megatron_rl.runtime.disk import make_inside
@@ -24,6 +23,9 @@ _LONGEST_KEPT_REPLY = 2000  # characters, in the file of answers
 
 class Nonsense(ValueError):
     """A reply without a score; the text says what it was instead."""
+
+
+Budget = Annotated[int, Range(low=1)] | None
 
 
 @dataclass(frozen=True)
@@ -37,28 +39,15 @@ class Policy:
         step_seconds: how long a step waits for answers once its rollouts are all there.
         max_requests_per_step, max_requests_per_run: HTTP requests, retries included; None: no limit.
         max_tokens_per_step, max_tokens_per_run: tokens read and written, as the server reports them.
-
-    Raises:
-        ValueError: naming the setting.
     """
 
-    unanswered: str = "drop"
-    neutral: float = 0.5
-    step_seconds: float = 600.0
-    max_requests_per_step: int | None = None
-    max_requests_per_run: int | None = None
-    max_tokens_per_step: int | None = None
-    max_tokens_per_run: int | None = None
-
-    def __post_init__(self) -> None:
-        choice("unanswered", self.unanswered, ("drop", "neutral", "stop"))
-        real("neutral", self.neutral)
-        if not math.isfinite(self.neutral):
-            raise ValueError(f"neutral = {self.neutral}, must be a finite number")
-        real("step_seconds", self.step_seconds, low=0.1)
-        for name in ("max_requests_per_step", "max_requests_per_run", "max_tokens_per_step", "max_tokens_per_run"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), low=1)
+    unanswered: Literal["drop", "neutral", "stop"] = "drop"
+    neutral: Finite = 0.5
+    step_seconds: Annotated[float, Range(low=0.1)] = 600.0
+    max_requests_per_step: Budget = None
+    max_requests_per_run: Budget = None
+    max_tokens_per_step: Budget = None
+    max_tokens_per_run: Budget = None
 
 
 @dataclass
@@ -123,7 +112,8 @@ class RemoteReward(Reward):
     """A reward that is the reply of a server. Safe to use from several threads.
 
     Args:
-        settings: the servers.
+        urls: base URL, or several of equal servers.
+        settings: how they are asked.
         policy: what the recipe decides.
         path: what is posted to, below the base URL.
         render: completion and sample to the request's JSON body.
@@ -133,6 +123,7 @@ class RemoteReward(Reward):
 
     def __init__(
         self,
+        urls: str | Sequence[str],
         settings: ServerSettings,
         policy: Policy,
         path: str,
@@ -146,7 +137,7 @@ class RemoteReward(Reward):
         )
         self.policy = policy
         self._render = render
-        self._endpoint = Endpoint(settings, self._check_budget, is_reply)
+        self._endpoint = Endpoint(urls, settings, self._check_budget, is_reply)
         self._path, self._read = path, read
         self._counts = Counts()
         self._rank, self._world, self._step = 0, 1, 0
@@ -193,7 +184,7 @@ class RemoteReward(Reward):
         self._counts.no_score[verdict.kind] += 1
         self._counts.example = self._counts.example or verdict.reason
         if self.policy.unanswered == "stop":
-            raise EndpointError(f"no score from {', '.join(self._endpoint.config.urls)}: {verdict.reason}")
+            raise EndpointError(f"no score from {', '.join(self._endpoint.urls)}: {verdict.reason}")
         return self.policy.neutral if self.policy.unanswered == "neutral" else None
 
     async def _ask(self, key: str, body: Mapping[str, Any]) -> _Verdict:

@@ -5,39 +5,39 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from megatron_rl.parameters import choice, whole
+from megatron_rl.parameters import Finite, Range
 from megatron_rl.rewards.judge_prompt import as_text
 from megatron_rl.rewards.kinds import InlineReward, Reward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward
-from megatron_rl.runtime.http import ServerSettings, as_urls
+from megatron_rl.runtime.http import ServerSettings
 from megatron_rl.tokenizer import Tokenizer
 
 _LOADING = threading.Lock()
 
 
-@register_reward("reward_model")
+@dataclass(frozen=True)
+class ModelPolicy(Policy):
+    """`neutral` is the output before no squashing, of any sign."""
+
+    neutral: Finite = 0.0
+
+
+@register_reward("reward_model", ServerSettings, ModelPolicy)
 def reward_model(
-    urls: Any = None,
+    settings: ServerSettings,
+    policy: ModelPolicy,
+    urls: str | list[str] | None = None,
     model: str | None = None,
     path: str | None = None,
-    squash: str = "none",
-    batch_size: int = 16,
-    max_tokens: int | None = None,
-    device: str = "auto",
-    unanswered: str = "drop",
-    neutral: float = 0.0,
-    api_key_env: str | None = None,
-    max_in_flight: int = 256,
-    request_seconds: float = 60.0,
-    step_seconds: float = 600.0,
-    retries: int = 4,
-    backoff_seconds: float = 0.5,
-    max_requests_per_step: int | None = None,
-    max_requests_per_run: int | None = None,
+    squash: Literal["none", "sigmoid"] = "none",
+    batch_size: Annotated[int, Range(low=1)] = 16,
+    max_tokens: Annotated[int, Range(low=1)] | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> Reward:
     """The model's one output for the conversation of prompt and response: any real number, or in (0, 1) with `sigmoid`.
 
@@ -45,6 +45,7 @@ def reward_model(
     prompt of text is followed by the response.
 
     Args:
+        settings, policy: `urls`: as for the judge.
         urls: base URL, or several of equal servers, without `/v1`: vLLM's `/classify` is below it. Wants `model`.
         model: the name under which the servers have it.
         path: instead of them, a Hugging Face folder, loaded by every rank when it scores its first rollout.
@@ -52,30 +53,15 @@ def reward_model(
         batch_size: `path`: rollouts in one forward pass.
         max_tokens: longer conversations lose their beginning; null: the limit of the model, or of its server.
         device: `path`: `auto` (the rank's GPU, where there is one), `cpu`, `cuda`.
-        unanswered: `urls`: what a rollout without an answer means, as for the judge: `drop`, `neutral`, `stop`.
-        neutral: its score where the rule is `neutral`, before no squashing.
-        api_key_env: `urls`: NAME of the environment variable with the key.
-        max_in_flight: as for the judge.
-        request_seconds: as for the judge.
-        step_seconds: as for the judge.
-        retries: as for the judge.
-        backoff_seconds: as for the judge.
-        max_requests_per_step: as for the judge.
-        max_requests_per_run: as for the judge.
     """
-    choice("squash", squash, ("none", "sigmoid"))
     squashed = _sigmoid if squash == "sigmoid" else float
     if (urls is None) == (path is None):
         raise ValueError("give either urls (of a server) or path (of a model folder)")
-    if max_tokens is not None:
-        whole("max_tokens", max_tokens, low=1)
     if path is not None:
-        whole("batch_size", batch_size, low=1)
-        choice("device", device, ("auto", "cpu", "cuda"))
         if not (Path(path) / "config.json").exists():
             raise ValueError(f"path: {path} is not a Hugging Face folder: it has no config.json")
         return LocalModel(path, squashed, batch_size, max_tokens, device)
-    if not model:
+    if urls is None or not model:
         raise ValueError("model is missing: the name under which the server has the reward model")
 
     def render(completion: str, sample: SampleMapping) -> dict[str, Any]:
@@ -96,8 +82,9 @@ def reward_model(
         return score, ""
 
     return RemoteReward(
-        ServerSettings(as_urls(urls), api_key_env, max_in_flight, request_seconds, retries, backoff_seconds),
-        Policy(unanswered, neutral, step_seconds, max_requests_per_step, max_requests_per_run),
+        urls,
+        settings,
+        policy,
         "/classify",
         render,
         read,

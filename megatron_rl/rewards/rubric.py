@@ -7,25 +7,23 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_rl.parameters import choice
 from megatron_rl.rewards.judge_prompt import nearest_tier
 from megatron_rl.rewards.kinds import NumberFunction, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_calls import Call
-from megatron_rl.rewards.tool_parsers import PARSERS
+from megatron_rl.rewards.tool_parsers import PARSERS, ParserName
 
 PATH, TOOLS, PARAMETERS, STRATEGY = 0.35, 0.30, 0.25, 0.10  # weights: AWPO, Figure 4
 
 
 @register_reward("rubric")
-def rubric(rationale_key: str = "rationale", parser: str = "toolrl") -> NumberFunction:
+def rubric(rationale_key: str = "rationale", parser: ParserName = "toolrl") -> NumberFunction:
     """One of the tiers 0, 0.25, 0.5, 0.75, 0.9, 1.0 by a deterministic rubric. No judge: it counts words and compares calls.
 
     Args:
         rationale_key: the sample's metadata key with the reference rationale; a sample may lack it.
         parser: the format of the calls, as in `tool_format`.
     """
-    choice("parser", parser, tuple(PARSERS))
 
     def score(completion: str, sample: SampleMapping) -> float:
         rationale = str((sample.get("metadata") or {}).get(rationale_key) or "")
@@ -34,7 +32,7 @@ def rubric(rationale_key: str = "rationale", parser: str = "toolrl") -> NumberFu
     return score
 
 
-def grade(completion: str, gold: Sequence[Call], rationale: str, parser: str = "toolrl") -> float:
+def grade(completion: str, gold: Sequence[Call], rationale: str, parser: ParserName = "toolrl") -> float:
     """The tier of a completion.
 
     Four dimensions in [0, 1]: words of the thinking against those of the rationale (without one: whether there is any

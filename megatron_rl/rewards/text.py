@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
-from megatron_rl.parameters import choice, flag, real
+from megatron_rl.parameters import NonNegative
 from megatron_rl.rewards.kinds import NumberFunction, SampleMapping, stopped
 from megatron_rl.rewards.registry import register_reward
 
@@ -17,7 +18,6 @@ def format_reward(pattern: str, require_stop: bool = True) -> NumberFunction:
         pattern: Python regular expression; `.` matches newlines too. The whole completion has to match.
         require_stop: a response cut at the token limit scores 0.
     """
-    flag("require_stop", require_stop)
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except (re.error, TypeError) as error:
@@ -32,15 +32,13 @@ def format_reward(pattern: str, require_stop: bool = True) -> NumberFunction:
 
 
 @register_reward("length")
-def length_reward(limit: float, unit: str = "tokens") -> NumberFunction:
+def length_reward(limit: NonNegative, unit: Literal["tokens", "characters"] = "tokens") -> NumberFunction:
     """1 where the response is at most `limit` long, else 0 (GDPO, section 4.2).
 
     Args:
         limit: the longest response that is rewarded, inclusive.
         unit: `tokens` (the sample's `num_tokens`, end-of-sequence token included) or `characters` of the completion.
     """
-    real("limit", limit, low=0)
-    choice("unit", unit, ("tokens", "characters"))
 
     def score(completion: str, sample: SampleMapping) -> float:
         if unit == "characters":

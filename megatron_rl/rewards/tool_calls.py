@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.rewards.tool_parsers import Call
 
+Matching = Literal["greedy", "optimal"]
+Names = Literal["multiset", "set"]
+
 
 def match_share(
-    gold: Sequence[Call], calls: Sequence[Call], matching: str, names: str, same_name: bool = True
+    gold: Sequence[Call], calls: Sequence[Call], matching: Matching, names: Names, same_name: bool = True
 ) -> float:
     """Total match score over the largest possible one, R_max / S_max in [0, 1] (GDPO, appendix C; AWPO, Eq. 16).
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Literal, get_args
 
-from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, THINK, THOUGHT, calls_apart
+from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, THINK, THOUGHT, ParserName, calls_apart
 
-THINKING = ("required", "opened", "none")
+Thinking = Literal["required", "opened", "none"]
 _RESPONSE = ("<response>", "</response>")
 
 # (completion, calls wanted, response wanted, think, strict) -> has those fields and nothing else
@@ -28,7 +29,7 @@ _TOOLRL = {
     (calls, response, think, strict): _toolrl_pattern(calls, response, think, strict)
     for calls in (False, True)
     for response in (False, True)
-    for think in THINKING
+    for think in get_args(Thinking)
     for strict in (False, True)
 }
 
@@ -74,4 +75,4 @@ def llama_format(completion: str, calls: bool, response: bool, think: str, stric
     return bool(text.strip()) == response and bool(called.strip()) == calls
 
 
-FORMATS: dict[str, Format] = {"toolrl": toolrl_format, "hermes": hermes_format, "llama": llama_format}
+FORMATS: dict[ParserName, Format] = {"toolrl": toolrl_format, "hermes": hermes_format, "llama": llama_format}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 Call = dict[str, Any]  # {"name": str, "parameters": dict}
 
@@ -139,7 +139,8 @@ def llama_calls(completion: str) -> list[Call] | None:
     return calls
 
 
-PARSERS: dict[str, Callable[[str], list[Call] | None]] = {
+ParserName = Literal["toolrl", "hermes", "llama"]
+PARSERS: dict[ParserName, Callable[[str], list[Call] | None]] = {
     "toolrl": toolrl_calls,
     "hermes": hermes_calls,
     "llama": llama_calls,

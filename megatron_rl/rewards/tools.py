@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from megatron_rl.parameters import choice, flag
+from typing import Literal
+
 from megatron_rl.rewards.kinds import NumberFunction, SampleMapping
 from megatron_rl.rewards.registry import register_reward
-from megatron_rl.rewards.tool_calls import match_share
-from megatron_rl.rewards.tool_formats import FORMATS, THINKING
-from megatron_rl.rewards.tool_parsers import PARSERS
+from megatron_rl.rewards.tool_calls import Matching, Names, match_share
+from megatron_rl.rewards.tool_formats import FORMATS, Thinking
+from megatron_rl.rewards.tool_parsers import PARSERS, ParserName
 
 
 @register_reward("tool_format")
-def tool_format(strict: bool = True, parser: str = "toolrl", think: str = "required") -> NumberFunction:
+def tool_format(strict: bool = True, parser: ParserName = "toolrl", think: Thinking = "required") -> NumberFunction:
     """1 where the completion has the fields its gold answer asks for, each once and in order, else 0 (GDPO, Eq. 9).
 
     Thinking always; calls where the sample has gold calls; a response where it `needs_response` (default: where it has
@@ -28,9 +29,7 @@ def tool_format(strict: bool = True, parser: str = "toolrl", think: str = "requi
         think: `required`: `<think>...</think>` first. `opened`: the prompt ends with `<think>`, the completion closes it.
             `none`: no thinking.
     """
-    flag("strict", strict)
-    wanted_format = FORMATS[choice("parser", parser, tuple(FORMATS))]
-    choice("think", think, THINKING)
+    wanted_format = FORMATS[parser]
 
     def score(completion: str, sample: SampleMapping) -> float:
         calls = bool(sample.get("tool_calls"))
@@ -42,11 +41,11 @@ def tool_format(strict: bool = True, parser: str = "toolrl", think: str = "requi
 
 @register_reward("tool_correctness")
 def tool_correctness(
-    matching: str = "greedy",
-    names: str = "multiset",
+    matching: Matching = "greedy",
+    names: Names = "multiset",
     same_name: bool = True,
-    parser: str = "toolrl",
-    no_call_wanted: str = "compare",
+    parser: ParserName = "toolrl",
+    no_call_wanted: Literal["compare", "zero"] = "compare",
 ) -> NumberFunction:
     """6 * R_max / S_max - 3, in [-3, 3]: names, parameter names and parameter values of the calls (GDPO, appendix C).
 
@@ -61,11 +60,7 @@ def tool_correctness(
         no_call_wanted: what a completion gets whose gold turn calls no tool: `compare` as above, or `zero`, 0 whatever it
             does, as in ToolRL's released reward.
     """
-    choice("matching", matching, ("greedy", "optimal"))
-    choice("names", names, ("multiset", "set"))
-    flag("same_name", same_name)
-    choice("no_call_wanted", no_call_wanted, ("compare", "zero"))
-    read = PARSERS[choice("parser", parser, tuple(PARSERS))]
+    read = PARSERS[parser]
 
     def score(completion: str, sample: SampleMapping) -> float:
         gold = sample.get("tool_calls") or []
@@ -80,7 +75,7 @@ def tool_correctness(
 
 
 @register_reward("tool_exec")
-def tool_exec(matching: str = "optimal", names: str = "set", parser: str = "toolrl") -> NumberFunction:
+def tool_exec(matching: Matching = "optimal", names: Names = "set", parser: ParserName = "toolrl") -> NumberFunction:
     """The execution score in [0, 1] (AWPO, Eq. 13-16); with `tool_format` beside it, AWPO's outcome reward in [0, 2].
 
     1 where the gold turn calls no tool and neither does the completion; 0 for calls that cannot be read.
@@ -90,9 +85,7 @@ def tool_exec(matching: str = "optimal", names: str = "set", parser: str = "tool
         names: `set` as in Eq. 13, or `multiset`.
         parser: as in `tool_correctness`.
     """
-    choice("matching", matching, ("greedy", "optimal"))
-    choice("names", names, ("multiset", "set"))
-    read = PARSERS[choice("parser", parser, tuple(PARSERS))]
+    read = PARSERS[parser]
 
     def score(completion: str, sample: SampleMapping) -> float:
         calls = read(completion)
@@ -105,7 +98,11 @@ def tool_exec(matching: str = "optimal", names: str = "set", parser: str = "tool
 
 @register_reward("tool_outcome")
 def tool_outcome(
-    strict: bool = True, matching: str = "optimal", names: str = "set", parser: str = "toolrl", think: str = "required"
+    strict: bool = True,
+    matching: Matching = "optimal",
+    names: Names = "set",
+    parser: ParserName = "toolrl",
+    think: Thinking = "required",
 ) -> NumberFunction:
     """`tool_format` + `tool_exec`, AWPO's outcome reward in [0, 2] as one number (AWPO, Eq. 11)."""
     has_format = tool_format(strict, parser, think)

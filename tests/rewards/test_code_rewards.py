@@ -169,9 +169,9 @@ def test_arguments_may_be_text() -> None:
     ("params", "message"),
     [
         ({"cpu_seconds": 1.5}, "cpu_seconds = 1.5, must be a whole number"),
-        ({"cpu_seconds": 0}, "cpu_seconds = 0, must be a whole number of at least 1"),
-        ({"max_tests": 0}, "max_tests = 0, must be a whole number of at least 1"),
-        ({"total_seconds": -1}, "total_seconds = -1, must be a number from 0"),
+        ({"cpu_seconds": 0}, "cpu_seconds = 0, must be a whole number at least 1"),
+        ({"max_tests": 0}, "max_tests = 0, must be a whole number at least 1"),
+        ({"total_seconds": -1}, "total_seconds = -1, must be a number at least 0"),
     ],
 )
 def test_bad_parameters(params: dict[str, Any], message: str) -> None:

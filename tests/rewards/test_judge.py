@@ -333,7 +333,7 @@ def test_what_is_sent_is_what_the_recipe_says(tmp_path: Path, monkeypatch: pytes
         ({"urls": "localhost:8000"}, "not a URL"),
         ({"urls": "ftp://host/v1"}, "not a URL"),
         ({"urls": []}, "at least one"),
-        ({"urls": 7}, "list of URLs"),
+        ({"urls": 7}, "must be text or a list"),
         ({"urls": "http://me:pw@host/v1"}, "api_key_env"),
         ({"unanswered": "ignore"}, "drop, neutral, stop"),
         ({"neutral": float("nan")}, "neutral"),

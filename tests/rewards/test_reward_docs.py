@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ from omegaconf import OmegaConf
 
 from megatron_rl.config.schema import RewardConfig, TasksConfig
 from megatron_rl.rewards import check_rewards, list_rewards, make_reward
-from megatron_rl.rewards.registry import _FACTORIES
+from megatron_rl.rewards.registry import reward_parameters
 from megatron_rl.tasks import check_tasks
 
 PAGES = Path(__file__).parents[2] / "docs" / "rewards"
@@ -28,7 +27,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def test_a_reward_has_a_page_with_its_parameters(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", page, re.MULTILINE))
-    parameters = inspect.signature(_FACTORIES[name]).parameters
+    parameters = reward_parameters(name)
     assert list(rows) == list(parameters)
     for key, parameter in parameters.items():
         shown = rows[key].strip("`")
