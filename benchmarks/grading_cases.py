@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 
-RIGHT, VALUE, WRONG = "right", "right value", "wrong"  # VALUE: right for lenient grading, wrong for strict
+from benchmarks import grading_numbers as numbers
+from benchmarks.grading_numbers import RIGHT, VALUE, WRONG, Made, every
 
 
 @dataclass(frozen=True)
@@ -21,186 +21,11 @@ class Case:
     truth: str  # RIGHT, VALUE or WRONG
 
 
-Made = tuple[str, list[tuple[str, str]]]  # a gold answer and writings of it
-
-
-def _all(truth: str, *answers: str) -> list[tuple[str, str]]:
-    return [(answer, truth) for answer in answers]
-
-
-def _integers(rng: random.Random) -> Made:
-    n = rng.choice((1, -1)) * rng.randint(2, 10 ** rng.randint(1, 7))
-    answers = _all(RIGHT, f"{n}", f"{n}.", f"{n}.0", f"x = {n}", f"${n}$", f" {n} ", f"\\text{{{n}}}")
-    if abs(n) >= 1000:
-        grouped = f"{n:,}"
-        answers += _all(RIGHT, grouped, *(grouped.replace(",", mark) for mark in ("{,}", "\\,", ",\\!")))
-    answers += _all(
-        VALUE, f"\\frac{{{2 * n}}}{{2}}", f"{n - 3} + 3", f"\\left({n}\\right)^{{1}}", f"x = {n - 1} + 1 = {n}"
-    )
-    answers += _all(
-        WRONG, f"{n + 1}", f"{-n}", f"{n}7", f"{n}, {n + 1}", f"{n} \\text{{ or }} {n + 1}", f"{n} \\pm 1", f"|{n}| + 1"
-    )
-    answers += _all(WRONG, f"{n} 7", f"{n}.5", f"{n}^2 + 1", "", "?", f"[{n}, {n}]")
-    return str(n), answers
-
-
-def _fractions(rng: random.Random) -> Made:
-    q = Fraction(rng.randint(1, 40), rng.randint(2, 30))
-    while q.denominator == 1:
-        q = Fraction(rng.randint(1, 40), rng.randint(2, 30))
-    a, b = q.numerator, q.denominator
-    answers = _all(
-        RIGHT,
-        f"\\frac{{{a}}}{{{b}}}",
-        f"\\dfrac{{{a}}}{{{b}}}",
-        f"{a}/{b}",
-        f"\\tfrac{{{a}}}{{{b}}}",
-        f"x=\\frac{{{a}}}{{{b}}}",
-    )
-    if a > b:
-        answers += _all(RIGHT, f"{a // b}\\frac{{{a % b}}}{{{b}}}", f"{a // b} {a % b}/{b}")
-    decimal = f"{float(q):.6f}".rstrip("0")
-    exact = Fraction(decimal) == q
-    answers += [(decimal, RIGHT) if exact else (f"{float(q):.3f}", WRONG)]
-    answers += _all(VALUE, f"\\frac{{{3 * a}}}{{{3 * b}}}", f"{2 * a}/{2 * b}", f"\\frac{{1}}{{{b}}} \\cdot {a}")
-    answers += _all(
-        WRONG,
-        f"\\frac{{{a + 1}}}{{{b}}}",
-        f"-\\frac{{{a}}}{{{b}}}",
-        f"\\frac{{{b}}}{{{a}}}",
-        f"\\frac{{{a}}}{{{b + 1}}}",
-    )
-    answers += _all(
-        WRONG,
-        f"\\frac{{{a}}}{{0}}",
-        f"\\frac{{{a}}}{{{b}}}, 1",
-        f"{a}{b}",
-        f"\\frac{{{a}}}{{{b}}} + 1",
-        f"{float(q) + 0.01:.4f}",
-    )
-    return f"\\frac{{{a}}}{{{b}}}", answers
-
-
-def _decimals(rng: random.Random) -> Made:
-    places = rng.randint(1, 3)
-    gold = f"{rng.choice(('', '-'))}{rng.randint(0, 99)}.{rng.randint(1, 10**places - 1):0{places}d}"
-    value = float(gold)
-    answers = _all(RIGHT, gold, f"{gold}0", f"y = {gold}", f"${gold}$", f"{gold}00.")
-    if 0 < value < 1:
-        answers += _all(RIGHT, gold[1:])
-    answers += _all(VALUE, f"{gold} \\cdot 1", f"{2 * value:.{places}f}/2")
-    wrong = (
-        f"{1.05 * value + 0.05:.{places + 1}f}",
-        f"{-value}",
-        f"{10 * value:.{places}f}",
-        f"{gold}7 + 1",
-        f"{gold}, {gold}",
-        f"{value + 1:.{places}f}",
-    )
-    return gold, answers + _all(WRONG, *wrong, gold.replace(".", ""), f"{gold}.{gold[-1]}")
-
-
-def _e_notation(rng: random.Random) -> Made:
-    mantissa, power = f"{rng.randint(10, 999) / 100:g}", rng.choice((1, -1)) * rng.randint(3, 30)
-    gold = rng.choice(
-        (
-            f"{mantissa}e{power}",
-            f"{mantissa} \\times 10^{{{power}}}",
-            f"v = \\boxed{{{mantissa}e{power}}} \\mathrm{{~m/s}}",
-        )
-    )
-    answers = _all(
-        RIGHT,
-        f"{mantissa}e{power}",
-        f"{mantissa}E{power}",
-        f"{mantissa} \\times 10^{{{power}}}",
-        f"{mantissa}\\cdot 10^{{{power}}}",
-    )
-    answers += _all(
-        RIGHT, f"{mantissa} \\times 10^{{{power}}} \\text{{ m/s}}", f"x = {mantissa} \\times 10^{{{power}}}"
-    )
-    other = f"{float(mantissa) * 1.5:g}"
-    answers += _all(
-        WRONG,
-        f"{mantissa}e{power + 1}",
-        f"{mantissa} \\times 10^{{{-power}}}",
-        mantissa,
-        f"{other}e{power}",
-        f"-{mantissa}e{power}",
-    )
-    return gold, answers + _all(WRONG, f"{mantissa} \\times 10^{{{power - 1}}}", "0", f"{mantissa} \\times {power}")
-
-
-def _percentages(rng: random.Random) -> Made:
-    p = rng.randint(1, 99)
-    answers = _all(RIGHT, f"{p}\\%", f"{p}%", f"{p}", f"{p} \\text{{ percent}}", f"{p} percent", f"{p}.0\\%")
-    answers += _all(VALUE, f"{p / 100:g}")
-    return f"{p}\\%", answers + _all(
-        WRONG, f"{p + 1}\\%", f"-{p}\\%", f"{p}0\\%", f"{(p + 1) / 100:g}", f"{p}\\%, {p + 1}\\%", f"{100 * p}"
-    )
-
-
-_COUNTED = ("apples", "students", "hours", "marbles", "dollars", "pages", "people")
-_MEASURED = ("cm", "m/s", "km/h", "kg", "mL", "square feet", "m^2")
-
-
-def _units(rng: random.Random) -> Made:
-    n, thing, unit = rng.randint(2, 900), rng.choice(_COUNTED), rng.choice(_MEASURED)
-    gold = rng.choice((f"{n}", f"{n}", f"{n} \\text{{ {unit}}}", f"{n} {thing}"))
-    answers = _all(
-        RIGHT,
-        f"{n} \\text{{ {thing}}}",
-        f"{n}\\text{{ {unit}}}",
-        f"{n} \\mathrm{{~{unit.partition(' ')[0]}}}",
-        f"{n} {thing}",
-        f"{n}",
-        f"x = {n} \\text{{ {thing}}}",
-    )
-    answers += _all(
-        RIGHT, f"{n}^\\circ", f"{n}°", f"{n} cm", f"{n} \\text{{ cm}}^2", f"{n} \\text{{ {thing} per hour}}"
-    )
-    answers += _all(
-        WRONG,
-        f"{n + 1} \\text{{ {thing}}}",
-        f"{n} \\text{{ million}}",
-        f"{n} \\text{{ or }} {n + 1} \\text{{ {thing}}}",
-        f"\\text{{{thing}}}",
-    )
-    return gold, answers + _all(
-        WRONG,
-        f"-{n} {thing}",
-        f"{n}0 cm",
-        f"{n} \\text{{ hundred {thing}}}",
-        f"{n}i",
-        f"{n} \\mathrm{{i}}",
-        f"{n} dozen",
-    )
-
-
-def _money(rng: random.Random) -> Made:
-    cents = rng.randint(100, 999_999)
-    plain = f"{cents // 100}.{cents % 100:02d}"
-    grouped = f"{cents // 100:,}.{cents % 100:02d}"
-    answers = _all(
-        RIGHT, f"\\${plain}", f"${plain}", plain, f"\\${grouped}", f"{plain} \\text{{ dollars}}", f"{grouped} dollars"
-    )
-    more = cents + max(100, cents // 20)
-    wrong = f"{more // 100}.{more % 100:02d}"
-    return f"\\${grouped}", answers + _all(
-        WRONG,
-        f"\\${wrong}",
-        wrong,
-        f"-\\${plain}",
-        str(cents) if cents % 100 else f"{cents}1",
-        f"\\${plain} \\text{{ or }} \\${wrong}",
-    )
-
-
 def _tuples(rng: random.Random) -> Made:
     values = rng.sample(range(-20, 21), rng.randint(2, 4))
     text = ", ".join(map(str, values))
     half = ", ".join([*map(str, values[:-1]), f"\\frac{{{2 * values[-1]}}}{{2}}"])
-    answers = _all(
+    answers = every(
         RIGHT,
         f"({text})",
         f"({text.replace(' ', '')})",
@@ -208,8 +33,8 @@ def _tuples(rng: random.Random) -> Made:
         f"\\left( {text} \\right)",
         f"$({text})$",
     )
-    answers += _all(VALUE, f"({half})")
-    answers += _all(
+    answers += every(VALUE, f"({half})")
+    answers += every(
         WRONG,
         f"({', '.join(map(str, values[::-1]))})",
         f"({text}, 1)",
@@ -217,8 +42,8 @@ def _tuples(rng: random.Random) -> Made:
         f"\\{{{text}\\}}",
     )
     changed = ", ".join(map(str, [*values[:-1], values[-1] + 1]))
-    answers += _all(WRONG, f"({changed})", f"-({text})", f"({text}) + 1", f"({text}), ({changed})")
-    return f"({text})", answers + (_all(WRONG, f"[{text}]") if len(values) == 2 else [])
+    answers += every(WRONG, f"({changed})", f"-({text})", f"({text}) + 1", f"({text}), ({changed})")
+    return f"({text})", answers + (every(WRONG, f"[{text}]") if len(values) == 2 else [])
 
 
 def _intervals(rng: random.Random) -> Made:
@@ -226,23 +51,23 @@ def _intervals(rng: random.Random) -> Made:
     b = a + rng.randint(1, 15)
     left, right = rng.choice("(["), rng.choice(")]")
     low, high = (("\\le" if left == "[" else "<"), ("\\le" if right == "]" else "<"))
-    answers = _all(
+    answers = every(
         RIGHT,
         f"{left}{a},{b}{right}",
         f"{left}{a}, {b}{right}",
         f"\\left{left}{a}, {b}\\right{right}",
         f"x \\in {left}{a},{b}{right}",
     )
-    answers += _all(VALUE, f"{a} {low} x {high} {b}")
+    answers += every(VALUE, f"{a} {low} x {high} {b}")
     flipped = "(" if left == "[" else "["
-    answers += _all(
+    answers += every(
         WRONG,
         f"{flipped}{a},{b}{right}",
         f"{left}{a},{b + 1}{right}",
         f"{left}{a - 1},{b}{right}",
         f"{left}{b},{a}{right}",
     )
-    return f"{left}{a},{b}{right}", answers + _all(
+    return f"{left}{a},{b}{right}", answers + every(
         WRONG, f"\\{{{a},{b}\\}}", f"{a} {low} x", f"{left}{a},\\infty)", f"{a}", f"{a} {low} x {high} {b + 1}"
     )
 
@@ -251,7 +76,7 @@ def _sets(rng: random.Random) -> Made:
     values = rng.sample(range(-30, 31), rng.randint(2, 4))
     text, other = ", ".join(map(str, values)), ", ".join(map(str, values[::-1]))
     bare = rng.random() < 0.5
-    answers = _all(
+    answers = every(
         RIGHT,
         *(
             (text, other)
@@ -259,9 +84,9 @@ def _sets(rng: random.Random) -> Made:
             else (f"\\{{{text}\\}}", f"\\left\\{{{other}\\right\\}}", f"\\{{{text.replace(' ', '')}\\}}")
         ),
     )
-    answers += _all(RIGHT if bare else VALUE, other.replace(", ", ","))
-    answers += _all(RIGHT, f"{', '.join(map(str, values[:-1]))} \\text{{ and }} {values[-1]}") if bare else []
-    answers += _all(
+    answers += every(RIGHT if bare else VALUE, other.replace(", ", ","))
+    answers += every(RIGHT, f"{', '.join(map(str, values[:-1]))} \\text{{ and }} {values[-1]}") if bare else []
+    answers += every(
         WRONG,
         f"{text}, 99",
         f"\\{{{text}, 99\\}}",
@@ -269,7 +94,7 @@ def _sets(rng: random.Random) -> Made:
         f"{text}, {values[0]}",
         f"{values[0] + 50}, {', '.join(map(str, values[1:]))}",
     )
-    return (text if bare else f"\\{{{text}\\}}"), answers + _all(WRONG, str(values[0]), "\\emptyset", f"({text}) + 1")
+    return (text if bare else f"\\{{{text}\\}}"), answers + every(WRONG, str(values[0]), "\\emptyset", f"({text}) + 1")
 
 
 def _expressions(rng: random.Random) -> Made:
@@ -277,13 +102,13 @@ def _expressions(rng: random.Random) -> Made:
     shape = rng.randrange(4)
     if shape == 0:
         gold = f"(x+{a})(x-{b})"
-        answers = _all(
+        answers = every(
             RIGHT,
             f"x^2 + {a - b}x - {a * b}".replace("+ -", "- "),
             f"(x-{b})(x+{a})",
             f"\\left(x+{a}\\right)\\left(x-{b}\\right)",
         )
-        return gold, answers + _all(
+        return gold, answers + every(
             WRONG,
             f"(x-{a})(x+{b})",
             f"x^2 - {a * b}",
@@ -296,7 +121,7 @@ def _expressions(rng: random.Random) -> Made:
     if shape == 1:
         root = rng.choice((2, 3, 5, 6, 7))
         gold = f"{a}\\sqrt{{{root}}}"
-        answers = _all(
+        answers = every(
             RIGHT,
             gold,
             f"\\sqrt{{{a * a * root}}}",
@@ -304,7 +129,7 @@ def _expressions(rng: random.Random) -> Made:
             f"\\sqrt{{{root}}} \\cdot {a}",
             f"{a}\\sqrt{{{root}}}\\text{{ cm}}",
         )
-        return gold, answers + _all(
+        return gold, answers + every(
             WRONG,
             f"{a + 1}\\sqrt{{{root}}}",
             f"\\sqrt{{{a * root}}}",
@@ -316,14 +141,14 @@ def _expressions(rng: random.Random) -> Made:
         )
     if shape == 2:
         gold = f"\\frac{{{a}\\pi}}{{{b + 11}}}"
-        answers = _all(
+        answers = every(
             RIGHT,
             gold,
             f"\\frac{{{a}}}{{{b + 11}}}\\pi",
             f"{a}\\pi/{b + 11}",
             f"\\frac{{{a} \\pi}}{{{b + 11}}} \\text{{ radians}}",
         )
-        return gold, answers + _all(
+        return gold, answers + every(
             WRONG,
             f"\\frac{{{a + 1}\\pi}}{{{b + 11}}}",
             f"\\frac{{{a}}}{{{b + 11}}}",
@@ -332,8 +157,8 @@ def _expressions(rng: random.Random) -> Made:
             f"{a * 3.14159 / (b + 11):.3f}",
         )
     gold = f"{a}\\sin(x) + {b}\\cos x"
-    answers = _all(RIGHT, f"{b}\\cos(x) + {a}\\sin(x)", f"{a} \\sin x + {b} \\cos x", f"f(x) = {gold}")
-    return gold, answers + _all(
+    answers = every(RIGHT, f"{b}\\cos(x) + {a}\\sin(x)", f"{a} \\sin x + {b} \\cos x", f"f(x) = {gold}")
+    return gold, answers + every(
         WRONG,
         f"{a}\\cos x + {b}\\sin x",
         f"{a}\\sin x - {b}\\cos x",
@@ -357,9 +182,9 @@ def _physics(rng: random.Random) -> Made:
             (f"{k}\\Gamma e^{{-\\gamma t^{p}}}", f"e^{{-\\gamma t^{p}}} {k} \\Gamma"),
         )
     )
-    answers = _all(RIGHT, gold, other, f" {gold} ")
+    answers = every(RIGHT, gold, other, f" {gold} ")
     sides = gold.split("=")
-    return gold, answers + _all(
+    return gold, answers + every(
         WRONG,
         f"{gold}+1",
         f"-{gold}",
@@ -374,10 +199,10 @@ def _equations(rng: random.Random) -> Made:
     a, b = rng.randint(2, 9), rng.randint(1, 9)
     gold = rng.choice((f"y = {a}x + {b}", f"{a}x + y = {b}"))
     if gold[0] == "y":
-        answers = _all(RIGHT, gold, f"y={a}x+{b}", f"y = {b} + {a}x", f"{a}x+{b}")
+        answers = every(RIGHT, gold, f"y={a}x+{b}", f"y = {b} + {a}x", f"{a}x+{b}")
         wrong = (f"y = {a + 1}x + {b}", f"y = -{a}x + {b}", f"-y = {a}x + {b}", f"x = {a}y + {b}", f"y = {a}x", f"{a}")
     else:
-        answers = _all(RIGHT, gold, f"y + {a}x = {b}", f"{2 * a}x + 2y = {2 * b}", f"{a}x + y - {b} = 0")
+        answers = every(RIGHT, gold, f"y + {a}x = {b}", f"{2 * a}x + 2y = {2 * b}", f"{a}x + y - {b} = 0")
         wrong = (
             f"{a}x + y = {b + 1}",
             f"{a}x - y = {b}",
@@ -386,26 +211,26 @@ def _equations(rng: random.Random) -> Made:
             f"y + {a} = {b}x",
             f"{a}x + y",
         )
-    return gold, answers + _all(WRONG, *wrong)
+    return gold, answers + every(WRONG, *wrong)
 
 
 def _matrices(rng: random.Random) -> Made:
     a, b, c, d = rng.sample(range(-9, 10), 4)
     gold = f"\\begin{{pmatrix}} {a} & {b} \\\\ {c} & {d} \\end{{pmatrix}}"
-    answers = _all(
+    answers = every(
         RIGHT, gold, f"\\begin{{pmatrix}}{a}&{b}\\\\{c}&{d}\\end{{pmatrix}}", gold.replace("pmatrix", "bmatrix")
     )
     wrong = [
         f"\\begin{{pmatrix}} {w} & {x} \\\\ {y} & {z} \\end{{pmatrix}}"
         for w, x, y, z in ((a + 1, b, c, d), (a, c, b, d), (a, b, c, -d if d else 1), (-a - 1, b, c, d))
     ]
-    return gold, answers + _all(WRONG, *wrong, f"({a}, {b}, {c}, {d})", f"{a}", f"2{gold}", f"{gold} + 1")
+    return gold, answers + every(WRONG, *wrong, f"({a}, {b}, {c}, {d})", f"{a}", f"2{gold}", f"{gold} + 1")
 
 
 def _bases(rng: random.Random) -> Made:
     base = rng.randint(3, 9)
     digits = "".join(str(rng.randrange(1, base)) for _ in range(rng.randint(3, 5)))
-    answers = _all(RIGHT, f"{digits}_{base}", f"{digits}_{{{base}}}", digits, f"{digits}_{{\\text{{{_NAMES[base]}}}}}")
+    answers = every(RIGHT, f"{digits}_{base}", f"{digits}_{{{base}}}", digits, f"{digits}_{{\\text{{{_NAMES[base]}}}}}")
     wrong = (
         f"{digits}_{{{base + 1}}}",
         f"{digits[::-1]}1_{base}",
@@ -414,7 +239,7 @@ def _bases(rng: random.Random) -> Made:
         f"{int(digits, base)}_{{10}}",
         f"-{digits}_{base}",
     )
-    return f"{digits}_{{{base}}}", answers + _all(WRONG, *wrong)
+    return f"{digits}_{{{base}}}", answers + every(WRONG, *wrong)
 
 
 _NAMES = dict(zip(range(3, 10), ["three", "four", "five", "six", "seven", "eight", "nine"], strict=True))
@@ -422,7 +247,7 @@ _NAMES = dict(zip(range(3, 10), ["three", "four", "five", "six", "seven", "eight
 
 def _choices(rng: random.Random) -> Made:
     gold, other = rng.sample("ABCDE", 2)
-    answers = _all(
+    answers = every(
         RIGHT, gold, f"\\text{{{gold}}}", f"\\textbf{{{gold}}}", f"\\text{{({gold})}}", f"({gold})", f"{gold}."
     )
     wrong = (
@@ -434,7 +259,7 @@ def _choices(rng: random.Random) -> Made:
         "ABCDE",
         "",
     )
-    return rng.choice((gold, f"\\text{{{gold}}}", f"\\text{{({gold})}}")), answers + _all(WRONG, *wrong)
+    return rng.choice((gold, f"\\text{{{gold}}}", f"\\text{{({gold})}}")), answers + every(WRONG, *wrong)
 
 
 _WORDS = ("east", "west", "even", "odd", "Monday", "Friday", "yes", "no", "blue", "Alice", "isosceles", "increasing")
@@ -442,10 +267,10 @@ _WORDS = ("east", "west", "even", "odd", "Monday", "Friday", "yes", "no", "blue"
 
 def _words(rng: random.Random) -> Made:
     gold, other = rng.sample(_WORDS, 2)
-    answers = _all(
+    answers = every(
         RIGHT, f"\\text{{{gold}}}", gold, f"\\text{{{gold.capitalize()}}}", f"\\mathrm{{{gold}}}", f"\\textbf{{{gold}}}"
     )
-    return f"\\text{{{gold}}}", answers + _all(
+    return f"\\text{{{gold}}}", answers + every(
         WRONG,
         f"\\text{{{other}}}",
         other,
@@ -457,13 +282,13 @@ def _words(rng: random.Random) -> Made:
 
 
 KINDS: dict[str, Callable[[random.Random], Made]] = {
-    "integers": _integers,
-    "fractions": _fractions,
-    "decimals": _decimals,
-    "e-notation": _e_notation,
-    "percentages": _percentages,
-    "units": _units,
-    "money": _money,
+    "integers": numbers.integers,
+    "fractions": numbers.fractions,
+    "decimals": numbers.decimals,
+    "e-notation": numbers.e_notation,
+    "percentages": numbers.percentages,
+    "units": numbers.units,
+    "money": numbers.money,
     "tuples": _tuples,
     "intervals": _intervals,
     "sets and lists": _sets,

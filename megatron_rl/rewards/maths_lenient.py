@@ -6,18 +6,7 @@ import math
 import re
 from fractions import Fraction
 
-from megatron_rl.rewards.maths_forms import (
-    elements,
-    is_equation,
-    is_prose,
-    last_box,
-    named,
-    number,
-    same_in_base,
-    squeeze,
-    tidy,
-    without_percent,
-)
+from megatron_rl.rewards import maths_forms as forms
 from megatron_rl.rewards.maths_strict import gold_answer, matched, same_expression, same_form
 from megatron_rl.rewards.tool_parsers import after_thinking
 
@@ -40,10 +29,10 @@ def same_answer(completion: str, gold: str, boxes: str = "last") -> bool:
     completion = after_thinking(completion)
     if boxes == "all":
         return _by_extraction(completion, gold)
-    wanted, given = gold_answer(gold), last_box(completion)
+    wanted, given = gold_answer(gold), forms.last_box(completion)
     if given is None:
         return _by_extraction(completion[max(0, completion.rfind("\\boxed")) :], wanted)
-    if is_prose(wanted):
+    if forms.is_prose(wanted):
         return same_form(given, wanted) or _by_extraction(f"\\boxed{{{given}}}", wanted)
     return same_value(given, wanted)
 
@@ -52,24 +41,24 @@ def same_value(answer: str, gold: str) -> bool:
     """Whether two answers are equal: as strict grading sees it, as numbers, element by element, or as expressions."""
     if same_form(answer, gold):
         return True
-    if len({name for name in (named(answer), named(gold)) if name is not None}) > 1:  # y = 5 for x = 5
+    if len({name for name in (forms.named(answer), forms.named(gold)) if name is not None}) > 1:  # y = 5 for x = 5
         return False
-    if named(gold) is not None and is_equation(tidy(answer)):
+    if forms.named(gold) is not None and forms.is_equation(forms.tidy(answer)):
         return False  # compared already
-    answer, gold = tidy(answer), tidy(gold)
+    answer, gold = forms.tidy(answer), forms.tidy(gold)
     if not answer or len(answer) > 20 * len(gold) + 1000:  # longer than any writing of it
         return False
-    given, wanted = elements(answer), elements(gold)
+    given, wanted = forms.elements(answer), forms.elements(gold)
     if given is not None and wanted is not None:
         return _same_elements(given, wanted)
-    if (numbers := _same_number(squeeze(answer), squeeze(gold))) is not None:
+    if (numbers := _same_number(forms.squeeze(answer), forms.squeeze(gold))) is not None:
         return numbers
     if given is not None and given[0] == "\\{\\}" and len(given[1]) == 1:
         return same_value(given[1][0], gold)
     # A list for a single answer, or the other way round, unless one of them is written as a relation or a union.
     if (given is None) != (wanted is None) and not _RELATION.search(gold if given is not None else answer):
         return False
-    return same_expression(squeeze(answer), squeeze(gold), _decimals(gold), inequalities=True)
+    return same_expression(forms.squeeze(answer), forms.squeeze(gold), _decimals(gold), inequalities=True)
 
 
 def _same_elements(given: tuple[str, list[str]], wanted: tuple[str, list[str]]) -> bool:
@@ -88,9 +77,9 @@ def _same_elements(given: tuple[str, list[str]], wanted: tuple[str, list[str]]) 
 
 def _same_number(answer: str, gold: str) -> bool | None:
     """Whether two squeezed literals are the same number; None where one is none. A percentage is either number it may be."""
-    if (in_base := same_in_base(answer, gold)) is not None:
+    if (in_base := forms.same_in_base(answer, gold)) is not None:
         return in_base
-    value, target = number(without_percent(answer)), number(without_percent(gold))
+    value, target = forms.number(forms.without_percent(answer)), forms.number(forms.without_percent(gold))
     if value is None or target is None:
         return None
     readings = [value]
@@ -109,7 +98,7 @@ def _close(value: Fraction, target: Fraction, written: str) -> bool:
 
 
 def _decimals(gold: str) -> int:
-    value = number(squeeze(without_percent(gold)))
+    value = forms.number(forms.squeeze(forms.without_percent(gold)))
     return _DECIMALS + (0 if value is None else _further_decimals(value))
 
 
@@ -128,8 +117,8 @@ def _by_extraction(completion: str, gold: str) -> bool:
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs that its timeouts are off: ours is outside
-    plain = tidy(gold)
-    value = number(squeeze(without_percent(plain)))
+    plain = forms.tidy(gold)
+    value = forms.number(forms.squeeze(forms.without_percent(plain)))
     marked = (gold if value is None else _POWER.sub(r" \\times 10^{\1}", plain)).replace("\\$", "")  # no delimiter
     whole = f"${marked.replace('$', '')}$"
     if marked.count("$") % 2 or not any(mark in marked for mark in ("$", "\\boxed", "\\(", "\\[")):

@@ -11,19 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from megatron_rl.rewards.maths_forms import (
-    elements,
-    for_sympy,
-    is_equation,
-    is_reduced,
-    last_box,
-    named,
-    number,
-    same_in_base,
-    squeeze,
-    tidy,
-    without_percent,
-)
+from megatron_rl.rewards import maths_forms as forms
 from megatron_rl.rewards.tool_parsers import after_thinking
 
 _TOLERANCE = Fraction(1, 10_000)  # relative, for gold decimals: PRIME's
@@ -34,13 +22,13 @@ def strictly_same(completion: str, gold: str) -> bool:
 
     It has no deadline of its own: call it `Isolated`.
     """
-    answer = last_box(after_thinking(completion))
+    answer = forms.last_box(after_thinking(completion))
     return answer is not None and same_form(answer, gold_answer(gold))
 
 
 def gold_answer(gold: str) -> str:
     r"""What stands in the last `\boxed{}` of a gold text, or the text. ValueError where that holds nothing."""
-    boxed = last_box(gold)
+    boxed = forms.last_box(gold)
     answer = gold if boxed is None else boxed
     if not normalize(answer):
         raise ValueError(f"the gold text {gold!r:.200} holds no answer")
@@ -48,15 +36,16 @@ def gold_answer(gold: str) -> str:
 
 
 def normalize(text: str) -> str:
-    return squeeze(without_percent(tidy(text)))
+    return forms.squeeze(forms.without_percent(forms.tidy(text)))
 
 
 def same_form(answer: str, gold: str) -> bool:
     """Whether an answer equals the gold one and is written in an acceptable form."""
-    names = {name for name in (named(answer), named(gold)) if name is not None}
+    names = {name for name in (forms.named(answer), forms.named(gold)) if name is not None}
     if len(names) > 1:  # y = 5 for x = 5
         return False
-    if named(gold) is not None and is_equation(tidy(answer)):  # -x = 5 for x = 5: the name is part of what is said
+    if forms.named(gold) is not None and forms.is_equation(forms.tidy(answer)):
+        # -x = 5 for x = 5: the name is part of what is said
         return same_equation(answer, gold)
     answer, gold = normalize(answer), normalize(gold)
     if not answer:
@@ -65,7 +54,7 @@ def same_form(answer: str, gold: str) -> bool:
         return True
     if len(answer) > 10 * len(gold) + 200:  # no answer in a comparable form is that long
         return False
-    wanted, given = elements(gold), elements(answer)
+    wanted, given = forms.elements(gold), forms.elements(answer)
     if (wanted is None) != (given is None):
         return False
     if wanted is not None and given is not None:
@@ -89,14 +78,14 @@ def matched(answers: Sequence[str], gold: Sequence[str], same: Callable[[str, st
 
 
 def _same_value(answer: str, gold: str) -> bool:
-    if (in_base := same_in_base(answer, gold)) is not None:
+    if (in_base := forms.same_in_base(answer, gold)) is not None:
         return in_base
-    target, value = number(gold), number(answer)
+    target, value = forms.number(gold), forms.number(answer)
     if target is not None:
         if value is None:
             return False  # an expression that is still to be worked out, or words around a number
         if "frac" in answer or "/" in answer:
-            return value == target and is_reduced(answer)
+            return value == target and forms.is_reduced(answer)
         if "frac" not in gold and "/" not in gold and not re.fullmatch(r"[+-]?\d+(\.0*)?", gold):
             return abs(value - target) <= _TOLERANCE * abs(target)
         return value == target
@@ -107,7 +96,7 @@ def _same_value(answer: str, gold: str) -> bool:
 
 def same_equation(answer: str, gold: str) -> bool:
     """Whether two equations are equal, where the gold one gives the value of a variable."""
-    wanted = squeeze(re.sub(r"\\?\$", "", gold).strip().rstrip("."))
+    wanted = forms.squeeze(re.sub(r"\\?\$", "", gold).strip().rstrip("."))
     return same_expression(normalize(answer), wanted, decimals=12, inequalities=False)
 
 
@@ -131,7 +120,7 @@ def same_expression(answer: str, gold: str, decimals: int, inequalities: bool) -
     extraction = LatexExtractionConfig(normalization_config=normalization)
     wanted, given = (
         parse(
-            f"${for_sympy(text)}$",
+            f"${forms.for_sympy(text)}$",
             [extraction],
             fallback_mode="no_fallback",
             extraction_mode="first_match",

@@ -251,7 +251,7 @@ def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path, straight: tupl
 
 def test_a_server_is_waited_for_and_ends_with_the_job_that_uses_it(cluster: Cluster, tmp_path: Path) -> None:
     site = write_site(tmp_path, extra="SERVER_LOOKS_EVERY=1")
-    program = ("python", "-m", "megatron_rl.rewards.rubric_server", "--port", "{port}")
+    program = ("python", "tools/rubric_server.py", "--port", "{port}")
     server = Job(cluster, tmp_path, "serve", "--", *program, site=site)
     folder = REPOSITORY / "runs" / ".servers" / server.number
     judge = {"reward": "judge", "params": {"urls": "${oc.env:JUDGE_URL}", "model": "rubric"}}

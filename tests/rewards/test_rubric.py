@@ -9,12 +9,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from megatron_rl.rewards import make_reward
 from megatron_rl.rewards.judge_prompt import TIERS
 
+SERVER = Path(__file__).parents[2] / "tools" / "rubric_server.py"
 GOLD = [{"name": "walk", "parameters": {"steps": 11}}, {"name": "lamp", "parameters": {"room": "hall", "on": True}}]
 SAMPLE = {"prompt": "go", "tool_calls": GOLD, "metadata": {"rationale": "walk 3+4=7 7+4=11 lamp"}}
 WALK, LAMP = (
@@ -59,7 +61,7 @@ def url() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = subprocess.Popen([sys.executable, "-m", "megatron_rl.rewards.rubric_server", "--port", str(port)])
+    server = subprocess.Popen([sys.executable, str(SERVER), "--port", str(port)])
     base = f"http://127.0.0.1:{port}/v1"
     try:
         for _ in range(600):

@@ -179,7 +179,10 @@ def test_lists_that_do_not_go_together() -> None:
         ({"reward": "puzle"}, r"rewards\.x: unknown reward 'puzle'; did you mean 'puzzle'\?"),
         ({"reward": "puzzle", "params": {"partiall": 1}}, r"unknown parameter 'partiall'; did you mean 'partial'"),
         ({"reward": "puzzle", "params": {"partial": 1}}, r"partial = 1, must be true or false"),
-        ({"reward": "puzzle", "params": {"timeout_seconds": 0}}, r"timeout_seconds = 0, must be a number at least 0\.01"),
+        (
+            {"reward": "puzzle", "params": {"timeout_seconds": 0}},
+            r"timeout_seconds = 0, must be a number at least 0\.01",
+        ),
         ({"reward": "format"}, r"the parameter 'pattern' is missing"),
         ({"reward": "format", "params": {"pattern": "("}}, r"is no regular expression"),
         ({"reward": "length", "params": {"limit": -1}}, r"limit = -1, must be a number at least 0"),

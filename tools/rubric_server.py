@@ -1,4 +1,4 @@
-"""The fixed rubric behind an OpenAI chat API, to try the judge's path without a model.
+"""The fixed rubric behind an OpenAI chat API, to try the reward `judge` without a model: `python tools/rubric_server.py`.
 
 It reads the built-in prompt of the reward `judge` and replies `{"score": X}` with the grade that the reward `rubric` gives.
 """
@@ -60,7 +60,7 @@ def _error(web: Any, status: int, text: str) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl.rewards.rubric_server", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--name", default="rubric", help="the model's name in requests")
