@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Rollout, Sample
-from megatron_rl.runtime import provenance
+from megatron_rl.runtime import disk, provenance
 
 FOLDER = "responses"
 Kept = dict[tuple[str, int], Rollout]  # by sample id and index
@@ -79,9 +78,7 @@ def begin(folder: Path, now: Mapping[str, Any]) -> None:
     """Writes `origin.json` where it is missing."""
     folder.mkdir(exist_ok=True)
     if not (folder / "origin.json").exists():
-        temporary = folder / "origin.tmp"
-        temporary.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, folder / "origin.json")
+        disk.replace(folder / "origin.json", json.dumps(now, indent=1) + "\n")
 
 
 class Keeper:

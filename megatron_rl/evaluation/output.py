@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 import megatron_rl
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Rollout, Sample
-from megatron_rl.evaluation.statistics import Estimate
+from megatron_rl.evaluation.statistics import Interval
 from megatron_rl.evaluation.summary import TaskSummary
 from megatron_rl.runtime import disk
 
@@ -35,7 +34,7 @@ def write_results(
     config: Config,
     model: Mapping[str, Any],
     summaries: Sequence[TaskSummary],
-    across: Mapping[str, Estimate],
+    across: Mapping[str, Interval],
     seconds: float,
 ) -> None:
     """`evaluation.json`, in one move. Every number of the table and its interval, and what it was measured with."""
@@ -70,16 +69,14 @@ def write_results(
             for name, estimate in part.items()
         },
     }
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, path)
+    disk.replace(path, json.dumps(content, indent=1) + "\n")
 
 
-def results_table(config: Config, summaries: Sequence[TaskSummary], across: Mapping[str, Estimate]) -> Table:
+def results_table(config: Config, summaries: Sequence[TaskSummary], across: Mapping[str, Interval]) -> Table:
     """One row per task, and one each for macro and micro where there are several tasks."""
     n = config.trainer.eval_rollouts
     share = config.evaluation.confidence
-    rows: list[tuple[str, str, str, Mapping[str, Estimate]]] = [
+    rows: list[tuple[str, str, str, Mapping[str, Interval]]] = [
         (summary.task, str(summary.prompts), f"eval/{summary.task}", summary.estimates) for summary in summaries
     ]
     total = str(sum(summary.prompts for summary in summaries))
@@ -109,13 +106,13 @@ def results_table(config: Config, summaries: Sequence[TaskSummary], across: Mapp
     return table
 
 
-def _interval(estimate: Estimate) -> str:
+def _interval(estimate: Interval) -> str:
     if estimate.low is None or estimate.high is None:
         return "–"
     return f"{estimate.low:.1%} – {estimate.high:.1%}"
 
 
-def _cell(estimate: Estimate | None, is_share: bool) -> str:
+def _cell(estimate: Interval | None, is_share: bool) -> str:
     if estimate is None:
         return "–"
     return f"{estimate.value:.1%}" if is_share else f"{estimate.value:.0f}"

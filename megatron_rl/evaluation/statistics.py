@@ -28,7 +28,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Interval:
     """A mean over prompts.
 
     Attributes:
@@ -45,7 +45,7 @@ class Estimate:
     prompts: int
 
 
-def mean(values: Sequence[float], confidence: float, bounded: bool = True) -> Estimate:
+def mean(values: Sequence[float], confidence: float, bounded: bool = True) -> Interval:
     """The mean of one number per prompt, with a confidence interval for the mean over the population of such prompts.
 
     The standard error is s / sqrt(n), s the standard deviation of the prompts' numbers: it holds whatever the correlation
@@ -61,12 +61,12 @@ def mean(values: Sequence[float], confidence: float, bounded: bool = True) -> Es
     n = len(values)
     center = math.fsum(values) / n
     if n == 1:
-        return Estimate(center, None, None, None, 1)
+        return Interval(center, None, None, None, 1)
     variance = math.fsum((value - center) ** 2 for value in values) / (n - 1)
     return _estimate(center, math.sqrt(variance / n), n - 1, n, confidence, bounded)
 
 
-def combine(parts: Sequence[Estimate], weights: Sequence[float], confidence: float, bounded: bool = True) -> Estimate:
+def combine(parts: Sequence[Interval], weights: Sequence[float], confidence: float, bounded: bool = True) -> Interval:
     """The weighted mean of independent estimates, one per task: the standard errors add in squares.
 
     Args:
@@ -81,7 +81,7 @@ def combine(parts: Sequence[Estimate], weights: Sequence[float], confidence: flo
     squares = []
     for share, part in zip(shares, parts, strict=True):
         if part.stderr is None:
-            return Estimate(center, None, None, None, prompts)
+            return Interval(center, None, None, None, prompts)
         squares.append((share * part.stderr) ** 2)
     # Welch and Satterthwaite's degrees of freedom of a sum of variances.
     below = math.fsum(square**2 / (part.prompts - 1) for square, part in zip(squares, parts, strict=True))
@@ -107,10 +107,10 @@ def sampling_error(values: Sequence[Sequence[float]]) -> float | None:
     return math.sqrt(total) / len(values)
 
 
-def _estimate(center: float, stderr: float, freedom: float, prompts: int, confidence: float, bounded: bool) -> Estimate:
+def _estimate(center: float, stderr: float, freedom: float, prompts: int, confidence: float, bounded: bool) -> Interval:
     quantile = t_quantile(0.5 + confidence / 2, freedom)
     if not bounded:
-        return Estimate(center, stderr, center - quantile * stderr, center + quantile * stderr, prompts)
+        return Interval(center, stderr, center - quantile * stderr, center + quantile * stderr, prompts)
     p = min(max(center, 0.0), 1.0)  # a mean of numbers in [0, 1], up to rounding
     size = p * (1 - p) / stderr**2 if stderr else float(prompts)
     square = quantile**2 / size
@@ -119,7 +119,7 @@ def _estimate(center: float, stderr: float, freedom: float, prompts: int, confid
     # At 0 and 1 the interval begins and ends there, which the difference says up to rounding only.
     low = max(0.0, middle - half) if p > _ROUNDING else 0.0
     high = min(1.0, middle + half) if p < 1 - _ROUNDING else 1.0
-    return Estimate(center, stderr, low, high, prompts)
+    return Interval(center, stderr, low, high, prompts)
 
 
 @functools.cache

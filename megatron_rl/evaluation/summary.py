@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Rollout, Sample
-from megatron_rl.evaluation.statistics import Estimate, combine, mean, pass_at_k, sampling_error
+from megatron_rl.evaluation.statistics import Interval, combine, mean, pass_at_k, sampling_error
 
 Value = Callable[[Rollout], float]
 
@@ -32,7 +32,7 @@ class TaskSummary:
     failed: int
     unscored: int
     right_if: tuple[str, float]
-    estimates: dict[str, Estimate] = field(default_factory=dict)
+    estimates: dict[str, Interval] = field(default_factory=dict)
     sampling_stderr: float | None = None
 
 
@@ -83,10 +83,10 @@ def summarize(
         raise ValueError(f"task {task}: the reward {judge!r} has no value for any response")
     groups = _by_prompt(scored)
 
-    def over_prompts(value: Value, bounded: bool = True) -> Estimate:
+    def over_prompts(value: Value, bounded: bool = True) -> Interval:
         return mean([sum(map(value, group)) / len(group) for group in groups], options.confidence, bounded)
 
-    def of_column(column: str, value: Callable[[float], float], bounded: bool = True) -> Estimate | None:
+    def of_column(column: str, value: Callable[[float], float], bounded: bool = True) -> Interval | None:
         scores = [[value(r.rewards[column]) for r in group if not math.isnan(r.rewards[column])] for group in groups]
         means = [sum(row) / len(row) for row in scores if row]
         return mean(means, options.confidence, bounded) if means else None
@@ -122,13 +122,13 @@ def summarize(
     return summary
 
 
-def overall(config: Config, summaries: Sequence[TaskSummary]) -> dict[str, Estimate]:
+def overall(config: Config, summaries: Sequence[TaskSummary]) -> dict[str, Interval]:
     """What all tasks have, over all tasks: `eval_macro/<x>` is the mean of the tasks' means, `eval_micro/<x>` weights each
     task by its number of prompts. Empty for a single task."""
     if len(summaries) < 2:
         return {}
     names = [name.split("/", 2)[2] for name in summaries[0].estimates]
-    metrics: dict[str, Estimate] = {}
+    metrics: dict[str, Interval] = {}
     for name in names:
         parts = [summary.estimates.get(f"eval/{summary.task}/{name}") for summary in summaries]
         known = [part for part in parts if part is not None]
@@ -141,7 +141,7 @@ def overall(config: Config, summaries: Sequence[TaskSummary]) -> dict[str, Estim
     return metrics
 
 
-def metrics_of(summaries: Sequence[TaskSummary], across: Mapping[str, Estimate]) -> dict[str, float]:
+def metrics_of(summaries: Sequence[TaskSummary], across: Mapping[str, Interval]) -> dict[str, float]:
     """The row of `metrics.jsonl`: every estimate's value, and the standard error of every avg@k."""
     metrics = {name: estimate.value for name, estimate in across.items()}
     for summary in summaries:

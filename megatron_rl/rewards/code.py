@@ -58,7 +58,7 @@ def code_pass_rate(
 ) -> ProgramReward:
     """Share of the tests that the completion's program passes, in [0, 1] (GDPO, section 4.3).
 
-    The program is the last fenced code block (`extract_code`); 0 where there is none. It runs in a sandbox, once per test.
+    The program is the last fenced code block (`extract_code`); 0 without one. It runs in a sandbox, once per test.
 
     Args:
         cpu_seconds: CPU time of one test, whole seconds; the time on the clock may be twice that, and a second.
@@ -96,7 +96,7 @@ def code_bug(
 
 
 def extract_code(completion: str) -> str | None:
-    """The last fenced block that says it is Python, else the last that names no language; None where there is none."""
+    """The last fenced block that says it is Python, else the last that names no language; None without either."""
     unnamed = None
     for block in reversed(list(_FENCE.finditer(completion))):
         info, code = block.groups()

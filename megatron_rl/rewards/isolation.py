@@ -204,7 +204,7 @@ def _serve(function: str, imports: list[str]) -> None:
     while header := requests.read(_HEADER.size):
         size, seconds = _HEADER.unpack(header)
         token, args = pickle.loads(requests.read(size))
-        # Should the parent die meanwhile, nobody is left to kill a hanging call: the kernel ends it.
+        # If the parent dies, it cannot kill a hanging call: the kernel ends it.
         signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 1)
         reply: dict[str, Any]
         try:

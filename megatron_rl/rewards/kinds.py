@@ -25,7 +25,7 @@ CALL_SECONDS = 60.0  # deadline of a pooled reward that does not set its own
 
 
 def stopped(sample: SampleMapping) -> bool:
-    """Whether the response ended by itself; it counts as ended where nobody says (a call outside a run)."""
+    """Whether the response ended by itself; true without a `finish_reason` (a call outside a run)."""
     return sample.get("finish_reason", "stop") == "stop"
 
 
@@ -102,7 +102,7 @@ class PooledReward(Reward):
 
     @property
     def timeouts(self) -> int | None:
-        """Calls so far that ran into a deadline; None where there is none."""
+        """Calls so far that ran into the deadline; None without a deadline."""
         return None if self.timeout_seconds is None else self.late
 
     def submit(self, completion: str, sample: SampleMapping) -> Future[Score]:

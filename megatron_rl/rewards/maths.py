@@ -26,7 +26,7 @@ def math_reward(
 ) -> IsolatedReward:
     r"""`correct` where the completion's final answer equals the sample's `answer`, else `wrong`.
 
-    The final answer is what stands in a `\boxed{}`; where there is none, the last LaTeX or plain expression. math-verify
+    The final answer is what stands in a `\boxed{}`; without one, the last LaTeX or plain expression. math-verify
     compares it as mathematics: `\frac{1}{2}` equals `0.5`. It runs in a process of its own, so its deadline holds in any
     thread and against any expression.
 

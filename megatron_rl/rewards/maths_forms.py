@@ -60,7 +60,7 @@ _BASES = {
 
 
 def last_box(text: str) -> str | None:
-    r"""What stands in the last `\boxed{}` (`\fbox{}`, `\framebox{}`); None where there is none, or it is not closed."""
+    r"""What stands in the last `\boxed{}` (`\fbox{}`, `\framebox{}`); None without a closed one."""
     start = max(map(text.rfind, ("\\boxed", "\\fbox", "\\framebox")))
     if start < 0:
         return None

@@ -55,7 +55,7 @@ def puzzle(
     The dataset is the sample's `metadata["source_dataset"]`, as the task source `reasoning_gym` leaves it.
 
     Args:
-        after: the answer is the text after the last such marker, 0 where there is none; null: the whole completion.
+        after: the answer is the text after the last such marker, 0 without a marker; null: the whole completion.
         partial: keep the verifier's partial credit, which constant answers can earn; false: 1 for full marks, else 0.
         require_stop: a response cut at the token limit scores 0.
         timeout_seconds: a verifier that takes longer is stopped; the response scores 0 and counts as a timeout.

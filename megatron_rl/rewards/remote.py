@@ -150,7 +150,7 @@ class RemoteReward(Reward):
 
     # ------------------------------------------------------------------------------------------------------- scoring
     def submit(self, completion: str, sample: SampleMapping) -> Future[Score]:
-        """Starts to score; the future has the score, or None where the rule is `drop` and nobody answered.
+        """Starts to score; the future has the score, or None without an answer, where the rule is `drop`.
 
         The future raises:
             EndpointError: the rule is `stop`, or the endpoint was never usable.
@@ -236,7 +236,7 @@ class RemoteReward(Reward):
 
     # ----------------------------------------------------------------------------------------- one reward, many ranks
     def open(self, folder: Path, rank: int, world: int) -> None:
-        """Keeps answers under `folder`, one file per rank, and takes up those that are there.
+        """Keeps answers under `folder`, one file per rank, and loads those of earlier attempts.
 
         Each of `world` processes gets its part of `max_in_flight` and of the budgets.
         """

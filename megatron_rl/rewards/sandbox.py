@@ -1,4 +1,4 @@
-"""Runs a Python program nobody has read, and says what it printed or returned.
+"""Runs untrusted Python in a sandbox and returns its output.
 
 Every run is a process of its own that gives up its rights before the program starts (`sandbox_child`): no network, no other
 processes, nothing to read but Python's own library, nothing to write but a scratch folder, limits on CPU time, memory, output
@@ -49,7 +49,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """What came of one run.
 
     `status`: `ok` (exit code 0), `syntax` (it does not compile), `error` (it raised, or hit its memory or output limit),
@@ -68,7 +68,7 @@ def run_program(
     function: str | None = None,
     arguments: list[Any] | None = None,
     limits: Limits | None = None,
-) -> Outcome:
+) -> ProgramResult:
     """Run a program once.
 
     Args:
@@ -123,16 +123,16 @@ def run_program(
             raise SandboxError(f"programs cannot be run safely on this machine: {reason}")
         error = _content(complained)[-2000:]
         if status != "ok":
-            return Outcome(status, error=error)
+            return ProgramResult(status, error=error)
         if process.returncode:
-            return Outcome(_FAILURES.get(process.returncode, "error"), error=error)
+            return ProgramResult(_FAILURES.get(process.returncode, "error"), error=error)
         value = None
         if function is not None:
             try:
                 value = json.loads(_content(returned))
             except (ValueError, RecursionError):  # the program ended before the function returned
-                return Outcome("error", error="the function did not return a value that JSON can hold")
-        return Outcome("ok", stdout=_content(printed), value=value, error=error)
+                return ProgramResult("error", error="the function did not return a value that JSON can hold")
+        return ProgramResult("ok", stdout=_content(printed), value=value, error=error)
 
 
 @contextmanager

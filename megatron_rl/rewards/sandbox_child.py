@@ -242,7 +242,7 @@ def confine(scratch: str, limits: dict[str, int], parent_fd: int) -> None:
     parent = os.getppid()
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the program dies with who started it
     if os.getppid() != parent:
-        raise Refused("whoever started the program is gone")
+        raise Refused("the process that started the program is gone")
     if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
         raise Refused(f"no_new_privs: {os.strerror(ctypes.get_errno())}")
     _limit(limits)

@@ -325,7 +325,7 @@ class Scorer:
 def condition_reward(value: float, gate: float, threshold: float) -> float:
     """`value` where the gate reaches the threshold, else 0 (GDPO, Eq. 8). Both are raw rewards, before any weight.
 
-    NaN where the gate is: nobody can say.
+    NaN where the gate has no value.
     """
     if math.isnan(gate):
         return math.nan

@@ -50,7 +50,7 @@ def json_lines(text: str) -> list[str]:
 
 
 def after_thinking(completion: str) -> str:
-    """What follows the last `</think>`; all of it where there is none."""
+    """What follows the last `</think>`; the whole text without one."""
     return completion.rpartition(THOUGHT)[2]
 
 

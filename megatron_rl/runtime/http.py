@@ -50,7 +50,7 @@ class Traffic:
     rate_limited: int = 0  # HTTP 429
     errors: int = 0  # connection lost, other HTTP errors, replies that are not JSON or lack what was asked for
     aborted: int = 0  # in flight when the step's deadline came
-    unreachable: int = 0  # attempts that found nobody to send to; not among `requests`
+    unreachable: int = 0  # attempts that found no server; not among `requests`
     prompt_tokens: int = 0
     completion_tokens: int = 0
     latencies: list[float] = field(default_factory=list)  # seconds of each reply
@@ -97,7 +97,7 @@ class ServerSettings:
 
 
 def check_urls(urls: str | Sequence[str]) -> tuple[str, ...]:
-    """One base URL or several, without a slash at the end. ValueError where there is none, or one is no URL."""
+    """One base URL or several, without a slash at the end. ValueError for an empty list and for what is no URL."""
     several = (urls,) if isinstance(urls, str) else tuple(urls)
     if not several:
         raise ValueError("urls is empty, must name at least one server such as http://localhost:8000/v1")

@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 import pytest
 
-from megatron_rl.evaluation.statistics import Estimate, combine, mean, pass_at_k, sampling_error, t_quantile
+from megatron_rl.evaluation.statistics import Interval, combine, mean, pass_at_k, sampling_error, t_quantile
 
 
 @pytest.mark.parametrize(("n", "c"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 6), (7, 3)])
@@ -92,7 +92,7 @@ def test_all_right_is_not_certainty() -> None:
 
 
 def test_one_prompt_has_no_interval() -> None:
-    assert mean([0.5], 0.95) == Estimate(0.5, None, None, None, 1)
+    assert mean([0.5], 0.95) == Interval(0.5, None, None, None, 1)
 
 
 def test_lengths_get_a_plain_t_interval() -> None:

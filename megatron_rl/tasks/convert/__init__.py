@@ -1,4 +1,4 @@
-"""Public datasets -> rows for the `jsonl` source. A converter takes one row and yields rows, or why there is none."""
+"""Public datasets -> rows for the `jsonl` source. A converter takes one row and yields rows, or says why not."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Tool:
+class ToolSchema:
     name: str
     description: str
     parameters: dict[str, Any]  # name -> {"type", "description", ...}
@@ -56,7 +56,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Dialogue:
-    tools: list[Tool]
+    tools: list[ToolSchema]
     turns: list[Turn]
 
 
@@ -123,7 +123,7 @@ def _row(dialogue: Dialogue, before: list[Turn], turn: Turn, step: int, style: s
     return {"prompt": [_message(turn) for turn in before], "tools": [tool.schema() for tool in dialogue.tools], **row}
 
 
-def tool_list(tools: list[Tool]) -> str:
+def tool_list(tools: list[ToolSchema]) -> str:
     """The tools as ToolRL's prompt lists them."""
     lines = []
     for number, tool in enumerate(tools, 1):

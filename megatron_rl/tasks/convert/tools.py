@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.rewards.tool_parsers import Call, as_call, parse_tool_calls
 from megatron_rl.tasks.columns import column, gold_calls
-from megatron_rl.tasks.convert.dialogue import SYSTEM, Dialogue, Dropped, Tool, Turn, decisions
+from megatron_rl.tasks.convert.dialogue import SYSTEM, Dialogue, Dropped, ToolSchema, Turn, decisions
 from megatron_rl.tasks.files import Row, prune
 
 _FIELDS = re.compile(r"</?(tool_call|response)>")
@@ -157,7 +157,7 @@ def _between(text: str, tag: str) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------- tools and calls
-def read_tools(value: Any) -> list[Tool]:
+def read_tools(value: Any) -> list[ToolSchema]:
     """Tools from a list (or its JSON text) of schemas: OpenAI's, ToolACE's, or xLAM's flat parameters."""
     tools = []
     listed = _json(value, "tools")
@@ -175,7 +175,9 @@ def read_tools(value: Any) -> list[Tool]:
             parameters = parameters["properties"]
         if not isinstance(parameters, dict) or not isinstance(required, list):
             raise Unreadable("tools that cannot be read")
-        tools.append(Tool(item["name"], str(item.get("description") or ""), parameters, tuple(map(str, required))))
+        tools.append(
+            ToolSchema(item["name"], str(item.get("description") or ""), parameters, tuple(map(str, required)))
+        )
     return tools
 
 
@@ -289,7 +291,7 @@ def _keywords(text: str) -> dict[str, Any] | None:
 
 
 def _comma(text: str) -> int:
-    """Place of the first comma outside quotes and brackets; the text's length where there is none."""
+    """Place of the first comma outside quotes and brackets; the text's length without one."""
     return next((at for at, character, depth in _unquoted(text) if character == "," and depth == 0), len(text))
 
 
@@ -321,7 +323,7 @@ def mask(dialogue: Dialogue, rng: random.Random) -> Dialogue:
         keys[tool.name] = {key: _random_name(rng) for key in tool.parameters}
         renamed = keys[tool.name]
         tools.append(
-            Tool(
+            ToolSchema(
                 names[tool.name],
                 tool.description,
                 {renamed[key]: value for key, value in tool.parameters.items()},
