@@ -20,12 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import TaskConfig
+from megatron_rl.config.schema import ServerConfig, TaskConfig
+from megatron_rl.parameters import check_types
 from megatron_rl.rewards.judge import check_body, has_message, reply_text
 from megatron_rl.rewards.judge_prompt import messages
 from megatron_rl.rewards.remote import Nonsense
 from megatron_rl.runtime.calls import event_loop
-from megatron_rl.runtime.http import Endpoint, EndpointError, ServerSettings, Unanswered
+from megatron_rl.runtime.http import Endpoint, EndpointError, Unanswered
 from megatron_rl.tasks.columns import column, gold_calls
 from megatron_rl.tasks.files import jsonl_rows, parquet_rows
 
@@ -121,13 +122,14 @@ def _key(request: Mapping[str, Any]) -> str:
 
 
 def _write(args: argparse.Namespace, rows: list[dict[str, Any]], requests: list[dict[str, Any]]) -> int:
-    settings = ServerSettings(args.api_key_env, args.max_in_flight, args.request_seconds, args.retries)
+    config = ServerConfig(args.max_in_flight, args.request_seconds, args.retries, api_key_env=args.api_key_env)
+    check_types(ServerConfig, vars(config))
     partial = args.out.with_name(args.out.name + ".partial")
     keys = [_key(request) for request in requests]
     found = _read_partial(partial)
     missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in found}
     print(f"{len(rows)} rows, {sum(key in found for key in keys)} have a rationale, {len(missing)} prompts to ask")
-    reasons = asyncio.run_coroutine_threadsafe(_ask(args, settings, missing, found, partial), event_loop()).result()
+    reasons = asyncio.run_coroutine_threadsafe(_ask(args, config, missing, found, partial), event_loop()).result()
     left = sum(key not in found for key in keys)
     for reason, count in sorted(reasons.items(), key=lambda item: -item[1])[:5]:
         print(f"{count} without: {reason}", file=sys.stderr)
@@ -171,7 +173,7 @@ def _rationale(reply: Mapping[str, Any]) -> str:
 
 async def _ask(
     args: argparse.Namespace,
-    settings: ServerSettings,
+    config: ServerConfig,
     missing: Mapping[str, dict[str, Any]],
     found: dict[str, str],
     partial: Path,
@@ -188,7 +190,7 @@ async def _ask(
         if args.max_tokens is not None and traffic.prompt_tokens + traffic.completion_tokens >= args.max_tokens:
             raise Unanswered("--max-tokens is used up", "budget")
 
-    endpoint = Endpoint(args.url, settings, spend, has_message)
+    endpoint = Endpoint(args.url, config, spend, has_message)
     began = shown = time.monotonic()
     with partial.open("a", encoding="utf-8") as file:
         file.write("\n")  # ends a line that a killed process left unfinished
@@ -211,7 +213,7 @@ async def _ask(
                     print(f"{done} of {len(missing)}, {done / (shown - began):.1f} per second", flush=True)
 
         try:
-            await asyncio.gather(*(worker() for _ in range(settings.max_in_flight)))
+            await asyncio.gather(*(worker() for _ in range(config.max_in_flight)))
         finally:
             await endpoint.close()
     traffic = endpoint.traffic

@@ -273,13 +273,22 @@ class TrainerConfig:
 
 # ------------------------------------------------------------------------------------------------------- evaluation
 @dataclass
-class EndpointConfig:
-    """How a served model is asked (`megatron-rl evaluate --endpoint`)."""
+class ServerConfig:
+    """How HTTP servers are asked: those of judges, of reward models, of a served model."""
 
     max_in_flight: Count = key(256, "requests at a time, over all servers")
+    request_seconds: Annotated[float, Range(0.001, 1e8)] = key(60.0, "longest time of a request")
+    retries: CountOrNone = key(4, "further requests after a failed one, each to the next server")
+    backoff_seconds: NonNegative = key(0.5, "before the first retry; doubles up to 30 s. A `Retry-After` is obeyed")
+    api_key_env: str | None = key(None, "name of the environment variable with the key; null: no key is sent")
+
+
+@dataclass
+class EndpointConfig(ServerConfig):
+    """How a served model is asked (`megatron-rl evaluate --endpoint`)."""
+
     request_seconds: Annotated[float, Range(0.001, 1e8)] = key(3600.0, "longest time of a request")
     retries: CountOrNone = key(5, "further requests after a failed one, each to the next server")
-    api_key_env: str | None = key(None, "name of the environment variable with the key; null: no key is sent")
     max_failed_share: Share = key(0.0, "the command fails where more than this share of the requests stays unanswered")
 
 

@@ -53,10 +53,11 @@ def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, l
     Raises:
         ValueError: a server that does not answer or does not serve that model, or not with room for `longest` tokens.
     """
-    several, settings = http.check_urls(urls), _settings(config)
+    several = http.check_urls(urls)
+    http.check_key(config.api_key_env)
     root = ""
     for url in several:
-        models = {str(model.get("id")): model for model in _models(url, settings.api_key_env)}
+        models = {str(model.get("id")): model for model in _models(url, config.api_key_env)}
         if name is None and len(models) == 1:
             name = next(iter(models))
         if name is None or name not in models:
@@ -78,7 +79,7 @@ def _models(url: str, api_key_env: str | None) -> list[dict[str, Any]]:
     if api_key_env is not None:
         request.add_header("Authorization", f"Bearer {os.environ[api_key_env]}")
     try:
-        with urllib.request.urlopen(request, timeout=_MODELS_SECONDS) as reply:  # only http and https pass `_settings`
+        with urllib.request.urlopen(request, timeout=_MODELS_SECONDS) as reply:  # only http and https pass `check_urls`
             models = json.load(reply)["data"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -86,15 +87,6 @@ def _models(url: str, api_key_env: str | None) -> list[dict[str, Any]]:
             "such as http://localhost:8000/v1?"
         ) from None
     return [model for model in models if isinstance(model, dict)]
-
-
-def _settings(config: EndpointConfig) -> http.ServerSettings:
-    return http.ServerSettings(
-        api_key_env=config.api_key_env,
-        max_in_flight=config.max_in_flight,
-        request_seconds=config.request_seconds,
-        retries=config.retries,
-    )
 
 
 def complete(
@@ -126,7 +118,7 @@ def complete(
     requests = [(sample, index) for sample in samples for index in range(count)]
 
     async def everything() -> list[Rollout | Unanswered]:
-        endpoint = http.Endpoint(server.urls, _settings(config), is_reply=lambda reply: bool(reply.get("choices")))
+        endpoint = http.Endpoint(server.urls, config, is_reply=lambda reply: bool(reply.get("choices")))
 
         async def one(sample: Sample, index: int) -> Rollout | Unanswered:
             if (sample.id, index) in there:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.config.schema import ServerConfig
 from megatron_rl.rewards.judge_prompt import messages, read_score, read_template
 from megatron_rl.rewards.kinds import SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward
-from megatron_rl.runtime.http import ServerSettings
 
 DEFAULT_BODY = {"temperature": 0.0, "max_tokens": 2048}
 _RESERVED = ("model", "messages", "stream", "n")
 
 
-@register_reward("judge", ServerSettings, Policy)
+@register_reward("judge", ServerConfig, Policy)
 def judge(
-    settings: ServerSettings,
+    server: ServerConfig,
     policy: Policy,
     urls: str | list[str],
     model: str,
@@ -50,7 +50,7 @@ def judge(
             raise Nonsense(said)
         return score, said
 
-    return RemoteReward(urls, settings, policy, "/chat/completions", render, read, has_message)
+    return RemoteReward(urls, server, policy, "/chat/completions", render, read, has_message)
 
 
 def reply_text(reply: Mapping[str, Any]) -> str:

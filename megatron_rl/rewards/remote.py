@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from megatron_rl.config.schema import ServerConfig
 from megatron_rl.parameters import Finite, Range
 from megatron_rl.rewards.kinds import Reward, SampleMapping, Score
 from megatron_rl.runtime.calls import event_loop
 from megatron_rl.runtime.disk import make_inside
-from megatron_rl.runtime.http import Endpoint, EndpointError, ServerSettings, Traffic, Unanswered
+from megatron_rl.runtime.http import Endpoint, EndpointError, Traffic, Unanswered
 
 _LONGEST_KEPT_REPLY = 2000  # characters, in the file of answers
 
@@ -113,7 +114,7 @@ class RemoteReward(Reward):
 
     Args:
         urls: base URL, or several of equal servers.
-        settings: how they are asked.
+        server: how they are asked.
         policy: what the recipe decides.
         path: what is posted to, below the base URL.
         render: completion and sample to the request's JSON body.
@@ -124,7 +125,7 @@ class RemoteReward(Reward):
     def __init__(
         self,
         urls: str | Sequence[str],
-        settings: ServerSettings,
+        server: ServerConfig,
         policy: Policy,
         path: str,
         render: Callable[[str, SampleMapping], dict[str, Any]],
@@ -137,7 +138,7 @@ class RemoteReward(Reward):
         )
         self.policy = policy
         self._render = render
-        self._endpoint = Endpoint(urls, settings, self._check_budget, is_reply)
+        self._endpoint = Endpoint(urls, server, self._check_budget, is_reply)
         self._path, self._read = path, read
         self._counts = Counts()
         self._rank, self._world, self._step = 0, 1, 0

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from megatron_rl.config.schema import ServerConfig
 from megatron_rl.parameters import Finite, Range
 from megatron_rl.rewards.judge_prompt import as_text
 from megatron_rl.rewards.kinds import InlineReward, Reward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward
-from megatron_rl.runtime.http import ServerSettings
 from megatron_rl.tokenizer import Tokenizer
 
 _LOADING = threading.Lock()
@@ -27,9 +27,9 @@ class ModelPolicy(Policy):
     neutral: Finite = 0.0
 
 
-@register_reward("reward_model", ServerSettings, ModelPolicy)
+@register_reward("reward_model", ServerConfig, ModelPolicy)
 def reward_model(
-    settings: ServerSettings,
+    server: ServerConfig,
     policy: ModelPolicy,
     urls: str | list[str] | None = None,
     model: str | None = None,
@@ -45,7 +45,7 @@ def reward_model(
     prompt of text is followed by the response.
 
     Args:
-        settings, policy: `urls`: as for the judge.
+        server, policy: `urls`: as for the judge.
         urls: base URL, or several of equal servers, without `/v1`: vLLM's `/classify` is below it. Wants `model`.
         model: the name under which the servers have it.
         path: instead of them, a Hugging Face folder, loaded by every rank when it scores its first rollout.
@@ -83,7 +83,7 @@ def reward_model(
 
     return RemoteReward(
         urls,
-        settings,
+        server,
         policy,
         "/classify",
         render,

@@ -14,10 +14,10 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from megatron_rl.parameters import NonNegative, Range, check_types
+from megatron_rl.config.schema import ServerConfig
 
 if TYPE_CHECKING:
     import aiohttp
@@ -65,37 +65,6 @@ class Traffic:
         return self
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """How servers are asked, and how patiently.
-
-    Attributes:
-        api_key_env: NAME of the environment variable with the key; None: no key is sent.
-        max_in_flight: requests at a time, over all processes.
-        request_seconds: longest time of one request, from its first byte to the reply's last.
-        retries: further requests after a failed one, each to the next server.
-        backoff_seconds: wait before the first retry; doubles up to 30 s, with jitter. A `Retry-After` is obeyed, up to
-            `request_seconds`.
-
-    Raises:
-        ValueError: naming the setting.
-    """
-
-    api_key_env: str | None = None
-    max_in_flight: Annotated[int, Range(low=1)] = 256
-    request_seconds: Annotated[float, Range(low=0.01)] = 60.0
-    retries: Annotated[int, Range(low=0)] = 4
-    backoff_seconds: NonNegative = 0.5
-
-    def __post_init__(self) -> None:
-        check_types(ServerSettings, vars(self))
-        if self.api_key_env is not None:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
-                raise ValueError("api_key_env must be the NAME of an environment variable, not the key itself")
-            if not os.environ.get(self.api_key_env):
-                raise ValueError(f"api_key_env: the environment variable {self.api_key_env} is not set")
-
-
 def check_urls(urls: str | Sequence[str]) -> tuple[str, ...]:
     """One base URL or several, without a slash at the end. ValueError for an empty list and for what is no URL."""
     several = (urls,) if isinstance(urls, str) else tuple(urls)
@@ -104,6 +73,14 @@ def check_urls(urls: str | Sequence[str]) -> tuple[str, ...]:
     for url in several:
         _check_url(url)
     return tuple(url.rstrip("/") for url in several)
+
+
+def check_key(name: str | None) -> None:
+    """ValueError unless this environment variable is set; None: no key is sent."""
+    if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError("api_key_env must be the NAME of an environment variable, not the key itself")
+    if name is not None and not os.environ.get(name):
+        raise ValueError(f"api_key_env: the environment variable {name} is not set")
 
 
 def _check_url(url: str) -> None:
@@ -132,7 +109,7 @@ class Endpoint:
 
     Args:
         urls: base URLs, as OpenAI clients take them (`http://host:8000/v1`); requests go round.
-        settings: how they are asked.
+        config: how they are asked. A `Retry-After` is obeyed, up to `request_seconds`.
         spend: called before every request; raises Unanswered where the budget is used up.
         is_reply: whether a JSON object is a reply of this kind of server. One that is not (`{"choices": []}`) is a passing
             fault: the request is sent again.
@@ -144,12 +121,13 @@ class Endpoint:
     def __init__(
         self,
         urls: str | Sequence[str],
-        settings: ServerSettings,
+        config: ServerConfig,
         spend: Callable[[], None] = lambda: None,
         is_reply: Callable[[Mapping[str, Any]], bool] = lambda reply: True,
     ) -> None:
         self.urls = check_urls(urls)
-        self.settings = settings
+        self.config = config
+        check_key(config.api_key_env)
         self._is_reply = is_reply
         self.traffic = Traffic()
         self._spend = spend
@@ -158,11 +136,11 @@ class Endpoint:
         self._answered = False
         self._session: aiohttp.ClientSession | None = None
         self._slots: asyncio.Semaphore | None = None
-        self._in_flight = settings.max_in_flight
+        self._in_flight = config.max_in_flight
 
     def share(self, parts: int) -> None:
         """Take this process's part of `max_in_flight`, at least 1. Before the first request."""
-        self._in_flight = max(1, self.settings.max_in_flight // parts)
+        self._in_flight = max(1, self.config.max_in_flight // parts)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The JSON object that a server replies.
@@ -174,7 +152,7 @@ class Endpoint:
         if self._slots is None:
             self._slots = asyncio.Semaphore(self._in_flight)
         wait = 0.0
-        for attempt in range(self.settings.retries + 1):
+        for attempt in range(self.config.retries + 1):
             await asyncio.sleep(wait)
             async with self._slots:
                 self._spend()
@@ -184,17 +162,17 @@ class Endpoint:
                     reply = await self._post_once(server, path, body)
                 except _Failed as failed:
                     server.failures += 1
-                    asked = min(failed.retry_after, self.settings.request_seconds)
+                    asked = min(failed.retry_after, self.config.request_seconds)
                     server.rest_until = time.monotonic() + max(asked, self._backoff(server.failures))
                     reason, wait = failed.reason, max(asked, self._backoff(attempt + 1))
                 else:
                     server.failures, server.rest_until = 0, 0.0
                     self._answered = True
                     return reply
-        raise Unanswered(f"{server.url}: {reason}, after {self.settings.retries + 1} requests")
+        raise Unanswered(f"{server.url}: {reason}, after {self.config.retries + 1} requests")
 
     def _backoff(self, failures: int) -> float:
-        longest = min(_LONGEST_BACKOFF, self.settings.backoff_seconds * 2 ** min(failures - 1, 30))
+        longest = min(_LONGEST_BACKOFF, self.config.backoff_seconds * 2 ** min(failures - 1, 30))
         return longest * random.uniform(0.5, 1.0)
 
     def _next_server(self) -> _Server:
@@ -211,8 +189,8 @@ class Endpoint:
 
         if self._session is None:
             headers = {"User-Agent": "megatron-rl"}
-            if self.settings.api_key_env is not None:
-                headers["Authorization"] = f"Bearer {os.environ[self.settings.api_key_env]}"
+            if self.config.api_key_env is not None:
+                headers["Authorization"] = f"Bearer {os.environ[self.config.api_key_env]}"
             # Idle connections are dropped before common servers drop them (5 s in uvicorn) and a request is lost.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
             self._session = aiohttp.ClientSession(
@@ -222,7 +200,7 @@ class Endpoint:
         traffic.requests += 1
         try:
             async with (
-                asyncio.timeout(self.settings.request_seconds),
+                asyncio.timeout(self.config.request_seconds),
                 self._session.post(server.url + path, json=body, allow_redirects=False) as response,
             ):
                 content = await response.content.read(_LONGEST_REPLY)
@@ -236,7 +214,7 @@ class Endpoint:
             raise
         except TimeoutError:
             traffic.timeouts += 1
-            raise _Failed(f"no reply within {self.settings.request_seconds:g} s") from None
+            raise _Failed(f"no reply within {self.config.request_seconds:g} s") from None
         except aiohttp.ClientConnectorError as error:
             traffic.requests -= 1
             traffic.unreachable += 1
