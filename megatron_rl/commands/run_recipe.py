@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
-from megatron_rl.rewards import check_rewards, make_reward
+from megatron_rl.rewards import Reward, check_rewards
 from megatron_rl.runtime import disk, exit_codes, owner, stop, streams
 from megatron_rl.runtime.attempts import ATTEMPT, REFUSED, new_attempt, rank_environment, shared_attempt
 from megatron_rl.runtime.spawn import Graces, Outcome, run_rank, run_ranks
@@ -182,20 +182,14 @@ def load_checked(args: argparse.Namespace, machine: Machine, model: Mapping[str,
     config = check(load_recipe(args.recipe, args.overrides), command=args.command, machine=machine, model=model)
     try:
         check_tasks(tasks_to_evaluate(config.tasks) if args.command == "evaluate" else config.tasks)
-        check_rewards(config.rewards)
-        _check_first_samples(config, args.command)
+        _check_first_samples(config, args.command, check_rewards(config.rewards))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return config
 
 
-def _check_first_samples(config: Config, command: str) -> None:
+def _check_first_samples(config: Config, command: str, rewards: Mapping[str, Reward]) -> None:
     """ValueError where the first rows of a task's file lack what a reward needs, such as a gold answer it can read."""
-    looks = {
-        name: make_reward(reward.reward, **reward.params)
-        for name, reward in config.rewards.items()
-        if not reward.when_needed
-    }
     tasks = {f"train.{name}": task for name, task in config.tasks.train.items()} if command == "train" else {}
     tasks |= {f"eval.{name}": task for name, task in config.tasks.eval.items()}
     for key, task in tasks.items():
@@ -204,9 +198,9 @@ def _check_first_samples(config: Config, command: str) -> None:
                 field: getattr(item, field)
                 for field in ("prompt", "answer", "tool_calls", "needs_response", "metadata")
             }
-            for name, reward in looks.items():
+            for name, reward in rewards.items():
                 only = config.rewards[name].tasks
-                if only is None or key.partition(".")[2] in only:
+                if not config.rewards[name].when_needed and (only is None or key.partition(".")[2] in only):
                     try:
                         reward.check_sample(sample)
                     except ValueError as error:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from megatron_rl.rewards.kinds import InlineReward, SampleMapping
 from megatron_rl.rewards.registry import register_reward
+from megatron_rl.rewards.tool_calls import equal
 from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, as_call, json_lines, load_json, parse_tool_calls
 
 
@@ -33,7 +34,7 @@ def api_bank(calls: Literal["any", "only"] = "any") -> InlineReward:
         gold = gold_of(sample)
         if calls == "only":
             return float(
-                _equal(parse_tool_calls(completion), [{"name": gold["name"], "parameters": gold["parameters"]}])
+                equal(parse_tool_calls(completion), [{"name": gold["name"], "parameters": gold["parameters"]}])
             )
         block = completion.rpartition(OPEN)[2].partition(CLOSE)[0]
         return float(any(_is_gold(load_json(line), gold) for line in json_lines(block)))
@@ -45,12 +46,5 @@ def _is_gold(call: Any, gold: Mapping[str, Any]) -> bool:
     if not isinstance(call, dict):
         return False
     if "name" not in call or "parameters" not in call:
-        return _equal(call, gold["parameters"])
-    return as_call(call) is not None and call["name"] == gold["name"] and _equal(call["parameters"], gold["parameters"])
-
-
-def _equal(left: Any, right: Any) -> bool:
-    try:
-        return bool(left == right)
-    except RecursionError:  # JSON nested a thousand deep
-        return False
+        return equal(call, gold["parameters"])
+    return as_call(call) is not None and call["name"] == gold["name"] and equal(call["parameters"], gold["parameters"])

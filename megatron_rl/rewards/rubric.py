@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_rl.rewards.judge_prompt import nearest_tier
 from megatron_rl.rewards.kinds import NumberFunction, SampleMapping
 from megatron_rl.rewards.registry import register_reward
-from megatron_rl.rewards.tool_calls import Call
-from megatron_rl.rewards.tool_parsers import PARSERS, ParserName
+from megatron_rl.rewards.tool_calls import equal
+from megatron_rl.rewards.tool_parsers import PARSERS, Call, ParserName
 
 PATH, TOOLS, PARAMETERS, STRATEGY = 0.35, 0.30, 0.25, 0.10  # weights: AWPO, Figure 4
 
@@ -49,7 +48,7 @@ def grade(completion: str, gold: Sequence[Call], rationale: str, parser: ParserN
     pairs = _pairs(gold, calls)
     tools = _ratio(_common_order(wanted, named), len(wanted) + len(named))
     agree = sum(_agreement(want, have) for want, have in pairs)
-    strategy = float(len(calls) <= len(gold) and not any(_same(*two) for two in itertools.combinations(calls[:200], 2)))
+    strategy = float(len(calls) <= len(gold) and not any(equal(*two) for two in itertools.combinations(calls[:200], 2)))
     total = PATH * reasons + TOOLS * tools + PARAMETERS * _ratio(agree, 2 * len(gold)) + STRATEGY * strategy
     missing, invented = Counter(wanted) - Counter(named), Counter(named) - Counter(wanted)
     if any(name not in wanted for name in invented):
@@ -79,14 +78,7 @@ def _agreement(want: Call, have: Call) -> float:
     keys = {*left, *right}
     if not keys:
         return 1.0
-    return sum(key in left and key in right and _same(left[key], right[key]) for key in keys) / len(keys)
-
-
-def _same(left: Any, right: Any) -> bool:
-    try:
-        return bool(left == right)
-    except RecursionError:  # JSON nested a thousand deep
-        return False
+    return sum(key in left and key in right and equal(left[key], right[key]) for key in keys) / len(keys)
 
 
 def _overlap(left: Sequence[str], right: Sequence[str]) -> float:

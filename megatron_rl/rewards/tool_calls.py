@@ -51,10 +51,11 @@ def _pair_score(gold: Call, call: Call) -> float:
     want, have = gold["parameters"], call["parameters"]
     union = len(want.keys() | have.keys())
     keys = len(want.keys() & have.keys()) / union if union else 1.0
-    return keys + sum(key in have and _equal(value, have[key]) for key, value in want.items())
+    return keys + sum(key in have and equal(value, have[key]) for key, value in want.items())
 
 
-def _equal(left: Any, right: Any) -> bool:
+def equal(left: Any, right: Any) -> bool:
+    """Equality of JSON values; false for those nested too deep to compare."""
     try:
         return bool(left == right)
     except RecursionError:  # JSON nested a thousand deep
