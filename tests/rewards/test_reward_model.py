@@ -91,6 +91,15 @@ def test_behind_a_server_it_speaks_vllms_classify() -> None:
         assert server.requests[1][1] == {**always, "input": "p b"}
 
 
+def test_its_tokens_have_a_budget_too() -> None:
+    reply = {"data": [{"probs": [0.5]}], "usage": {"prompt_tokens": 100}}
+    with serving(lambda number, body: "raw:" + json.dumps(reply)) as server:
+        params = {"urls": server.url.removesuffix("/v1"), "model": "rm", "max_tokens_per_run": 150}
+        reward = make_reward("reward_model", **params)
+        assert [reward(text, {"prompt": "p"}) for text in "abc"] == [0.5, 0.5, None]
+        assert len(server.requests) == 2
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
