@@ -49,7 +49,6 @@ class Range:
 
 NonNegative = Annotated[float, Range(low=0)]
 Positive = Annotated[float, Range(above=0)]
-Finite = Annotated[float, Range(low=-1e12, high=1e12)]
 
 
 def _number(bound: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from megatron_rl.parameters import Finite
+from megatron_rl.config.keys import Finite
 from megatron_rl.rewards.golds import doubtful_golds
 from megatron_rl.rewards.isolation import Isolated, IsolatedReward, Timeout
 from megatron_rl.rewards.kinds import SampleMapping, stopped

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from megatron_rl.config.keys import Finite
 from megatron_rl.config.schema import ServerConfig
-from megatron_rl.parameters import Finite, Range
+from megatron_rl.parameters import Range
 from megatron_rl.rewards.kinds import Reward, SampleMapping, Score
 from megatron_rl.runtime.calls import event_loop
 from megatron_rl.runtime.disk import make_inside

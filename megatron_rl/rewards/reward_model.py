@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from megatron_rl.config.keys import Finite
 from megatron_rl.config.schema import ServerConfig
-from megatron_rl.parameters import Finite, Range
+from megatron_rl.parameters import Range
 from megatron_rl.rewards.judge_prompt import as_text
 from megatron_rl.rewards.kinds import InlineReward, Reward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
