@@ -46,7 +46,7 @@ class GradientParts:
         self._before: list[Tensor] | None = None
 
     def start(self) -> None:
-        """Called before each micro-batch's forward pass: what was accumulated until now is the one before it."""
+        """Called before each micro-batch's forward pass: what was accumulated until now belongs to its predecessor."""
         if self._started:
             self._measure(last=False)
         self._started += 1

@@ -1,7 +1,7 @@
 """`evaluate`: a model on a recipe's held-out tasks, through one of three doors.
 
 A checkpoint of a training run (`--model <run>/checkpoints/step_<n>`) or a Hugging Face folder (`--model DIR`, or the recipe's
-own model) is answered by an engine in processes of ours; a served model (`--endpoint URL`) by its server, from this process.
+own model) is answered by a colocated engine; a served model (`--endpoint URL`) by its server, from this process.
 """
 
 from __future__ import annotations

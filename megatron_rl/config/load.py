@@ -32,7 +32,7 @@ _NAMED: dict[Any, tuple[tuple[str, str], ...]] = {
     RewardConfig: (("reward", "params"),),
     TaskConfig: (("source", "params"), ("name", "params"), ("demonstrations", "demonstration_params")),
 }
-_LONGEST_CHAIN = 100  # recipes, each the base of the one before
+_LONGEST_CHAIN = 100  # recipes, each the base of its predecessor
 _MOST_BYTES = 2**22  # of a recipe
 _MOST_NODES = 100_000  # values in a recipe with its aliases written out
 # PyYAML's own errors, and what its constructors let through: numbers of thousands of digits, impossible dates, deep nesting,

@@ -1,6 +1,6 @@
 """Responses from a served model: vLLM's OpenAI-compatible completions, asked with token ids and answered with token ids.
 
-The prompts are the very tokens that an engine of ours would get, and each request has the seed that the rollout would have
+The prompts are the very tokens that the colocated engine would get, and each request has the seed that the rollout would have
 there, so a server of the same weights draws the same responses.
 """
 

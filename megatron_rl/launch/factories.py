@@ -57,7 +57,7 @@ def sft(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
 
 @run.cli.entrypoint(namespace=NAMESPACE, type="experiment")
 def chain(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
-    """Convert, train, evaluate and export, each after the one before: arguments as for `train`."""
+    """Convert, train, evaluate and export, in this order: arguments as for `train`."""
     what = _Launch(ctx, recipe, overrides)
     what.start(plan.chain(*what.arguments))
 

@@ -66,7 +66,7 @@ def sweep(
 
 
 def chain(recipe: str, overrides: Sequence[str], processes: int | None, root: Path, remote: bool = False) -> list[Task]:
-    """Convert, train, evaluate, export: each after the one before has ended well.
+    """Convert, train, evaluate, export: each starts once its predecessor has succeeded.
 
     The Hugging Face folder `model.path` becomes a Megatron checkpoint cut for the recipe's layout; training starts from it;
     the last step's checkpoint is evaluated on the recipe's held-out tasks, and becomes a verified Hugging Face folder.

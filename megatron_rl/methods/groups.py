@@ -271,7 +271,7 @@ def leave_one_out(values: Tensor, extra: Tensor, present: Tensor) -> Moments:
 
     Args:
         values, extra: float64 [n].
-        present: bool [n]; absent entries count for nobody.
+        present: bool [n]; absent entries do not count.
     """
     one = present.double()
     levels = [Moments(one, values * one, torch.zeros_like(values), extra * one)]

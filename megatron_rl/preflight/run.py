@@ -102,7 +102,7 @@ def _await_endpoints(config: Config, ranks: Ranks, first_of_node: bool) -> None:
 
 
 def _differences(facts: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> list[Finding]:
-    """Nodes whose facts are not those of the majority (of the first, where there is none)."""
+    """Nodes whose facts are not those of the majority (of the first, without a majority)."""
     found = []
     for check in FACTS:
         own = [(node, values[check]) for node, values in facts if values.get(check)]

@@ -80,7 +80,7 @@ def code_bug(
     """1 where the completion's program compiles, and runs on every test without an error, else 0 (GDPO, section 4.3).
 
     What it prints or returns plays no part. A run that exceeds a limit is an error. With the parameters of a
-    `code_pass_rate` beside it, the program runs only once for both.
+    `code_pass_rate` in the same recipe, the program runs only once for both.
 
     Args:
         cpu_seconds: as in `code_pass_rate`.

@@ -70,7 +70,7 @@ class Engine:
         gc.disable()  # as in trainer.main: vLLM's modules are as many again
         from vllm import LLM
 
-        # One more than a rollout has, where the model allows it: scoring a whole rollout draws a token that nobody reads.
+        # One more than a rollout has, where the model allows it: scoring a rollout draws one token more, then dropped.
         max_length = self.config.max_prompt_tokens + self.config.max_tokens + 1
         max_length = min(max_length, model_of(read_hf_config(folder)).description.max_positions)
         self.max_scored = max_length - 1  # longest sequence that `score` takes, in tokens

@@ -1,12 +1,12 @@
-"""One run folder, one run: a file that says who writes here, kept fresh for as long as that one lives.
+"""A lock on the run folder with a heartbeat: one run writes there at a time.
 
 The owner is the command that starts rank 0 (or, under a plain torchrun, becomes it): it takes the folder before it writes
 anything there, and holds it until its ranks have ended. Rank 0 gets to know the owner through the environment; it keeps the
 file fresh as well, and ends the run when another command has taken the folder.
 
 A command that finds the file decides by evidence. An owner of the same host and process-id space lives exactly as long as its
-process does. Of any other owner (a requeued job usually comes to another host) only the heartbeat can be seen: whoever has
-beaten within the last minute is alive, and while that minute is not over, the newcomer watches whether it beats again.
+process does. Of any other owner (a requeued job usually comes to another host) only the heartbeat can be seen: one
+younger than 60 s means alive; otherwise the new run watches for up to 60 s before it takes over.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Ownership:
             return
 
     def _age(self) -> float:
-        """Seconds since the owner's last beat: hosts' clocks differ, so a new file of ours says what time it is."""
+        """Seconds since the owner's last beat: hosts' clocks differ, so a new file's timestamp says what time it is there."""
         with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".owner") as file:
             return os.fstat(file.fileno()).st_mtime - self.path.stat().st_mtime
 
@@ -230,7 +230,7 @@ class Ownership:
 
 
 def read(folder: Path, name: str = FILE) -> Owner | None:
-    """Who owns the folder; None where nobody does or the file cannot be read."""
+    """The folder's owner; None if there is no file or it cannot be read."""
     try:
         return Owner(**json.loads((folder / name).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -12,7 +12,7 @@ from megatron_rl.runtime.progress import PROGRESS
 
 
 class Phases:
-    """Seconds and peak memory per phase of one step; `on_start` hears the name of each phase as it begins."""
+    """Seconds and peak memory per phase of one step; `on_start` is called with the name of each phase as it begins."""
 
     def __init__(self, on_start: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -50,7 +50,7 @@ class Phases:
             self._on_start(name)
 
     def start(self, step: int) -> None:
-        """Begins a step: what came since the last one is nobody's time."""
+        """Starts the step timer. Time between steps is not attributed to any phase."""
         PROGRESS.step = step
         self.seconds, self._begin = {}, time.perf_counter()
 

@@ -171,7 +171,7 @@ class Progress:
     def write(self) -> None:
         """To the file, if there is one: one system call, into the page cache."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk is for whoever has something to save
+            with contextlib.suppress(OSError):  # a full disk is reported by what has something to save
                 os.pwrite(self._file, json.dumps(self.record()).encode()[:_SIZE].ljust(_SIZE), 0)
 
     def beat(self) -> None:
@@ -196,7 +196,7 @@ def heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def read_heartbeat(path: Path) -> dict[str, Any] | None:
-    """None where there is none. One that is being written is read again."""
+    """None if missing; retries a file caught mid-write."""
     for _ in range(3):
         try:
             return json.loads(path.read_bytes())

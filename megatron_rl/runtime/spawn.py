@@ -73,7 +73,7 @@ def run_ranks(
     and unblocks them (`stop.StopFlag`, `stop.let_through`) once it can answer them.
 
     The first Ctrl-C is passed on, for a graceful stop; the second kills. SIGTERM and SIGHUP are passed on as SIGTERM.
-    When a rank fails, the others are asked to end. Whoever does not within its grace is killed, with all it started.
+    When a rank fails, the others are asked to end. A rank that does not within its grace is killed, with all it started.
 
     Args:
         command: program and arguments.
@@ -103,7 +103,7 @@ def run_rank(
 ) -> Outcome:
     """Runs `command` as the one rank of a larger world that `variables` describe, with the logs of `run_ranks`.
 
-    Signals are passed on; how long a rank may take to obey is for whoever started this process to say.
+    Signals are passed on; the process that started this one decides how long a rank may take to obey.
     """
     group = _Group(command, {**os.environ, **(environment or {}), **variables}, log_dir, Graces(stop=math.inf), files)
     return group.run([dict(variables)])
@@ -355,7 +355,7 @@ class _Group:
 
 
 def _record_end(log_dir: Path, rank: int, code: int) -> None:
-    """Whoever comes first says how the attempt ended; what follows, on all nodes, are consequences."""
+    """The first to write says how the attempt ended; later ends, on all nodes, are consequences."""
     with contextlib.suppress(FileExistsError), (log_dir / END).open("x", encoding="utf-8") as file:
         file.write(f"{code} rank {rank} on {socket.gethostname()}\n")
 

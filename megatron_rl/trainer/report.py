@@ -145,7 +145,7 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, style="dim", markup=False)  # it may quote anything: [/INST] is no tag of ours
+        self.console.print(text, style="dim", markup=False)  # it may quote anything: [/INST] is no markup
 
     def warn(self, text: str) -> None:
         """A line that stays and is seen."""
