@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 FAILED, WARNING = "failed", "warning"
+Problems = Iterator[tuple[str, str]]  # (level, sentence)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import TypeVar
 import pytest
 
 from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
-from megatron_rl.preflight import local, run
+from megatron_rl.preflight import gpus, local, run
 from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Report, merged
 from megatron_rl.preflight.run import _differences
 from megatron_rl.runtime.attempts import free_port
@@ -249,17 +249,17 @@ NVIDIA_SMI = """\
 
 
 def test_what_nvidia_smi_says_is_understood() -> None:
-    found = list(local.gpu_problems(NVIDIA_SMI, memory_fraction=0.6))
+    found = list(gpus.gpu_problems(NVIDIA_SMI, memory_fraction=0.6))
     assert [text.split(":")[0].split(" has")[0].split(" could")[0] for _, text in found] == ["GPU 1", "GPU 2", "GPU 3"]
     assert "3 uncorrected memory errors" in found[0][1]
     assert "58.6 GiB of 79.6 GiB are in use by other processes" in found[2][1]
-    ((level, text),) = local.gpu_problems("5, GPU-ee, 0, No, Yes, 0, 81559\n", memory_fraction=0.6)
+    ((level, text),) = gpus.gpu_problems("5, GPU-ee, 0, No, Yes, 0, 81559\n", memory_fraction=0.6)
     assert (level, "GPU 5" in text, "reset" in text) == (WARNING, True, True)
 
 
 @pytest.mark.parametrize(("visible", "seen"), [("0, 3", "3"), ("GPU-cc,0", "2"), ("0", ""), ("", ""), ("MIG-bb02", "")])
 def test_only_the_jobs_own_gpus_count(visible: str, seen: str) -> None:
-    found = local.gpu_problems(NVIDIA_SMI, 0.6, visible)
+    found = gpus.gpu_problems(NVIDIA_SMI, 0.6, visible)
     assert "".join(text.removeprefix("GPU ")[0] for _, text in found) == seen
 
 
@@ -270,12 +270,12 @@ def test_a_driver_that_hangs_does_not_hang_the_check(
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(local, "_ANSWER", 0.5)
-    [(level, text)] = local.check_gpus(config)
+    monkeypatch.setattr(gpus, "_ANSWER", 0.5)
+    [(level, text)] = gpus.check_gpus(config)
     assert (level, "nvidia-smi has not answered" in text) == (FAILED, True)
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho Unable to determine the device handle\nexit 255\n")
-    monkeypatch.setattr(local, "_ANSWER", 10.0)
-    assert list(local.check_gpus(config)) == [(FAILED, "nvidia-smi fails: Unable to determine the device handle")]
+    monkeypatch.setattr(gpus, "_ANSWER", 10.0)
+    assert list(gpus.check_gpus(config)) == [(FAILED, "nvidia-smi fails: Unable to determine the device handle")]
 
 
 def test_a_check_that_cannot_be_made_is_a_finding(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,11 +297,11 @@ def test_xid_errors_are_read_from_the_kernel_log() -> None:
 [10000.500000] audit: NVRM: Xid (PCI:0000:00:00): 48, quoted by another line
 NVRM: Xid (0000:af:00): 95, pid=77, Uncontained ECC error
 """
-    found = list(local.xid_problems(log, uptime=10800.0))
+    found = list(gpus.xid_problems(log, uptime=10800.0))
     assert [level for level, _ in found] == [WARNING, WARNING]
     assert "0000:3b:00 had Xid 79 1.0 h ago: the GPU fell off the bus" in found[0][1]
     assert "0000:af:00 had Xid 95: an uncontained memory error" in found[1][1]
-    assert not list(local.xid_problems("", uptime=1.0))
+    assert not list(gpus.xid_problems("", uptime=1.0))
 
 
 def test_the_report_is_short_worst_first_and_names_nodes_once() -> None:

@@ -1,0 +1,94 @@
+"""What nvidia-smi and the kernel log say of this node's GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from megatron_rl.config.schema import Config
+from megatron_rl.preflight.findings import FAILED, WARNING, Problems
+from megatron_rl.runtime.disk import size_text
+
+_ANSWER = 60.0  # seconds within which nvidia-smi and dmesg answer
+
+# What the driver writes to the kernel log about a GPU, by NVIDIA's numbers: those that are not a program's own fault.
+_XID = re.compile(r"^(?:\[ *(\d+)\.\d+\] )?NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)", re.MULTILINE)
+_XIDS = {
+    48: "an uncorrectable memory error",
+    64: "damaged memory rows that could not be replaced",
+    74: "an NVLink error",
+    79: "the GPU fell off the bus",
+    95: "an uncontained memory error",
+    119: "its system processor does not answer",
+    120: "its system processor failed",
+}
+
+
+def check_gpus(config: Config) -> Problems:
+    """Memory errors, memory that another process holds, and what the kernel log says where it may be read."""
+    if shutil.which("nvidia-smi") is None:
+        return
+    if shutil.which("dmesg"):
+        _, kernel_log, _ = _said("dmesg")  # empty where the system keeps its log from users
+        yield from xid_problems(kernel_log, float(Path("/proc/uptime").read_text().split()[0]))
+    fields = "index,uuid,ecc.errors.uncorrected.volatile.total,remapped_rows.failure,remapped_rows.pending"
+    fields += ",memory.used,memory.total"
+    code, rows, errors = _said("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    if code is None:
+        yield FAILED, f"nvidia-smi has not answered for {_ANSWER:.0f} s: a GPU or its driver hangs; drain the node"
+    elif code:
+        yield FAILED, f"nvidia-smi fails: {next(iter((rows + errors).strip().splitlines()), code)}"
+    else:
+        yield from gpu_problems(rows, config.rollout.memory_fraction, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _said(*command: str) -> tuple[int | None, str, str]:
+    """Exit code (None where it does not answer), standard output and errors of a program."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    )
+    try:
+        out, errors = process.communicate(timeout=_ANSWER)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and not waited for: what hangs in a driver does not die
+        return None, "", ""
+    return process.returncode, out, errors
+
+
+def gpu_problems(rows: str, memory_fraction: float, visible: str | None = None) -> Problems:
+    """From nvidia-smi's lines `index, UUID, uncorrected errors, remapping failed, … pending, MiB used, MiB in all`.
+
+    nvidia-smi shows GPUs that are not the job's, too: only those that `visible` (CUDA_VISIBLE_DEVICES) names are looked at.
+    """
+    own = None if visible is None else [name.strip() for name in visible.split(",")]
+    for row in rows.splitlines():
+        index, uuid, errors, remap, pending, used, total = [cell.strip() for cell in row.split(",")]
+        if own is not None and not any(name == index or (name[:4] == "GPU-" and uuid.startswith(name)) for name in own):
+            continue
+        if errors.isdigit() and int(errors):
+            yield FAILED, f"GPU {index} has {errors} uncorrected memory errors since it was reset; drain the node"
+        if remap in ("1", "Yes"):
+            yield FAILED, f"GPU {index} could not replace damaged memory rows; the board is to be exchanged"
+        if pending in ("1", "Yes"):
+            yield (
+                WARNING,
+                f"GPU {index} has damaged memory rows that it replaces when it is reset; have the node drained",
+            )
+        if used.isdigit() and total.isdigit() and 1 - int(used) / int(total) < memory_fraction:
+            yield (
+                FAILED,
+                f"GPU {index}: {size_text(int(used) * 2**20)} of {size_text(int(total) * 2**20)} are in use by other "
+                f"processes, and the engine wants {memory_fraction:.0%} (rollout.memory_fraction)",
+            )
+
+
+def xid_problems(kernel_log: str, uptime: float) -> Problems:
+    """The newest Xid error of each kind and GPU, from dmesg's lines. Warnings: a reset since then is not in the log."""
+    newest = {(bus, int(code)): seconds for seconds, bus, code in _XID.findall(kernel_log)}
+    for (bus, code), seconds in newest.items():
+        if code in _XIDS:
+            when = f" {(uptime - int(seconds)) / 3600:.1f} h ago" if seconds else ""
+            yield WARNING, f"the GPU at {bus} had Xid {code}{when}: {_XIDS[code]}; unless it was reset, drain the node"
