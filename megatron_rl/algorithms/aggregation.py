@@ -73,8 +73,8 @@ def token_coefficients(
         raise ValueError(unknown_name("aggregation mode", mode, typing.get_args(Aggregation)))
     live = mask.double()
     if mode == "token-mean":
-        return live / _at_least_one(denominators.num_tokens)
-    per_sequence = live / _at_least_one(denominators.num_sequences)
+        return live / at_least_one(denominators.num_tokens)
+    per_sequence = live / at_least_one(denominators.num_sequences)
     if mode == "seq-mean-token-mean":
         return per_sequence / sequence_sizes(mask, sequence_ids).clamp(min=1)[sequence_ids]
     if mode == "seq-mean-token-sum-norm":
@@ -84,7 +84,8 @@ def token_coefficients(
     return per_sequence
 
 
-def _at_least_one(count: float | Tensor) -> float | Tensor:
+def at_least_one(count: float | Tensor) -> float | Tensor:
+    """A denominator that may count nothing."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(float(count), 1.0)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.aggregation import Denominators, count_live, token_coefficients, weighted_sum
+from megatron_rl.algorithms.aggregation import Denominators, at_least_one, count_live, token_coefficients, weighted_sum
 from megatron_rl.algorithms.correction import (
     Correction,
     correct,
@@ -261,22 +261,44 @@ class Algorithm:
         coefficients = token_coefficients(live, sequence_ids, config.aggregation, denominators, self.max_length)
         loss = weighted_sum(-(factor.double() * advantages) * log_probs, coefficients)
 
-        metrics = Metrics()
-        metrics.mean("old_policy/kl_k1", -token_log_ratio, live)
-        metrics.mean("old_policy/kl_k3", bounded_exp(token_log_ratio) - 1 - token_log_ratio, live)
-        self._loss_metrics(metrics, log_ratio, advantages, weight, live, clip_range)
+        metrics = self._surrogate_metrics(token_log_ratio, log_ratio, advantages, weight, live, clip_range)
         objective = self._objective(log_ratio, advantages, weight, clip_range)
         if corrected.weights is not None:
             objective = objective * corrected.weights.to(precise)
-        share = coefficients * _scale(config.aggregation, denominators)
+        count = denominators.num_tokens if config.aggregation == "token-mean" else denominators.num_sequences
+        share = coefficients * at_least_one(count)
         parts = _parts(config.aggregation, live, sequence_ids)
         metrics.total("loss/objective", weighted_sum(objective.double(), share), parts)
         if rollout_log_probs is not None:
             metrics += correction_metrics(
                 old_log_probs, rollout_log_probs, given, sequence_ids, corrected, config.correction.cap
             )
+        loss = self._regularised(loss, metrics, log_probs, ref_log_probs, entropy, live, coefficients)
+        return loss.to(precise), metrics
+
+    def _objective(
+        self, log_ratio: Tensor, advantages: Tensor, weight: Tensor, clip_range: tuple[float, float] | None
+    ) -> Tensor:
+        """The objective's value per token: PPO's for `clip` (Eq. 25 of AWPO, 3 of GDPO), F A for the others."""
+        if self.weight.name != "clip":
+            return weight * advantages
+        low, high = clip_range or (self.weight.params["eps_low"], self.weight.params["eps_high"])
+        return ppo_objective(log_ratio, advantages, low, high, self.weight.params["dual_clip"])
+
+    def _regularised(
+        self,
+        loss: Tensor,
+        metrics: Metrics,
+        log_probs: Tensor,
+        ref_log_probs: Tensor | None,
+        entropy: Tensor | None,
+        live: Tensor,
+        coefficients: Tensor,
+    ) -> Tensor:
+        """The loss with its KL and entropy terms; both are recorded in `metrics` where they are given."""
+        config = self.config
         if ref_log_probs is not None:
-            reference = torch.where(live, ref_log_probs.detach().to(precise), 0.0)
+            reference = torch.where(live, ref_log_probs.detach().to(log_probs.dtype), 0.0)
             kl = kl_divergence(log_probs, reference, config.kl.estimator)
             metrics.mean(f"reference/kl_{config.kl.estimator}", kl, live)
             if config.kl.coef:
@@ -289,26 +311,21 @@ class Algorithm:
                 loss = loss - config.entropy_coef * weighted_sum(entropy, coefficients)
         elif config.entropy_coef:
             raise ValueError("algorithm.entropy_coef is not 0: the loss needs entropy")
-        return loss.to(precise), metrics
+        return loss
 
-    def _objective(
-        self, log_ratio: Tensor, advantages: Tensor, weight: Tensor, clip_range: tuple[float, float] | None
-    ) -> Tensor:
-        """The objective's value per token: PPO's for `clip` (Eq. 25 of AWPO, 3 of GDPO), F A for the others."""
-        if self.weight.name != "clip":
-            return weight * advantages
-        low, high = clip_range or (self.weight.params["eps_low"], self.weight.params["eps_high"])
-        return ppo_objective(log_ratio, advantages, low, high, self.weight.params["dual_clip"])
-
-    def _loss_metrics(
+    def _surrogate_metrics(
         self,
-        metrics: Metrics,
+        token_log_ratio: Tensor,
         log_ratio: Tensor,
         advantages: Tensor,
         weight: Tensor,
         live: Tensor,
         clip_range: tuple[float, float] | None,
-    ) -> None:
+    ) -> Metrics:
+        """Distance to the old policy, ratios, and shares and weights of DGPO's regions."""
+        metrics = Metrics()
+        metrics.mean("old_policy/kl_k1", -token_log_ratio, live)
+        metrics.mean("old_policy/kl_k3", bounded_exp(token_log_ratio) - 1 - token_log_ratio, live)
         ratio = bounded_exp(log_ratio)
         metrics.mean("ratio/mean", ratio, live)
         metrics.maximum("ratio/max", ratio, live)
@@ -319,6 +336,7 @@ class Algorithm:
             metrics.mean(f"region_share/{name}", inside.double(), live)
             metrics.mean(f"region_weight/{name}", weight, inside)
         metrics.mean("loss/silent_token_share", ((weight * advantages) == 0).double(), live)
+        return metrics
 
 
 def ppo_objective(
@@ -330,11 +348,6 @@ def ppo_objective(
     if dual_clip is not None:
         value = torch.where(advantages < 0, torch.maximum(value, dual_clip * advantages), value)
     return value
-
-
-def _scale(mode: str, denominators: Denominators) -> float | Tensor:
-    count = denominators.num_tokens if mode == "token-mean" else denominators.num_sequences
-    return count.clamp(min=1) if isinstance(count, Tensor) else max(float(count), 1.0)
 
 
 def _parts(mode: str, live: Tensor, sequence_ids: Tensor) -> Tensor:

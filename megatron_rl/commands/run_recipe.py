@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe, to_yaml
+from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
-from megatron_rl.rewards import Reward, check_rewards
+from megatron_rl.launch.checks import check_recipe
 from megatron_rl.runtime import disk, exit_codes, owner, stop, streams
 from megatron_rl.runtime.attempts import ATTEMPT, REFUSED, new_attempt, rank_environment, shared_attempt
 from megatron_rl.runtime.spawn import Graces, Outcome, run_rank, run_ranks
 from megatron_rl.runtime.world import World, outer_world
-from megatron_rl.tasks import check_tasks, first_items, tasks_to_evaluate
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -179,34 +178,7 @@ def load_checked(args: argparse.Namespace, machine: Machine, model: Mapping[str,
     Args:
         model: the model's config.json, where its weights need not be here; None: `model.path` is checked.
     """
-    config = check(load_recipe(args.recipe, args.overrides), command=args.command, machine=machine, model=model)
-    try:
-        check_tasks(tasks_to_evaluate(config.tasks) if args.command == "evaluate" else config.tasks)
-        _check_first_samples(config, args.command, check_rewards(config.rewards))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return config
-
-
-def _check_first_samples(config: Config, command: str, rewards: Mapping[str, Reward]) -> None:
-    """ValueError where the first rows of a task's file lack what a reward needs, such as a gold answer it can read."""
-    tasks = {f"train.{name}": task for name, task in config.tasks.train.items()} if command == "train" else {}
-    tasks |= {f"eval.{name}": task for name, task in config.tasks.eval.items()}
-    for key, task in tasks.items():
-        for where, item in first_items(task):
-            sample = {
-                field: getattr(item, field)
-                for field in ("prompt", "answer", "tool_calls", "needs_response", "metadata")
-            }
-            for name, reward in rewards.items():
-                only = config.rewards[name].tasks
-                if not config.rewards[name].when_needed and (only is None or key.partition(".")[2] in only):
-                    try:
-                        reward.check_sample(sample)
-                    except ValueError as error:
-                        raise ValueError(
-                            f"tasks.{key}: {where}: the reward {name!r} cannot score it: {error}"
-                        ) from error
+    return check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine, model)
 
 
 def print_checked(config: Config, machine: Machine | None, command: str) -> int:

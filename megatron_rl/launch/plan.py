@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
-from megatron_rl.rewards import check_rewards
-from megatron_rl.tasks import check_tasks
+from megatron_rl.config import Config, ConfigError, Machine, load_recipe
+from megatron_rl.launch.checks import check_recipe
 
 _MISSING = "does not exist|[Nn]o such file"  # in a problem with a path
 
@@ -119,22 +118,12 @@ def resolve(command: str, recipe: str, overrides: Sequence[str], processes: int 
     """
     config = load_recipe(recipe, [*overrides, "launch.processes=null"])
     try:
-        return _check(config, command, processes)
+        return check_recipe(config, command, Machine(0, processes, processes))
     except ConfigError as error:
         elsewhere = all(re.search(_MISSING, line) for line in str(error).splitlines())
         if remote and elsewhere:
             return config
         raise
-
-
-def _check(config: Config, command: str, processes: int | None) -> Config:
-    config = check(config, command=command, machine=Machine(0, processes, processes))
-    try:
-        check_tasks(config.tasks)
-        check_rewards(config.rewards)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return config
 
 
 def read_sweep(path: Path) -> list[str]:
