@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np  # the environment of `megatron-rl launch` has none
 
-Ids = Sequence[int] | np.ndarray
+Ids: TypeAlias = "Sequence[int] | np.ndarray"
 
 
 class Tokenizer(Protocol):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_rl import cli
 from megatron_rl.config import ConfigError
@@ -139,3 +141,21 @@ def test_every_script_is_shellcheck_clean() -> None:
     assert len(scripts) >= 8
     done = subprocess.run(["shellcheck", "-x", *scripts, ".ci/run"], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_recipe_is_resolved_without_what_the_launching_environment_lacks(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    task = {"source": "jsonl", "path": str(tmp_path / "train.jsonl")}
+    recipe = {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"create": {}},
+        "tasks": {"train": {"sums": task}},
+        "rewards": {"correct": {"reward": "math"}},
+        "rollout": {"max_tokens": 100, "max_prompt_tokens": 100},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'numpy', 'vllm', 'transformers', 'math_verify'))\n"
+        f"from megatron_rl.launch.plan import resolve; resolve('train', {str(tmp_path / 'recipe.yaml')!r}, [], 1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
