@@ -1,0 +1,87 @@
+"""Rollouts by an engine's queue: who draws what, and what happens when an engine's ranks part ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.algorithms import RewardTable, make_algorithm
+from megatron_rl.config.schema import Config
+from megatron_rl.data import Rollout, Sample
+from megatron_rl.rollout.engine import Completion, Request
+from megatron_rl.rollout.generate import EngineError, generate
+from megatron_rl.rollout.sampling import Sampling, rollout_seed
+from megatron_rl.runtime.phases import Phases
+from megatron_rl.trainer.learner import Learner
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=4)
+SAMPLES = [Sample(f"t/{i}", "t", "", [10 + i]) for i in range(3)]
+
+
+class Queue:
+    """The last rank of one engine of two; draws a token per request, and ends the newest request first."""
+
+    index, engines, seed, is_leader, version = 0, 1, 7, True, 5
+    config = SimpleNamespace(tensor_parallel=2)
+
+    def __init__(self, changed: bool = False) -> None:
+        self.requests: list[Request] = []
+        self._changed = changed
+        self.grid = SimpleNamespace(all_gather=self._all_gather)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.requests += requests
+
+    def drain(self) -> Iterator[Completion]:
+        while self.requests:
+            request = self.requests.pop()
+            drawn = [int(request.tokens[0]) * 10 + request.name[1]]
+            yield Completion(request, drawn, [-0.5], "stop", self.version, np.zeros(0, dtype=np.float32))
+
+    def _all_gather(self, item: tuple[bytes, list[Rollout]]) -> list[Any]:
+        digest, _ = item
+        return [item, (b"another" if self._changed else digest, [])]
+
+
+def test_rollouts_come_by_sample_then_index_with_their_version() -> None:
+    engine: Any = Queue()
+    seen: list[tuple[str, int]] = []
+    drawn = generate(engine, SAMPLES, 2, SAMPLING, 3, lambda r: seen.append((r.sample_id, r.index)), {("t/1", 0)})
+    wanted = [(s.id, i) for s in SAMPLES for i in range(2) if (s.id, i) != ("t/1", 0)]
+    assert [(rollout.sample_id, rollout.index) for rollout in drawn] == wanted
+    assert seen == wanted[::-1], "in the order in which they end"
+    assert [rollout.response_ids.tolist() for rollout in drawn] == [[100], [101], [111], [120], [121]]
+    assert {segment.version for rollout in drawn for segment in rollout.segments[1:]} == {5}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_seed_belongs_to_its_rollout_and_greedy_decoding_has_none(temperature: float) -> None:
+    engine: Any = Queue()
+    submitted: list[Request] = []
+    engine.submit = lambda requests: (submitted.extend(requests), engine.requests.extend(requests))
+    generate(engine, SAMPLES, 2, Sampling(temperature, 1.0, 4), 3)
+    seeds = {request.name: request.seed for request in submitted}
+    assert seeds == {(s.id, i): rollout_seed(7, 3, s.id, i) if temperature else None for s in SAMPLES for i in range(2)}
+
+
+def test_ranks_of_an_engine_that_draw_different_tokens_end_the_run() -> None:
+    engine: Any = Queue(changed=True)
+    with pytest.raises(EngineError, match="ranks 0 and 1 of engine 0 have drawn different tokens"):
+        generate(engine, SAMPLES, 1, SAMPLING, 1)
+
+
+def test_rollouts_of_other_weights_than_the_actors_are_refused() -> None:
+    actor: Any = SimpleNamespace(optimizer_steps=6, grid=None)
+    learner = Learner(Config(), actor, make_algorithm({"preset": "grpo"}), Phases())
+    table = RewardTable(torch.tensor([[[0.0], [1.0]]]), ("r",))
+    engine: Any = Queue()
+    rollouts = generate(engine, SAMPLES[:1], 2, SAMPLING, 1)
+    with pytest.raises(ValueError, match=r"optimizer steps \[5\], and the actor is at step 6: .* missed a weight sync"):
+        learner.estimate(table, rollouts)
+    actor.optimizer_steps = 5
+    assert learner.estimate(table, rollouts).train.shape == (1, 2)
