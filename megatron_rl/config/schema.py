@@ -120,9 +120,7 @@ class TaskConfig:
         "prompt once per epoch",
     )
     exclude: list[str] = key([], "names of evaluation tasks whose prompts are removed from this training task")
-    demonstrations: str | None = key(
-        None, "SFT targets: `chain_sum_steps`, `tool_world`, or `column:<key>` of your data"
-    )
+    demonstrations: str | None = key(None, "SFT targets: `chain_sum_steps`, `tool_world`, `column:<key>` of your data")
     demonstration_params: dict[str, Any] = key({}, "the writer's parameters")
 
 
@@ -298,9 +296,7 @@ class EvaluationConfig:
 
     pass_k: list[int] | None = key(None, "every k of `pass@k`; null: 1, 2, 4, ... and `trainer.eval_rollouts`")
     confidence: Annotated[float, Range(above=0.5, high=0.9999)] = key(0.95, "of the intervals")
-    length_limit: Tokens | None = key(
-        None, "tokens; `exceed_share` is the share of longer responses; null: not reported"
-    )
+    length_limit: Tokens | None = key(None, "tokens; `exceed_share` is the share of longer responses; null: none")
     format_reward: str | None = key(None, "a column; `format_ratio` is the share of responses where it is 1 or more")
     bug_reward: str | None = key(None, "a column; `bug_ratio` is the share of responses where it is below 1")
     pass_rate_reward: str | None = key(None, "a column; `pass_rate` is its mean")
