@@ -170,9 +170,11 @@ def _ask(config: Config, urls: list[str], name: str | None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         with hold_run_folder(config):
-            from megatron_rl.trainer.served import evaluate_served
+            from megatron_rl.evaluation.served import evaluate_served
+            from megatron_rl.runtime.distributed import ALONE
+            from megatron_rl.trainer.report import Reporter
 
-            return evaluate_served(config, urls, name)
+            return evaluate_served(Reporter(config, Path(config.run_dir), ALONE, "evaluate"), urls, name)
     except HeldError as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return error.code

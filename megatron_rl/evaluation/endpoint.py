@@ -34,7 +34,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Unanswered:
+class FailedRequest:
     """A request that got no usable answer, and why."""
 
     sample_id: str
@@ -100,7 +100,7 @@ def complete(
     done: Callable[[bool], None] = lambda answered: None,
     there: Mapping[tuple[str, int], Rollout] | None = None,
     keep: Callable[[Rollout], None] = lambda rollout: None,
-) -> tuple[list[Rollout], list[Unanswered]]:
+) -> tuple[list[Rollout], list[FailedRequest]]:
     """`count` responses to every sample, by sample, then index, without texts; and the requests that got none.
 
     Args:
@@ -117,18 +117,18 @@ def complete(
     there = there or {}
     requests = [(sample, index) for sample in samples for index in range(count)]
 
-    async def everything() -> list[Rollout | Unanswered]:
+    async def everything() -> list[Rollout | FailedRequest]:
         endpoint = http.Endpoint(server.urls, config, is_reply=lambda reply: bool(reply.get("choices")))
 
-        async def one(sample: Sample, index: int) -> Rollout | Unanswered:
+        async def one(sample: Sample, index: int) -> Rollout | FailedRequest:
             if (sample.id, index) in there:
                 done(True)
                 return there[sample.id, index]
             body = _body(server.name, sample, sampling, rollout_seed(seed, step, sample.id, index))
             try:
-                answer: Rollout | Unanswered = _rollout(sample, index, await endpoint.post("/completions", body))
+                answer: Rollout | FailedRequest = _rollout(sample, index, await endpoint.post("/completions", body))
             except http.Unanswered as error:
-                answer = Unanswered(sample.id, index, str(error))
+                answer = FailedRequest(sample.id, index, str(error))
             if isinstance(answer, Rollout):
                 keep(answer)
             done(isinstance(answer, Rollout))
@@ -150,7 +150,7 @@ def complete(
         future.cancel()
         raise
     rollouts = [answer for answer in answers if isinstance(answer, Rollout)]
-    return rollouts, [answer for answer in answers if isinstance(answer, Unanswered)]
+    return rollouts, [answer for answer in answers if isinstance(answer, FailedRequest)]
 
 
 def _body(name: str, sample: Sample, sampling: Sampling, seed: int) -> dict[str, Any]:

@@ -66,6 +66,10 @@ class Grid:
         dist.barrier(group=self.host_group)
 
 
+ALONE = Grid(rank=0, world=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dp=1, dp_rank=0, cp=1, cp_rank=0, host_group=None)
+"""A process without others, and without collectives."""
+
+
 def initialize(parallel: ParallelConfig, timeout_minutes: float, gpu_timeout_minutes: float | None = None) -> Grid:
     """Joins the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and lays Megatron's grid over it.
 

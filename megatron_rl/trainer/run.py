@@ -16,9 +16,9 @@ from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.owner import Ownership
 from megatron_rl.runtime.phases import Phases
 from megatron_rl.runtime.stop import StopFlag
+from megatron_rl.tasks.prompts import check_demonstrations, load_prompts
 from megatron_rl.trainer.checkpoints import Checkpoints, State
 from megatron_rl.trainer.learner import Learner
-from megatron_rl.trainer.prompts import check_demonstrations, load_prompts
 from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.sampler import Sampler
 

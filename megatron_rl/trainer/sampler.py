@@ -22,8 +22,8 @@ from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.phases import Phases
 from megatron_rl.runtime.progress import PROGRESS
 from megatron_rl.tasks import Order, make_order
+from megatron_rl.tasks.prompts import Prompts
 from megatron_rl.tokenizer import Tokenizer
-from megatron_rl.trainer.prompts import Prompts
 from megatron_rl.trainer.report import Reporter
 
 

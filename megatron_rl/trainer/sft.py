@@ -14,9 +14,9 @@ from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.data import Sample, TokenBatch
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.tasks import make_order
+from megatron_rl.tasks.prompts import refuse_long
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer.evaluate import evaluate
-from megatron_rl.trainer.prompts import refuse_long
 from megatron_rl.trainer.resume import load_checkpoint
 from megatron_rl.trainer.run import Run
 

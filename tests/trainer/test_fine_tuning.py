@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from megatron_rl.config.schema import Config, CreateModelConfig, ModelConfig, TaskConfig
 from megatron_rl.data import Sample
 from megatron_rl.models.create import create_model
-from megatron_rl.trainer.prompts import check_demonstrations
+from megatron_rl.runtime.distributed import ALONE
+from megatron_rl.tasks.prompts import check_demonstrations
 from megatron_rl.trainer.run import build_run
-from megatron_rl.trainer.served import _ALONE
 from megatron_rl.trainer.sft import demonstration_ids
 
 
@@ -44,10 +44,10 @@ def test_a_demonstration_that_is_too_long_is_found_before_the_model_is_built(
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     request.addfinalizer(dist.destroy_process_group)
     with pytest.raises(ValueError, match=r"demonstration of sums/1 has 8 tokens, more than rollout\.max_tokens = 7"):
-        build_run(config, _ALONE, tmp_path, "sft")
+        build_run(config, ALONE, tmp_path, "sft")
     config.sft.steps = 1
     with pytest.raises(ValueError, match="demonstration of sums/1"):
-        build_run(config, _ALONE, tmp_path, "train")
+        build_run(config, ALONE, tmp_path, "train")
 
 
 def test_a_demonstration_that_just_fits_is_taken(tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""An evaluation, whatever answers the prompts: an engine (`trainer.evaluate`) or a served model (`evaluation.served`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data import Rollout, Sample
+from megatron_rl.evaluation import kept
+from megatron_rl.evaluation.output import results_table, write_responses, write_results
+from megatron_rl.evaluation.summary import TaskSummary, metrics_of, overall, summarize
+from megatron_rl.rewards import ScoringStats
+
+
+class Log(Protocol):
+    """What an evaluation says, and to where."""
+
+    config: Config
+    run_dir: Path
+    active: bool  # this process writes files
+    console: Console
+
+    def phase(self, name: str) -> None: ...
+    def note(self, text: str) -> None: ...
+    def warn(self, text: str) -> None: ...
+    def begin(self, stage: str, done: int, total: int) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def start_over(self, but: str | None = None) -> None: ...
+    def missing_scores(self, scored: ScoringStats) -> None: ...
+    def summary(self) -> None: ...
+    def close(self) -> None: ...
+
+
+Answer = Callable[[str, Sequence[Sample]], tuple[Sequence[Rollout], int]]
+"""A task's name and prompts to their scored rollouts, and the number of requests that failed."""
+
+
+@dataclass
+class Answers:
+    """The scored responses to all tasks, and what they say."""
+
+    config: Config
+    summaries: list[TaskSummary] = field(default_factory=list)
+    responses: dict[str, tuple[Sequence[Sample], Sequence[Rollout]]] = field(default_factory=dict)  # by task
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of docs/metrics.md, Evaluation."""
+        return metrics_of(self.summaries, overall(self.config, self.summaries))
+
+
+def answer_tasks(config: Config, tasks: Mapping[str, Sequence[Sample]], answer: Answer) -> Answers:
+    """Answers the prompts of every task and summarises the responses.
+
+    A rollout counts as right where the reward `trainer.eval_reward` is at least `trainer.eval_threshold`.
+    """
+    answers = Answers(config)
+    for task, samples in tasks.items():
+        rollouts, failed = answer(task, samples)
+        answers.summaries.append(summarize(config, task, samples, rollouts, failed))
+        answers.responses[task] = (samples, rollouts)
+    return answers
+
+
+def seed_step(step: int) -> int:
+    """What stands for the step in the seeds of an evaluation after it: apart from every training step's."""
+    return -step - 1
+
+
+def resume_responses(
+    log: Log, model: Mapping[str, Any], tasks: Mapping[str, Sequence[Sample]]
+) -> dict[tuple[str, int], Rollout]:
+    """Responses of an interrupted evaluation by the same model and settings. Other outputs in the run folder are archived.
+
+    Args:
+        model: what is known of the model, with JSON values.
+    """
+    folder = log.run_dir / kept.FOLDER
+    origin = kept.origin(log.config, model)
+    differing = kept.differences(folder, origin)
+    if differing:
+        log.warn(f"an interrupted evaluation is not continued, for it had another {', '.join(differing)}")
+    log.start_over(but=None if differing else kept.FOLDER)
+    kept.begin(folder, origin)
+    drawn = kept.read(folder, [sample for samples in tasks.values() for sample in samples])
+    if drawn:
+        log.note(f"continuing an interrupted evaluation: {len(drawn)} responses are in {folder}")
+    return drawn
+
+
+def write_evaluation(
+    log: Log, model: Mapping[str, Any], answers: Answers, counters: Mapping[str, float], began: float
+) -> None:
+    """Writes `metrics.jsonl`, `evaluation.json` and `samples/<task>.jsonl`, and prints the table.
+
+    Args:
+        counters: further metrics, of the rewards.
+        began: when the evaluation began, on `time.monotonic`, in seconds.
+    """
+    config, run_dir = log.config, log.run_dir
+    log.log(0, {**answers.metrics(), **counters})
+    if not log.active:
+        return
+    across = overall(config, answers.summaries)
+    for summary in answers.summaries:
+        write_responses(
+            run_dir / "samples" / f"{summary.task}.jsonl", *answers.responses[summary.task], summary.right_if
+        )
+    write_results(run_dir / "evaluation.json", config, model, answers.summaries, across, time.monotonic() - began)
+    log.console.print(results_table(config, answers.summaries, across))
