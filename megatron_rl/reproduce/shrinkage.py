@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,19 +138,45 @@ def fall(values: dict[str, float], label: str = "shrinkage") -> str:
     return f"{1 - values[label] / values['RLOO']:.1%}"
 
 
+def _rows(
+    results: dict[int, Result], pick: Callable[[Result], dict[str, float]], paper: str, relative: bool
+) -> list[list[object]]:
+    table: list[list[object]] = []
+    for label in BASELINES:
+        values = [pick(results[m]) for m in ROLLOUTS]
+        table.append([label, *(each[label] / (each["RLOO"] if relative else 1) for each in values)])
+    table.append(["shrinkage below RLOO", *(fall(pick(results[m])) for m in ROLLOUTS)])
+    table.append(["the paper, on its data", *(f"{value}%" for value in PAPER[paper])])
+    return table
+
+
+def _draw(
+    results: dict[int, Result],
+    lambdas: dict[str, list[float]],
+    grid: list[float],
+    sweeps: dict[str, list[float]],
+    figure: Any,
+) -> None:
+    axes = figure.subplots(1, 4)
+    for label in BASELINES:
+        axes[0].plot(ROLLOUTS, [results[m].mse[label] for m in ROLLOUTS], marker="o", label=label)
+        axes[1].plot(ROLLOUTS, [results[m].response[label] for m in ROLLOUTS], marker="o", label=label)
+    for label, row in lambdas.items():
+        axes[2].plot(ROLLOUTS, row, marker="o", label=label)
+        axes[3].plot(grid, sweeps[label], marker=".", label=label)
+    titles = ("error of the baseline", "variance of the gradient", "mean lambda", "gradient variance, m = 4")
+    for axis, title, xlabel in zip(axes, titles, ("rollouts",) * 3 + ("fixed lambda",), strict=True):
+        axis.set(title=title, xlabel=xlabel)
+        if axis is not axes[3]:
+            axis.set(xticks=ROLLOUTS)
+    axes[0].legend(fontsize="small")
+    axes[2].legend(title="heterogeneity", fontsize="small")
+
+
 def make() -> Page:
     world = make_world(SPREADS["medium"])
     baselines = {label: by_name(*each) for label, each in BASELINES.items()}
     results = {m: simulate(world, m, baselines) for m in ROLLOUTS}
-
-    def rows(pick: Callable[[Result], dict[str, float]], paper: str, relative: bool) -> list[list[object]]:
-        table: list[list[object]] = []
-        for label in BASELINES:
-            values = [pick(results[m]) for m in ROLLOUTS]
-            table.append([label, *(each[label] / (each["RLOO"] if relative else 1) for each in values)])
-        table.append(["shrinkage below RLOO", *(fall(pick(results[m])) for m in ROLLOUTS)])
-        table.append(["the paper, on its data", *(f"{value}%" for value in PAPER[paper])])
-        return table
 
     lambdas = {
         label: [simulate(make_world(each), m, {}).shrinkage for m in ROLLOUTS] for label, each in SPREADS.items()
@@ -169,22 +196,6 @@ def make() -> Page:
         sweeps[label] = [distances[f"{value:g}"] / distances["0"] for value in grid]
     sweep_rows = [[label, *row, f"{grid[row.index(min(row))]:g}", lambdas[label][1]] for label, row in sweeps.items()]
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, 4)
-        for label in BASELINES:
-            axes[0].plot(ROLLOUTS, [results[m].mse[label] for m in ROLLOUTS], marker="o", label=label)
-            axes[1].plot(ROLLOUTS, [results[m].response[label] for m in ROLLOUTS], marker="o", label=label)
-        for label, row in lambdas.items():
-            axes[2].plot(ROLLOUTS, row, marker="o", label=label)
-            axes[3].plot(grid, sweeps[label], marker=".", label=label)
-        titles = ("error of the baseline", "variance of the gradient", "mean lambda", "gradient variance, m = 4")
-        for axis, title, xlabel in zip(axes, titles, ("rollouts",) * 3 + ("fixed lambda",), strict=True):
-            axis.set(title=title, xlabel=xlabel)
-            if axis is not axes[3]:
-                axis.set(xticks=ROLLOUTS)
-        axes[0].legend(fontsize="small")
-        axes[2].legend(title="heterogeneity", fontsize="small")
-
     header = ("", *(f"m = {m}" for m in ROLLOUTS))
     return Page(
         "Shrinkage baseline, in simulation",
@@ -197,9 +208,9 @@ def make() -> Page:
             "models. Here the "
             "prompts are fixed, so that differences are due to the baselines alone.",
             "## Figure 9: mean squared error of the baseline against the true value",
-            markdown_table(header, rows(lambda result: result.mse, "mse", relative=False)),
+            markdown_table(header, _rows(results, lambda result: result.mse, "mse", relative=False)),
             "## Figure 10: squared distance to the true policy gradient, relative to RLOO",
-            markdown_table(header, rows(lambda result: result.response, "gradient", relative=True)),
+            markdown_table(header, _rows(results, lambda result: result.response, "gradient", relative=True)),
             "Shrinkage is below RLOO everywhere, and less so with more rollouts, as in the paper. How much is "
             "gained depends "
             "on how alike the prompts are (medium heterogeneity here), so only the direction and the decline can "
@@ -210,7 +221,7 @@ def make() -> Page:
             "**Where the claim stops.** The theory takes the squared norm of a response's score to be "
             "independent of its reward "
             "(section 3.1). The same runs, of the parameters that choose the answer alone:",
-            markdown_table(header, rows(lambda result: result.answer, "gradient", relative=True)),
+            markdown_table(header, _rows(results, lambda result: result.answer, "gradient", relative=True)),
             "Here a batch mean beats every estimate of the value function, however exact: a right answer that "
             "was unlikely has "
             "a large score and a likely one a small score, so the variance-minimising baseline is far from mu "
@@ -233,6 +244,6 @@ def make() -> Page:
             "between prompts, "
             "as here, that would change nothing.",
         ],
-        draw,
+        partial(_draw, results, lambdas, grid, sweeps),
         (16, 3.8),
     )
