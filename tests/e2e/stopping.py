@@ -41,13 +41,13 @@ def install(phase: str) -> None:
     from megatron_rl.actor.actor import Actor
     from megatron_rl.checkpoint.saver import Saver
     from megatron_rl.rewards import Scorer
-    from megatron_rl.rollout.engine import Engine
     from megatron_rl.rollout.sync import WeightSync
+    from megatron_rl.trainer import sampler
 
     if phase == "generate":
-        stop_in(Engine, "generate", lambda self, samples, count, sampling, step, *more: step == 1)
+        stop_in(sampler, "generate", lambda engine, samples, count, sampling, step, *more: step == 1)
     elif phase == "evaluate":
-        stop_in(Engine, "generate", lambda self, samples, count, sampling, step, *more: step < -1)
+        stop_in(sampler, "generate", lambda engine, samples, count, sampling, step, *more: step < -1)
     elif phase == "reward":
         stop_in(Scorer, "score", after=1)  # after the evaluation before the first step
     elif phase == "old_log_prob":
