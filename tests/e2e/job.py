@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+STOPPING = Path(__file__).with_name("stopping.py")  # the plugin that stops a rank
 SHARED_MEMORY = Path("/dev/shm")
 CHAIN_SUM = {
     "source": "reasoning_gym",
@@ -174,6 +175,14 @@ def listening_at(pid: int) -> list[str]:
                 )  # 32-bit words, little-endian
                 addresses.append(socket.inet_ntop(family, packed))
     return addresses
+
+
+def state(pid: int) -> str:
+    """A process's state as the kernel says it: T where it is stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
 
 
 def segments(port: str | None) -> list[Path]:

@@ -42,6 +42,7 @@ def install(phase: str) -> None:
     from megatron_rl.checkpoint.saver import Saver
     from megatron_rl.rewards import Scorer
     from megatron_rl.rollout.sync import WeightSync
+    from megatron_rl.runtime import leftovers
     from megatron_rl.trainer import sampler
 
     if phase == "generate":
@@ -56,6 +57,8 @@ def install(phase: str) -> None:
         stop_in(Actor, "update")
     elif phase == "checkpoint":
         stop_in(Saver, "take")
+    elif phase == "engine start":
+        stop_in(leftovers, "remove_segments")
     elif phase == "sync":
         stop_in(WeightSync, "push", after=2)  # after the start's, and that of the checkpoint before the first step
     else:

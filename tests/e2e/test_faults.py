@@ -20,7 +20,7 @@ import pytest
 from megatron_rl.config import load_recipe
 from megatron_rl.report.status import read_status
 
-from .job import Job, processes_of, rows, segments, variable, write_recipe
+from .job import STOPPING, Job, processes_of, rows, segments, state, variable, write_recipe
 
 ENDLESS = ("trainer.steps=100000", "trainer.eval_every=0", "checkpoint.keep=2")
 
@@ -165,12 +165,14 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_is_named(folder: Path) ->
 def test_what_a_run_leaves_that_was_killed_in_its_engines_start_is_removed_by_the_next(tmp_path: Path) -> None:
     temporary = Path(tempfile.mkdtemp(prefix="killed-", dir="/tmp"))  # with a short path, as sockets need it
     try:
-        job = Job(tmp_path, "sft.steps=0", "launch.preflight=off", environment={"TMPDIR": str(temporary)})
+        overrides = ("sft.steps=0", "launch.preflight=off", f"algorithm.plugins=[{STOPPING}]")
+        job = Job(tmp_path, *overrides, environment={"TMPDIR": str(temporary), "STOP": "engine start:0"})
         job.wait_for(lambda: len(job.ranks()) == 2)
-        port = variable(job.ranks()[0], "MASTER_PORT")
-        job.wait_for(lambda: any("cpushm" in path.name for path in segments(port)))
+        first = job.ranks()[0]
+        port = variable(first, "MASTER_PORT")
+        job.wait_for(lambda: state(first) == "T")  # just before the names go
         job.kill()
-        assert segments(port)
+        assert any("cpushm" in path.name for path in segments(port))
         assert [path for path in temporary.iterdir() if path.name.startswith("mrl-sockets-")]
         # The next start, however early it ends.
         code = "import sys; from pathlib import Path; from megatron_rl.runtime.spawn import run_ranks\n"

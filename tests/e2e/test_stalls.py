@@ -11,11 +11,10 @@ import pytest
 
 from megatron_rl.runtime import exit_codes
 
-from .job import Job, processes_of, segments, variable
+from .job import STOPPING, Job, processes_of, segments, state, variable
 
 DEADLINE = 6.0  # seconds
 GRACE = 25.0  # seconds until the report is there and everything has ended, on a busy machine
-STOPPING = Path(__file__).with_name("stopping.py")
 # phase, and the rank that is stopped in it
 STALLS = (
     *(("generate", 1), ("reward", 0), ("old_log_prob", 1), ("update", 0)),
@@ -32,13 +31,6 @@ def stalled_job(folder: Path, phase: str, rank: int) -> Job:
         *(f"watchdog.phases.{name}={DEADLINE / 60}" for name in timed),
         environment={"STOP": f"{phase}:{rank}"},
     )
-
-
-def state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone"
 
 
 class Jobs:
