@@ -146,7 +146,7 @@ def list_methods(kind: str) -> tuple[str, ...]:
 
 
 def get_method(kind: str, name: str) -> Method:
-    """The catalogue's entry. ValueError with the nearest name if there is none."""
+    """The catalogue's entry. ValueError with the nearest name if the name is unknown."""
     if (kind, name) not in CATALOGUE:
         raise ValueError(unknown_name(kind, name, list_methods(kind)))
     return CATALOGUE[kind, name]

@@ -129,7 +129,7 @@ def test_context_parallel_ranks_share_every_sequence_and_all_its_response_tokens
 
 
 def test_of_several_turns_only_the_sampled_tokens_are_scored() -> None:
-    """Prompt, turn, tool result, turn: each sampled token is predicted from the token before it, whoever wrote that."""
+    """Prompt, turn, tool result, turn: each sampled token is predicted from the preceding one, sampled or not."""
     drawn = [np.array([0.1, 0.2], dtype=np.float32), np.array([0.3], dtype=np.float32)]
     segments = [
         Segment(np.array([11, 12])),

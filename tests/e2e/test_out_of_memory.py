@@ -10,9 +10,7 @@ import pytest
 from megatron_rl.report.status import read_status
 from megatron_rl.runtime import exit_codes
 
-from .job import Job, processes_of
-
-STOPPING = Path(__file__).with_name("stopping.py")
+from .job import STOPPING, Job, processes_of
 
 
 @pytest.mark.engine
