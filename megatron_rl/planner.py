@@ -27,8 +27,6 @@ ENGINE_WORKSPACE_GIB = 3.0
 _SYNC_BUCKET = (
     256 * 2**20
 )  # models/gather.py: memory beyond the models' is three times the bucket, or the largest tensor
-# actor/head.py, backward pass, per logit of a chunk: bf16 product, fp32 logits, log-probs, probabilities, gradient twice.
-_BYTES_PER_LOGIT = 2 + 4 + 4 + 4 + 4 + 2
 
 
 # --------------------------------------------------------------------------------------------------------- parameters
@@ -168,9 +166,12 @@ def _activations(model: Model, config: Config, dtype_bytes: int) -> float:
 
 
 def _head_workspace(model: Model, config: Config) -> float:
-    """Logits of one chunk and what their backward pass makes of them, and the output layer's gradient in fp32 and bf16."""
+    """A tile of logits in fp32 and bf16, the gradient of the hidden states in fp32, and the tensor of the output matrix's
+    shape that autograd wants (actor/head.py)."""
+    tokens, hidden = config.actor.tokens_per_microbatch, model.dims["hidden"]
     rows = model.dims["vocab"] / config.actor.parallel.tensor
-    return config.actor.logprob_chunk_tokens * rows * _BYTES_PER_LOGIT + rows * model.dims["hidden"] * 6
+    tile = min(config.actor.logits_mib * 2**20, tokens * rows * 4)
+    return tile * 1.5 + tokens * hidden * 4 + rows * hidden * 2
 
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -275,7 +276,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
             "actor: output layer's workspace",
             _head_workspace(model, config),
             (UPDATE,),
-            ("actor.logprob_chunk_tokens",),
+            ("actor.logits_mib",),
             estimate=True,
         ),
         Component("engine: weights", engine_weights, (GENERATE, SYNC), ("rollout.tensor_parallel",)),

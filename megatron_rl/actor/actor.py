@@ -244,7 +244,7 @@ class Actor:
             micro.targets[micro.own],
             self.vocab_shard,
             temperature,
-            self.config.logprob_chunk_tokens,
+            self.config.logits_mib * 2**20,
             with_entropy,
         )
         if self.grid.cp == 1:

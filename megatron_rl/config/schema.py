@@ -234,7 +234,7 @@ class ActorConfig:
         "packed tokens in one forward pass, per data-parallel rank (its context-parallel ranks share them); must "
         "hold the longest sequence",
     )
-    logprob_chunk_tokens: Tokens = key(2048, "tokens whose logits exist at once")
+    logits_mib: Count = key(64, "MiB of float32 logits that exist at once, on each rank")
     recompute: Literal["none", "selective", "full"] = key("none", "activation recomputation")
     offload: bool = key(False, "GPU: gradients and optimizer state leave the device while the engine generates")
     fp8: FP8Config | None = key(None, "GPU with Transformer Engine: the section below")

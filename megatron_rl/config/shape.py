@@ -29,6 +29,10 @@ def type_at(parts: list[str]) -> Any:
     return hint
 
 
+# Keys of earlier versions, which the recipe.yaml of an old run has.
+_REPLACED = {"actor.logprob_chunk_tokens": "remove it, or set `actor.logits_mib` (MiB of logits that exist at once)"}
+
+
 def conform(tree: Mapping[Any, Any], source: str) -> dict[str, Any]:
     """A copy of `tree`, the nested data of one source, with numbers converted to the schema's types.
 
@@ -47,9 +51,9 @@ def _section(value: Any, cls: type, key: str, source: str) -> dict[str, Any]:
     known, result = fields(cls), {}
     for name, item in value.items():
         if name not in known:
-            raise ConfigError(
-                f"{source}: unknown key `{shorten(_join(key, name))}`{_set_to(item)}; {_nearest(str(name), cls, key)}"
-            )
+            full = _join(key, name)
+            remedy = _REPLACED.get(full) or _nearest(str(name), cls, key)
+            raise ConfigError(f"{source}: unknown key `{shorten(full)}`{_set_to(item)}; {remedy}")
         result[name] = _value(item, known[name], _join(key, name), source)
     return result
 

@@ -290,3 +290,20 @@ def save_planner(sharded: State, is_coordinator: bool) -> MCoreSavePlanner:
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=is_coordinator)
     return planner
+
+
+def main_gradient(weight: Tensor) -> Tensor | None:
+    """Where Megatron-Core's DistributedDataParallel sums the gradients of a parameter; None without it."""
+    return getattr(weight, MAIN_GRADIENT, None)
+
+
+def added_to_main_gradient(weight: Tensor) -> Tensor | None:
+    """What a backward function returns that has added the weight's gradient to `main_gradient` itself.
+
+    As Megatron-Core's own layers do: a tensor of arbitrary values, which sets off the hook that tells
+    DistributedDataParallel, and is not added. Of a weight that is the embedding too, the embedding's gradient does both.
+    """
+    if getattr(weight, "zero_out_wgrad", False):
+        return None
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)

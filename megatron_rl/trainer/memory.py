@@ -74,7 +74,7 @@ def remedies(phase: str, config: Config) -> list[str]:
         f"actor.parallel.tensor, pipeline (now {parallel.tensor}, {parallel.pipeline}): more devices per copy of the model",
     ]
     forward = [
-        f"actor.logprob_chunk_tokens (now {actor.logprob_chunk_tokens}): fewer logits at a time; changes no result",
+        f"actor.logits_mib (now {actor.logits_mib}): fewer logits at a time; changes no result",
         f"actor.tokens_per_microbatch (now {actor.tokens_per_microbatch}): fewer tokens at a time; changes no result",
     ]
     if phase in ("generate", "evaluate"):

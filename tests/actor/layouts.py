@@ -95,7 +95,7 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
     config.actor.optimizer = OptimizerConfig(**{**vars(LINEAR_ADAM), "distributed": layout.distributed})
     config.actor.tokens_per_microbatch = layout.tokens_per_microbatch
     config.actor.recompute = layout.recompute
-    config.actor.logprob_chunk_tokens = 32
+    config.actor.logits_mib = 1
     config.trainer.minibatches = 2
     config.rollout.temperature = 0.8
     config.rollout.max_tokens = 40

@@ -52,7 +52,7 @@ def close(own: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(own, want, rtol=1e-6, atol=2e-6 * float(want.abs().max()), check_dtype=False)
 
 
-def check(group: Any, temperature: float, chunk: int, with_entropy: bool) -> None:
+def check(group: Any, temperature: float, num_bytes: int, with_entropy: bool) -> None:
     """The function under test on this rank's shard of the vocabulary, against the reference."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     per_rank = 8 if size == 2 else 16
@@ -60,7 +60,7 @@ def check(group: Any, temperature: float, chunk: int, with_entropy: bool) -> Non
     mine = weight[rank * per_rank : (rank + 1) * per_rank].clone().requires_grad_()
     hidden.requires_grad_()
     shard = VocabShard(start=rank * per_rank, vocab_size=VOCAB, group=group)
-    log_probs, entropy = log_probs_from_hidden(hidden, mine, targets, shard, temperature, chunk, with_entropy)
+    log_probs, entropy = log_probs_from_hidden(hidden, mine, targets, shard, temperature, num_bytes, with_entropy)
     total = (log_probs * up_log_probs).sum()
     assert (entropy is not None) == with_entropy
     if entropy is not None:
@@ -79,7 +79,8 @@ def check(group: Any, temperature: float, chunk: int, with_entropy: bool) -> Non
     assert not mine.grad[len(real) :].any(), "padding rows of the vocabulary got a gradient"
 
 
-CASES = list(itertools.product((1.0, 0.7, 2.5), (1, 4, 1000), (False, True)))
+# Bytes of a tile: one logit, tiles that cut tokens and vocabulary, tiles that cut only the vocabulary, one tile.
+CASES = list(itertools.product((1.0, 0.7, 2.5), (4, 4 * 30, 4 * 121, 10_000), (False, True)))
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +95,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("temperature", "chunk", "with_entropy"), CASES)
-def test_values_and_gradients_in_one_process(alone: Any, temperature: float, chunk: int, with_entropy: bool) -> None:
-    check(alone, temperature, chunk, with_entropy)
+@pytest.mark.parametrize(("temperature", "num_bytes", "with_entropy"), CASES)
+def test_values_and_gradients_in_one_process(
+    alone: Any, temperature: float, num_bytes: int, with_entropy: bool
+) -> None:
+    check(alone, temperature, num_bytes, with_entropy)
 
 
-def test_the_size_of_the_chunks_does_not_matter(alone: Any) -> None:
+def test_the_size_of_the_tiles_does_not_matter(alone: Any) -> None:
     hidden, weight, targets, _, _ = problem(16)
     shard = VocabShard(0, VOCAB, alone)
-    one, two = (log_probs_from_hidden(hidden, weight, targets, shard, 0.7, chunk, True) for chunk in (4, 8))
+    one, two = (log_probs_from_hidden(hidden, weight, targets, shard, 0.7, num_bytes, True) for num_bytes in (16, 500))
     torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
 
 
@@ -127,3 +130,24 @@ def _sharded() -> None:
 @pytest.mark.ranks
 def test_values_and_gradients_with_the_vocabulary_on_two_ranks(tmp_path: Path) -> None:
     spawn(_sharded, 2)
+
+
+@pytest.mark.parametrize("is_embedding_too", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_is_added_to_megatrons_own(dtype: torch.dtype, is_embedding_too: bool) -> None:
+    """Two micro-batches; of a weight that is the embedding too, autograd gets the embedding's gradient alone."""
+    hidden, weight, targets, up_log_probs, _ = problem(16)
+    weight = weight.to(dtype).requires_grad_()
+    weight.main_grad, weight.zero_out_wgrad = torch.ones(16, HIDDEN), is_embedding_too  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    for _ in range(2):
+        log_probs, _ = log_probs_from_hidden(hidden.to(dtype), weight, targets, VocabShard(0, VOCAB, None))
+        (log_probs * up_log_probs).sum().backward()
+    want = 1 + 2 * reference(1.0, False)[3]
+    found = weight.main_grad[:VOCAB].double()  # type: ignore[attr-defined]
+    torch.testing.assert_close(
+        found, want, rtol=0, atol=(1e-5 if dtype == torch.float32 else 0.02) * float(want.abs().max())
+    )
+    assert (weight.main_grad[VOCAB:] == 1).all()  # type: ignore[attr-defined]
+    assert weight.grad_added_to_main_grad != is_embedding_too  # type: ignore[attr-defined]
+    assert (weight.grad is None) == is_embedding_too

@@ -75,6 +75,10 @@ def test_interpolations_are_resolved_and_typed(recipe) -> None:
     ("override", "message"),
     [
         ("trainer.step=5", "unknown key `trainer.step` (set to 5); did you mean `trainer.steps`?"),
+        (
+            "actor.logprob_chunk_tokens=2048",
+            "unknown key `actor.logprob_chunk_tokens` (set to 2048); remove it, or set `actor.logits_mib`",
+        ),
         ("trainer.group_size=5", "did you mean `rollout.group_size`?"),
         ("sft.lr=1", "did you mean `sft.optimizer.lr`?"),
         ("tasks.train.sums.szie=3", "`tasks.train.sums.szie` (set to 3); did you mean `tasks.train.sums.size`?"),
