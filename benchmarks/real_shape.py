@@ -68,9 +68,9 @@ rewards:
   letters: {{reward: "{reward}:letters"}}
 algorithm: {{preset: grpo}}
 rollout: {{group_size: 2, max_prompt_tokens: 128, max_tokens: {tokens}, tensor_parallel: 1}}
-actor: {{tokens_per_microbatch: 1024, recompute: full, optimizer: {{lr: 1.0e-6}}}}
+actor: {{tokens_per_microbatch: 1024, recompute: full, optimizer: {{lr: 1.0e-6, distributed: false}}}}
 trainer: {{steps: 2, prompts_per_step: 2, eval_every: 0, eval_max_prompts: 2}}
-checkpoint: {{every: 1}}
+checkpoint: {{every: 1, asynchronous: false}}  # written from where it is: no copy in memory
 launch: {{processes: 1}}
 """
 

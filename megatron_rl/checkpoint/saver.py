@@ -57,7 +57,7 @@ class Saver:
         self.run_dir = run_dir
         self.root, self._grid, self._asynchronous, self._after = root, grid, asynchronous, after
         self._writers = Grid(**{**vars(grid), "host_group": dist.new_group(backend="gloo", timeout=_PATIENCE)})
-        self._snapshotter = Snapshotter(grid)
+        self._snapshotter = Snapshotter(grid, copied=asynchronous)
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
         self._blocked = 0.0
@@ -68,7 +68,7 @@ class Saver:
         return any(self._grid.all_gather(self._thread is not None and self._thread.is_alive()))
 
     def take(self, chunks: Sequence[Chunk], optimizer: Optimizer) -> Snapshot:
-        """What is to be saved, copied to the host; every rank calls it. Waits for the save before."""
+        """What is to be saved, in host memory; every rank calls it. Waits for the previous save."""
         begin = time.perf_counter()
         self.drain()
         taken = self._snapshotter.take(chunks, optimizer)

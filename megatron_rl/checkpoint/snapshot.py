@@ -1,7 +1,7 @@
 """From model chunks and optimizer on the device to host memory, and from there to Megatron-Core's distributed checkpoint.
 
-Taking the snapshot is all that training waits for. It shares no memory with the model, so it can be written while training
-goes on; `write_share` and `finish` touch neither the device nor Megatron's process groups.
+Taking the snapshot is all that training waits for. A copied snapshot shares no memory with the model, so it can be written
+while training goes on; `write_share` and `finish` touch neither the device nor Megatron's process groups.
 """
 
 from __future__ import annotations
@@ -72,10 +72,14 @@ class Snapshotter:
 
     Keeps the host memory from one to the next: making it anew takes longer than the copy. On a GPU it is pinned, so that the
     copy runs at the bus's speed. Also keeps how data-parallel ranks divide what they all hold.
+
+    Args:
+        copied: False where the snapshot is written before training goes on: tensors that are in host memory already are
+            then written from where they are.
     """
 
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
+    def __init__(self, grid: Grid, copied: bool) -> None:
+        self._grid, self._copied = grid, copied
         self._buffers: dict[MetadataIndex, Tensor] = {}
         self._division: Any = None
 
@@ -103,6 +107,9 @@ class Snapshotter:
             data = planner.resolve_data(item)
             if not isinstance(data, Tensor):
                 items.append((item.index, bytes(data.getbuffer())))
+                continue
+            if not self._copied and data.device.type == "cpu" and data not in stand_ins:
+                items.append((item.index, data.detach()))
                 continue
             host = self._host(item.index, data)
             items.append((item.index, host))
@@ -165,7 +172,9 @@ def _write_item(file: manifest.Hashing, index: MetadataIndex, data: Tensor | byt
     offset = file.position
     file.begin()
     if isinstance(data, Tensor):
-        torch.save(data, cast(IO[bytes], file))
+        # Of a view torch.save writes the memory of the whole.
+        part = data.untyped_storage().nbytes() > data.nbytes
+        torch.save(data.clone() if part else data, cast(IO[bytes], file))
     else:
         file.write(data)
     start = tuple(index.offset) if index.offset is not None else ()

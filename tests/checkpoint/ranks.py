@@ -62,7 +62,7 @@ def make_actor(root: Path, layout: Layout) -> Actor:
     )
     config.actor.optimizer = OptimizerConfig(lr=1e-3, schedule="linear", distributed=layout.distributed)
     config.actor.tokens_per_microbatch = 96
-    config.actor.logprob_chunk_tokens = 32
+    config.actor.logits_mib = 1
     config.trainer.minibatches = 2
     config.rollout.max_tokens = 40
     actor = Actor(config, distributed.initialize(config.actor.parallel, timeout_minutes=5), root / layout.model)
@@ -145,7 +145,9 @@ def save_in_every_way(root: str) -> None:
     folder = Path(root)
     actor = make_actor(folder, Layout(tensor=2))
     learn(actor, 0)
-    save(actor, folder / "sync", 1)
+    stored = save(actor, folder / "sync", 1).take(actor.chunks, actor.optimizer)
+    weights = {weight.untyped_storage().data_ptr() for chunk in actor.chunks for weight in chunk.parameters()}
+    written = {data.untyped_storage().data_ptr() for _, data in stored.items if isinstance(data, Tensor)}
     held, write = threading.Event(), snapshots.write_share
 
     def write_when_told(*arguments: Any) -> Any:
@@ -161,6 +163,7 @@ def save_in_every_way(root: str) -> None:
     beside.drain()
     snapshots.write_share = write
     facts["busy after"] = beside.busy()
+    facts["uncopied"] = bool(weights & written)
     save(actor, folder, 2, beside)
     learn(actor, 2)
     beside.drain()

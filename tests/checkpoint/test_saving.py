@@ -68,6 +68,11 @@ def test_an_asynchronous_save_has_what_a_synchronous_one_has(root: Path) -> None
     assert [name for name in want if not torch.equal(own[name], want[name])] == []
 
 
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_synchronous_save_writes_weights_from_where_they_are(root: Path, rank: int) -> None:
+    assert facts(root, rank)["uncopied"]
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_two_successive_checkpoints_differ(root: Path, step: int) -> None:
     before, after = (contents(root / "async" / f"step_{n}") for n in (step, step + 1))
