@@ -7,10 +7,16 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 FAILED, WARNING = "failed", "warning"
 Problems = Iterator[tuple[str, str]]  # (level, sentence)
+
+
+class Measured(TypedDict, total=False):
+    clock_skew_s: float
+    allreduce_gb_per_s: float
+    links_gb_per_s: dict[str, float]  # "node -> node"
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Report:
     ranks: int
     checks: list[str]
     findings: list[Finding] = field(default_factory=list)
-    measured: dict[str, Any] = field(default_factory=dict)
+    measured: Measured = field(default_factory=Measured)
     seconds: float = 0.0
 
     @property

@@ -16,7 +16,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.algorithm_checks import reward_columns
@@ -309,7 +308,7 @@ PER_NODE: dict[str, Callable[[Config], Problems]] = {
 PER_RANK: dict[str, Callable[[Config], Problems]] = {"limits": check_limits}
 
 
-def survey(config: Config, first_of_node: bool) -> tuple[list[tuple[str, str, str]], dict[str, dict[str, Any]]]:
+def survey(config: Config, first_of_node: bool) -> tuple[list[tuple[str, str, str]], dict[str, dict[str, str]]]:
     """(check, level, sentence) per problem of this rank, and the facts to compare."""
     problems = []
     for name, check in {**PER_RANK, **(PER_NODE if first_of_node else {})}.items():
@@ -317,7 +316,7 @@ def survey(config: Config, first_of_node: bool) -> tuple[list[tuple[str, str, st
             problems += [(name, level, text) for level, text in check(config)]
         except OSError as error:
             problems.append((name, FAILED, str(error)))
-    facts: dict[str, dict[str, Any]] = {}
+    facts: dict[str, dict[str, str]] = {}
     for name, read in FACTS.items():
         try:
             facts[name] = read(config) if first_of_node or name in ("versions", "recipe") else {}

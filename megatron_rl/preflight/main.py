@@ -12,13 +12,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_rl.config import ConfigError, Machine, check, load_recipe
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.preflight.findings import FAILED
 from megatron_rl.preflight.local import limits_in_the_way
 from megatron_rl.runtime import exit_codes, stop
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -27,14 +30,14 @@ T = TypeVar("T")
 class _Ranks:
     rank: int
     world: int
-    group: Any  # gloo, all ranks
-    store: Any  # where every rank writes how often it has met the others
+    group: dist.ProcessGroup  # gloo, all ranks
+    store: dist.Store  # where every rank writes how often it has met the others
     meetings: int = 0
 
     def all_gather(self, item: T) -> list[T]:
         import torch.distributed as dist
 
-        out: list[Any] = [None] * self.world
+        out = [item] * self.world
         with self._meeting():
             dist.all_gather_object(out, item, group=self.group)
         return out

@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from megatron_rl.config.schema import Config
-from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Report, merged
+from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Measured, Report, merged
 from megatron_rl.preflight.local import FACTS, PER_NODE, PER_RANK, has_endpoints, silent_endpoints, survey
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 T = TypeVar("T")
 _SKEW = 5.0  # seconds between two clocks that are worth a word
@@ -101,7 +104,7 @@ def _await_endpoints(config: Config, ranks: Ranks, first_of_node: bool) -> None:
         time.sleep(min(_ASK_AGAIN, limit - waited))
 
 
-def _differences(facts: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> list[Finding]:
+def _differences(facts: Sequence[tuple[str, dict[str, dict[str, str]]]]) -> list[Finding]:
     """Nodes whose facts are not those of the majority (of the first, without a majority)."""
     found = []
     for check in FACTS:
@@ -149,7 +152,7 @@ def _shared(run_dir: Path, ranks: Ranks, hosts: Sequence[str]) -> list[Finding]:
     ]
 
 
-def _clocks(ranks: Ranks, hosts: Sequence[str], measured: dict[str, Any]) -> list[Finding]:
+def _clocks(ranks: Ranks, hosts: Sequence[str], measured: Measured) -> list[Finding]:
     """Differences of the clocks, to about the time that a barrier takes."""
     ranks.barrier()
     times = ranks.all_gather(time.time())
@@ -162,7 +165,7 @@ def _clocks(ranks: Ranks, hosts: Sequence[str], measured: dict[str, Any]) -> lis
     ]
 
 
-def _collectives(ranks: Ranks, hosts: Sequence[str], measured: dict[str, Any], full: bool) -> list[Finding]:
+def _collectives(ranks: Ranks, hosts: Sequence[str], measured: Measured, full: bool) -> list[Finding]:
     """A sum over all ranks that is known beforehand; with `full` how fast it is, and each node's way to the next."""
     import torch
     import torch.distributed as dist
@@ -200,12 +203,13 @@ def _collectives(ranks: Ranks, hosts: Sequence[str], measured: dict[str, Any], f
     return found + links
 
 
-def _wait(work: Any, what: str, first: bool) -> None:
+def _wait(work: dist.Work | None, what: str, first: bool) -> None:
     """For a collective: the first of its kind until it is through, but not for ever; the others as fast as can be.
 
     Raises:
         ConnectionError: it is not.
     """
+    assert work is not None  # this rank takes part
     try:
         if first:
             work.wait(timedelta(seconds=_THROUGH))
@@ -218,7 +222,7 @@ def _wait(work: Any, what: str, first: bool) -> None:
         ) from None
 
 
-def _links(ranks: Ranks, hosts: Sequence[str], measured: dict[str, Any]) -> list[Finding]:
+def _links(ranks: Ranks, hosts: Sequence[str], measured: Measured) -> list[Finding]:
     """Bandwidth from each node to the next, one pair at a time, by the first rank of each."""
     import torch
     import torch.distributed as dist

@@ -16,7 +16,7 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.runtime import exit_codes, postmortem, process
 from megatron_rl.runtime.attempts import END, REFUSED
 from megatron_rl.runtime.progress import END as END_PHASE
-from megatron_rl.runtime.progress import beat_interval, heartbeats
+from megatron_rl.runtime.progress import Beat, beat_interval, heartbeats
 
 SILENT_SECONDS = 90.0  # without a heartbeat: six of the slowest beats
 _SKEW = 5.0  # seconds that two machines' clocks may differ without a word; the pre-flight warns above that
@@ -217,7 +217,7 @@ def _read_heartbeats(status: RunStatus, attempt: Path) -> None:
             status.slowest = f"{len(silent)} of {len(beats)} ranks SILENT: {names}"
 
 
-def _silent_ranks(folder: Path, beats: dict[int, dict[str, Any]], ages: dict[int, float]) -> list[int]:
+def _silent_ranks(folder: Path, beats: dict[int, Beat], ages: dict[int, float]) -> list[int]:
     """Ranks whose process is known to have ended, and ranks whose heartbeat looks old and does not move while this watches.
 
     What looks old may be a clock that was set, or two machines' clocks that differ: hence the second look, some beats later.

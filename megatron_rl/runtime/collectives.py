@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_rl.seams.torch_dist import Collective
 
 # gloo's and torch's words for it
 _GAVE_UP = re.compile(
@@ -21,14 +24,13 @@ def recent(count: int) -> tuple[list[str], str | None]:
     from megatron_rl.seams.torch_dist import recorded_collectives
 
     entries = recorded_collectives()
-    waiting = next((_describe(entry, config) for entry, config in entries if not entry["retired"]), None)
-    return [_describe(entry, config) for entry, config in entries[-count:]], waiting
+    waiting = next((_describe(*entry) for entry in entries if not entry[0]["retired"]), None)
+    return [_describe(*entry) for entry in entries[-count:]], waiting
 
 
-def _describe(entry: dict[str, Any], groups: dict[str, Any]) -> str:
+def _describe(entry: Collective, ranks: str) -> str:
     name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-    ranks = groups.get(entry["process_group"][0], {}).get("ranks", "")
     sizes = ", ".join(
         f"{dtype.lower()} {size}" for dtype, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ def backend() -> str:
     return "nccl" if has_gpu() else "gloo"
 
 
-def megatron() -> contextlib.AbstractContextManager[Any]:
+def megatron() -> contextlib.AbstractContextManager[object]:
     """Enter around every call into Megatron-Core: nothing on a GPU, the CPU adapter elsewhere."""
     if has_gpu():
         return contextlib.nullcontext()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,18 +47,18 @@ class Grid:
 
     def all_gather(self, item: T) -> list[T]:
         """`item` of every rank, in rank order."""
-        out: list[Any] = [None] * self.world
+        out = [item] * self.world
         dist.all_gather_object(out, item, group=self.host_group)
         return out
 
     def gather(self, item: T) -> list[T]:
         """`item` of every rank, in rank order, on rank 0; [] on the others."""
-        out: list[Any] | None = [None] * self.world if self.is_main else None
+        out = [item] * self.world if self.is_main else None
         dist.gather_object(item, out, group=self.host_group)
         return out or []
 
     def broadcast(self, item: T, source: int = 0) -> T:
-        box: list[Any] = [item]
+        box = [item]
         dist.broadcast_object_list(box, src=source, group=self.host_group)
         return box[0]
 

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from megatron_rl.config.schema import ServerConfig
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _LONGEST_BACKOFF = 30.0  # seconds
 _LONGEST_REPLY = 16 << 20  # bytes
 _MISCONFIGURED = (401, 403, 404)
+Reply: TypeAlias = dict[str, Any]  # a JSON object, as a server has written it
 
 
 class Unanswered(RuntimeError):
@@ -123,7 +124,7 @@ class Endpoint:
         urls: str | Sequence[str],
         config: ServerConfig,
         spend: Callable[[], None] = lambda: None,
-        is_reply: Callable[[Mapping[str, Any]], bool] = lambda reply: True,
+        is_reply: Callable[[Reply], bool] = lambda reply: True,
     ) -> None:
         self.urls = check_urls(urls)
         self.config = config
@@ -142,7 +143,7 @@ class Endpoint:
         """Take this process's part of `max_in_flight`, at least 1. Before the first request."""
         self._in_flight = max(1, self.config.max_in_flight // parts)
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def post(self, path: str, body: Mapping[str, object]) -> Reply:
         """The JSON object that a server replies.
 
         Raises:
@@ -184,7 +185,7 @@ class Endpoint:
             order, key=lambda server: server.rest_until
         )
 
-    async def _post_once(self, server: _Server, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _post_once(self, server: _Server, path: str, body: Mapping[str, object]) -> Reply:
         import aiohttp
 
         if self._session is None:
@@ -224,9 +225,7 @@ class Endpoint:
             raise _Failed(f"connection lost ({type(error).__name__}: {error})"[:300]) from None
         return self._read(status, headers_in, content, server, time.monotonic() - began)
 
-    def _read(
-        self, status: int, headers: Mapping[str, str], content: bytes, server: _Server, seconds: float
-    ) -> dict[str, Any]:
+    def _read(self, status: int, headers: Mapping[str, str], content: bytes, server: _Server, seconds: float) -> Reply:
         text = content[:300].decode(errors="replace")
         if status == 429:
             self.traffic.rate_limited += 1
@@ -286,5 +285,5 @@ def _retry_after(headers: Mapping[str, str]) -> float:
         return 0.0
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     return value if isinstance(value, int) and value > 0 else 0

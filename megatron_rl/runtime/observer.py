@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.runtime import postmortem
 from megatron_rl.runtime.clock import AwakeClock
-from megatron_rl.runtime.progress import beat_interval, read_heartbeat
+from megatron_rl.runtime.progress import Beat, beat_interval, read_heartbeat
 
 _BEATS = 4  # in which ranks notice each other's stall and report it
 
@@ -44,14 +43,14 @@ class Observer:
             return None
         return self._report([beat for beat, seconds in late.values() if seconds > 0])
 
-    def _since(self, beat: Mapping[str, Any], now: float) -> float:
+    def _since(self, beat: Beat, now: float) -> float:
         """When this heartbeat was first seen."""
         mark = (beat["pid"], beat["beat"], beat["entered"])
         if self._seen.get(beat["rank"], (None,))[0] != mark:
             self._seen[beat["rank"]] = (mark, now)
         return self._seen[beat["rank"]][1]
 
-    def _report(self, late: Sequence[Mapping[str, Any]]) -> str:
+    def _report(self, late: Sequence[Beat]) -> str:
         here = socket.gethostname()
         text = "\n    ".join(
             f"{postmortem.who(beat)} is behind: {postmortem.where(beat)}; {postmortem.state_of(beat, here)}"

@@ -15,10 +15,10 @@ import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from megatron_rl.runtime import disk, process
-from megatron_rl.runtime.progress import BETWEEN, PROGRESS
+from megatron_rl.runtime.progress import BETWEEN, PROGRESS, Beat, Dump
 
 REPORT = "report.txt"
 # Makes a rank write its stacks at once, from C and without Python's lock, to `stacks_file`. That walks the frames of running
@@ -28,6 +28,16 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 STALL = "stall.json"  # written by the first rank that is past a deadline; its presence asks all others for their stacks
 _SAMPLES = 64  # ids that are written; more tell nothing new
 _STACKS_SECONDS = 1.0  # for a rank that does not answer to write its stacks
+
+
+class Stall(TypedDict):
+    """The first deadline that passed: `stall.json`."""
+
+    rank: int
+    phase: str
+    limit: float  # seconds
+    why: str  # in place of the deadline
+    time: float
 
 
 def folder_of(attempt: Path) -> Path:
@@ -53,7 +63,7 @@ def stacks_file(beats: Path, rank: int) -> Path:
     return beats / f"rank_{rank}.stacks"
 
 
-def take_stacks(folder: Path, beats: Path, silent: Iterable[Mapping[str, Any]]) -> None:
+def take_stacks(folder: Path, beats: Path, silent: Iterable[Beat]) -> None:
     """Has the ranks that do not answer, and run on this machine, write their stacks; copies them into the post-mortem.
 
     Args:
@@ -75,7 +85,7 @@ def take_stacks(folder: Path, beats: Path, silent: Iterable[Mapping[str, Any]]) 
             shutil.copyfile(path, folder / f"{path.stem}.txt")
 
 
-def write_rank(folder: Path, about: Mapping[str, Any], stacks: str) -> None:
+def write_rank(folder: Path, about: Mapping[str, object], stacks: str) -> None:
     """This rank's two files. What its heartbeat says goes with it."""
     make_folder(folder)
     facts = {
@@ -123,7 +133,7 @@ def mark_stall(folder: Path, phase: str, limit: float, why: str = "") -> None:
     temporary.unlink()
 
 
-def stalled(folder: Path) -> dict[str, Any] | None:
+def stalled(folder: Path) -> Stall | None:
     """What `mark_stall` wrote, if anyone has."""
     try:
         return json.loads((folder / STALL).read_text(encoding="utf-8"))
@@ -132,7 +142,7 @@ def stalled(folder: Path) -> dict[str, Any] | None:
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
-def dumped_ranks(folder: Path) -> dict[int, dict[str, Any]]:
+def dumped_ranks(folder: Path) -> dict[int, Dump]:
     """Rank -> facts of every rank that has written its post-mortem."""
     found = {}
     for path in folder.glob("rank_*.json"):
@@ -142,21 +152,14 @@ def dumped_ranks(folder: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def silent_ranks(
-    before: Mapping[int, Mapping[str, Any]], after: Mapping[int, Mapping[str, Any]], dumps: Iterable[int]
-) -> list[int]:
+def silent_ranks(before: Mapping[int, Beat], after: Mapping[int, Beat], dumps: Iterable[int]) -> list[int]:
     """Ranks that do not answer: no beat between two looks, and no post-mortem of their own."""
-    return [
-        rank for rank, beat in after.items() if rank not in dumps and beat["beat"] == before.get(rank, {}).get("beat")
-    ]
+    common = after.keys() & before.keys()
+    return [rank for rank in sorted(common - {*dumps}) if after[rank]["beat"] == before[rank]["beat"]]
 
 
 def verdict(
-    stall: Mapping[str, Any],
-    before: Mapping[int, Mapping[str, Any]],
-    after: Mapping[int, Mapping[str, Any]],
-    dumps: Mapping[int, Mapping[str, Any]],
-    here: str,
+    stall: Stall, before: Mapping[int, Beat], after: Mapping[int, Beat], dumps: Mapping[int, Dump], here: str
 ) -> str:
     """Which rank is behind, where, and what the others wait in: the first line is the answer.
 
@@ -172,13 +175,13 @@ def verdict(
     world = max((beat["world"] for beat in after.values()), default=0)
     silent = silent_ranks(before, after, dumps)
     absent = [rank for rank in range(world) if rank not in after]
-    facts = {rank: {**beat, **dumps.get(rank, {})} for rank, beat in after.items()}
+    facts = {rank: dumps.get(rank) or Dump(**beat) for rank, beat in after.items()}
     lines = []
     if silent or absent:
         lines += [
             f"{who(facts[rank])} is behind: {where(facts[rank])}; {state_of(facts[rank], here)}" for rank in silent
         ]
-        lines += [f"rank {rank} is behind: it has not come as far as its first heartbeat" for rank in absent]
+        lines += [f"rank {rank} is behind: no heartbeat yet: it died or hung during start-up" for rank in absent]
     else:
         behind = _behind(facts)
         if len(behind) == len(facts):
@@ -198,7 +201,7 @@ def verdict(
     return "\n    ".join(lines)
 
 
-def _behind(facts: Mapping[int, Mapping[str, Any]]) -> list[int]:
+def _behind(facts: Mapping[int, Beat]) -> list[int]:
     """Of ranks that all answer, those that the others wait for."""
     fewest = min(fact["entered"] for fact in facts.values())
     ranks = [rank for rank, fact in facts.items() if fact["entered"] == fewest]
@@ -208,23 +211,23 @@ def _behind(facts: Mapping[int, Mapping[str, Any]]) -> list[int]:
     return ranks
 
 
-def who(fact: Mapping[str, Any]) -> str:
+def who(fact: Beat) -> str:
     return f"rank {fact['rank']} (node {fact['host']}, process {fact['pid']})"
 
 
-def where(fact: Mapping[str, Any]) -> str:
+def where(fact: Beat) -> str:
     """Phase and step of a heartbeat, and for how long, in words."""
     return f"{place(fact)}, for {fact['seconds']:.0f} s at its last heartbeat"
 
 
-def place(fact: Mapping[str, Any]) -> str:
+def place(fact: Beat) -> str:
     """Phase and step of a heartbeat."""
     phase = fact["phase"] if fact["phase"] == BETWEEN else f"in `{fact['phase']}`"
     step = f" of {fact['stage']} step {fact['step']}" if fact["stage"] else ""
     return f"{phase}{step}"
 
 
-def state_of(fact: Mapping[str, Any], here: str) -> str:
+def state_of(fact: Beat, here: str) -> str:
     """What can be said about a process that does not answer."""
     if fact["host"] != here:
         return "it does not answer: its node or its process is stopped, dead or cut off"
@@ -240,7 +243,7 @@ def state_of(fact: Mapping[str, Any], here: str) -> str:
     }.get(state, "it does not answer: something holds Python's lock; its stacks are in the file beside this report")
 
 
-def _together(facts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _together(facts: Sequence[Beat]) -> list[tuple[str, str]]:
     """Ranks that wait in the same place, in one entry."""
     groups: dict[str, list[int]] = {}
     for fact in facts:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from megatron_rl.runtime import process
 from megatron_rl.runtime.clock import AwakeClock
@@ -25,11 +25,48 @@ START, END = "start", "end"  # before the first phase; after the last, where all
 _SLOWEST_BEAT = 15.0  # seconds
 _BEATS_PER_SECOND = 32.0  # of all ranks together: what a shared file system hardly notices
 _SIZE = 4096  # bytes of a heartbeat: one page, written and read in one piece
+_LONGEST_GAP = 10.0  # seconds, or four beats, between two ticks of the clock; after a longer gap the process was halted
 
 
-_LONGEST_GAP = (
-    10.0  # seconds, or four beats: what two ticks of the clock may lie apart before the process counts as halted
-)
+class RankFacts(TypedDict, total=False):
+    """What the trainer adds to a heartbeat (the first three) and to a post-mortem."""
+
+    collective: str | None  # the newest
+    pending: str | None  # the oldest that this rank has entered and not left
+    host_gib: float
+    collectives: list[str]
+    memory_gib: dict[str, float]
+
+
+class Beat(RankFacts):
+    """A rank's heartbeat, as its file holds it."""
+
+    rank: int
+    world: int
+    host: str
+    pid: int
+    started: int  # `process.started`
+    space: str  # `process.space`
+    time: float  # for people; nothing is decided by it
+    beat: int
+    stage: str
+    step: int
+    steps: int
+    phase: str
+    seconds: float  # in this phase
+    left: float | None  # seconds until a deadline passes; None without one
+    entered: int  # phases so far
+
+
+class Dump(Beat, total=False):
+    """A rank's part of a post-mortem."""
+
+    samples: list[str]
+    samples_in_all: int
+    at: str  # where its main thread is
+    error: str
+    versions: dict[str, str]
+    memory: list[str]
 
 
 def beat_interval(world: int) -> float:
@@ -63,19 +100,17 @@ class Progress:
     def __init__(self) -> None:
         self.rank, self.world, self.host = 0, 1, socket.gethostname()
         self.stage, self.step, self.steps = "", 0, 0
-        self.entered = (
-            0  # phases so far: every rank goes through the same ones, so the smallest number is the furthest behind
-        )
+        self.entered = 0  # phases so far. All ranks go through the same ones: the smallest number is furthest behind
         self.samples: Sequence[str] = ()  # ids of the samples that this rank works on
         self.memory_peaks: Callable[[], Mapping[str, Mapping[str, float]]] = dict  # GiB per phase, on host and device
-        self.last: Mapping[str, Any] = {}  # what the watchdog adds: collective, memory
+        self.facts = RankFacts()  # what the watchdog adds
         self.clock = AwakeClock(float("inf"))
         self._deadlines: Deadlines | None = None
         self._known: set[str] = set()
         self._stack = [self._entry(START)]
         self._file: int | None = None
         self._beat = 0
-        self._started = process.started(os.getpid())
+        self._started = process.started(os.getpid()) or 0
 
     def attach(
         self, folder: Path, rank: int, world: int, deadlines: Deadlines | None, clock: AwakeClock | None = None
@@ -144,7 +179,7 @@ class Progress:
         """The open phases; between two, that."""
         return self._stack[1:] or self._stack
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Beat:
         """The heartbeat: plain data."""
         top = self._stack[-1]
         now = self.clock.read()
@@ -156,16 +191,16 @@ class Progress:
             "pid": os.getpid(),
             "started": self._started,
             "space": process.space(),
-            "time": round(time.time(), 3),  # for people; nothing is decided by it
+            "time": round(time.time(), 3),
             "beat": self._beat,
             "stage": self.stage,
             "step": self.step,
             "steps": self.steps,
             "phase": top.phase,
-            "seconds": round(now - top.since, 3),  # in this phase
-            "left": None if left == float("inf") else round(left, 3),  # seconds until a deadline passes
+            "seconds": round(now - top.since, 3),
+            "left": None if left == float("inf") else round(left, 3),
             "entered": self.entered,
-            **self.last,
+            **self.facts,
         }
 
     def write(self) -> None:
@@ -189,13 +224,13 @@ class Progress:
 PROGRESS = Progress()  # this process's
 
 
-def heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
+def heartbeats(folder: Path) -> dict[int, Beat]:
     """Rank -> heartbeat, of every rank that has written one."""
-    records = (read_heartbeat(path) for path in folder.glob("rank_*.json"))
-    return {record["rank"]: record for record in sorted(filter(None, records), key=lambda record: record["rank"])}
+    beats = [beat for path in folder.glob("rank_*.json") if (beat := read_heartbeat(path)) is not None]
+    return {beat["rank"]: beat for beat in sorted(beats, key=lambda beat: beat["rank"])}
 
 
-def read_heartbeat(path: Path) -> dict[str, Any] | None:
+def read_heartbeat(path: Path) -> Beat | None:
     """None if missing; retries a file caught mid-write."""
     for _ in range(3):
         try:

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import megatron_rl
 
@@ -33,7 +32,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def git_state(root: Path | None = None) -> tuple[dict[str, Any], str]:
+def git_state(root: Path | None = None) -> tuple[dict[str, str | list[str]], str]:
     """Commit, branch and uncommitted files of the code that runs, and the uncommitted changes as a patch.
 
     ({}, "") where the code is not a checkout of its own.
@@ -41,7 +40,7 @@ def git_state(root: Path | None = None) -> tuple[dict[str, Any], str]:
     root = root or Path(megatron_rl.__file__).resolve().parents[1]
     if shutil.which("git") is None or _git(root, "rev-parse", "--show-toplevel").strip() != str(root):
         return {}, ""
-    state = {
+    state: dict[str, str | list[str]] = {
         "commit": _git(root, "rev-parse", "HEAD").strip(),
         "branch": _git(root, "rev-parse", "--abbrev-ref", "HEAD").strip(),
         "uncommitted": [line[3:] for line in _git(root, "status", "--porcelain").splitlines()],
@@ -54,7 +53,7 @@ def _git(root: Path, *arguments: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def surroundings() -> dict[str, Any]:
+def surroundings() -> dict[str, object]:
     """This process's machine, versions, command and the variables that matter."""
     return {
         "host": socket.gethostname(),

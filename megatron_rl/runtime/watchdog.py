@@ -6,7 +6,7 @@ neither. The first rank past its deadline says so in the post-mortem folder; eve
 adds its own stacks; the lowest rank that answers compares all of them and names the rank that is behind. Then all end with
 the exit code STALLED. A rank that cannot answer (stopped, or on a dead node) is ended by its launcher.
 
-A rank takes its own stacks with Python's lock held. A rank whose C code keeps the lock cannot; a rank or launcher that ends
+A rank takes its own stacks with the GIL held. A rank whose C code keeps the GIL cannot; a rank or launcher that ends
 the run on the same machine sends it `postmortem.STACKS_SIGNAL`. Nothing reads the frames of a running thread before that.
 """
 
@@ -21,10 +21,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from megatron_rl.runtime import exit_codes, postmortem
-from megatron_rl.runtime.progress import PROGRESS, Deadlines, beat_interval, heartbeats
+from megatron_rl.runtime.progress import PROGRESS, Beat, Deadlines, Dump, RankFacts, beat_interval, heartbeats
 
 _PATIENCE = 10.0  # seconds to wait for the report of the rank that writes it
 _LAST = 60.0  # seconds, and four beats, after which a rank ends without a report: the disk may be what hangs
@@ -46,7 +46,7 @@ class Watchdog:
         rank: int,
         world: int,
         deadlines: Deadlines | None,
-        facts: Callable[[bool], Mapping[str, Any]] = lambda full: {},
+        facts: Callable[[bool], RankFacts] = lambda full: {},
     ) -> None:
         self.attempt, self.folder = attempt, postmortem.folder_of(attempt)
         self._beats = postmortem.heartbeat_folder(attempt)
@@ -97,7 +97,7 @@ class Watchdog:
     def _beat(self) -> None:
         """Heartbeats, and other ranks' stalls."""
         while not self._done.wait(self._interval):
-            PROGRESS.last = self._facts(False)
+            PROGRESS.facts = self._facts(False)
             PROGRESS.beat()
             if self._deadlines is not None and postmortem.stalled(self.folder) is not None:
                 self._end()
@@ -148,12 +148,7 @@ class Watchdog:
         while time.monotonic() < until and len(postmortem.dumped_ranks(self.folder)) < self._world:
             time.sleep(0.1)
 
-    def _report(
-        self,
-        before: Mapping[int, Mapping[str, Any]],
-        after: Mapping[int, Mapping[str, Any]],
-        dumps: Mapping[int, Mapping[str, Any]],
-    ) -> None:
+    def _report(self, before: Mapping[int, Beat], after: Mapping[int, Beat], dumps: Mapping[int, Dump]) -> None:
         stall = postmortem.stalled(self.folder)
         assert stall is not None
         text = postmortem.verdict(stall, before, after, dumps, PROGRESS.host)

@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -52,7 +52,7 @@ def loading_with(
 
     load_bytes = DefaultLoadPlanner.load_bytes
 
-    def read_known(self: Any, *args: object, **kwargs: object) -> Metadata:
+    def read_known(self: FileSystemReader, *args: object, **kwargs: object) -> Metadata:
         metadata = read_metadata(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -74,14 +74,30 @@ def loading_with(
         yield
 
 
-def recorded_collectives() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every collective that torch's flight recorders remember, with the process groups, in the order of entering."""
+class Collective(TypedDict):
+    """What is read of an entry of torch's flight recorder."""
+
+    profiling_name: str
+    time_created_ns: int
+    process_group: list[str]
+    is_p2p: bool
+    p2p_seq_id: int
+    collective_seq_id: int
+    input_dtypes: list[str]
+    input_sizes: list[list[int]]
+    retired: bool
+
+
+def recorded_collectives() -> list[tuple[Collective, str]]:
+    """Every collective that torch's flight recorders remember, with the ranks of its group, in the order of entering."""
     from torch._C import _distributed_c10d as c10d
 
-    found = {}
+    found: dict[tuple[int, str], tuple[Collective, str]] = {}
     for name in RECORDERS:
         if hasattr(c10d, name):
             trace = json.loads(getattr(c10d, name)())
+            groups = trace.get("pg_config", {})
             for entry in trace.get("entries", []):  # what both have counts once
-                found[entry["time_created_ns"], entry["profiling_name"]] = (entry, trace.get("pg_config", {}))
+                ranks = groups.get(entry["process_group"][0], {}).get("ranks", "")
+                found[entry["time_created_ns"], entry["profiling_name"]] = (entry, ranks)
     return [found[key] for key in sorted(found)]

@@ -9,12 +9,12 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_rl.runtime import disk, exit_codes, owner, postmortem, provenance
 from megatron_rl.runtime.attempts import ATTEMPT, new_attempt
 from megatron_rl.runtime.owner import OwnedError, Ownership
-from megatron_rl.runtime.progress import PROGRESS, Deadlines
+from megatron_rl.runtime.progress import PROGRESS, Deadlines, RankFacts
 from megatron_rl.runtime.stop import StopFlag, StopRequested
 from megatron_rl.runtime.watchdog import Watchdog, stacks
 
@@ -167,15 +167,15 @@ def gpu_timeout_minutes(config: Config) -> float:
     return max(own, max(recipe.default_minutes, *recipe.phases.values()) + recipe.first_time_minutes + 10)
 
 
-def rank_facts(full: bool) -> dict[str, Any]:
+def rank_facts(full: bool) -> RankFacts:
     """What the runtime knows of this rank: for a heartbeat, or in full for a post-mortem."""
     from megatron_rl.runtime import collectives, memory
 
     recent, waiting = collectives.recent(64 if full else 1)
-    facts = {"collective": recent[-1] if recent else None, "pending": waiting}
-    if not full:
-        return facts | {"host_gib": round(memory.host_in_use(), 2)}
-    return facts | {"collectives": recent, "memory_gib": memory.in_use()}
+    facts = RankFacts(collective=recent[-1] if recent else None, pending=waiting)
+    if full:
+        return {**facts, "collectives": recent, "memory_gib": memory.in_use()}
+    return {**facts, "host_gib": round(memory.host_in_use(), 2)}
 
 
 def _indented(text: str) -> str:
