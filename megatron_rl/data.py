@@ -19,7 +19,7 @@ class Sample:
     task: str  # the key under `tasks.train` or `tasks.eval`
     prompt: str | list[dict[str, Any]]  # text, or chat messages
     prompt_ids: list[int]  # what the engine is given; never re-tokenised later
-    answer: Any = None
+    answer: object = None
     tool_calls: list[dict[str, Any]] | None = None  # gold calls, {"name": str, "parameters": dict}
     needs_response: bool | None = None
     metadata: dict[str, Any] = field(default_factory=dict)

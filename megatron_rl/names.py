@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 LARGEST = 2**63 - 1  # what a 64-bit number holds; also far above all that is counted here
 _SHOWN = 80  # characters of a value that a message shows
@@ -41,7 +40,7 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
     return f"unknown {what} {name!r}{hint}"
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as a recipe would write it, cut to a readable length."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -14,7 +14,13 @@ from typing import Annotated, Any, Literal
 
 from megatron_rl.names import did_you_mean, show
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+_WORDS: dict[object, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ def _number(bound: float) -> str:
     return f"{bound:,.0f}" if abs(bound) >= 1000 else f"{bound:g}"
 
 
-def check_types(function: Callable[..., Any], params: Mapping[str, Any]) -> None:
+def check_types(function: Callable[..., object], params: Mapping[str, object]) -> None:
     """Null is allowed where it is the default, and anything where the annotation is not a plain type.
 
     Raises:
@@ -63,19 +69,19 @@ def check_types(function: Callable[..., Any], params: Mapping[str, Any]) -> None
     """
     hints, signature = hints_of(function), inspect.signature(function).parameters
     for name, value in params.items():
-        hint = hints.get(name, Any)
+        hint = hints.get(name, object)
         if not _fits(value, hint) and (value is not None or signature[name].default is not None):
             raise ValueError(f"{name} = {show(value)}, must be {_words(hint)}{_near(value, hint)}")
 
 
-def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+def hints_of(function: Callable[..., object]) -> dict[str, object]:
     """The parameters' annotations, evaluated; those with names that exist for type checkers only are left out."""
     owner: Any = function
     if inspect.isclass(function) and not dataclasses.is_dataclass(function):
         owner = function.__init__
     with contextlib.suppress(NameError):
         return typing.get_type_hints(owner, include_extras=True)
-    hints: dict[str, Any] = {}
+    hints: dict[str, object] = {}
     for name, annotation in owner.__annotations__.items():
         holder = types.SimpleNamespace(__annotations__={name: annotation})
         with contextlib.suppress(NameError):
@@ -83,18 +89,20 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     return hints
 
 
-def arms(hint: Any) -> tuple[Any, ...]:
+def arms(hint: object) -> tuple[object, ...]:
     """The alternatives of `X | Y`; of any other type, the type itself."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if union else (hint,)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if len(arms(hint)) > 1:
         return any(_fits(value, arm) for arm in arms(hint))
     if origin is Annotated:
-        return _fits(value, inner[0]) and all(not isinstance(x, Range) or x.broken(value) is None for x in inner[1:])
+        ranges = [bounds for bounds in inner[1:] if isinstance(bounds, Range)]
+        in_range = isinstance(value, int | float) and all(bounds.broken(value) is None for bounds in ranges)
+        return _fits(value, inner[0]) and (in_range or not ranges)
     if origin is Literal:
         return value in inner
     if hint is float:
@@ -110,7 +118,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return True
 
 
-def _words(hint: Any) -> str:
+def _words(hint: object) -> str:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if len(arms(hint)) > 1:
         return " or ".join(_words(arm) for arm in arms(hint))
@@ -125,5 +133,5 @@ def _words(hint: Any) -> str:
     return _WORDS.get(hint, "something else")
 
 
-def _near(value: Any, hint: Any) -> str:
+def _near(value: object, hint: object) -> str:
     return did_you_mean(value, typing.get_args(hint)) if typing.get_origin(hint) is Literal else ""

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.aggregation import Denominators, at_least_one, count_live, token_coefficients, weighted_sum
-from megatron_rl.algorithms.correction import (
-    Correction,
-    correct,
-    correction_metrics,
-    sequence_log_ratio,
-)
+from megatron_rl.algorithms.correction import Correction, correct, correction_metrics, sequence_log_ratio
 from megatron_rl.algorithms.diagnostics import advantage_metrics, reward_metrics
 from megatron_rl.algorithms.kl import kl_divergence
 from megatron_rl.algorithms.metrics import Metrics
@@ -152,17 +146,19 @@ class Algorithm:
             table = add_column(table, "kl", -reference_kl, kl.reward_coef)
         return table
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What a checkpoint must hold for an exact resume."""
         return {"estimator": self.estimator.name, "state": self.estimator.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restores `state_dict()`. ValueError if it belongs to another estimator."""
         if state["estimator"] != self.estimator.name:
             raise ValueError(
                 f"the checkpoint's estimator is {state['estimator']!r}, the recipe's {self.estimator.name!r}"
             )
-        self.estimator.load_state_dict(state["state"])
+        memory = state["state"]
+        assert isinstance(memory, dict)
+        self.estimator.load_state_dict(memory)
 
     # ---------------------------------------------------------------------------------------------- packed micro-batch
     def correct(
@@ -376,7 +372,7 @@ def _check_shapes(log_probs: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{name} must be {tuple(log_probs.shape)} like log_probs, not {tuple(tensor.shape)}")
 
 
-def make_algorithm(config: str | AlgorithmConfig | Mapping[str, Any], *, max_tokens: int | None = None) -> Algorithm:
+def make_algorithm(config: str | AlgorithmConfig | Mapping[str, object], *, max_tokens: int | None = None) -> Algorithm:
     """An algorithm from a preset's name, a complete `AlgorithmConfig`, or the keys of one (with a preset under them).
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,16 @@ from torch import Tensor
 from megatron_rl.data import RewardTable
 from megatron_rl.methods import ESTIMATOR, WEIGHT, Estimate, Needs, check_method, get_method, list_methods
 from megatron_rl.methods.groups import Groups
+
+
+class Stateful(Protocol):
+    """An estimator that remembers something between steps."""
+
+    def __call__(self, groups: Groups) -> Estimate | Tensor: ...
+
+    def state_dict(self) -> dict[str, object]: ...
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None: ...
 
 
 class AdvantageEstimator:
@@ -23,13 +33,14 @@ class AdvantageEstimator:
         needs: what it needs from the batch.
     """
 
-    def __init__(self, name: str, params: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, params: Mapping[str, object]) -> None:
         self.name = name
         self.params = check_method(ESTIMATOR, name, params)
         method = get_method(ESTIMATOR, name)
         self.needs: Needs = method.needs_with(self.params)
         self._function = method.function
-        self._state: Any = method.function(**self.params) if inspect.isclass(method.function) else None
+        has_state = inspect.isclass(method.function)
+        self._state: Stateful | None = self._function(**self.params) if has_state else None
 
     def __call__(self, table: RewardTable) -> Estimate:
         """Advantages of the whole batch of a step, over all data-parallel ranks.
@@ -69,11 +80,11 @@ class AdvantageEstimator:
             smallest=f"prompt {smallest} has {group_size}",
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What must be saved with a checkpoint; empty where the method has no memory."""
         return self._state.state_dict() if self._state is not None else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restores `state_dict()`. ValueError if the state is of another method."""
         if self._state is not None:
             self._state.load_state_dict(state)
@@ -92,7 +103,7 @@ class GradientWeight:
         params: its parameters, complete.
     """
 
-    def __init__(self, name: str, params: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, params: Mapping[str, object]) -> None:
         self.name = name
         self.params = check_method(WEIGHT, name, params)
         self._function = get_method(WEIGHT, name).function
@@ -129,16 +140,16 @@ class GradientWeight:
         return _call(self.name, self.params)
 
 
-def _call(name: str, params: Mapping[str, Any]) -> str:
+def _call(name: str, params: Mapping[str, object]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in params.items())})"
 
 
-def make_advantage_estimator(name: str, **params: Any) -> AdvantageEstimator:
+def make_advantage_estimator(name: str, **params: object) -> AdvantageEstimator:
     """An advantage estimator by name. ValueError, naming the nearest, on an unknown name or parameter."""
     return AdvantageEstimator(name, params)
 
 
-def make_gradient_weight(name: str, **params: Any) -> GradientWeight:
+def make_gradient_weight(name: str, **params: object) -> GradientWeight:
     """A gradient weight by name. ValueError, naming the nearest, on an unknown name or parameter."""
     return GradientWeight(name, params)
 

@@ -11,7 +11,6 @@ import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_rl.runtime import device
 from megatron_rl.seams import megatron
-from megatron_rl.seams.megatron import Optimizer, OptimizerPart
+from megatron_rl.seams.megatron import Optimizer, OptimizerPart, Ranges
 
 KEYS = megatron.PER_ELEMENT
 _STAGED = 2**24  # elements that all data-parallel ranks together hold on the device at a time
@@ -90,7 +89,7 @@ def _gather(optimizer: OptimizerPart, number: int, wanted: dict[str, list[Span]]
             )
 
 
-def _shards(optimizer: OptimizerPart, param_map: dict[nn.Parameter, dict[str, Any]]) -> dict[str, list[Span]]:
+def _shards(optimizer: OptimizerPart, param_map: dict[nn.Parameter, Ranges]) -> dict[str, list[Span]]:
     """This rank's shard of a bucket, per key: where in the shard each parameter's part lies."""
     shards: dict[str, list[Span]] = {key: [] for key in KEYS}
     for parameter, place in param_map.items():

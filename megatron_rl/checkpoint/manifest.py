@@ -12,16 +12,36 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, NotRequired, Protocol, TypedDict
 
 from blake3 import blake3
 
 from megatron_rl.runtime.disk import sync_tree
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 MANIFEST, TENSORS = "manifest.json", "tensors.json"
 FORMAT = 1
 _DIGEST_BYTES = 16
 _BLOCK = 2**22
+Row = tuple[str, Sequence[int], str, int, int, str]
+
+
+class FileEntry(TypedDict):
+    bytes: int
+    blake3: NotRequired[str]  # of a file without tensors
+
+
+class Manifest(TypedDict):
+    """`manifest.json`, without its own checksum. What is not required depends on who wrote it."""
+
+    format: int
+    files: dict[str, FileEntry]
+    version: NotRequired[str]
+    kind: NotRequired[str]  # `conversion`
+    task: NotRequired[dict[str, object]]  # of a conversion: what the result depends on
+    model: NotRequired[dict[str, object]]  # of a training checkpoint: config.json
 
 
 @dataclass(frozen=True)
@@ -42,14 +62,14 @@ class Piece:
     length: int
     digest: str
 
-    def row(self) -> list[object]:
+    def row(self) -> Row:
         """As it is written to JSON."""
-        return [self.name, list(self.start), self.file, self.offset, self.length, self.digest]
+        return self.name, self.start, self.file, self.offset, self.length, self.digest
 
     @classmethod
-    def of(cls, row: Sequence[Any]) -> Piece:
-        name, start, *rest = row
-        return cls(name, tuple(start), *rest)
+    def of(cls, row: Row) -> Piece:
+        name, start, file, offset, length, digest = row
+        return cls(name, tuple(start), file, offset, length, digest)
 
 
 @dataclass(frozen=True)
@@ -67,7 +87,7 @@ def digest(data: bytes | memoryview) -> str:
 class Writable(Protocol):
     """A file whose `write` takes all it is given."""
 
-    def write(self, data: Any, /) -> Any: ...
+    def write(self, data: ReadableBuffer, /) -> object: ...
 
     def flush(self) -> None: ...
 
@@ -86,7 +106,7 @@ class Hashing:
     def digest(self) -> str:
         return self._hash.hexdigest(length=_DIGEST_BYTES)
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         view = memoryview(data).cast("B") if not isinstance(data, bytes) else data
         try:
             self._file.write(view)
@@ -134,7 +154,7 @@ def write(folder: Path, about: Mapping[str, object], tensors: Mapping[str, Tenso
     sync_tree(folder)
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path) -> Manifest:
     """The manifest.
 
     Raises:
@@ -144,8 +164,8 @@ def read(folder: Path) -> dict[str, Any]:
         content = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"its {MANIFEST} cannot be read ({error})") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format", 0) if isinstance(content, dict) else None
+    found = content.get("format", 0) if isinstance(content, dict) else None
+    if found != FORMAT:
         raise ValueError(f"its {MANIFEST} is of format {found}, and this version reads format {FORMAT}")
     own = content.pop("digest", None)
     if own != _own_digest(content):
@@ -214,7 +234,7 @@ def damage(folder: Path, part: int = 0, parts: int = 1, but: str | None = None) 
     return found
 
 
-def _whole_files(folder: Path, files: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, bool]]:
+def _whole_files(folder: Path, files: Mapping[str, FileEntry]) -> Iterator[tuple[str, bool]]:
     for name, about in files.items():
         if "blake3" in about:
             yield name, _digest_of(folder / name) != about["blake3"]

@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 
@@ -26,6 +26,22 @@ from megatron_rl.seams.megatron import Chunk, Optimizer, State, keeping_adam_ste
 _STEP = re.compile(r"step_(\d+)")
 _HYPERPARAMETERS = ("betas", "eps", "weight_decay")  # of a group of parameters; the learning rate is set at every step
 _SHOWN = 3  # damaged or unfitting tensors that a message names
+
+
+class SavedState(TypedDict):
+    """`state.json` of a checkpoint; older ones lack what is not required."""
+
+    version: str
+    command: str
+    job: NotRequired[str | None]  # Slurm's
+    run: NotRequired[str | None]  # the run's identity
+    warm_up: NotRequired[bool]  # in the SFT steps before RL
+    progress: dict[str, int]
+    optimizer_steps: int
+    algorithm: dict[str, object]
+    scores: NotRequired[dict[str, float]]  # of evaluations at its step
+    metrics_bytes: NotRequired[int]
+    reference: dict[str, str] | None  # checksums of the reference policy's files
 
 
 class CheckpointError(RuntimeError):
@@ -129,7 +145,7 @@ def _unfitting(
 _MASTER = re.compile(r"optimizer\.state\.(?:fp32_)?param\.(.+)")
 
 
-def _find_masters(wanted: State | list[Any], saved: Mapping[str, manifest.Tensor]) -> State:
+def _find_masters(wanted: State | list[object], saved: Mapping[str, manifest.Tensor]) -> State:
     """Has the optimizer ask for its fp32 weights by the name that the checkpoint has them under.
 
     Those that are there as the model's own fp32 weights only are taken out of `wanted` and returned, as deep in it as they
@@ -231,7 +247,7 @@ def _with_groups(loaded: State, requested: State, step: float) -> State:
     return result
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path) -> SavedState:
     return json.loads((folder / "state.json").read_text())
 
 

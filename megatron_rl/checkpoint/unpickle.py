@@ -72,7 +72,7 @@ class _Index(pickle.Unpickler):
         super().__init__(file)
         self._source = source
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
         if (module, name) in _KNOWN:
             return super().find_class(module, name)
@@ -88,7 +88,7 @@ class _ExtraState(pickle.Unpickler):
         super().__init__(file)
         self._source = source
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) in _KNOWN_STATES:
             return super().find_class(module, name)
         if (module, name) == ("torch.storage", "_load_from_bytes"):

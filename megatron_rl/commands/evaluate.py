@@ -7,12 +7,10 @@ own model) is answered by a colocated engine; a served model (`--endpoint URL`) 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.commands.run_recipe import (
     HeldError,
@@ -26,6 +24,7 @@ from megatron_rl.commands.run_recipe import (
     start_ranks,
 )
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe
+from megatron_rl.models import HFConfig, read_hf_config
 from megatron_rl.runtime import exit_codes
 
 
@@ -115,12 +114,12 @@ def _resolve(args: argparse.Namespace, machine: Machine) -> tuple[Config, _Check
     return config, checkpoint
 
 
-def _served(args: argparse.Namespace) -> dict[str, Any] | None:
+def _served(args: argparse.Namespace) -> HFConfig | None:
     """The served model's config.json: its weights need not be here."""
     if not args.endpoint or args.model is None:
         return None
     try:
-        return dict(json.loads((Path(args.model).expanduser() / "config.json").read_text(encoding="utf-8")))
+        return read_hf_config(Path(args.model).expanduser())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {args.model}: config.json cannot be read: {error}") from None
 

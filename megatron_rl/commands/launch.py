@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import megatron_rl
 from megatron_rl import launch
@@ -15,6 +15,9 @@ from megatron_rl.config import ConfigError
 from megatron_rl.launch import plan
 from megatron_rl.launch.package import name_in
 from megatron_rl.runtime import exit_codes
+
+if TYPE_CHECKING:
+    from nemo_run import SSHTunnel
 
 _INSTALL = """\
 `megatron-rl launch` needs NeMo-Run, in an environment of its own (its pins contradict vLLM's; it needs no torch):
@@ -100,9 +103,8 @@ def _launch(args: argparse.Namespace, root: Path) -> int:
     tasks = _tasks(args, name, processes, root)
     from megatron_rl.launch import nemo
 
-    executor: Any
     if site is None:
-        executor = nemo.local(root)
+        executor: nemo.run.Executor = nemo.local(root)
     else:
         executor = nemo.slurm(site, root, nodes, args.gpus_per_node, args.sbatch, _tunnel(args))
     python = args.python or str(root / ".venv" / "bin" / "python")
@@ -123,7 +125,7 @@ def _tasks(args: argparse.Namespace, recipe: str, processes: int | None, root: P
     return [launch.one(args.what or "train", recipe, args.overrides, processes, root, remote)]
 
 
-def _tunnel(args: argparse.Namespace) -> Any:
+def _tunnel(args: argparse.Namespace) -> SSHTunnel | None:
     if args.host is None:
         return None
     import nemo_run

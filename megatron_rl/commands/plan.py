@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.published import published_config
-from megatron_rl.models import Model, model_of, read_hf_config
+from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.qwen3 import created_config
 from megatron_rl.planner import GIB, PHASES, Plan, active_parameters, make_plan, total_parameters
 from megatron_rl.runtime import exit_codes
@@ -58,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return exit_codes.FAILED if any(plan.problems()) else exit_codes.OK
 
 
-def _given(config: Config, file: str | None) -> tuple[dict[str, Any] | None, str]:
+def _given(config: Config, file: str | None) -> tuple[HFConfig | None, str]:
     """The config.json to plan with, where it is not in `model.path`; and a remark for the table.
 
     Raises:
@@ -77,7 +75,7 @@ def _given(config: Config, file: str | None) -> tuple[dict[str, Any] | None, str
     return known, f"; sizes of the published {folder.name}, since {folder} does not exist"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> HFConfig:
     try:
         model = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -87,7 +85,7 @@ def _read(path: Path) -> dict[str, Any]:
     return model
 
 
-def _model(config: Config, given: Mapping[str, Any] | None) -> Model:
+def _model(config: Config, given: HFConfig | None) -> Model:
     if given is not None:
         return model_of(given)
     if config.model.path is not None:

@@ -10,11 +10,11 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.launch.checks import check_recipe
+from megatron_rl.models import HFConfig
 from megatron_rl.runtime import disk, exit_codes, owner, stop, streams
 from megatron_rl.runtime.attempts import ATTEMPT, REFUSED, new_attempt, rank_environment, shared_attempt
 from megatron_rl.runtime.spawn import Graces, Outcome, run_rank, run_ranks
@@ -172,7 +172,7 @@ def _unnamed_file(text: str) -> int:
     return handle
 
 
-def load_checked(args: argparse.Namespace, machine: Machine, model: Mapping[str, Any] | None = None) -> Config:
+def load_checked(args: argparse.Namespace, machine: Machine, model: HFConfig | None = None) -> Config:
     """The recipe of the command line with its overrides, checked; ConfigError names what is wrong.
 
     Args:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from megatron_rl.config import Config, ConfigError, Machine, check
+from megatron_rl.models import HFConfig
 from megatron_rl.rewards import Reward, check_rewards
 from megatron_rl.tasks import check_tasks, first_items, tasks_to_evaluate
 
 
-def check_recipe(config: Config, command: str, machine: Machine, model: Mapping[str, Any] | None = None) -> Config:
+def check_recipe(config: Config, command: str, machine: Machine, model: HFConfig | None = None) -> Config:
     """The recipe with what follows from its keys filled in, see `config.check`.
 
     Args:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ def create_model(folder: str | Path, config: CreateModelConfig, seed: int) -> No
         _write_config(temporary, config)
         write_tokenizer(temporary, config)
         save_tensors(temporary / "model.safetensors", random_weights(temporary, config.init_std, seed))
-        origin = {**_origin(config, seed), "files": _digests(temporary)}
+        origin = {"model.create": asdict(config), "seed": seed, "files": _digests(temporary)}
         (temporary / MADE_FROM).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
 
 
@@ -50,10 +49,10 @@ def differences(folder: Path, config: CreateModelConfig, seed: int) -> list[str]
     """In what `folder` is not what `create_model` makes of these settings and this seed: keys and files by name."""
     try:
         made = json.loads((folder / MADE_FROM).read_text(encoding="utf-8"))
-        settings, files = {key: made[key] for key in ("model.create", "seed")}, dict(made["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+        before, files = _flat(made["model.create"], made["seed"]), dict(made["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return [f"{MADE_FROM} is missing or unreadable"]
-    before, after = _flat(settings), _flat(_origin(config, seed))
+    after = _flat(asdict(config), seed)
     found = [
         f"{key} {before.get(key)!r} there and {after.get(key)!r} here"
         for key in sorted(before.keys() | after.keys())
@@ -63,12 +62,8 @@ def differences(folder: Path, config: CreateModelConfig, seed: int) -> list[str]
     return found + [f"{name} changed" for name in sorted(files.keys() | there) if files.get(name) != there.get(name)]
 
 
-def _origin(config: CreateModelConfig, seed: int) -> dict[str, object]:
-    return {"model.create": asdict(config), "seed": seed}
-
-
-def _flat(origin: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"model.create.{key}": value for key, value in origin["model.create"].items()} | {"seed": origin["seed"]}
+def _flat(create: Mapping[str, object], seed: int) -> dict[str, object]:
+    return {f"model.create.{key}": value for key, value in create.items()} | {"seed": seed}
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_rl.models.family import (
     ATTENTION,
@@ -15,7 +15,7 @@ from megatron_rl.models.family import (
     describe_decoder,
     refuse_sliding_window,
 )
-from megatron_rl.models.hf_config import Fields, HFConfig
+from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import CreateModelConfig
@@ -32,7 +32,7 @@ def _describe(config: HFConfig) -> ModelDescription:
 QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), decoder_rules(NORMS, ATTENTION, QK_NORMS, DENSE_MLP), _describe)
 
 
-def created_config(create: CreateModelConfig) -> dict[str, Any]:
+def created_config(create: CreateModelConfig) -> dict[str, JSON]:
     """config.json of the model that `model.create` makes, as far as it differs from transformers' defaults."""
     return {
         "architectures": ["Qwen3ForCausalLM"],

@@ -5,11 +5,15 @@ from __future__ import annotations
 import html
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_rl.report.run import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = (
     *("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f"),
@@ -158,7 +162,7 @@ def _label(run: RunRecord, metric: str, runs: int, metrics: int) -> str:
     return run.name if metrics == 1 else short if runs == 1 else f"{run.name}: {short}"
 
 
-def _line(axes: Any, steps: list[int], values: list[float], colour: str, dash: str, label: str) -> None:
+def _line(axes: Axes, steps: list[int], values: list[float], colour: str, dash: str, label: str) -> None:
     shown = [value if math.isfinite(value) else math.nan for value in values]
     if len(shown) < _MANY:
         axes.plot(steps, shown, dash, color=colour, linewidth=1.5, label=label, marker="." if len(shown) < 3 else None)
@@ -177,7 +181,7 @@ def _running_mean(values: Sequence[float], weight: float = 0.9) -> list[float]:
     return out
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -199,13 +203,15 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _svg(figure: Any, axes: Any, marks: Sequence[Mark]) -> str:
+def _svg(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> str:
     """The figure as text, with an unseen circle over each mark: browsers show its title under the mouse, without a script."""
     from matplotlib import pyplot
 
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
-    places = axes.transData.transform([(mark.x, mark.y) for mark in marks]) * 72 / figure.dpi if marks else []
+    places: Iterable[tuple[float, float]] = []
+    if marks:
+        places = axes.transData.transform([(mark.x, mark.y) for mark in marks]) * 72 / figure.dpi
     height = 72 * figure.get_figheight()
     pyplot.close(figure)
     circles = "".join(

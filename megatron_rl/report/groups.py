@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+
+from megatron_rl.report.run import RolloutRow
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Group:
     """The rollouts of one prompt in one step, as far as they were written."""
 
     step: int
-    rollouts: Sequence[Mapping[str, Any]]
+    rollouts: Sequence[RolloutRow]
 
     @property
     def reward(self) -> float:
@@ -30,18 +31,18 @@ class Group:
         return sum(rollout.get("finish_reason") == "length" for rollout in self.rollouts)
 
 
-def groups_of(samples: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Group]:
+def groups_of(samples: Mapping[int, Sequence[RolloutRow]]) -> list[Group]:
     """The groups of every step, in order. Rows of old runs have no sample id: their prompt tells them apart."""
     found = []
     for step, rows in samples.items():
-        by_prompt: dict[str, list[Mapping[str, Any]]] = {}
+        by_prompt: dict[str, list[RolloutRow]] = {}
         for row in rows:
             by_prompt.setdefault(str(row.get("sample", row["prompt"])), []).append(row)
         found += [Group(step, rollouts) for rollouts in by_prompt.values()]
     return found
 
 
-def chosen_groups(samples: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[tuple[Group, list[str]]]:
+def chosen_groups(samples: Mapping[int, Sequence[RolloutRow]]) -> list[tuple[Group, list[str]]]:
     """A handful of groups with why each was chosen, in the order of their steps.
 
     The first of the first, middle and last step; and of all the one with the highest and the lowest reward, the one with the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import yaml
 
@@ -188,7 +187,7 @@ def _text(value: str) -> str:
     return html.escape(value)
 
 
-def _number(value: Any) -> str:
+def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 

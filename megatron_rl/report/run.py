@@ -6,14 +6,28 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import yaml
 
 from megatron_rl.report.status import attempts_of
 
-Row = Mapping[str, Any]
+Row = Mapping[str, float]  # of metrics.jsonl
 _SAMPLED_STEPS = 13  # files of rollouts that are read; odd, so that the middle one is among them
+
+
+class RolloutRow(TypedDict):
+    """A line of `samples/step_<n>.jsonl`."""
+
+    sample: NotRequired[str]  # its id, as `rollout`; runs of older versions have neither
+    rollout: NotRequired[int]
+    prompt: str | list[dict[str, str]]
+    response: str
+    answer: object
+    rewards: dict[str, float | None]  # None: without a score
+    advantage: NotRequired[float]  # of training steps
+    finish_reason: NotRequired[str]
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -24,7 +38,7 @@ class RunRecord:
     recipe: dict[str, Any]
     rows: Sequence[Row]
     sft_rows: Sequence[Row]
-    samples: dict[int, list[dict[str, Any]]]  # by step: the first, the last and some between them
+    samples: dict[int, list[RolloutRow]]  # by step: the first, the last and some between them
     attempts: int
 
     @property
@@ -33,7 +47,7 @@ class RunRecord:
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """Steps and values of the rows that have the metric."""
-        found = [(row["step"], row[metric]) for row in self.rows if row.get(metric) is not None]
+        found = [(int(row["step"]), row[metric]) for row in self.rows if row.get(metric) is not None]
         return [step for step, _ in found], [float(value) for _, value in found]
 
     def metrics(self) -> list[str]:
@@ -67,14 +81,14 @@ def read_run(path: Path) -> RunRecord:
     )
 
 
-def differing_keys(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+def differing_keys(runs: Sequence[RunRecord]) -> dict[str, list[object]]:
     """Recipe keys (dotted) whose values are not the same in all runs, with each run's; `run_dir` left out."""
     flat = [dict(_flatten(run.recipe)) for run in runs]
     table = {key: [one.get(key) for one in flat] for one in flat for key in one if key != "run_dir"}
     return {key: values for key, values in table.items() if len(set(map(repr, values))) > 1}
 
 
-def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     if isinstance(node, dict) and node:
         for key, value in node.items():
             yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key))
@@ -82,7 +96,7 @@ def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, node
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _json_lines(path: Path) -> Iterator[Any]:
     """The file's objects; ends at a last line that a killed process left unfinished."""
     if not path.is_file():
         return
@@ -93,7 +107,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
             return
 
 
-def _read_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
+def _read_samples(folder: Path) -> dict[int, list[RolloutRow]]:
     steps = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.jsonl"))
     count = min(_SAMPLED_STEPS, len(steps))
     chosen = {steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)}

@@ -8,7 +8,6 @@ import shlex
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -89,7 +88,7 @@ class RunStatus:
     first: str = ""
     continue_with: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
     def text(self) -> str:
@@ -153,7 +152,7 @@ def read_status(run_dir: Path) -> RunStatus:
             status.postmortem = str(folder)
             if (folder / postmortem.REPORT).is_file():
                 status.says = (folder / postmortem.REPORT).read_text(encoding="utf-8").splitlines()
-    _read_metrics(status, run_dir, recipe)
+    _read_metrics(status, run_dir, recipe["trainer"]["steps"])
     _read_checkpoints(status, run_dir)
     if status.state in ("stopped", "failed", "silent"):
         _read_way_on(status, attempts[-1][1], recipe_file)
@@ -273,7 +272,7 @@ def _command(attempt: Path) -> list[str]:
     return [name, "--model", checkpoint] if name == "evaluate" and checkpoint != "never" else [name]
 
 
-def _read_metrics(status: RunStatus, run_dir: Path, recipe: dict[str, Any]) -> None:
+def _read_metrics(status: RunStatus, run_dir: Path, steps: int) -> None:
     rows = []
     path = run_dir / "metrics.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
@@ -293,7 +292,7 @@ def _read_metrics(status: RunStatus, run_dir: Path, recipe: dict[str, Any]) -> N
     if not status.stage or status.state in ("finished", "failed", "stopped"):
         status.stage = status.stage or "RL"
         status.step = max(last["step"], 0)
-        status.steps = status.steps or recipe["trainer"]["steps"]
+        status.steps = status.steps or steps
     if times and status.stage != "SFT":
         recent = [row["time"] for row in rows[-20:]]
         whole = (recent[-1] - recent[0]) / max(1, len(recent) - 1)  # with evaluations and saves

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from megatron_rl.algorithms import RewardTable, make_advantage_estimator
 from megatron_rl.reproduce.page import Page, markdown_table
 from megatron_rl.reproduce.theory import awpo_decomposition, awpo_kappa_min
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GROUPS, ROLLOUTS = 4000, 8
 SCORES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)  # what the judge may say (v1, Fig. 2)
@@ -75,7 +78,7 @@ def make() -> Page:
         error, residual = lemma(eps)
         lemma_rows.append([f"{eps:g}", "< 1e-12" if error < 1e-12 else f"{error:.1e}", f"{residual:.1e}"])
 
-    def draw(figure: Any) -> None:
+    def draw(figure: Figure) -> None:
         axes = figure.subplots(1, len(JUDGES), sharey=True)
         for axis, (label, agreement) in zip(axes, JUDGES.items(), strict=True):
             is_open, kappa, correlation = gate(*sample(agreement, 2), 0.7)

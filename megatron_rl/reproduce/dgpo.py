@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +12,12 @@ from megatron_rl.algorithms import make_gradient_weight
 from megatron_rl.reproduce.page import Page, markdown_table
 from megatron_rl.reproduce.theory import aspo_eq6, ln_bias
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 EPS = 0.2
 R0 = 1 - EPS
-WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
+WEIGHTS: dict[str, tuple[str, dict[str, float]]] = {
     "GRPO": ("clip", {}),
     "CISPO": ("cispo", {}),
     "GPPO": ("gppo", {}),
@@ -122,7 +125,7 @@ def make() -> Page:
     )
 
 
-def _draw(figure: Any) -> None:
+def _draw(figure: Figure) -> None:
     axes = figure.subplots(2, 2)
     left, right = (
         torch.linspace(0.05, 1.2, 400, dtype=torch.float64),

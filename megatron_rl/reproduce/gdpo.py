@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_rl.algorithms import AdvantageEstimator, RewardTable, distinct_advantage_groups, make_advantage_estimator
 from megatron_rl.reproduce.page import Page, markdown_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROLLOUTS = range(2, 12)
 REWARDS = range(2, 6)
@@ -43,7 +46,7 @@ def make() -> Page:
     by_rewards = {name: [distinct_advantage_groups(4, k, each) for k in REWARDS] for name, each in methods().items()}
     agree = by_rollouts["GDPO"] == PAPER["rollouts"] and by_rewards["GDPO"] == PAPER["rewards"]
 
-    def draw(figure: Any) -> None:
+    def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         for name in by_rollouts:
             left.plot(list(ROLLOUTS), by_rollouts[name], marker="o", label=name)

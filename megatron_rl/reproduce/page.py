@@ -6,7 +6,10 @@ import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PAGES = ("awpo", "dgpo", "gdpo", "shrinkage")  # modules of this package, each with `make() -> Page`
 
@@ -24,7 +27,7 @@ class Page:
 
     title: str
     blocks: list[str]
-    draw: Callable[[Any], None]
+    draw: Callable[[Figure], None]
     size: tuple[float, float]
 
     def text(self, name: str) -> str:

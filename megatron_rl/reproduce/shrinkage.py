@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,11 +21,14 @@ from megatron_rl.algorithms import RewardTable, make_advantage_estimator
 from megatron_rl.reproduce.page import Page, markdown_table
 from megatron_rl.reproduce.theory import oracle_lambda
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 PROMPTS, ANSWERS, FEATURES, WORDING, BATCHES = 64, 8, 32, 96, 400
 ROLLOUTS = (2, 4, 8)
 SPREADS = {"low": 0.3, "medium": 1.5, "high": 4.0}  # standard deviation of the right answers' offsets
 PAPER = {"mse": ("39.4", "25.1", "13.4"), "gradient": ("12.5", "8.6", "5.7")}
-BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
+BASELINES: dict[str, tuple[str, dict[str, bool]]] = {
     "RLOO": ("rloo", {}),
     "REINFORCE++ (batch mean)": ("reinforce_pp", {"normalize": False}),
     "BLOO": ("bloo", {}),
@@ -118,7 +121,7 @@ def simulate(
     return result
 
 
-def by_name(name: str, params: dict[str, Any]) -> Callable[[RewardTable], Tensor]:
+def by_name(name: str, params: dict[str, bool]) -> Callable[[RewardTable], Tensor]:
     estimator = make_advantage_estimator(name, **params)
     return lambda table: estimator(table).advantages
 
@@ -155,7 +158,7 @@ def _draw(
     lambdas: dict[str, list[float]],
     grid: list[float],
     sweeps: dict[str, list[float]],
-    figure: Any,
+    figure: Figure,
 ) -> None:
     axes = figure.subplots(1, 4)
     for label in BASELINES:

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -22,6 +22,9 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.seams import vllm as seam
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Completion:
     version: int  # optimizer steps behind the weights that drew it
     token_scores: (
         np.ndarray
-    )  # float32 [tokens - 1], of the request's own tokens but the first; empty unless it `scores_tokens`
+    )  # float32 [tokens - 1], of the request's tokens after the first; [0] unless `scores_tokens`
 
 
 class Engine:
@@ -74,14 +77,13 @@ class Engine:
         max_length = self.config.max_prompt_tokens + self.config.max_tokens + 1
         max_length = min(max_length, model_of(read_hf_config(folder)).description.max_positions)
         self.max_scored = max_length - 1  # longest sequence that `score` takes, in tokens
-        options: dict[str, Any] = {}
         if device.has_gpu():
-            options |= {
+            options: dict[str, object] = {
                 "gpu_memory_utilization": self.config.memory_fraction,
                 "enable_sleep_mode": True,
             }
         else:
-            options |= {
+            options = {
                 "enforce_eager": True,
                 "worker_cls": "megatron_rl.rollout.cpu_worker.ColocatedCpuWorker",
                 "kv_cache_memory_bytes": int(self.config.cpu_cache_gib * 2**30),
@@ -89,7 +91,7 @@ class Engine:
             }
         gc.freeze()
         with environment.engine_start(grid):
-            self.llm: Any = LLM(
+            self.llm = LLM(
                 model=str(folder),
                 tokenizer=str(folder),
                 load_format="dummy",
@@ -187,7 +189,7 @@ class Engine:
         seam.shutdown(self.llm)
 
 
-def _parameters(request: Request) -> Any:
+def _parameters(request: Request) -> SamplingParams:
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -202,7 +204,7 @@ def _parameters(request: Request) -> Any:
     )
 
 
-def _completion(request: Request, output: Any, version: int) -> Completion:
+def _completion(request: Request, output: RequestOutput, version: int) -> Completion:
     [drawn] = output.outputs
     scores: list[float] = []
     if request.scores_tokens:

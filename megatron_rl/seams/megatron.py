@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from megatron_rl.seams import check_parameters, replaced
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+    from megatron.core.transformer import TransformerConfig
 
 State = dict[Any, Any]  # (part of) a sharded state dictionary: dictionaries and lists of it, tensors, numbers
 
@@ -43,7 +44,7 @@ class Decoder(nn.Module):
 class Chunk(nn.Module):
     """What is used of a `GPTModel`, and of the `DistributedDataParallel` around it; for type checking only."""
 
-    config: Any
+    config: TransformerConfig
     pre_process: bool
     post_process: bool
     share_embeddings_and_output_weights: bool
@@ -74,12 +75,25 @@ class Buffer(Protocol):
     grad_data: Tensor
 
 
+class Range(Protocol):
+    start: int
+    end: int
+
+
+class Ranges(TypedDict):
+    gbuf_local: Range  # of a parameter, within this rank's shard of its bucket
+
+
+class BucketRanges(TypedDict):
+    param_map: dict[nn.Parameter, Ranges]
+
+
 class OptimizerPart(Protocol):
     """One of Megatron's optimizers; the last four of the distributed one only."""
 
     optimizer: torch.optim.Optimizer
     buffers: Sequence[Buffer]
-    gbuf_ranges: Sequence[dict[Any, list[dict[str, Any]]]]
+    gbuf_ranges: Sequence[dict[tuple[torch.dtype, torch.dtype], list[BucketRanges]]]
     data_parallel_group: torch.distributed.ProcessGroup
     model_param_group_index_map: dict[nn.Parameter, tuple[int, int]]
 
@@ -87,7 +101,7 @@ class OptimizerPart(Protocol):
 class Optimizer(Protocol):
     """What is used of `MegatronOptimizer`, which may be a chain of several."""
 
-    param_groups: list[dict[str, Any]]
+    param_groups: list[dict[str, object]]
     zero_grad: Callable[[], None]
     prepare_grads: Callable[[], bool]
     get_grad_norm: Callable[[], float]
@@ -132,7 +146,7 @@ def reduce_gradients_of_experts(chunk: Chunk) -> None:
                 parameter.allreduce = False
 
 
-def sum_gradients_undivided(config: Any) -> None:
+def sum_gradients_undivided(config: TransformerConfig) -> None:
     """Has Megatron's schedule add up gradients without a division by the number of tokens: losses are divided already."""
     from megatron.core.distributed import finalize_model_grads
 
@@ -145,7 +159,7 @@ def sum_gradients_undivided(config: Any) -> None:
 
 
 @contextlib.contextmanager
-def before_gradients_are_summed(config: Any, call: Callable[[], None]) -> Iterator[None]:
+def before_gradients_are_summed(config: TransformerConfig, call: Callable[[], None]) -> Iterator[None]:
     """While entered, `call` is called after the last micro-batch's backward pass, before gradients go over ranks."""
     finalize = config.finalize_model_grads_func
 

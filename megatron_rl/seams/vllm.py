@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,21 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class QuantMethod(Protocol):
+    def process_weights_after_loading(self, layer: CpuLayer) -> None: ...
+
+
+class CpuLayer(Protocol):
+    """What is used of vLLM's layers with a packed copy; the last of linear layers only."""
+
+    weight: Tensor
+    quant_method: QuantMethod
+    cpu_linear: Product
+    input_size_per_partition: int
+
+
 _BLOCK = 256  # input columns that are read back at once
 
 
@@ -62,6 +77,11 @@ def products(model: nn.Module) -> dict[str, Product]:
     return {name: product for name, product in found.items() if product not in (None, functional.linear)}
 
 
+def _layer(model: nn.Module, name: str) -> CpuLayer:
+    layer: Any = model.get_submodule(name)
+    return layer
+
+
 def refresh(model: nn.Module, before: Mapping[str, Product]) -> None:
     """After a reload: packs the weight of every layer again that still computes with its product from `before`.
 
@@ -72,7 +92,7 @@ def refresh(model: nn.Module, before: Mapping[str, Product]) -> None:
     for name, product in before.items():
         if now.get(name) is not product:
             continue
-        layer: Any = model.get_submodule(name)
+        layer = _layer(model, name)
         if layer.weight.numel() == 0:
             raise RuntimeError(f"the weight sync brought no weights for the engine's layer {name}")
         layer.quant_method.process_weights_after_loading(layer)
@@ -80,10 +100,10 @@ def refresh(model: nn.Module, before: Mapping[str, Product]) -> None:
 
 def stale_layers(model: nn.Module) -> list[str]:
     """Layers with a weight of their own that compute with another one, by their names in vLLM."""
-    return [name for name in products(model) if not _computes_with_own(model.get_submodule(name))]
+    return [name for name in products(model) if not _computes_with_own(_layer(model, name))]
 
 
-def _computes_with_own(layer: Any) -> bool:
+def _computes_with_own(layer: CpuLayer) -> bool:
     """Also true where the layer's own weight is emptied, and so says nothing."""
     own = layer.weight
     if own.numel() == 0:
@@ -101,7 +121,7 @@ def weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     found: dict[str, Callable[[], Tensor]] = {}
     for name in products(model):
-        layer: Any = model.get_submodule(name)
+        layer = _layer(model, name)
         sizes = getattr(layer, "output_partition_sizes", None)  # rows of each part on this rank; linear layers only
         prefix, _, last = name.rpartition(".")
         parts = fused.get(last, [last])
@@ -114,13 +134,13 @@ def weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     return found
 
 
-def _reader(layer: Any, start: int, size: int) -> Callable[[], Tensor]:
+def _reader(layer: CpuLayer, start: int, size: int) -> Callable[[], Tensor]:
     return lambda: torch.cat(
         [block[start : start + size] for block in _columns(layer, layer.input_size_per_partition)], 1
     )
 
 
-def _columns(layer: Any, count: int) -> Iterator[Tensor]:
+def _columns(layer: CpuLayer, count: int) -> Iterator[Tensor]:
     """The `count` columns of the weight that the layer computes with, some at a time: its products with unit vectors."""
     for first in range(0, count, _BLOCK):
         size = min(_BLOCK, count - first)

@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import megatron_rl
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.saver import Outcome, Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
-from megatron_rl.checkpoint.store import CheckpointError
+from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.models.export import companions, export_hf
+from megatron_rl.models.hf_config import JSON, HFConfig
 from megatron_rl.runtime import device, provenance
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.owner import Ownership
@@ -133,7 +133,7 @@ class Checkpoints:
                 f"checkpoint.best {best!r} is no metric of the evaluations; they have {', '.join(evaluations)}"
             )
         actor = self._learner.actor
-        progress = {
+        progress: SavedState = {
             "version": megatron_rl.__version__,
             "command": self._report.command,
             "job": os.environ.get("SLURM_JOB_ID"),
@@ -311,7 +311,7 @@ def _seconds(outcome: Outcome) -> str:
 
 
 # With these a checkpoint is a model folder: another run's `model.path`, or the source of a conversion, wherever it lies.
-def _with_dtype(hf_config: Mapping[str, Any], dtype: str) -> bytes:
+def _with_dtype(hf_config: HFConfig, dtype: str) -> bytes:
     config = {**hf_config, "torch_dtype" if "torch_dtype" in hf_config else "dtype": dtype}
     return (json.dumps(config, indent=2) + "\n").encode()
 
@@ -322,7 +322,7 @@ def _companions(folder: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in companions(folder).items()}
 
 
-def model_facts(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def model_facts(hf_config: HFConfig) -> dict[str, JSON]:
     """The Hugging Face configuration without what is not the model."""
     return {name: value for name, value in sorted(hf_config.items()) if name not in _NOT_THE_MODEL}
 

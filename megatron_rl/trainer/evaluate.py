@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.checkpoint import store
 from megatron_rl.checkpoint.store import CheckpointError
@@ -51,7 +50,7 @@ def evaluate_only(run: Run, resume: str) -> None:
         CheckpointError: the checkpoint is not whole.
     """
     begin = time.monotonic()
-    model: dict[str, Any] = {"door": "folder", "path": str(run.sampler.folder)}
+    folder, model = run.sampler.folder, dict[str, object](door="folder", path=str(run.sampler.folder))
     if resume != "never":
         folder = Path(resume)
         if problems := store.damage(folder, run.grid, but="optimizer."):
@@ -59,7 +58,7 @@ def evaluate_only(run: Run, resume: str) -> None:
         model = {"door": "checkpoint", "path": str(folder), "step": store.read_state(folder)["progress"]["step"]}
     drawn: kept.Kept = {}
     if run.grid.is_main:
-        files = kept.files_of(Path(model["path"]))
+        files = kept.files_of(folder)
         drawn = resume_responses(run.report, {**model, "files": files}, run.sampler.prompts.eval)
     drawn = run.grid.broadcast(drawn)
     if resume != "never":

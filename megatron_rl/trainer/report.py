@@ -8,13 +8,12 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch import Tensor
 
 from megatron_rl.algorithms import StepEstimate
 from megatron_rl.config.schema import Config
@@ -120,7 +119,7 @@ class Reporter:
     def _metrics(self, warm_up: bool = False) -> Path:
         return self.run_dir / "sft" / "metrics.jsonl" if warm_up else self.run_dir / "metrics.jsonl"
 
-    def _cut(self, path: Path, step: int, num_bytes: int | None = None) -> list[dict[str, Any]]:
+    def _cut(self, path: Path, step: int, num_bytes: int | None = None) -> list[dict[str, float]]:
         """Removes rows after `step`; returns the others."""
         kept = [row for row in read_metrics(path) if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in kept)
@@ -230,7 +229,7 @@ class Reporter:
                     f"[bold]eval[/bold] {task} at step {step}: {name.split('/')[-1]} {value:.3f}, length {length:.1f}"
                 )
 
-    def _remember(self, row: Mapping[str, Any]) -> None:
+    def _remember(self, row: Mapping[str, float]) -> None:
         for name, value in row.items():
             if name.startswith("eval/"):
                 self._first_eval.setdefault(name, value)
@@ -239,7 +238,7 @@ class Reporter:
                 self._seconds[name] = self._seconds.get(name, 0.0) + value
 
     # ----------------------------------------------------------------------------------------------------------- samples
-    def samples(self, step: int, samples: Sequence[Sample], rollouts: Sequence[Rollout], advantages: Any) -> None:
+    def samples(self, step: int, samples: Sequence[Sample], rollouts: Sequence[Rollout], advantages: Tensor) -> None:
         """`samples/step_<n>.jsonl`: some of the step's rollouts, whole groups first, with rewards and advantages."""
         every, count = self.config.logging.samples_every, self.config.logging.samples_per_step
         if self.active and every and step % every == 0:
@@ -257,7 +256,7 @@ class Reporter:
         step: int,
         sample_ids: Sequence[str],
         table: RewardTable,
-        truncated: torch.Tensor,
+        truncated: Tensor,
         estimate: StepEstimate,
         tokens: Sequence[Mapping[int, Mapping[str, np.ndarray]]],
     ) -> None:
@@ -312,7 +311,7 @@ class Reporter:
                 self.warn(f"the newest metrics are missing in {type(tracker).__name__}: {error}")
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, float]]:
     """Rows of a metrics file; a last line that a killed process left unfinished is dropped."""
     if not path.exists():
         return []
@@ -325,7 +324,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _append(path: Path, row: Mapping[str, Any]) -> None:
+def _append(path: Path, row: Mapping[str, float]) -> None:
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
 

@@ -7,14 +7,14 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from megatron_rl.checkpoint import manifest, store
-from megatron_rl.checkpoint.store import CheckpointError
+from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import as_tree, changes
 from megatron_rl.config.schema import OptimizerConfig
+from megatron_rl.models import HFConfig
 from megatron_rl.models.export import companions
 from megatron_rl.runtime import disk
 from megatron_rl.trainer.checkpoints import State, model_facts
@@ -67,7 +67,7 @@ def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_upd
     if run.grid.is_main:
         _put_aside_later(run)
     _identify(run, identity or (saved.get("run") if own else None) or secrets.token_hex(8))
-    run.report.continue_from(state.stage_step, saved["metrics_bytes"] if own else None, state.warming_up)
+    run.report.continue_from(state.stage_step, saved.get("metrics_bytes") if own else None, state.warming_up)
     checkpoints.is_at(state, own)
     return True
 
@@ -133,7 +133,7 @@ def _choose(run: Run, resume: str, identity: str | None) -> Path | None:
 
 
 # -------------------------------------------------------------------------------------------------------- does it fit?
-def _check(run: Run, folder: Path, saved: Mapping[str, Any], state: State) -> None:
+def _check(run: Run, folder: Path, saved: SavedState, state: State) -> None:
     if saved["command"] != run.report.command:
         raise CheckpointError(
             f"{folder} was written by `megatron-rl {saved['command']}`; give this run another run_dir, or --resume never"
@@ -154,7 +154,7 @@ def _check(run: Run, folder: Path, saved: Mapping[str, Any], state: State) -> No
         )
 
 
-def check_model(hf_config: Mapping[str, Any], folder: Path) -> None:
+def check_model(hf_config: HFConfig, folder: Path) -> None:
     saved, own = manifest.read(folder)["model"], model_facts(hf_config)
     # Older checkpoints have no objects and lists in it.
     names = saved.keys() | {name for name, value in own.items() if not isinstance(value, dict | list)}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from omegaconf import OmegaConf
-
+from megatron_rl.config import as_tree
 from megatron_rl.config.schema import Config
 
 
@@ -40,13 +39,13 @@ class WandB:
         identity = run_dir / "wandb_id"
         if not identity.exists():
             identity.write_text(secrets.token_hex(4))
-        self._run: Any = wandb.init(
+        self._run = wandb.init(
             project=config.logging.wandb,
             name=run_dir.name,
             id=identity.read_text(),
             resume="allow",
             dir=str(run_dir),
-            config=_plain(config),
+            config=as_tree(config),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -60,14 +59,14 @@ class MLflow:
     def __init__(self, config: Config, run_dir: Path) -> None:
         import mlflow
 
-        self._mlflow: Any = mlflow
+        self._mlflow = mlflow
         mlflow.set_experiment(config.logging.mlflow)
         identity = run_dir / "mlflow_id"
         known = identity.read_text() if identity.exists() else None
         run = mlflow.start_run(run_id=known) if known else mlflow.start_run(run_name=run_dir.name)
         identity.write_text(run.info.run_id)
         if known is None:
-            mlflow.log_dict(_plain(config), "recipe.yaml")
+            mlflow.log_dict(as_tree(config), "recipe.yaml")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # MLflow allows no @ in names.
@@ -75,12 +74,6 @@ class MLflow:
 
     def close(self) -> None:
         self._mlflow.end_run()
-
-
-def _plain(config: Config) -> dict[str, Any]:
-    container = OmegaConf.to_container(OmegaConf.structured(config))
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
 
 
 def make_trackers(config: Config, run_dir: Path, step: int) -> list[Tracker]:

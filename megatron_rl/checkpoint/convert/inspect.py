@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ class TensorLine:
     pieces: int  # into which the files cut it
 
 
+class Total(TypedDict):
+    tensors: int
+    values: int
+    bytes: int
+    dtypes: dict[str, int]  # bytes of each
+
+
 @dataclass(frozen=True)
 class Contents:
     """Attributes:
@@ -48,11 +55,11 @@ class Contents:
     tensors: list[TensorLine] = field(repr=False)
     damage: list[str] | None = None
 
-    def totals(self) -> dict[str, dict[str, Any]]:
+    def totals(self) -> dict[str, Total]:
         """Values, bytes and dtypes of the model and of the optimizer's state."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, Total] = {}
         for tensor in self.tensors:
-            total = found.setdefault(tensor.part, {"tensors": 0, "values": 0, "bytes": 0, "dtypes": {}})
+            total = found.setdefault(tensor.part, Total(tensors=0, values=0, bytes=0, dtypes={}))
             total["tensors"] += 1
             total["values"] += math.prod(tensor.shape)
             total["bytes"] += tensor.nbytes

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.reader import MegatronModel
@@ -124,7 +123,7 @@ class HFFolder(SafetensorsFolder):
         return {piece.name: piece for piece in manifest.read_tensors(self.folder)[1]}
 
 
-def fingerprint(folder: Path, patterns: Sequence[str]) -> list[list[Any]]:
+def fingerprint(folder: Path, patterns: Sequence[str]) -> list[list[str | int]]:
     """What tells whether a folder still is the same source: of its weights in files of these patterns, its config.json,
     tokenizer and the rest the name, size, time of change, and checksum of both ends.
 

@@ -6,7 +6,10 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _STRETCH = 64 * 2**20  # bytes between two flushes
 
@@ -42,13 +45,13 @@ class WriteBehind:
         finally:
             os.close(self._file)
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         """Behind what the last `write` wrote."""
         count = self.write_at(data, self._position)
         self._position += count
         return count
 
-    def write_at(self, data: Any, offset: int) -> int:
+    def write_at(self, data: ReadableBuffer, offset: int) -> int:
         view = memoryview(data).cast("B")
         count = len(view)
         while view:
