@@ -93,38 +93,28 @@ def make() -> Page:
         "AWPO: Lemma 3.1 and the gate",
         [
             "## Lemma 3.1",
-            "$A_\\text{mix} = (\\sigma_\\text{out} / \\sigma_\\text{mix}) A_\\text{out} + \\tilde "
-            "R_\\text{reasoning} / "
-            "(\\sigma_\\text{mix} + \\epsilon) + \\Delta$ on random groups: largest error of the sum, and largest "
+            "$A_\\text{mix} = (\\sigma_\\text{out} / \\sigma_\\text{mix}) A_\\text{out} + \\tilde R_\\text{reasoning} "
+            "/ (\\sigma_\\text{mix} + \\epsilon) + \\Delta$ on random groups: largest error of the sum, and largest "
             "residual $\\Delta$, which vanishes with $\\epsilon$ as the paper says.",
             markdown_table(("eps", "error", "residual"), lemma_rows),
             "## The gate (Eq. 21, Theorem 3.5)",
-            f"{GROUPS} groups of {ROLLOUTS} rollouts; outcomes in [0, 2], judge's scores from {{0, .25, .5, .75, "
-            ".9, 1}} "
-            "that agree with the outcome, are independent of it, or contradict it. Saturation off. Of the groups "
-            "that the gate "
-            "lets through: smallest $\\sigma_\\text{out} / \\sigma_\\text{mix}$, mean correlation of both "
-            "advantages, and the "
-            "share whose correlation reaches $\\kappa_\\text{min}$.",
+            f"{GROUPS} groups of {ROLLOUTS} rollouts; outcomes in [0, 2], judge's scores from {{0, .25, .5, .75, .9, "
+            "1}} that agree with the outcome, are independent of it, or contradict it. Saturation off. Of the groups "
+            "that the gate lets through: smallest $\\sigma_\\text{out} / \\sigma_\\text{mix}$, mean correlation of "
+            "both advantages, and the share whose correlation reaches $\\kappa_\\text{min}$.",
             markdown_table(
                 ("judge", "eps_mix", "open", "kappa_min", "smallest ratio", "correlation", "reaches kappa_min"), rows
             ),
-            "The bound on the ratio of the standard deviations always holds: it is the gate, rewritten. The "
-            "bound on the "
-            "correlation is a statement about the average, and about judges who are not systematically at odds "
-            "with the "
-            "outcome. For the independent judge it holds on average, and in 93 to 97 % of the groups, from "
-            "$\\varepsilon_\\text{mix} = 0.55$ on. Below 0.5 it cannot hold: $\\kappa_\\text{min}$ is then "
-            "greater than 1, and no "
-            "correlation is.",
-            "What the gate measures is spread, not agreement, and that has a consequence which the paper does "
-            "not draw. A "
-            "judge who contradicts the outcome narrows the mixed reward, so $\\rho$ is small and the gate opens; "
-            "one who "
-            "agrees widens it, so $\\rho \\geq 1/2$. At $\\varepsilon_\\text{mix} = 0.55$ it lets through 99 % "
-            "of the groups of "
-            "the judge who contradicts, and 3 % of those of the one who agrees. From 0.7 on it is open for "
-            "nearly everyone.",
+            "The bound on the ratio of the standard deviations always holds: it is the gate, rewritten. The bound on "
+            "the correlation is a statement about the average, and about judges who are not systematically at odds "
+            "with the outcome. For the independent judge it holds on average, and in 93 to 97 % of the groups, from "
+            "$\\varepsilon_\\text{mix} = 0.55$ on. Below 0.5 it cannot hold: $\\kappa_\\text{min}$ is then greater "
+            "than 1, and no correlation is.",
+            "What the gate measures is spread, not agreement, and that has a consequence which the paper does not "
+            "draw. A judge who contradicts the outcome narrows the mixed reward, so $\\rho$ is small and the gate "
+            "opens; one who agrees widens it, so $\\rho \\geq 1/2$. At $\\varepsilon_\\text{mix} = 0.55$ it lets "
+            "through 99 % of the groups of the judge who contradicts, and 3 % of those of the one who agrees. From "
+            "0.7 on it is open for nearly everyone.",
         ],
         draw,
         (12, 4),

@@ -88,37 +88,28 @@ def make() -> Page:
         [
             "## Table 2, left boundary (LN)",
             "The bias of Eq. 29-32, $\\int_0^{r_0} |F(r) - r|\\, r^\\gamma dr$, in units of $k \\delta "
-            "r_0^{\\gamma+2}$ with "
-            "$r_0 = 0.8$, $\\beta_1 = 0.75$. Eq. 31 as printed has the absolute value around the integral, "
-            "although the "
-            "integrand changes sign at $\\beta_1 r_0$; the exact row is the integral of the absolute value.",
+            "r_0^{\\gamma+2}$ with $r_0 = 0.8$, $\\beta_1 = 0.75$. Eq. 31 as printed has the absolute value around "
+            "the integral, although the integrand changes sign at $\\beta_1 r_0$; the exact row is the integral of "
+            "the absolute value.",
             markdown_table(("bias", *(f"$\\gamma$ = {gamma}" for gamma in (0, 1, 2, 5, 10, 30))), left_rows),
             "The paper's ordering is a statement about large $\\gamma$ (ratios that lie close to the bound), not "
-            "about every "
-            "distribution of ratios. Each inequality holds from this $\\gamma$ on (grid of 0.5):",
+            "about every distribution of ratios. Each inequality holds from this $\\gamma$ on (grid of 0.5):",
             markdown_table(("ordering", "inequality", "from gamma"), claim_rows),
-            "Pointwise, at every ratio, only DGPO (n = 1) < CISPO = GPPO and DGPO < GRPO hold: as $w \\to 0$ the "
-            "bias of "
-            "GRPO vanishes and that of CISPO tends to 0.8.",
+            "Pointwise, at every ratio, only DGPO (n = 1) < CISPO = GPPO and DGPO < GRPO hold: as $w \\to 0$ the bias "
+            "of GRPO vanishes and that of CISPO tends to 0.8.",
             "## The other regions",
-            "Mean of $|F - w|$ over ratios spread evenly over [0.05, 0.8), [0.8, 1.2], (1.2, 3]. M is for $A > "
-            "0$. DGPO has "
-            "m = 2; with m = 1 its right side is GPPO's. The paper's equality of CISPO and ASPO in LP and HN "
-            "does not hold "
-            "for ASPO as its authors run it ($1/w$ for $A > 0$ only, $w$ otherwise, capped at 3): it is unbiased "
-            "in HN up to "
-            "the cap.",
+            "Mean of $|F - w|$ over ratios spread evenly over [0.05, 0.8), [0.8, 1.2], (1.2, 3]. M is for $A > 0$. "
+            "DGPO has m = 2; with m = 1 its right side is GPPO's. The paper's equality of CISPO and ASPO in LP and HN "
+            "does not hold for ASPO as its authors run it ($1/w$ for $A > 0$ only, $w$ otherwise, capped at 3): it is "
+            "unbiased in HN up to the cap.",
             markdown_table(("weight", *REGIONS), other_rows),
-            "ASPO as Eq. 6 prints it, with the reversed ratio for both signs, gives "
-            f"F(0.5, A>0) = {float(literal[0, 0]):.2f} and F(3.5, A<0) = {float(literal[1, 1]):.2f}, and jumps at "
-            "its outer "
-            "bounds: at w = 0.67 from 1.49 to 0.67, at w = 4 from 0.25 to 4.",
+            "ASPO as Eq. 6 prints it, with the reversed ratio for both signs, gives F(0.5, A>0) = "
+            f"{float(literal[0, 0]):.2f} and F(3.5, A<0) = {float(literal[1, 1]):.2f}, and jumps at its outer bounds: "
+            "at w = 0.67 from 1.49 to 0.67, at w = 4 from 0.25 to 4.",
             "## Figure 2",
-            "Left: $F$, the weight of $\\nabla \\log \\pi$. Right: $F / w$, the weight of $\\nabla \\pi$ "
-            "relative to plain "
-            "importance sampling, which is what the paper calls convergent or divergent. For $w \\to 0$ and $A < "
-            "0$ the "
-            "weights of CISPO, GPPO and CE-GPPO diverge, DGPO's goes to 0.",
+            "Left: $F$, the weight of $\\nabla \\log \\pi$. Right: $F / w$, the weight of $\\nabla \\pi$ relative to "
+            "plain importance sampling, which is what the paper calls convergent or divergent. For $w \\to 0$ and $A "
+            "< 0$ the weights of CISPO, GPPO and CE-GPPO diverge, DGPO's goes to 0.",
         ],
         _draw,
         (11, 8),

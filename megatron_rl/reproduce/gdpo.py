@@ -61,9 +61,8 @@ def make() -> Page:
         "GDPO: advantage resolution",
         [
             "## Figure 2: two rollouts, two binary rewards",
-            "Summed rewards of the two rollouts, order ignored, and their advantages (sample standard deviation, "
-            "no batch "
-            "normalisation). GRPO has two distinct groups of advantages, GDPO three.",
+            "Summed rewards of the two rollouts, order ignored, and their advantages (sample standard deviation, no "
+            "batch normalisation). GRPO has two distinct groups of advantages, GDPO three.",
             markdown_table(("summed rewards", *methods()), figure_2()),
             "## Figure 3: distinct groups of advantages",
             f"The counts {'are' if agree else 'ARE NOT'} those read off the paper's plot for GDPO.",
@@ -74,9 +73,8 @@ def make() -> Page:
                 ("four rollouts, rewards:", *map(str, REWARDS)), ([name, *row] for name, row in by_rewards.items())
             ),
             "What the paper says in section 3.1 of three rollouts with rewards (1, 1, 0) and (0, 0, 1), that GDPO's "
-            "advantages are not all 0 where GRPO's are, does not hold: the two normalised rewards are exact "
-            "negatives of "
-            "each other, and both methods give 0.",
+            "advantages are not all 0 where GRPO's are, does not hold: the two normalised rewards are exact negatives "
+            "of each other, and both methods give 0.",
         ],
         draw,
         (10, 4),

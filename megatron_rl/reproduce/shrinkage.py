@@ -203,49 +203,38 @@ def make() -> Page:
     return Page(
         "Shrinkage baseline, in simulation",
         [
-            f"A softmax policy over {ANSWERS} answers per prompt with {FEATURES} shared parameters, and a wording "
-            f"of {WORDING} "
-            f"normal draws that the reward does not depend on; the exact gradient is known. {PROMPTS} prompts, "
-            f"{BATCHES} batches "
-            "of m rollouts each, reward 1 for the right answer. The paper measures on checkpoints of language "
-            "models. Here the "
-            "prompts are fixed, so that differences are due to the baselines alone.",
+            f"A softmax policy over {ANSWERS} answers per prompt with {FEATURES} shared parameters, and a wording of "
+            f"{WORDING} normal draws that the reward does not depend on; the exact gradient is known. {PROMPTS} "
+            f"prompts, {BATCHES} batches of m rollouts each, reward 1 for the right answer. The paper measures on "
+            "checkpoints of language models. Here the prompts are fixed, so that differences are due to the baselines "
+            "alone.",
             "## Figure 9: mean squared error of the baseline against the true value",
             markdown_table(header, _rows(results, lambda result: result.mse, "mse", relative=False)),
             "## Figure 10: squared distance to the true policy gradient, relative to RLOO",
             markdown_table(header, _rows(results, lambda result: result.response, "gradient", relative=True)),
-            "Shrinkage is below RLOO everywhere, and less so with more rollouts, as in the paper. How much is "
-            "gained depends "
-            "on how alike the prompts are (medium heterogeneity here), so only the direction and the decline can "
-            "be compared "
-            "with its numbers. REINFORCE++ is without its scaling; its baseline contains the own reward. With 2 "
-            "rollouts the batch mean "
-            "alone does better than shrinkage, whose estimated lambda stays below 1/2 (see below).",
-            "**Where the claim stops.** The theory takes the squared norm of a response's score to be "
-            "independent of its reward "
-            "(section 3.1). The same runs, of the parameters that choose the answer alone:",
+            "Shrinkage is below RLOO everywhere, and less so with more rollouts, as in the paper. How much is gained "
+            "depends on how alike the prompts are (medium heterogeneity here), so only the direction and the decline "
+            "can be compared with its numbers. REINFORCE++ is without its scaling; its baseline contains the own "
+            "reward. With 2 rollouts the batch mean alone does better than shrinkage, whose estimated lambda stays "
+            "below 1/2 (see below).",
+            "**Where the claim stops.** The theory takes the squared norm of a response's score to be independent of "
+            "its reward (section 3.1). The same runs, of the parameters that choose the answer alone:",
             markdown_table(header, _rows(results, lambda result: result.answer, "gradient", relative=True)),
-            "Here a batch mean beats every estimate of the value function, however exact: a right answer that "
-            "was unlikely has "
-            "a large score and a likely one a small score, so the variance-minimising baseline is far from mu "
-            "(for two answers "
-            "it is 1 - mu). Shrinkage still improves on RLOO. In long responses, most of whose tokens do not "
-            "decide the reward, "
-            "the first table is the one that matters.",
+            "Here a batch mean beats every estimate of the value function, however exact: a right answer that was "
+            "unlikely has a large score and a likely one a small score, so the variance-minimising baseline is far "
+            "from mu (for two answers it is 1 - mu). Shrinkage still improves on RLOO. In long responses, most of "
+            "whose tokens do not decide the reward, the first table is the one that matters.",
             "## Figures 7 and 11: lambda over rollouts and heterogeneity",
             markdown_table(header, lambda_rows + oracle_rows),
-            "Lambda falls with m and with heterogeneity. The estimate of Eq. 15 is smaller than Theorem 1's "
-            "optimum, for two "
-            "reasons: it takes sigma^2 / m for the variance of a mean over the m - 1 other rollouts, and its s "
-            "contains the "
-            "sampling noise of the means. On prompts of equal difficulty it therefore tends to 1/2, not to 1.",
+            "Lambda falls with m and with heterogeneity. The estimate of Eq. 15 is smaller than Theorem 1's optimum, "
+            "for two reasons: it takes sigma^2 / m for the variance of a mean over the m - 1 other rollouts, and its "
+            "s contains the sampling noise of the means. On prompts of equal difficulty it therefore tends to 1/2, "
+            "not to 1.",
             "## Figure 12: variance of the gradient over a fixed lambda, m = 4, relative to RLOO (0)",
             markdown_table(("heterogeneity", *(f"{value:g}" for value in grid), "best", "estimated"), sweep_rows),
-            "At every level of heterogeneity an interior lambda is best, and the estimate lies between it and 0. "
-            "The paper "
-            "varies the semantics of the prompts at equal difficulty instead; with scores that are independent "
-            "between prompts, "
-            "as here, that would change nothing.",
+            "At every level of heterogeneity an interior lambda is best, and the estimate lies between it and 0. The "
+            "paper varies the semantics of the prompts at equal difficulty instead; with scores that are independent "
+            "between prompts, as here, that would change nothing.",
         ],
         partial(_draw, results, lambdas, grid, sweeps),
         (16, 3.8),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -12,17 +11,11 @@ import pytest
 from models import tiny
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.checkpoint.convert.inspect import contents, difference
 from megatron_rl.checkpoint.convert.layout import Layout
+from tools import inspect_checkpoint
+from tools.inspect_checkpoint import contents, difference
 
 from .convert import to_hf, to_megatron
-
-_PATH = Path(__file__).parents[2] / "tools" / "inspect_checkpoint.py"
-_SPEC = importlib.util.spec_from_file_location("inspect_checkpoint", _PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-inspect_checkpoint = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(inspect_checkpoint)
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ import torch
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert import jobs
-from megatron_rl.checkpoint.convert.inspect import contents
 from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from tests.checkpoint.hostile import HIDING_PLACES
 from tests.conversion.convert import to_megatron
 from tests.fuzz.loop import deadline, run
 from tests.models import tiny
+from tools.inspect_checkpoint import contents
 
 SECONDS = 60.0
 

@@ -45,12 +45,6 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def dequantise(values: Tensor, scales: Tensor) -> Tensor:
-    """The fp32 weight that the pair stands for."""
-    spread = scales.repeat_interleave(BLOCK, 0)[: values.shape[0]].repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
-    return values.float() * spread
-
-
 def quantization_config(family: Family, description: ModelDescription) -> dict[str, JSON]:
     """The entry of config.json that transformers and vLLM read."""
     matrices = [rule for rule in family.weights(description) if rule.per_layer and len(rule.hf[0].shape) == 2]
