@@ -4,31 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-@dataclass
-class Sample:
-    """One prompt with everything a reward may want to know about it."""
-
-    id: str  # "<task>/<index>", unique within a run; groups are formed by it
-    task: str  # the key under `tasks.train` or `tasks.eval`
-    prompt: str | list[dict[str, Any]]  # text, or chat messages
-    prompt_ids: list[int]  # what the engine is given; never re-tokenised later
-    answer: object = None
-    tool_calls: list[dict[str, Any]] | None = None  # gold calls, {"name": str, "parameters": dict}
-    needs_response: bool | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    demonstration: str | None = None  # SFT target text, where the task has one
-
-    def as_mapping(self) -> dict[str, Any]:
-        """What a reward function receives: `prompt`, `answer`, `tool_calls`, `needs_response`, `metadata`."""
-        keys = ("prompt", "answer", "tool_calls", "needs_response", "metadata")
-        return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+from megatron_rl.sample import Sample
 
 
 @dataclass(frozen=True)

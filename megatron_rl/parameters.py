@@ -10,10 +10,11 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from megatron_rl.names import did_you_mean, show
 
+Params: TypeAlias = Mapping[str, Any]  # by name; `check_types` holds the values against annotations
 _WORDS: dict[object, str] = {
     bool: "true or false",
     int: "a whole number",

@@ -110,11 +110,11 @@ def _rows(data: Path, limit: int | None) -> Iterator[dict[str, Any]]:
 
 
 def _messages(template: str, row: Mapping[str, Any], args: argparse.Namespace) -> list[dict[str, str]]:
-    prompt = column(dict(row), args.prompt_column)
+    prompt: Any = column(dict(row), args.prompt_column)
     if prompt is None:
         raise ValueError(f"a row has no column {args.prompt_column!r}; it has {', '.join(row)}: see --prompt-column")
-    sample = {"prompt": prompt, "tool_calls": gold_calls(column(dict(row), args.calls_column), args.calls_column)}
-    return messages(template, "", sample, "")
+    calls = gold_calls(column(dict(row), args.calls_column), args.calls_column) or []
+    return messages(template, "", {"prompt": prompt, "tool_calls": calls}, "")
 
 
 def _key(request: Mapping[str, Any]) -> str:

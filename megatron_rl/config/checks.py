@@ -11,16 +11,16 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config.algorithm_checks import check_method_choice
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
 from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import ConfigError
 from megatron_rl.config.value_checks import check_values
+from megatron_rl.models import HFConfig
 from megatron_rl.names import did_you_mean, show
 
 _LONGEST_PATH, _LONGEST_NAME = 3500, 255  # bytes; Linux takes 4095 and 255
@@ -55,7 +55,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def check(
-    config: Config, *, command: str = "train", machine: Machine | None = None, model: Mapping[str, Any] | None = None
+    config: Config, *, command: str = "train", machine: Machine | None = None, model: HFConfig | None = None
 ) -> Config:
     """Checks everything that needs more than one key, and fills in what follows from other keys.
 

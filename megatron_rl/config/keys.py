@@ -43,19 +43,19 @@ def key(default: T, meaning: str = "") -> T:
     return field(default=default, metadata=metadata)
 
 
-def meaning(of: Field[Any]) -> str:
+def meaning(of: Field[object]) -> str:
     return str(of.metadata.get(_MEANING, ""))
 
 
 # ----------------------------------------------------------------------------------------------- reading declarations
 @cache
-def fields(section: type) -> dict[str, Any]:
+def fields(section: type) -> dict[str, object]:
     """Names and types of a section's keys, ranges included."""
     hints = typing.get_type_hints(section, include_extras=True)
     return {each.name: hints[each.name] for each in dataclasses.fields(section)}
 
 
-def unwrap(hint: Any) -> tuple[Any, bool]:
+def unwrap(hint: object) -> tuple[object, bool]:
     """`X | None` as (X, True), any other type as (X, False); without ranges, choices as text."""
     inner = next(arm for arm in arms(hint) if arm is not type(None))
     optional = len(arms(hint)) > 1
@@ -64,23 +64,24 @@ def unwrap(hint: Any) -> tuple[Any, bool]:
     return (str if typing.get_origin(inner) is Literal else inner), optional
 
 
-def choices(hint: Any) -> tuple[str, ...]:
+def choices(hint: object) -> tuple[str, ...]:
     """The words of a `Literal`; none of any other type."""
     return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
 
 
-def entry_type(hint: Any) -> Any:
+def entry_type(hint: object) -> object:
     """The X of `dict[str, X]`; None for any other type."""
     return typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
 
 
-def problems(section: Any, path: str = "") -> Iterator[str]:
+def problems(section: object, path: str = "") -> Iterator[str]:
     """A sentence per value of a section, and of those in it, that is not among its choices or out of its range."""
-    for name, hint in fields(section.__class__).items():
+    cls: type = type(section)
+    for name, hint in fields(cls).items():
         yield from _problems(getattr(section, name), hint, f"{path}.{name}" if path else name)
 
 
-def _problems(value: Any, hint: Any, where: str) -> Iterator[str]:
+def _problems(value: object, hint: object, where: str) -> Iterator[str]:
     inner = unwrap(hint)[0]
     if value is None or inner is Any:
         return
@@ -96,7 +97,7 @@ def _problems(value: Any, hint: Any, where: str) -> Iterator[str]:
         yield f"`{where}` must be {words}"
 
 
-def broken(value: Any, hint: Any) -> str | None:
+def broken(value: object, hint: object) -> str | None:
     """What a value of the right type must be, after "must be", and that it is not; None where it is."""
     for arm in arms(hint):
         if typing.get_origin(arm) is Literal and value not in typing.get_args(arm):

@@ -20,14 +20,14 @@ from megatron_rl.config.algorithm import AlgorithmConfig, MethodConfig
 from megatron_rl.config.keys import entry_type, fields, unwrap
 from megatron_rl.config.presets import get_preset
 from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
-from megatron_rl.config.shape import MOST_LEVELS, ConfigError, conform, type_at
+from megatron_rl.config.shape import MOST_LEVELS, ConfigError, Tree, conform, type_at
 from megatron_rl.names import shorten, show
 from megatron_rl.user_files import read_text
 
 Section = typing.TypeVar("Section")
 
 # Keys that name something, and the key with that thing's parameters: parameters go with the name they were written for.
-_NAMED: dict[Any, tuple[tuple[str, str], ...]] = {
+_NAMED: dict[object, tuple[tuple[str, str], ...]] = {
     MethodConfig: (("name", "params"),),
     RewardConfig: (("reward", "params"),),
     TaskConfig: (("source", "params"), ("name", "params"), ("demonstrations", "demonstration_params")),
@@ -43,7 +43,7 @@ _NO_YAML = (yaml.YAMLError, ValueError, OverflowError, RecursionError, Attribute
 @dataclasses.dataclass
 class _Layer:
     source: str  # for messages: the file, or "override"
-    tree: dict[str, Any]
+    tree: Tree
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -71,7 +71,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     return _resolve(Config, _merged(layers), str(path))
 
 
-def algorithm_config(section: Mapping[str, Any]) -> AlgorithmConfig:
+def algorithm_config(section: Mapping[str, object]) -> AlgorithmConfig:
     """A complete section `algorithm` from the keys that a recipe sets: schema defaults, then the preset, then the keys.
 
     Raises:
@@ -86,7 +86,7 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escape(dataclasses.asdict(config))))
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[tuple[str, object, object]]:
     """Dotted key, value before and value after, of every key in which two recipes, as plain trees, differ."""
     old, new = dict(_leaves(before)), dict(_leaves(after))
     return [
@@ -94,14 +94,14 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[s
     ]
 
 
-def as_tree(config: Config) -> dict[str, Any]:
+def as_tree(config: Config) -> Tree:
     """The recipe as YAML has it: mappings, lists and plain values."""
     tree = yaml.safe_load(to_yaml(config))
     assert isinstance(tree, dict)
     return tree
 
 
-def _leaves(section: Any, prefix: str = "") -> list[tuple[str, Any]]:
+def _leaves(section: object, prefix: str = "") -> list[tuple[str, object]]:
     if not isinstance(section, Mapping) or not section:
         return [(prefix, section)]
     return [
@@ -177,21 +177,21 @@ def _expanded(node: yaml.Node | None, known: dict[int, float]) -> float:
 
 def _parse_overrides(overrides: Sequence[str]) -> _Layer:
     """All overrides as one source, so that their order does not matter (but the last word on one key wins)."""
-    merged: dict[str, Any] = {}
+    merged: Tree = {}
     for override in overrides:
         source = f"override `{shorten(override)}`"
         key, equals, text = override.partition("=")
         parts = key.split(".")
         if not equals or not all(parts) or key != key.strip() or len(parts) > MOST_LEVELS:
             raise ConfigError(f"{source}: overrides have the form section.key=value")
-        tree = _parse_value(text, type_at(parts), source)
+        tree: object = _parse_value(text, type_at(parts), source)
         for part in reversed(parts):
             tree = {part: tree}
         _deep_update(merged, conform(tree, source))
     return _Layer("override", merged)
 
 
-def _parse_value(text: str, hint: Any, source: str) -> Any:
+def _parse_value(text: str, hint: object, source: str) -> object:
     if hint is str and text[:1] not in ("'", '"'):
         return None if text in ("null", "~") else text
     if not text.strip():
@@ -222,8 +222,8 @@ def _first_line(error: Exception) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- merging
-def _merged(layers: list[_Layer]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
+def _merged(layers: list[_Layer]) -> Tree:
+    tree: Tree = {}
     for layer in _with_preset(layers):
         _overlay(tree, layer.tree, Config, "", layer.source)
     return tree
@@ -249,7 +249,7 @@ def _with_preset(layers: list[_Layer]) -> list[_Layer]:
     return result
 
 
-def _overlay(under: dict[str, Any], over: Mapping[str, Any], cls: type, key: str, source: str) -> None:
+def _overlay(under: Tree, over: Mapping[str, object], cls: type, key: str, source: str) -> None:
     """Puts the section `over` on top of `under`, in place."""
     for named, params in _NAMED.get(cls, ()):
         if named in over and under.get(named) not in (None, over[named]):
@@ -268,7 +268,7 @@ def _overlay(under: dict[str, Any], over: Mapping[str, Any], cls: type, key: str
             _deep_update(under[name], value)
 
 
-def _overlay_entries(under: dict[str, Any], over: Mapping[str, Any], cls: type, key: str, source: str) -> None:
+def _overlay_entries(under: Tree, over: Mapping[str, object], cls: type, key: str, source: str) -> None:
     for name, value in over.items():
         if value is None and name not in under:
             known = ", ".join(under) or "no entries"
@@ -283,7 +283,7 @@ def _overlay_entries(under: dict[str, Any], over: Mapping[str, Any], cls: type, 
             under[name] = value
 
 
-def _deep_update(under: dict[str, Any], over: Mapping[str, Any]) -> None:
+def _deep_update(under: Tree, over: Mapping[str, object]) -> None:
     for name, value in over.items():
         if isinstance(value, dict) and isinstance(under.get(name), dict):
             _deep_update(under[name], value)
@@ -292,7 +292,7 @@ def _deep_update(under: dict[str, Any], over: Mapping[str, Any]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- resolving
-def _resolve(section: type[Section], tree: dict[str, Any], source: str) -> Section:
+def _resolve(section: type[Section], tree: Tree, source: str) -> Section:
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(section), tree))
     except MissingMandatoryValue as error:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import Config, CreateModelConfig, ParallelConfig
 from megatron_rl.config.stages import stage_layers
-from megatron_rl.models import Model, model_of, read_hf_config
+from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.qwen3 import created_config
 from megatron_rl.models.rules import shard_shape
 from megatron_rl.names import show
@@ -34,7 +33,7 @@ _MOST_PARAMETERS = 100_000_000_000
 _MOST_BYTES, _MOST_INDEX_BYTES = 2**26, 2**30  # of a config.json, of the list of weights
 
 
-def check_model(config: Config, model: Mapping[str, Any] | None = None) -> Iterator[str]:
+def check_model(config: Config, model: HFConfig | None = None) -> Iterator[str]:
     """Yields a sentence per problem with `model`, its sizes, and the layouts of actor and engine on it.
 
     Args:
@@ -161,7 +160,7 @@ def check_create(create: CreateModelConfig) -> Iterator[str]:
         )
 
 
-def _check_sizes(config: Config, hf_config: Mapping[str, Any]) -> Iterator[str]:
+def _check_sizes(config: Config, hf_config: HFConfig) -> Iterator[str]:
     try:
         model = model_of(hf_config)
     except ValueError as error:

@@ -7,19 +7,18 @@ comes from. Keys are those of `AlgorithmConfig`.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 from megatron_rl.names import unknown_name
 
-_CLIP: dict[str, Any] = {"name": "clip", "params": {"eps_low": 0.2, "eps_high": 0.2}}
+_CLIP: dict[str, object] = {"name": "clip", "params": {"eps_low": 0.2, "eps_high": 0.2}}
 
 
-def _group_normalised(weight: dict[str, Any]) -> dict[str, Any]:
+def _group_normalised(weight: dict[str, object]) -> dict[str, object]:
     """The setting in which DGPO's paper compares gradient weights: GRPO's advantages, token mean, no KL."""
     return {"estimator": {"name": "grpo"}, "weight": weight, "aggregation": "token-mean"}
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, object]] = {
     "grpo": {"estimator": {"name": "grpo"}, "weight": _CLIP, "aggregation": "seq-mean-token-mean"},
     "dr_grpo": {"estimator": {"name": "dr_grpo"}, "weight": _CLIP, "aggregation": "seq-mean-token-sum-norm"},
     "dapo": {
@@ -80,7 +79,7 @@ def list_presets() -> tuple[str, ...]:
     return tuple(sorted(PRESETS))
 
 
-def get_preset(name: str) -> dict[str, Any]:
+def get_preset(name: str) -> dict[str, object]:
     """A copy of what the preset sets. ValueError with the nearest name if there is none."""
     if name not in PRESETS:
         raise ValueError(unknown_name("preset", name, PRESETS))

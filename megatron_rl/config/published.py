@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+
+from megatron_rl.models.hf_config import JSON
 
 FOLDER = Path(__file__).parent / "published"
 
@@ -19,7 +20,7 @@ def published_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def published_config(name: str) -> dict[str, Any] | None:
+def published_config(name: str) -> dict[str, JSON] | None:
     """The sizes in the config.json of the model of this name, such as `Qwen3-32B`; None: it is not known here."""
     if name not in published_names():
         return None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron_rl.config.keys import choices, entry_type, fields, unwrap
 from megatron_rl.config.schema import Config
 from megatron_rl.names import LARGEST, did_you_mean, nearest, shorten, show
 
+Tree: TypeAlias = dict[str, Any]  # a recipe as nested plain data
 MOST_LEVELS = 50  # of sections, mappings and lists in one another
 
 
@@ -18,9 +19,9 @@ class ConfigError(ValueError):
     """A recipe that cannot run. The message is for the person who wrote it: source, key, value, remedy."""
 
 
-def type_at(parts: list[str]) -> Any:
+def type_at(parts: list[str]) -> object:
     """Type of the key with this path, as `unwrap` gives it; None where the schema has no such key."""
-    hint: Any = Config
+    hint: object = Config
     for part in parts:
         hint = fields(hint).get(part) if isinstance(hint, type) and dataclasses.is_dataclass(hint) else entry_type(hint)
         if hint is None:
@@ -33,7 +34,7 @@ def type_at(parts: list[str]) -> Any:
 _REPLACED = {"actor.logprob_chunk_tokens": "remove it, or set `actor.logits_mib` (MiB of logits that exist at once)"}
 
 
-def conform(tree: Mapping[Any, Any], source: str) -> dict[str, Any]:
+def conform(tree: object, source: str) -> Tree:
     """A copy of `tree`, the nested data of one source, with numbers converted to the schema's types.
 
     An entry of `rewards` or of `tasks.*` may be None: it asks for the entry's removal. Text with an interpolation
@@ -45,7 +46,7 @@ def conform(tree: Mapping[Any, Any], source: str) -> dict[str, Any]:
     return _section(tree, Config, "", source)
 
 
-def _section(value: Any, cls: type, key: str, source: str) -> dict[str, Any]:
+def _section(value: object, cls: type, key: str, source: str) -> Tree:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{source}: {_subject(key)} is a section with keys of its own, not {show(value)}")
     known, result = fields(cls), {}
@@ -58,7 +59,7 @@ def _section(value: Any, cls: type, key: str, source: str) -> dict[str, Any]:
     return result
 
 
-def _value(value: Any, hint: Any, key: str, source: str) -> Any:
+def _value(value: object, hint: object, key: str, source: str) -> object:
     declared, (hint, optional) = hint, unwrap(hint)
     if (value is None and optional) or (isinstance(value, str) and "${" in value):
         return value
@@ -74,7 +75,7 @@ def _value(value: Any, hint: Any, key: str, source: str) -> Any:
     return _scalar(value, hint, choices(declared), optional, key, source)
 
 
-def _mapping(value: Any, entry: Any, key: str, source: str) -> dict[str, Any]:
+def _mapping(value: object, entry: object, key: str, source: str) -> Tree:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{source}: `{key}` is a mapping from names to values, not {show(value)}")
     for name in value:
@@ -82,20 +83,18 @@ def _mapping(value: Any, entry: Any, key: str, source: str) -> dict[str, Any]:
             raise ConfigError(f"{source}: the name {name!r} in `{key}` is not text; put it in quotes")
         _check_scalar(name, f"{key}.{shorten(name)!a}", source)
     if entry is Any:
-        if key.count(".") + key.count("[") > MOST_LEVELS:
-            raise ConfigError(f"{source}: `{shorten(key)}` is nested more than {MOST_LEVELS} levels deep")
         return {name: _anything(item, _join(key, name), source) for name, item in value.items()}
     return {
         name: None if item is None else _value(item, entry, _join(key, name), source) for name, item in value.items()
     }
 
 
-def _anything(value: Any, key: str, source: str) -> Any:
+def _anything(value: object, key: str, source: str) -> object:
+    if isinstance(value, Mapping | list) and key.count(".") + key.count("[") > MOST_LEVELS:
+        raise ConfigError(f"{source}: `{shorten(key)}` is nested more than {MOST_LEVELS} levels deep")
     if isinstance(value, Mapping):
         return _mapping(value, Any, key, source)
     if isinstance(value, list):
-        if key.count(".") + key.count("[") > MOST_LEVELS:
-            raise ConfigError(f"{source}: `{shorten(key)}` is nested more than {MOST_LEVELS} levels deep")
         return [_anything(item, f"{key}[{index}]", source) for index, item in enumerate(value)]
     if value is None or isinstance(value, (bool, int, float, str)):
         _check_scalar(value, key, source)
@@ -103,25 +102,24 @@ def _anything(value: Any, key: str, source: str) -> Any:
     raise ConfigError(f"{source}: `{key}` must be text, a number, a list or a mapping, not {show(value)}")
 
 
-def _scalar(value: Any, hint: type, known: tuple[str, ...], optional: bool, key: str, source: str) -> Any:
+def _scalar(value: object, hint: object, known: tuple[str, ...], optional: bool, key: str, source: str) -> object:
     _check_scalar(value, key, source)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is float and number:
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if known and isinstance(value, str) and value not in known:
         raise ConfigError(
             f"{source}: `{key}` must be one of {', '.join(known)}; it is {show(value)}{did_you_mean(value, known)}"
         )
-    if (hint is int and number and isinstance(value, int)) or (hint in (bool, str) and isinstance(value, hint)):
+    if type(value) is hint:  # a bool is no int
         return value
-    expected = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[hint]
+    words: dict[object, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
     remedy = "; put it in quotes" if hint is str and isinstance(value, (bool, int, float)) else ""
     raise ConfigError(
-        f"{source}: `{key}` must be {expected}{' or null' if optional else ''}, not {show(value)}{remedy}"
+        f"{source}: `{key}` must be {words[hint]}{' or null' if optional else ''}, not {show(value)}{remedy}"
     )
 
 
-def _check_scalar(value: Any, key: str, source: str) -> None:
+def _check_scalar(value: object, key: str, source: str) -> None:
     """Refuses numbers and texts that nothing further on can hold."""
     if isinstance(value, int) and abs(value) > LARGEST:
         raise ConfigError(f"{source}: `{key}` must be from -2^63 to 2^63 - 1; it is {show(value)}")
@@ -131,7 +129,7 @@ def _check_scalar(value: Any, key: str, source: str) -> None:
         raise ConfigError(f"{source}: `{key}` holds bytes that are no text in UTF-8: {shorten(value)!a}")
 
 
-def _join(key: str, name: Any) -> str:
+def _join(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
@@ -139,7 +137,7 @@ def _subject(key: str) -> str:
     return f"`{key}`" if key else "a recipe"
 
 
-def _set_to(value: Any) -> str:
+def _set_to(value: object) -> str:
     return "" if isinstance(value, (Mapping, list)) else f" (set to {show(value)})"
 
 
@@ -158,7 +156,7 @@ def _nearest(name: str, cls: type, key: str) -> str:
     return f"{_subject(key)} has the keys {', '.join(known)}"
 
 
-def _all_keys(hint: Any, key: str) -> Iterator[str]:
+def _all_keys(hint: object, key: str) -> Iterator[str]:
     hint = unwrap(hint)[0]
     if key:
         yield key

@@ -13,7 +13,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_rl.config.schema import EndpointConfig
 from megatron_rl.data import Rollout, Sample
@@ -74,7 +73,7 @@ def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, l
     return Server(several, name, root)
 
 
-def _models(url: str, api_key_env: str | None) -> list[dict[str, Any]]:
+def _models(url: str, api_key_env: str | None) -> list[dict[str, object]]:
     request = urllib.request.Request(f"{url}/models", headers={"User-Agent": "megatron-rl"})
     if api_key_env is not None:
         request.add_header("Authorization", f"Bearer {os.environ[api_key_env]}")
@@ -153,7 +152,7 @@ def complete(
     return rollouts, [answer for answer in answers if isinstance(answer, FailedRequest)]
 
 
-def _body(name: str, sample: Sample, sampling: Sampling, seed: int) -> dict[str, Any]:
+def _body(name: str, sample: Sample, sampling: Sampling, seed: int) -> dict[str, object]:
     """One request. What the server would take from the model's generation_config.json is said in full."""
     body = {
         "model": name,
@@ -172,7 +171,7 @@ def _body(name: str, sample: Sample, sampling: Sampling, seed: int) -> dict[str,
     return body | ({"seed": seed} if sampling.temperature > 0 else {})
 
 
-def _rollout(sample: Sample, index: int, reply: dict[str, Any]) -> Rollout:
+def _rollout(sample: Sample, index: int, reply: dict[str, object]) -> Rollout:
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     reason = choice.get("finish_reason")

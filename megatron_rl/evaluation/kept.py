@@ -11,7 +11,6 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Rollout, Sample
@@ -21,7 +20,7 @@ FOLDER = "responses"
 Kept = dict[tuple[str, int], Rollout]  # by sample id and index
 
 
-def origin(config: Config, model: Mapping[str, Any]) -> dict[str, Any]:
+def origin(config: Config, model: Mapping[str, object]) -> dict[str, object]:
     """What the responses of an evaluation depend on, beside their prompts.
 
     Args:
@@ -46,7 +45,7 @@ def files_of(folder: Path) -> dict[str, list[int]]:
     return {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
 
 
-def differences(folder: Path, now: Mapping[str, Any]) -> list[str] | None:
+def differences(folder: Path, now: Mapping[str, object]) -> list[str] | None:
     """Keys of `now` in which the evaluation that left responses in `folder` was another; None where there are none."""
     try:
         then = json.loads((folder / "origin.json").read_text(encoding="utf-8"))
@@ -74,7 +73,7 @@ def read(folder: Path, samples: Sequence[Sample]) -> Kept:
     return kept
 
 
-def begin(folder: Path, now: Mapping[str, Any]) -> None:
+def begin(folder: Path, now: Mapping[str, object]) -> None:
     """Writes `origin.json` where it is missing."""
     folder.mkdir(exist_ok=True)
     if not (folder / "origin.json").exists():

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -32,7 +31,7 @@ _COLUMNS = (
 def write_results(
     path: Path,
     config: Config,
-    model: Mapping[str, Any],
+    model: Mapping[str, object],
     summaries: Sequence[TaskSummary],
     across: Mapping[str, Interval],
     seconds: float,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 
@@ -73,7 +73,7 @@ def seed_step(step: int) -> int:
 
 
 def resume_responses(
-    log: Log, model: Mapping[str, Any], tasks: Mapping[str, Sequence[Sample]]
+    log: Log, model: Mapping[str, object], tasks: Mapping[str, Sequence[Sample]]
 ) -> dict[tuple[str, int], Rollout]:
     """Responses of an interrupted evaluation by the same model and settings. Other outputs in the run folder are archived.
 
@@ -94,7 +94,7 @@ def resume_responses(
 
 
 def write_evaluation(
-    log: Log, model: Mapping[str, Any], answers: Answers, counters: Mapping[str, float], began: float
+    log: Log, model: Mapping[str, object], answers: Answers, counters: Mapping[str, float], began: float
 ) -> None:
     """Writes `metrics.jsonl`, `evaluation.json` and `samples/<task>.jsonl`, and prints the table.
 

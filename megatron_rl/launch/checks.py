@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megatron_rl.config import Config, ConfigError, Machine, check
 from megatron_rl.models import HFConfig
 from megatron_rl.rewards import Reward, check_rewards
+from megatron_rl.sample import Sample
 from megatron_rl.tasks import check_tasks, first_items, tasks_to_evaluate
 
 
@@ -34,10 +35,8 @@ def _check_first_samples(config: Config, command: str, rewards: Mapping[str, Rew
     tasks |= {f"eval.{name}": task for name, task in config.tasks.eval.items()}
     for key, task in tasks.items():
         for where, item in first_items(task):
-            sample = {
-                field: getattr(item, field)
-                for field in ("prompt", "answer", "tool_calls", "needs_response", "metadata")
-            }
+            rest = item.answer, item.tool_calls, item.needs_response, item.metadata
+            sample = Sample(where, key, item.prompt, [], *rest).as_mapping()
             for name, reward in rewards.items():
                 only = config.rewards[name].tasks
                 if not config.rewards[name].when_needed and (only is None or key.partition(".")[2] in only):

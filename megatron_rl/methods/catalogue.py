@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from megatron_rl.names import unknown_name
-from megatron_rl.parameters import Range, arms, check_types, hints_of
+from megatron_rl.parameters import Params, Range, arms, check_types, hints_of
 from megatron_rl.user_code import is_module_name, load_file
 
 if TYPE_CHECKING:
@@ -125,14 +125,14 @@ class Method:
     kind: str
     name: str
     function: Callable[..., Any]
-    defaults: Mapping[str, Any]
-    needs: Needs | Callable[[Mapping[str, Any]], Needs]
+    defaults: Params
+    needs: Needs | Callable[[Params], Needs]
 
     @property
     def is_built_in(self) -> bool:
         return self.function.__module__.startswith(f"{__package__}.")
 
-    def needs_with(self, params: Mapping[str, Any]) -> Needs:
+    def needs_with(self, params: Params) -> Needs:
         """What it needs from the batch with these (complete) parameters."""
         return self.needs(params) if callable(self.needs) else self.needs
 
@@ -152,7 +152,7 @@ def get_method(kind: str, name: str) -> Method:
     return CATALOGUE[kind, name]
 
 
-def check_method(kind: str, name: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def check_method(kind: str, name: str, params: Params | None = None) -> dict[str, Any]:
     """Checks a method's name and parameters, and returns the parameters completed with their defaults.
 
     A method that is a class is made once: what its constructor refuses is refused here.
@@ -183,7 +183,7 @@ def advantage_estimator(
     columns: tuple[str, ...] = (),
     greedy: bool = False,
     lengths: bool = False,
-    needs: Callable[[Mapping[str, Any]], Needs] | None = None,
+    needs: Callable[[Params], Needs] | None = None,
 ) -> Callable[[Function], Function]:
     """Registers a function of `Groups` (and keyword-only parameters) as an advantage estimator.
 
@@ -204,9 +204,7 @@ def gradient_weight(name: str | None = None) -> Callable[[Function], Function]:
     return _registers(WEIGHT, name, Needs())
 
 
-def _registers(
-    kind: str, name: str | None, needs: Needs | Callable[[Mapping[str, Any]], Needs]
-) -> Callable[[Function], Function]:
+def _registers(kind: str, name: str | None, needs: Needs | Callable[[Params], Needs]) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
         key = (kind, name or function.__name__)
         if key in CATALOGUE and CATALOGUE[key].is_built_in:
@@ -242,7 +240,7 @@ def _defaults(what: str, function: Callable[..., Any]) -> dict[str, Any]:
     return defaults
 
 
-def _is_plain(hint: Any) -> bool:
+def _is_plain(hint: object) -> bool:
     if typing.get_origin(hint) is Annotated:
         return _is_plain(typing.get_args(hint)[0])
     return hint in (float, int, bool, str, type(None)) or typing.get_origin(hint) is Literal

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_rl.rewards.kinds import InlineReward, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_calls import equal
 from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, as_call, json_lines, load_json, parse_tool_calls
+from megatron_rl.sample import Call
 
 
 @register_reward("api_bank")
@@ -24,25 +24,22 @@ def api_bank(calls: Literal["any", "only"] = "any") -> InlineReward:
             parameters is read as the parameters alone. `only`: the completion makes one call, in a closed block.
     """
 
-    def gold_of(sample: SampleMapping) -> Mapping[str, Any]:
+    def gold_of(sample: SampleMapping) -> Call:
         if not sample.get("tool_calls"):
             raise ValueError("the api_bank reward needs the sample's tool_calls")
-        gold: Mapping[str, Any] = sample["tool_calls"][0]
-        return gold
+        return sample["tool_calls"][0]
 
     def score(completion: str, sample: SampleMapping) -> float:
         gold = gold_of(sample)
         if calls == "only":
-            return float(
-                equal(parse_tool_calls(completion), [{"name": gold["name"], "parameters": gold["parameters"]}])
-            )
+            return float(equal(parse_tool_calls(completion), [as_call(gold)]))
         block = completion.rpartition(OPEN)[2].partition(CLOSE)[0]
         return float(any(_is_gold(load_json(line), gold) for line in json_lines(block)))
 
     return InlineReward(score, check_sample=gold_of)
 
 
-def _is_gold(call: Any, gold: Mapping[str, Any]) -> bool:
+def _is_gold(call: object, gold: Call) -> bool:
     if not isinstance(call, dict):
         return False
     if "name" not in call or "parameters" not in call:

@@ -23,8 +23,8 @@ from megatron_rl.rewards.sandbox import Limits, run_program
 from megatron_rl.rewards.tool_parsers import json_lines
 from megatron_rl.runtime.calls import call_pool, event_loop
 
-# A block of any language, so that its end is not taken for the beginning of another; code on one line is none. The beginning
-# of a Python block is not the end of one that was left open.
+# A block of any language, so that its end is not read as the start of another; code on one line is no block. The start of a
+# Python block does not close one that was left open.
 _FENCE = re.compile(
     r"```[^`\n]*```|```([^`\n]*)\n(.*?)(?:(?=```[ \t]*(?:python3?|py)\b[^`\n]*\n)|```)", re.DOTALL | re.IGNORECASE
 )
@@ -52,13 +52,9 @@ class ProgramReport:
     clean: bool  # every run ended by itself, without an error
 
 
-@register_reward("code_pass_rate")
-def code_pass_rate(
-    cpu_seconds: Count = 4, memory_mib: Count = 512, total_seconds: NonNegative = 30.0, max_tests: Count | None = None
-) -> ProgramReward:
-    """Share of the tests that the completion's program passes, in [0, 1] (GDPO, section 4.3).
-
-    The program is the last fenced code block (`extract_code`); 0 without one. It runs in a sandbox, once per test.
+@dataclass(frozen=True)
+class RunLimits:
+    """Limits of the two rewards. A program runs only once for both where they are equal.
 
     Args:
         cpu_seconds: CPU time of one test, whole seconds; the time on the clock may be twice that, and a second.
@@ -67,32 +63,28 @@ def code_pass_rate(
         max_tests: only the first so many tests; null: all.
     """
 
-    def pass_rate(report: ProgramReport) -> float:
-        return report.passed / report.total
+    cpu_seconds: Count = 4
+    memory_mib: Count = 512
+    total_seconds: NonNegative = 30.0
+    max_tests: Count | None = None
 
-    return _program_reward(pass_rate, cpu_seconds, memory_mib, total_seconds, max_tests)
+
+@register_reward("code_pass_rate", RunLimits)
+def code_pass_rate(limits: RunLimits) -> ProgramReward:
+    """Share of the tests that the completion's program passes, in [0, 1] (GDPO, section 4.3).
+
+    The program is the last fenced code block (`extract_code`); 0 without one. It runs in a sandbox, once per test.
+    """
+    return ProgramReward(lambda report: report.passed / report.total, limits)
 
 
-@register_reward("code_bug")
-def code_bug(
-    cpu_seconds: Count = 4, memory_mib: Count = 512, total_seconds: NonNegative = 30.0, max_tests: Count | None = None
-) -> ProgramReward:
+@register_reward("code_bug", RunLimits)
+def code_bug(limits: RunLimits) -> ProgramReward:
     """1 where the completion's program compiles, and runs on every test without an error, else 0 (GDPO, section 4.3).
 
-    What it prints or returns plays no part. A run that exceeds a limit is an error. With the parameters of a
-    `code_pass_rate` in the same recipe, the program runs only once for both.
-
-    Args:
-        cpu_seconds: as in `code_pass_rate`.
-        memory_mib: as in `code_pass_rate`.
-        total_seconds: as in `code_pass_rate`; tests that would start later are errors.
-        max_tests: as in `code_pass_rate`.
+    What it prints or returns does not matter. A run that exceeds a limit is an error, and so is a test that is not run.
     """
-
-    def clean(report: ProgramReport) -> float:
-        return float(report.clean)
-
-    return _program_reward(clean, cpu_seconds, memory_mib, total_seconds, max_tests)
+    return ProgramReward(lambda report: float(report.clean), limits)
 
 
 def extract_code(completion: str) -> str | None:
@@ -109,7 +101,7 @@ def extract_code(completion: str) -> str | None:
     return unnamed
 
 
-def read_tests(source: Any) -> Tests:
+def read_tests(source: object) -> Tests:
     """Tests as APPS, TACO, CodeContests and Eurus-2 store them: `{"inputs": [...], "outputs": [...], "fn_name": name}`.
 
     Args:
@@ -176,7 +168,7 @@ def _close(printed: str, expected: str) -> bool:
         return False
 
 
-def same_result(value: Any, expected: Any) -> bool:
+def same_result(value: object, expected: object) -> bool:
     """Whether a returned value is the expected one, both as JSON has them. Floats may differ by 1e-6; where a whole number is
     expected, the value is exactly that, as an integer or a float.
 
@@ -192,15 +184,16 @@ def same_result(value: Any, expected: Any) -> bool:
     return isinstance(expected, list) and len(expected) == 1 and _same(value, expected[0])
 
 
-def _same(value: Any, expected: Any) -> bool:
+def _same(value: object, expected: object) -> bool:
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(expected, int):
         return isinstance(value, int | float) and value == expected
     if isinstance(value, float) or isinstance(expected, float):
-        numbers = isinstance(value, int | float) and isinstance(expected, int | float)
+        if not (isinstance(value, int | float) and isinstance(expected, int | float)):
+            return False
         try:
-            return numbers and math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-6)
+            return math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-6)
         except OverflowError:  # a whole number beyond what a float can hold
             return False
     if isinstance(value, list) and isinstance(expected, list):
@@ -211,24 +204,19 @@ def _same(value: Any, expected: Any) -> bool:
 
 
 class ProgramReward(PooledReward):
-    """A number made of what a completion's program does on the sample's tests; 0 where there is no program.
-
-    Args:
-        value: makes the number.
-        max_tests: only the first so many; None: all.
-    """
+    """`value` of what a completion's program does on the sample's tests; 0 where there is no program."""
 
     _runs: ClassVar[OrderedDict[bytes, asyncio.Task[ProgramReport]]] = OrderedDict()  # the latest; of the event loop
 
-    def __init__(
-        self, value: Callable[[ProgramReport], float], limits: Limits, total_seconds: float, max_tests: int | None
-    ) -> None:
+    def __init__(self, value: Callable[[ProgramReport], float], limits: RunLimits) -> None:
         super().__init__(
             lambda completion, sample: self.submit(completion, sample).result(),
             timeout_seconds=None,  # the sandbox has its own
             check_sample=_tests_of,
         )
-        self._value, self._limits, self._total_seconds, self._max_tests = value, limits, total_seconds, max_tests
+        self._value, self._total_seconds, self._max_tests = value, limits.total_seconds, limits.max_tests
+        seconds = limits.cpu_seconds
+        self._limits = Limits(cpu_seconds=seconds, wall_seconds=2 * seconds + 1, memory_mib=limits.memory_mib)
 
     def submit(self, completion: str, sample: SampleMapping) -> Future[Score]:
         return asyncio.run_coroutine_threadsafe(self._score(completion, sample), event_loop())
@@ -254,29 +242,16 @@ class ProgramReward(PooledReward):
         return run
 
 
-def _program_reward(
-    value: Callable[[ProgramReport], float],
-    cpu_seconds: int,
-    memory_mib: int,
-    total_seconds: float,
-    max_tests: int | None,
-) -> ProgramReward:
-    limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=2 * cpu_seconds + 1, memory_mib=memory_mib)
-    return ProgramReward(value, limits, total_seconds, max_tests)
-
-
 def _tests_of(sample: SampleMapping) -> Tests:
     metadata = sample.get("metadata") or {}
     return read_tests(metadata["tests"] if "tests" in metadata else sample.get("answer"))
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return "\n".join(map(str, value))
-    return str(value)
+def _text(value: object) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _arguments(value: Any) -> list[Any]:
+def _arguments(value: object) -> list[object]:
     if isinstance(value, list):
         return value
     try:

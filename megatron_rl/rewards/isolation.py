@@ -2,8 +2,8 @@
 
 Verifiers of mathematics and puzzles evaluate what a model wrote. They can hang inside C code, where neither a thread nor
 a signal handler stops them, and some of them evaluate it as Python. So they run in a helper process that is killed when
-its time is up, and started again; that has a bare environment and a memory limit; and that refuses to start programs,
-write files, open connections or send signals. Requests go to the helper pickled, answers come back as JSON: nothing the
+its deadline is past, and started again; that has a bare environment and a memory limit; and that refuses to start programs,
+write files, open connections or send signals. Requests go to the helper pickled, answers come back as JSON: nothing that the
 helper sends is executed.
 """
 
@@ -50,11 +50,11 @@ class Isolated:
     Args:
         function: `package.module:function`.
         imports: modules the helper imports when it starts, before any deadline begins.
-        timeout_seconds: longest time of one call; then the helper is killed and the call returns `on_timeout`.
-        on_timeout: what a call returns whose time was up, or which exhausted the helper's memory.
+        timeout_seconds: deadline of one call; past it the helper is killed and the call returns `on_timeout`.
+        on_timeout: returned for a call past its deadline, or one that exhausted the helper's memory.
 
     Attributes:
-        timeouts: calls so far that ended without an answer of the helper's.
+        timeouts: calls so far without an answer from the helper.
     """
 
     def __init__(self, function: str, imports: tuple[str, ...], timeout_seconds: float, on_timeout: float) -> None:
@@ -66,7 +66,7 @@ class Isolated:
         self._lock = threading.Lock()
         self._helper: subprocess.Popen[bytes] | None = None
 
-    def __call__(self, *args: Any) -> float:
+    def __call__(self, *args: object) -> float:
         """The function's result on picklable arguments.
 
         Raises:
@@ -94,9 +94,7 @@ class Isolated:
         if self._helper is not None and self._helper.poll() is None:
             return self._helper
         self._stop()
-        environment: dict[str, str] = {
-            key: os.environ[key] for key in ("PATH", "HOME", "LANG", "PYTHONPATH") if key in os.environ
-        }
+        environment = {key: os.environ[key] for key in ("PATH", "HOME", "LANG", "PYTHONPATH") if key in os.environ}
         helper = subprocess.Popen(
             [sys.executable, "-m", "megatron_rl.rewards.isolation", self.function, *self.imports],
             stdin=subprocess.PIPE,
@@ -115,7 +113,7 @@ class Isolated:
         return helper
 
     def _read_line(self, helper: subprocess.Popen[bytes], seconds: float) -> dict[str, Any] | None:
-        """One JSON line of the helper's; None where it ends, writes anything else, or does not finish the line in time."""
+        """One JSON line from the helper; None where it ends, writes anything else, or does not finish the line in time."""
         assert helper.stdout is not None
         deadline = time.monotonic() + seconds
         line = b""
@@ -130,7 +128,7 @@ class Isolated:
                 line += chunk
         try:
             answer = json.loads(line)
-        except ValueError:  # what it evaluated has written there too
+        except ValueError:  # the evaluated text wrote to stdout too
             return None
         return answer if isinstance(answer, dict) else None
 
@@ -149,7 +147,7 @@ class IsolatedReward(PooledReward):
     """A reward that calls a function in a helper process. Calls take turns there, so one thread is enough.
 
     Args:
-        function: the score; it calls `isolated`, whose deadline holds, and gives a late call a score of its own.
+        function: the score; it calls `isolated`, which has the deadline and scores a late call.
     """
 
     def __init__(self, function: ScoreFunction, isolated: Isolated, **declared: Any) -> None:
@@ -206,12 +204,12 @@ def _serve(function: str, imports: list[str]) -> None:
         token, args = pickle.loads(requests.read(size))
         # If the parent dies, it cannot kill a hanging call: the kernel ends it.
         signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 1)
-        reply: dict[str, Any]
+        reply: dict[str, object]
         try:
             reply = {"value": float(call(*args))}
         except MemoryError:
             os._exit(1)
-        except Exception as error:  # whatever it is, the parent raises it with the sample's id
+        except Exception as error:  # the parent raises it, with the sample's id
             reply = {"error": f"{type(error).__name__}: {error}"[:2000]}
         signal.setitimer(signal.ITIMER_REAL, 0)
         _answer(answers, {"to": token, **reply})
@@ -224,13 +222,13 @@ _REFUSED = re.compile(
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def _refuse(event: str, args: tuple[Any, ...]) -> None:
-    """Audit hook: what arithmetic and puzzles never need, and text that is evaluated must not do."""
+def _refuse(event: str, args: tuple[object, ...]) -> None:
+    """Audit hook: refuses what arithmetic and puzzles never need and evaluated text must not do."""
     if _REFUSED.match(event) or (event == "open" and isinstance(args[2], int) and args[2] & _WRITING):
         raise PermissionError(f"not allowed here: {event}")
 
 
-def _answer(answers: BinaryIO, reply: Mapping[str, Any]) -> None:
+def _answer(answers: BinaryIO, reply: Mapping[str, object]) -> None:
     answers.write(json.dumps(reply).encode() + b"\n")
     answers.flush()
 

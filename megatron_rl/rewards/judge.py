@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from megatron_rl.config.schema import ServerConfig
 from megatron_rl.rewards.judge_prompt import messages, read_score, read_template
 from megatron_rl.rewards.kinds import SampleMapping
 from megatron_rl.rewards.registry import register_reward
-from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward
+from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward, Reply
 
 DEFAULT_BODY = {"temperature": 0.0, "max_tokens": 2048}
 _RESERVED = ("model", "messages", "stream", "n")
@@ -23,7 +22,7 @@ def judge(
     model: str,
     template: str | None = None,
     rationale_key: str = "rationale",
-    body: Mapping[str, Any] | None = None,
+    body: Mapping[str, object] | None = None,
 ) -> RemoteReward:
     """One of the tiers 0, 0.25, 0.5, 0.75, 0.9, 1.0: a judge's grade of the reasoning and the tool calls.
 
@@ -36,14 +35,15 @@ def judge(
     """
     text = read_template(template)
     extra = check_body(body, DEFAULT_BODY)
-    check_name("model", model)
-    check_name("rationale_key", rationale_key)
+    for name, value in (("model", model), ("rationale_key", rationale_key)):
+        if not value:
+            raise ValueError(f"{name} = {value!r}, must be a text that is not empty")
 
-    def render(completion: str, sample: SampleMapping) -> dict[str, Any]:
+    def render(completion: str, sample: SampleMapping) -> dict[str, object]:
         rationale = str((sample.get("metadata") or {}).get(rationale_key) or "")
         return {"model": model, "messages": messages(text, completion, sample, rationale), **extra}
 
-    def read(reply: Mapping[str, Any]) -> tuple[float, str]:
+    def read(reply: Reply) -> tuple[float, str]:
         said = reply_text(reply)
         score = read_score(said)
         if score is None:
@@ -53,7 +53,7 @@ def judge(
     return RemoteReward(urls, server, policy, "/chat/completions", render, read, has_message)
 
 
-def reply_text(reply: Mapping[str, Any]) -> str:
+def reply_text(reply: Reply) -> str:
     """The content of a chat completion's first choice; raises Nonsense where that is no text."""
     content = reply["choices"][0]["message"].get("content")
     if not isinstance(content, str):
@@ -61,16 +61,16 @@ def reply_text(reply: Mapping[str, Any]) -> str:
     return content
 
 
-def has_message(reply: Mapping[str, Any]) -> bool:
-    """Whether a reply is a chat completion: it has a choice with a message. One without is a fault of the server's."""
+def has_message(reply: Reply) -> bool:
+    """Whether a reply is a chat completion: it has a choice with a message."""
     try:
         return isinstance(reply["choices"][0]["message"], Mapping)
     except (LookupError, TypeError):
         return False
 
 
-def check_body(body: Any, default: Mapping[str, Any]) -> dict[str, Any]:
-    """The request's further keys. ValueError for what is no mapping, or sets what is not the recipe's to set there."""
+def check_body(body: object, default: Mapping[str, object]) -> dict[str, object]:
+    """The request's further keys. ValueError unless they are a mapping without the keys that the reward sets."""
     if body is None:
         return dict(default)
     if not isinstance(body, Mapping):
@@ -79,9 +79,3 @@ def check_body(body: Any, default: Mapping[str, Any]) -> dict[str, Any]:
         if key in body:
             raise ValueError(f"body.{key}: not here; {'use the parameter model' if key == 'model' else 'it is set'}")
     return dict(body)
-
-
-def check_name(name: str, value: Any) -> None:
-    """ValueError unless the value is some text."""
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} = {value!r}, must be a text that is not empty")

@@ -1,13 +1,14 @@
-"""What a judge is told, and how its reply is read (AWPO, appendix B.2: dimensions, weights, constraints and tiers)."""
+"""The judge's prompt, and how its reply is parsed (AWPO, appendix B.2: dimensions, weights, constraints and tiers)."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from megatron_rl.sample import Prompt, SampleMapping
 
 TIERS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 
@@ -83,7 +84,7 @@ def read_template(path: str | None) -> str:
     return text
 
 
-def messages(template: str, completion: str, sample: Mapping[str, Any], rationale: str) -> list[dict[str, str]]:
+def messages(template: str, completion: str, sample: SampleMapping, rationale: str) -> list[dict[str, str]]:
     """The chat to send. `mark` is made of the completion's hash, so that no text can close the tags around itself.
 
     The completion comes last in the built-in template: rollouts of one prompt share all that stands before it, which a
@@ -100,14 +101,12 @@ def messages(template: str, completion: str, sample: Mapping[str, Any], rational
         "mark": hashlib.blake2b(completion.encode(errors="replace"), digest_size=4).hexdigest(),
     }
     system, divider, user = template.partition("\n[user]\n")
-    parts = [("system", system), ("user", user)] if divider else [("user", template)]
-    return [
-        {"role": role, "content": _PLACE.sub(lambda place: filled.get(place[1], place[0]), text)}
-        for role, text in parts
-    ]
+    parts = {"system": system, "user": user} if divider else {"user": template}
+    fill = functools.partial(_PLACE.sub, lambda place: filled.get(place[1], place[0]))
+    return [{"role": role, "content": fill(text)} for role, text in parts.items()]
 
 
-def as_text(prompt: Any) -> str:
+def as_text(prompt: Prompt) -> str:
     """A prompt as text: chat messages under the names of their roles."""
     if isinstance(prompt, str):
         return prompt
@@ -117,7 +116,7 @@ def as_text(prompt: Any) -> str:
 def read_score(text: str) -> float | None:
     """The last JSON object with a usable `score` in a reply, snapped to the nearest tier (the lower of two); None without.
 
-    Reasoning up to the last `</think>`, code fences and other text around the object are passed over. A score is a number
+    Reasoning up to the last `</think>`, code fences and other text around the object are ignored. A score is a number
     in [0, 1], or the text of one. Reasoning that was cut off before its end holds no score.
     """
     _, ended, after = text.rpartition("</think>")
@@ -135,17 +134,15 @@ def read_score(text: str) -> float | None:
         if isinstance(value, dict) and (score := _number(value.get("score"))) is not None:
             found, following = score, end  # what is nested in it is not the score
         start = text.find("{", following)
-    if found is None:
-        return None
-    return nearest_tier(found)
+    return None if found is None else nearest_tier(found)
 
 
 def nearest_tier(score: float) -> float:
-    """The tier next to a score; of two, the lower."""
+    """The tier nearest to a score; of two equally near, the lower."""
     return min(TIERS, key=lambda tier: (round(abs(tier - score), 9), tier))
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     if isinstance(value, str):
         try:
             value = float(value)

@@ -13,13 +13,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from megatron_rl.runtime.calls import call_pool
+from megatron_rl.sample import SampleMapping
 
-SampleMapping = Mapping[str, Any]
-"""The keys of `Sample.as_mapping` (`prompt`, `answer`, `tool_calls`, `needs_response`, `metadata`) and, in a run, also
-`finish_reason` (`stop` or `length`) and `num_tokens` (length of the response)."""
 Score = float | Mapping[str, float] | None
 NumberFunction = Callable[[str, SampleMapping], float]  # of completion and sample
-ScoreFunction = Callable[[str, SampleMapping], Any]  # a user's own: it may return anything, and is checked
+ScoreFunction = Callable[[str, SampleMapping], Any]  # a user's own: what it returns is checked
 
 CALL_SECONDS = 60.0  # deadline of a pooled reward that does not set its own
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_rl.config.keys import Finite
 from megatron_rl.rewards.golds import doubtful_golds
@@ -66,7 +66,7 @@ def math_reward(
     return IsolatedReward(score, isolated, check_sample=gold_of, doubts=doubts)
 
 
-def gold_text(answer: Any, after: str | None) -> str:
+def gold_text(answer: object, after: str | None) -> str:
     """The gold answer as text: of a list its only entry, or all of them with commas (OlympiadBench's `final_answer`).
 
     Raises:

@@ -6,20 +6,20 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron_rl.names import unknown_name
 from megatron_rl.rewards.isolation import Isolated, IsolatedReward, Timeout
 from megatron_rl.rewards.kinds import SampleMapping, stopped
 from megatron_rl.rewards.registry import register_reward
 
-# Verifiers that only compare text and decimals. Every other one may evaluate what the model wrote (countdown's hands it
-# to sympy, which evaluates Python), or take forever on it: those run in a process of their own, with a deadline.
+# Verifiers that only compare text and decimals. Every other one may evaluate the model's text (countdown's passes it to
+# sympy, which evaluates Python) or never end on it: those run in a process of their own, with a deadline.
 PLAIN_VERIFIERS = frozenset({"chain_sum", "knights_knaves"})
 
-# Those that evaluate the answer as Python, by `eval` or sympy, and what it may be made of there. Anything else could look up
-# or compute what it should have found, as Integral(x, x) is an integral of x; it is handed on as _NONSENSE. So is the nan to
-# which every complex number is near.
+# Verifiers that evaluate the answer as Python, by `eval` or sympy, and the syntax that is allowed there. Anything else could
+# look up or compute the solution (Integral(x, x) is an integral of x), or be nan, to which every complex number is near: it
+# is replaced by _NONSENSE.
 # Arithmetic has + - * / between whole numbers: Python's ** and //, or a dot that joins two numbers, are other operations.
 _ARITHMETIC = re.compile(r"(?:[\d\s+\-()]|\*(?!\*)|/(?!/)|\.(?!\s*\d))*+")
 _LIST = re.compile(r"[\w\s,'\"\[\]-]*")
@@ -41,6 +41,7 @@ _EQUAL = frozenset({"game_of_life_halting"})  # True or False; its verifier take
 _NAME = re.compile(r"[A-Za-z]\w*")
 _FUNCTION = re.compile("a?(?:sin|cos|tan|cot|sec|csc)h?|exp|log|ln|sqrt|[Aa]bs|pi")
 _NONSENSE = "?"
+Entry: TypeAlias = dict[str, Any]  # `question`, `answer`, `metadata`: an item as the verifiers read it
 
 
 @register_reward("puzzle")
@@ -87,11 +88,11 @@ def puzzle(
     return IsolatedReward(score, isolated, check_sample=dataset_of)
 
 
-def verify(answer: str, entry: dict[str, Any]) -> float:
-    """Score of `answer` for one item (`question`, `answer`, `metadata`), by its dataset's verifier.
+def verify(answer: str, entry: Entry) -> float:
+    """Score of `answer` for one item, by its dataset's verifier.
 
-    Some verifiers raise on text they did not expect. That is a wrong answer, 0, as long as the verifier takes the
-    item's own answer; where it does not, the item is at fault, and the exception is raised.
+    Some verifiers raise on text that they did not expect. That is a wrong answer, 0, if the verifier accepts the item's own
+    answer; if not, the item is at fault, and its exception is raised.
     """
     metadata = entry["metadata"]
     dataset, gold = metadata["source_dataset"], str(entry["answer"])
@@ -108,7 +109,7 @@ def verify(answer: str, entry: dict[str, Any]) -> float:
 
 
 def _is_plain(dataset: str, answer: str, gold: str) -> bool:
-    """Whether an answer is what its dataset asks for, as far as it is evaluated: arithmetic, an expression, a list."""
+    """Whether an answer that is evaluated has the syntax its dataset asks for: arithmetic, an expression, a list."""
     pattern = _EVALUATED.get(dataset)
     if pattern is None:
         return True
@@ -119,7 +120,7 @@ def _is_plain(dataset: str, answer: str, gold: str) -> bool:
 
 
 @cache
-def _verifier(dataset: str, params: str) -> Callable[[str, dict[str, Any]], float]:
+def _verifier(dataset: str, params: str) -> Callable[[str, Entry], float]:
     import reasoning_gym  # noqa: F401  (fills the registry)
     from reasoning_gym.factory import DATASETS
 

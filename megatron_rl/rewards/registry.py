@@ -11,7 +11,6 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_rl.names import unknown_name
 from megatron_rl.parameters import check_types
@@ -32,7 +31,7 @@ class _Entry:
         own = list(inspect.signature(self.factory).parameters.items())[len(self.settings) :]
         return dict(own + [item for kind in self.settings for item in inspect.signature(kind).parameters.items()])
 
-    def make(self, params: Mapping[str, Any]) -> ScoreFunction:
+    def make(self, params: Mapping[str, object]) -> ScoreFunction:
         own, first = dict(params), []
         for kind in self.settings:
             fields = {key: own.pop(key) for key in inspect.signature(kind).parameters if key in own}
@@ -71,7 +70,7 @@ def list_rewards() -> tuple[str, ...]:
     return tuple(sorted(_ENTRIES))
 
 
-def make_reward(name: str, **params: Any) -> Reward:
+def make_reward(name: str, **params: object) -> Reward:
     """The reward of that name, set up with its parameters.
 
     Args:

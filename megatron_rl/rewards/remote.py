@@ -1,4 +1,4 @@
-"""Rewards that ask a server: each question once, answers kept on disk, a budget, and a rule for what was not answered."""
+"""Rewards that ask a server: each question once, answers cached on disk, a budget, and a rule for unanswered questions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from megatron_rl.config.keys import Finite
 from megatron_rl.config.schema import ServerConfig
@@ -24,22 +24,23 @@ _LONGEST_KEPT_REPLY = 2000  # characters, in the file of answers
 
 
 class Nonsense(ValueError):
-    """A reply without a score; the text says what it was instead."""
+    """A reply without a score; the text quotes it."""
 
 
+Reply: TypeAlias = Mapping[str, Any]  # a server's JSON, not checked yet
 Budget = Annotated[int, Range(low=1)] | None
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a recipe may decide about a reward that asks a server.
+    """A recipe's settings of a reward that asks a server.
 
     Attributes:
-        unanswered: what becomes of a rollout without an answer. `drop`: this reward has no value for it, and the
-            estimator works with the others; `neutral`: it scores `neutral`; `stop`: the run stops.
-        neutral: the score where the rule is `neutral`.
-        step_seconds: how long a step waits for answers once its rollouts are all there.
-        max_requests_per_step, max_requests_per_run: HTTP requests, retries included; None: no limit.
+        unanswered: how a rollout without an answer is scored. `drop`: this reward has no value for it, and the estimator
+            uses the others; `neutral`: it scores `neutral`; `stop`: the run stops.
+        neutral: the score under `neutral`.
+        step_seconds: how long a step waits for answers after its last rollout has ended.
+        max_requests_per_step, max_requests_per_run: HTTP requests of all ranks, retries included; None: no limit.
         max_tokens_per_step, max_tokens_per_run: tokens read and written, as the server reports them.
     """
 
@@ -58,7 +59,7 @@ class Counts:
 
     Attributes:
         scored: rollouts that were to be scored.
-        cache_hits: of them, those that asked what had been asked before: in this step, this run, or before a restart.
+        cache_hits: of them, those whose question was asked before: in this step, this run, or before a restart.
         no_score: of them, those without a score, by reason. `nonsense`: the reply held no score; `refused`: the server
             refused the request as it is, for example as too long; `failed`: no reply, after all retries; `expired`: the
             step's deadline came first; `budget`: the budget was used up.
@@ -93,7 +94,7 @@ class Counts:
             metrics[f"{column}/latency_p95"] = float(np.quantile(self.traffic.latencies, 0.95))
         return metrics
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Every count, for the file of answers."""
         details = asdict(self.traffic) | {"scored": self.scored, "cache_hits": self.cache_hits}
         if latencies := details.pop("latencies"):
@@ -102,8 +103,8 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)  # one is kept for every question of the run
-class _Verdict:
-    """The outcome of one question. `kind` says why there is no score."""
+class Verdict:
+    """The outcome of one question; `kind` and `reason` say why there is no score."""
 
     score: float | None
     kind: str = ""  # nonsense | expired | budget | failed | refused
@@ -129,9 +130,9 @@ class RemoteReward(Reward):
         server: ServerConfig,
         policy: Policy,
         path: str,
-        render: Callable[[str, SampleMapping], dict[str, Any]],
-        read: Callable[[Mapping[str, Any]], tuple[float, str]],
-        is_reply: Callable[[Mapping[str, Any]], bool],
+        render: Callable[[str, SampleMapping], dict[str, object]],
+        read: Callable[[Reply], tuple[float, str]],
+        is_reply: Callable[[Reply], bool],
     ) -> None:
         super().__init__(
             lambda completion, sample: self.submit(completion, sample).result(),
@@ -143,9 +144,9 @@ class RemoteReward(Reward):
         self._path, self._read = path, read
         self._counts = Counts()
         self._rank, self._world, self._step = 0, 1, 0
-        self._cache: dict[str, _Verdict] = {}
-        self._news: dict[str, _Verdict] = {}
-        self._asking: dict[str, asyncio.Task[_Verdict]] = {}
+        self._cache: dict[str, Verdict] = {}
+        self._news: dict[str, Verdict] = {}
+        self._asking: dict[str, asyncio.Task[Verdict]] = {}
         self._file: Path | None = None
         self._spent_before = (0, 0)  # requests and tokens of the run so far, over all ranks
         self._spent_in_step = (0, 0)  # by this rank, in earlier parts of this step
@@ -157,7 +158,7 @@ class RemoteReward(Reward):
         The future raises:
             EndpointError: the rule is `stop`, or the endpoint was never usable.
         """
-        return asyncio.run_coroutine_threadsafe(self._score(completion, dict(sample)), event_loop())
+        return asyncio.run_coroutine_threadsafe(self._score(completion, sample.copy()), event_loop())
 
     async def _score(self, completion: str, sample: SampleMapping) -> Score:
         body = self._render(completion, sample)
@@ -177,10 +178,10 @@ class RemoteReward(Reward):
             except asyncio.CancelledError:
                 if not task.cancelled():
                     raise
-                verdict = _Verdict(None, "expired", f"no answer {self.policy.step_seconds:g} s after the last rollout")
+                verdict = Verdict(None, "expired", f"no answer {self.policy.step_seconds:g} s after the last rollout")
         return self._by_rule(verdict)
 
-    def _by_rule(self, verdict: _Verdict) -> float | None:
+    def _by_rule(self, verdict: Verdict) -> float | None:
         if verdict.score is not None:
             return verdict.score
         self._counts.no_score[verdict.kind] += 1
@@ -189,25 +190,25 @@ class RemoteReward(Reward):
             raise EndpointError(f"no score from {', '.join(self._endpoint.urls)}: {verdict.reason}")
         return self.policy.neutral if self.policy.unanswered == "neutral" else None
 
-    async def _ask(self, key: str, body: Mapping[str, Any]) -> _Verdict:
+    async def _ask(self, key: str, body: Mapping[str, object]) -> Verdict:
         text = ""
         try:
             reply = await self._endpoint.post(self._path, body)
             try:
                 score, text = self._read(reply)
-                verdict = _Verdict(score)
+                verdict = Verdict(score)
             except Nonsense as error:
                 text = str(error)
-                verdict = _Verdict(None, "nonsense", f"the reply holds no score: {text[:200]!r}")
+                verdict = Verdict(None, "nonsense", f"the reply holds no score: {text[:200]!r}")
         except Unanswered as error:
-            return _Verdict(None, error.kind, str(error))
-        # Both are kept, so that a resumed run sees what this one saw; what failed is asked again.
+            return Verdict(None, error.kind, str(error))
+        # Scores and nonsense are kept, so that a resumed run sees the same; a failed request is sent again.
         self._cache[key] = self._news[key] = verdict
         self._write({"key": key, "score": verdict.score, "reply": text[:_LONGEST_KEPT_REPLY]})
         return verdict
 
     def expire(self) -> None:
-        """Ends all questions that are still open: they are unanswered."""
+        """Cancels all open questions: they are unanswered."""
 
         def cancel() -> None:
             for task in list(self._asking.values()):
@@ -217,7 +218,7 @@ class RemoteReward(Reward):
 
     # -------------------------------------------------------------------------------------------------------- budget
     def _check_budget(self) -> None:
-        """Raises Unanswered where this process's part of the budget is used up."""
+        """Raises Unanswered where this rank's part of a budget is used up."""
         policy, traffic = self.policy, self._endpoint.traffic
         now = (traffic.requests, traffic.tokens)  # since the counts were taken
         names = ("requests", "tokens")
@@ -229,7 +230,7 @@ class RemoteReward(Reward):
                 raise Unanswered(f"max_{name}_per_run = {per_run} is used up", "budget")
 
     def _part(self, budget: int) -> int:
-        """This rank's part of a budget; the parts of all ranks add up to it."""
+        """This rank's part of a budget; the parts add up to it."""
         return budget // self._world + (self._rank < budget % self._world)
 
     def begin_step(self, step: int) -> None:
@@ -253,7 +254,7 @@ class RemoteReward(Reward):
                     continue
                 if "key" in row:
                     kind = "" if row["score"] is not None else "nonsense"
-                    self._cache[row["key"]] = _Verdict(
+                    self._cache[row["key"]] = Verdict(
                         row["score"], kind, f"the reply held no score: {row['reply'][:200]!r}"
                     )
                 spent[0] += row.get("requests", 0)
@@ -264,7 +265,7 @@ class RemoteReward(Reward):
         if self._file.exists() and not self._file.read_bytes().endswith(b"\n"):
             self._append("\n")
 
-    def _write(self, row: Mapping[str, Any]) -> None:
+    def _write(self, row: Mapping[str, object]) -> None:
         self._append(json.dumps(row) + "\n")
 
     def _append(self, text: str) -> None:
@@ -272,8 +273,8 @@ class RemoteReward(Reward):
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(text)
 
-    def take_counts(self) -> tuple[Counts, dict[str, _Verdict]]:
-        """Counts and new answers since the last call, to be passed to `learn` of every rank. No question may be open."""
+    def take_counts(self) -> tuple[Counts, dict[str, Verdict]]:
+        """Counts and new answers since the last call, for `learn` on every rank. No question may be open."""
         counts, self._counts = self._counts, Counts()
         counts.traffic = self._endpoint.take_traffic()
         requests, tokens = self._spent_in_step
@@ -283,8 +284,8 @@ class RemoteReward(Reward):
         news, self._news = self._news, {}
         return counts, news
 
-    def learn(self, counts: Counts, answers: Mapping[str, _Verdict]) -> None:
-        """What all ranks did since the last time: their answers, and what they spent."""
+    def learn(self, counts: Counts, answers: Mapping[str, Verdict]) -> None:
+        """Adds what a rank has asked and spent since it was last told."""
         self._cache.update(answers)
         requests, tokens = self._spent_before
         self._spent_before = (requests + counts.traffic.requests, tokens + counts.traffic.tokens)

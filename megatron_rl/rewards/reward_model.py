@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +15,8 @@ from megatron_rl.parameters import Range
 from megatron_rl.rewards.judge_prompt import as_text
 from megatron_rl.rewards.kinds import InlineReward, Reward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
-from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward
+from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward, Reply
+from megatron_rl.sample import Message
 from megatron_rl.tokenizer import Tokenizer
 
 _LOADING = threading.Lock()
@@ -65,14 +66,20 @@ def reward_model(
     if urls is None or not model:
         raise ValueError("model is missing: the name under which the server has the reward model")
 
-    def render(completion: str, sample: SampleMapping) -> dict[str, Any]:
+    def render(completion: str, sample: SampleMapping) -> dict[str, object]:
         prompt = sample.get("prompt", "")
-        said: dict[str, Any] = {"input": prompt + completion} if isinstance(prompt, str) else _chat(prompt, completion)
-        # -1: the model's own limit. What is cut is the beginning, as in a folder's model.
-        cut = {"truncate_prompt_tokens": max_tokens or -1, "truncation_side": "left"}
-        return {"model": model, "use_activation": False, **cut, **said}
+        # -1: the model's own limit. The beginning is cut, as `LocalModel` does.
+        body = {
+            "model": model,
+            "use_activation": False,
+            "truncate_prompt_tokens": max_tokens or -1,
+            "truncation_side": "left",
+        }
+        if isinstance(prompt, str):
+            return {**body, "input": prompt + completion}
+        return {**body, "messages": _chat(prompt, completion), "add_generation_prompt": False}
 
-    def read(reply: Mapping[str, Any]) -> tuple[float, str]:
+    def read(reply: Reply) -> tuple[float, str]:
         try:
             [value] = reply["data"][0]["probs"]
             score = squashed(float(value))
@@ -82,20 +89,14 @@ def reward_model(
             raise Nonsense(f"the output is {value}")
         return score, ""
 
-    return RemoteReward(
-        urls,
-        server,
-        policy,
-        "/classify",
-        render,
-        read,
-        lambda reply: isinstance(reply.get("data"), list) and bool(reply["data"]),
-    )
+    def is_reply(reply: Reply) -> bool:
+        return isinstance(reply.get("data"), list) and bool(reply["data"])
+
+    return RemoteReward(urls, server, policy, "/classify", render, read, is_reply)
 
 
-def _chat(prompt: Sequence[Mapping[str, Any]], completion: str) -> dict[str, Any]:
-    messages = [*prompt, {"role": "assistant", "content": completion}]
-    return {"messages": messages, "add_generation_prompt": False}
+def _chat(prompt: list[Message], completion: str) -> list[Message]:
+    return [*prompt, {"role": "assistant", "content": completion}]
 
 
 def _sigmoid(value: float) -> float:
@@ -117,10 +118,10 @@ class LocalModel(InlineReward):
         super().__init__(lambda completion, sample: next(self.scores([completion], [sample])))
         self.path, self.squash, self.batch_size = path, squash, batch_size
         self.max_tokens, self.device = max_tokens, device
-        self._loaded: tuple[Any, Any] | None = None
+        self._loaded: tuple[Any, Tokenizer] | None = None
 
     def scores(self, completions: Sequence[str], samples: Sequence[SampleMapping]) -> Iterator[Score]:
-        """One score per completion, in order. Batches are of similar lengths, the longest first."""
+        """One score per completion, in order. Batches have similar lengths, the longest first."""
         import torch
 
         model, tokenizer = self._load()
@@ -152,13 +153,12 @@ class LocalModel(InlineReward):
         if isinstance(prompt, str):
             ids = tokenizer(prompt + completion)["input_ids"]
         elif tokenizer.chat_template is None:
-            ids = tokenizer(as_text([*prompt, {"role": "assistant", "content": completion}]))["input_ids"]
+            ids = tokenizer(as_text(_chat(prompt, completion)))["input_ids"]
         else:
-            messages = _chat(prompt, completion)["messages"]
-            ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+            ids = tokenizer.apply_chat_template(_chat(prompt, completion), tokenize=True, return_dict=True)["input_ids"]
         return list(ids) or [tokenizer.eos_token_id]
 
-    def _load(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Tokenizer]:
         with _LOADING:
             if self._loaded is None:
                 import torch

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from megatron_rl.rewards.sandbox_child import BAD_SYNTAX
 
@@ -58,7 +58,7 @@ class ProgramResult:
 
     status: str
     stdout: str = ""
-    value: Any = None  # what the called function returned, as JSON has it (tuples are lists)
+    value: object = None  # what the called function returned, as JSON has it (tuples are lists)
     error: str = ""  # end of what it wrote to stderr
 
 
@@ -66,7 +66,7 @@ def run_program(
     code: str,
     stdin: str = "",
     function: str | None = None,
-    arguments: list[Any] | None = None,
+    arguments: list[object] | None = None,
     limits: Limits | None = None,
 ) -> ProgramResult:
     """Run a program once.

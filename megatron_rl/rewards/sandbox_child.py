@@ -25,7 +25,6 @@ import struct
 import sys
 import sysconfig
 import types
-from typing import Any
 
 # x86-64 system calls that a single process of pure computation needs. Those with conditions are in `_filter`.
 _ALLOWED = (
@@ -33,26 +32,8 @@ _ALLOWED = (
     *(17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28),  # pread .. madvise
     *(32, 33, 34, 35, 36, 37, 38, 39, 60, 63),  # dup, timers, getpid, exit, uname
     *(74, 75, 77, 78, 79, 80, 89, 96, 97, 98, 99, 100),  # sync, ftruncate, folders, times and usage
-    *(
-        102,
-        104,
-        107,
-        108,
-        110,
-        111,
-        115,
-        118,
-        120,
-        121,
-        124,
-        127,
-        128,
-        130,
-        131,
-        137,
-        138,
-        158,
-    ),  # who am I, own signals
+    *(102, 104, 107, 108, 110, 111, 115, 118, 120, 121, 124),  # user, group and process ids
+    *(127, 128, 130, 131, 137, 138, 158),  # own signals, statfs, arch_prctl
     *(186, 201, 202, 204, 213, 217, 218, 219, 228, 229, 230, 231, 232, 233),  # threads, clocks, epoll, exit_group
     *(262, 267, 269, 270, 271, 273, 274, 290, 291, 292, 293, 309, 318, 324, 332, 334, 439),
 )
@@ -109,8 +90,8 @@ def _call(libc: ctypes.CDLL, what: str, number: int, *args: object) -> int:
 def _libraries() -> list[tuple[str, int]]:
     """Folders and files that a program may read, with the rights: Python's own library and shared libraries.
 
-    A right goes for everything below a folder, so where installed packages lie among other things, each of the others is
-    named. Of a library's folder itself only the names can be read, which importing takes.
+    A right holds for everything below a folder, so in a folder that also has installed packages each other entry is granted
+    by name. Of a library's folder itself only the names can be read: importing needs them.
     """
     own = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     system = {os.path.realpath(path) for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64")}
@@ -121,10 +102,8 @@ def _libraries() -> list[tuple[str, int]]:
         with os.scandir(folder) as entries:
             for entry in entries:
                 packages = entry.name.startswith("python") if folder in system else entry.name.endswith("-packages")
-                if packages:
-                    continue
-                is_dir = entry.is_dir()
-                grants.append((entry.path, _READ_FILE | (_READ_DIR if is_dir else 0)))
+                if not packages:
+                    grants.append((entry.path, _READ_FILE | (_READ_DIR if entry.is_dir() else 0)))
     return grants
 
 
@@ -135,7 +114,7 @@ def _landlock(libc: ctypes.CDLL, scratch: str) -> None:
         raise Refused(f"{error}; it needs Linux 5.13 or newer with `landlock` among its security modules") from None
     bits = {1: 13, 2: 14, 3: 15, 4: 15}.get(
         version, 16
-    )  # file rights this kernel knows; all of them are denied by default
+    )  # file rights that this kernel knows: all are denied by default
     attributes = [(1 << bits) - 1]
     if version >= 4:
         attributes.append(0b11)  # TCP: bind, connect
@@ -231,16 +210,16 @@ def confine(scratch: str, limits: dict[str, int], parent_fd: int) -> None:
     Args:
         scratch: the folder to write in.
         limits: `cpu_seconds`, `memory_bytes`, `file_bytes`.
-        parent_fd: a Unix socket to the parent, who allows threads; closed.
+        parent_fd: a Unix socket to the parent, which allows threads; closed.
 
     Raises:
-        Refused: this kernel or processor lacks what it takes.
+        Refused: this kernel or processor cannot confine the process.
     """
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise Refused(f"the sandbox is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
     libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getppid()
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the program dies with who started it
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the program ends with the process that started it
     if os.getppid() != parent:
         raise Refused("the process that started the program is gone")
     if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
@@ -261,7 +240,7 @@ def main(job_fd: int, refusal_fd: int, result_fd: int, parent_fd: int) -> None:
         job_fd: descriptor to read the job from.
         refusal_fd: where to say why this process cannot be confined; closed before the program starts.
         result_fd: where to write what a called function returned, as JSON.
-        parent_fd: a Unix socket to the parent, who allows threads.
+        parent_fd: a Unix socket to the parent, which allows threads.
     """
     with os.fdopen(job_fd, "rb") as file:
         job = json.loads(file.read())
@@ -287,9 +266,9 @@ def main(job_fd: int, refusal_fd: int, result_fd: int, parent_fd: int) -> None:
     module.__dict__["__name__"] = "program"  # a `__main__` block is not what is tested
     common = dict(module.__dict__)
     exec(program, module.__dict__)
-    function: Any = module.__dict__.get(job["function"])
-    if function is common.get(job["function"]):  # the program has no such function of its own
-        function = getattr(module.__dict__["Solution"](), job["function"])
+    name = job["function"]
+    own = module.__dict__.get(name) is not common.get(name)
+    function = module.__dict__[name] if own else getattr(module.__dict__["Solution"](), name)
     value = json.dumps(function(*job["arguments"])).encode()
     while value:
         value = value[os.write(result_fd, value) :]

@@ -10,16 +10,14 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.kinds import InlineReward, PooledReward, Reward, Score
 from megatron_rl.rewards.recipe import check_rewards, columns_of
-from megatron_rl.rewards.remote import Counts, RemoteReward
+from megatron_rl.rewards.remote import Counts, RemoteReward, Verdict
 from megatron_rl.runtime.calls import CallTimeout
-
-if TYPE_CHECKING:
-    from megatron_rl.data import Sample
+from megatron_rl.sample import Sample, SampleMapping
 
 
 class RewardError(RuntimeError):
@@ -37,7 +35,7 @@ class ScoringStats:
     """
 
     timeouts: dict[str, int] = field(default_factory=dict)
-    remote: dict[str, tuple[Counts, Mapping[str, Any]]] = field(default_factory=dict)
+    remote: dict[str, tuple[Counts, Mapping[str, Verdict]]] = field(default_factory=dict)
     started: int = 0
     early: int = 0
 
@@ -74,7 +72,7 @@ class _Scoring:
 
     completion: str
     sample: Sample
-    mapping: Mapping[str, Any]
+    mapping: SampleMapping
     row: dict[str, float] = field(default_factory=dict)
     futures: dict[str, Future[Score]] = field(default_factory=dict)
 
@@ -337,12 +335,10 @@ def named_scores(name: str, reward: Reward, score: Score, sample_id: str) -> dic
     if score is None and reward.may_abstain:
         return dict.fromkeys(columns_of(name, reward), math.nan)
     parts = reward.columns
-    named: dict[str, Any]
-    if parts is None and not isinstance(score, Mapping):
-        named = {name: score}
-    elif parts is not None and isinstance(score, Mapping) and set(score) == set(parts):
-        named = {f"{name}.{part}": score[part] for part in parts}
-    else:
+    named: dict[str, Any] = {name: score}
+    if isinstance(score, Mapping):
+        named = {f"{name}.{part}": value for part, value in score.items()}
+    if isinstance(score, Mapping) != (parts is not None) or set(named) != set(columns_of(name, reward)):
         declared = "one number" if parts is None else f"the parts {list(parts)} in its attribute `columns`"
         returned = list(score) if isinstance(score, Mapping) else repr(score)
         raise RewardError(f"the reward {name!r} returns {returned} on sample {sample_id}, but it declares {declared}")

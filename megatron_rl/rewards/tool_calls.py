@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_rl.rewards.tool_parsers import Call
 
@@ -54,7 +54,7 @@ def _pair_score(gold: Call, call: Call) -> float:
     return keys + sum(key in have and equal(value, have[key]) for key, value in want.items())
 
 
-def equal(left: Any, right: Any) -> bool:
+def equal(left: object, right: object) -> bool:
     """Equality of JSON values; false for those nested too deep to compare."""
     try:
         return bool(left == right)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
-Call = dict[str, Any]  # {"name": str, "parameters": dict}
+from megatron_rl.sample import Call
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
@@ -26,7 +26,7 @@ _STARTS_CALL = re.compile(r"\{|\[\s*\{")
 _BETWEEN = re.compile(r"[\s;]*")
 
 
-def as_call(value: Any, keys: tuple[str, ...] = ("parameters",)) -> Call | None:
+def as_call(value: object, keys: tuple[str, ...] = ("parameters",)) -> Call | None:
     """A JSON value as a call: an object with a `name` (text) and, under one of `keys`, an object; else None."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
@@ -36,7 +36,7 @@ def as_call(value: Any, keys: tuple[str, ...] = ("parameters",)) -> Call | None:
     return None
 
 
-def load_json(text: str) -> Any:
+def load_json(text: str) -> object:
     """The JSON value of a text; None where it is not JSON, or `null`."""
     try:
         return json.loads(text)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import re
 from collections.abc import Iterable
 from dataclasses import fields
-from functools import cache
 from itertools import islice
-from pathlib import Path
 
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.names import unknown_name
-from megatron_rl.tasks import puzzle_checks
 from megatron_rl.tasks.columns import column_names, has_column, to_item
 from megatron_rl.tasks.demonstrations import COLUMN, make_writer
 from megatron_rl.tasks.files import Row, files_of, jsonl_rows, parquet_rows
 from megatron_rl.tasks.item import Item
 from megatron_rl.tasks.loading import fill_prompt, task_weights
 from megatron_rl.tasks.order import window_counts
+from megatron_rl.tasks.puzzle_checks import check_params, dataset_files, dataset_params, has_field
 from megatron_rl.tasks.sources import SOURCES, SPLIT
 from megatron_rl.tasks.templates import check_template
 from megatron_rl.tasks.tool_world import tool_world_items, world_params
@@ -135,11 +131,11 @@ def _check_reasoning_gym(config: TaskConfig, in_template: list[str]) -> None:
         if known is not None and key not in known:
             raise ValueError(f"params: {unknown_name(f'parameter of {config.name}', key, known - {'seed', 'size'})}")
     try:
-        puzzle_checks.check_values(files[config.name], config.params, config.seed, config.size)
+        check_params(files[config.name], config.params, config.seed, config.size)
     except ValueError as error:
         raise ValueError(f"params: {config.name} refuses {error}") from None
     for field in in_template:
-        if not puzzle_checks.has_field(files[config.name], field):
+        if not has_field(files[config.name], field):
             raise ValueError(f"prompt: no item of {config.name} has a field {field!r}; {{prompt}} is the question")
 
 
@@ -211,11 +207,10 @@ def _check_data(config: TaskConfig, in_template: list[str]) -> None:
     if config.demonstrations is not None and config.demonstrations.startswith(COLUMN):
         needed["demonstrations"] = config.demonstrations.removeprefix(COLUMN)
     for where, row in rows:
-        extra = row["metadata"].keys() if isinstance(row.get("metadata"), dict) else set()
-        known = {*row, *extra, *columns.metadata}
+        metadata = row.get("metadata")
+        known = {*row, *(metadata if isinstance(metadata, dict) else ()), *columns.metadata}
         for key, path in needed.items():
-            found = has_column(row, path) or (key == "demonstrations" and path in known)
-            if not found:
+            if not has_column(row, path) and not (key == "demonstrations" and path in known):
                 raise ValueError(f"{key}: {where}: {_no_column(path, (*column_names(row), *known))}")
         for path in in_template:
             if path != "prompt" and path not in known:
@@ -260,42 +255,4 @@ def _first_rows(config: TaskConfig) -> list[tuple[str, Row]] | None:
     if config.source == "parquet":
         files_of(config.path, ".parquet")
         return list(islice(parquet_rows(config), _ROWS)) if importlib.util.find_spec("pyarrow") else None
-    return None
-
-
-@cache
-def dataset_files() -> dict[str, Path] | None:
-    """reasoning-gym's dataset names and the files that define them; None where it is not installed."""
-    spec = importlib.util.find_spec("reasoning_gym")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    files = {}
-    for path in sorted(Path(spec.submodule_search_locations[0]).rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if "register_dataset(" not in text:
-            continue
-        constant = re.search(r'^DATASET_NAME = "(\w+)"', text, re.MULTILINE)
-        literal = re.search(r'^register_dataset\(\s*"(\w+)"', text, re.MULTILINE)
-        for match in (constant, literal):
-            if match:
-                files[match[1]] = path
-    return files
-
-
-@cache
-def dataset_params(path: Path) -> frozenset[str] | None:
-    """Field names of the config class that a dataset's file registers; None where the file does not show it plainly."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    for node in tree.body:
-        call = node.value if isinstance(node, ast.Expr) else None
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "register_dataset"):
-            continue
-        config = call.args[2] if len(call.args) > 2 else None
-        if isinstance(config, ast.Name) and config.id in classes and not classes[config.id].bases:
-            return frozenset(
-                field.target.id
-                for field in classes[config.id].body
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            )
     return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
 
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig
-from megatron_rl.rewards.tool_parsers import OPEN, Call, as_call, load_json, parse_tool_calls
+from megatron_rl.rewards.tool_parsers import OPEN, as_call, load_json, parse_tool_calls
+from megatron_rl.sample import Call, Prompt
 from megatron_rl.tasks.files import Row, Rows, prune
 from megatron_rl.tasks.item import Item
 
@@ -16,7 +16,7 @@ _MISSING = object()
 RESPONSE = "<response>"
 
 
-def column(row: Row, path: str, default: Any = None) -> Any:
+def column(row: Row, path: str, default: object = None) -> object:
     """The value in a column: the one of exactly that name, or `a.b`, the key `b` of the object in column `a`."""
     if path in row:
         return row[path]
@@ -90,7 +90,7 @@ def to_item(row: Row, columns: ColumnsConfig, arrow: bool = False) -> Item:
     )
 
 
-def _prompt(row: Row, columns: ColumnsConfig, arrow: bool) -> str | list[dict[str, Any]]:
+def _prompt(row: Row, columns: ColumnsConfig, arrow: bool) -> Prompt:
     key = columns.prompt
     if not has_column(row, key):
         raise ValueError(f"no column {key!r} (it has {', '.join(row)}); set columns.prompt to the prompt's column")
@@ -115,7 +115,14 @@ def _is_json(text: str) -> bool:
     return text.lstrip()[:1] in ("[", "{")
 
 
-def gold_calls(value: Any, name: str) -> list[Call] | None:
+def _from_json(text: str, name: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name!r} is not JSON ({error}): {text!r:.80}") from None
+
+
+def gold_calls(value: object, name: str) -> list[Call] | None:
     """Gold calls from what a column holds: null, a list of calls, that list as JSON, or a response with ToolRL's tags.
 
     A call is an object with a `name` and `parameters`; `arguments` is understood too, as is OpenAI's `function` around
@@ -136,10 +143,7 @@ def gold_calls(value: Any, name: str) -> list[Call] | None:
             if calls is None:
                 raise ValueError(f"{name!r}: the calls in {value!r:.80} cannot be read")
             return calls
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name!r} is not JSON ({error}): {value!r:.80}") from None
+        value = _from_json(value, name)
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
@@ -153,7 +157,7 @@ def gold_calls(value: Any, name: str) -> list[Call] | None:
     return calls
 
 
-def _filled_in(calls: Any) -> bool:
+def _filled_in(calls: object) -> bool:
     """Whether calls that are objects have null parameters, which Arrow gives them. In JSON text a null is the data's own."""
     for call in [calls] if isinstance(calls, dict) else calls if isinstance(calls, list) else []:
         inner = call["function"] if isinstance(call.get("function"), dict) else call
@@ -163,7 +167,7 @@ def _filled_in(calls: Any) -> bool:
     return False
 
 
-def _gold_call(value: Any) -> Call | None:
+def _gold_call(value: object) -> Call | None:
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if isinstance(value, dict) and isinstance(value.get("arguments"), str):
@@ -171,14 +175,11 @@ def _gold_call(value: Any) -> Call | None:
     return as_call(value, ("parameters", "arguments"))
 
 
-def _tools(value: Any, name: str, arrow: bool) -> list[dict[str, Any]] | None:
+def _tools(value: object, name: str, arrow: bool) -> list[dict[str, object]] | None:
     if value is None:
         return None
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name!r} is not JSON ({error}): {value!r:.80}") from None
+        value = _from_json(value, name)
     if not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         raise ValueError(f"{name!r} must be a list of JSON schemas, not {value!r:.80}")
     return list(prune(value)) if arrow else value

@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
+from megatron_rl.config.keys import Share
 from megatron_rl.names import unknown_name
-from megatron_rl.parameters import check_types
+from megatron_rl.parameters import Params, check_types
 from megatron_rl.tasks.tool_world import toolrl_response
 
-Writer = Callable[[str, Mapping[str, Any]], str]
+Fields: TypeAlias = Mapping[str, Any]  # of a sample, by the keys of its source
+Writer = Callable[[str, Fields], str]
 
 COLUMN = "column:"
 
@@ -42,7 +44,7 @@ def _uniform(seed: int, sample_id: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def chain_sum_steps(share: float = 0.4, seed: int = 0) -> Writer:
+def chain_sum_steps(share: Share = 0.4, seed: int = 0) -> Writer:
     """chain_sum's answers: a share of the samples shows the working, the rest answers straight away.
 
     With working: `1+3=4 4-5=-1 -1-7=-8#-8`; without: `#-8`. Always correct.
@@ -51,10 +53,8 @@ def chain_sum_steps(share: float = 0.4, seed: int = 0) -> Writer:
         share: expected share of samples with working, drawn per sample from its id and `seed`.
         seed: another seed draws another selection.
     """
-    if not 0 <= share <= 1:
-        raise ValueError(f"share = {share}, must be between 0 and 1")
 
-    def write(sample_id: str, fields: Mapping[str, Any]) -> str:
+    def write(sample_id: str, fields: Fields) -> str:
         if fields.get("source_dataset") != "chain_sum":
             raise ValueError("chain_sum_steps writes demonstrations for reasoning-gym's chain_sum only")
         steps = chain_sum_working(fields["expression"]) if _uniform(seed, sample_id) < share else []
@@ -63,7 +63,7 @@ def chain_sum_steps(share: float = 0.4, seed: int = 0) -> Writer:
     return write
 
 
-def tool_world(working: float = 0.4, sloppy: float = 0.0, seed: int = 0) -> Writer:
+def tool_world(working: Share = 0.4, sloppy: Share = 0.0, seed: int = 0) -> Writer:
     """tool_world's answers, with the gold calls; a share of them shows the working, the rest thinks nothing.
 
     Args:
@@ -72,11 +72,8 @@ def tool_world(working: float = 0.4, sloppy: float = 0.0, seed: int = 0) -> Writ
             warm-up on these leaves the form for RL to learn, as a base model does.
         seed: another seed draws other selections.
     """
-    for name, share in (("working", working), ("sloppy", sloppy)):
-        if not 0 <= share <= 1:
-            raise ValueError(f"{name} = {share}, must be between 0 and 1")
 
-    def write(sample_id: str, fields: Mapping[str, Any]) -> str:
+    def write(sample_id: str, fields: Fields) -> str:
         if fields.get("source_dataset") != "tool_world":
             raise ValueError("the writer tool_world is for the source tool_world only")
         thought = fields["rationale"] if _uniform(seed, sample_id) < working else ""
@@ -93,7 +90,7 @@ WRITERS: dict[str, Callable[..., Writer]] = {"chain_sum_steps": chain_sum_steps,
 
 
 def _column(key: str) -> Writer:
-    def write(sample_id: str, fields: Mapping[str, Any]) -> str:
+    def write(sample_id: str, fields: Fields) -> str:
         text = fields.get(key)
         if not isinstance(text, str):
             raise ValueError(f"the column {key!r} must hold the demonstration's text, not {text!r:.80}")
@@ -102,7 +99,7 @@ def _column(key: str) -> Writer:
     return write
 
 
-def make_writer(name: str, params: Mapping[str, Any]) -> Writer:
+def make_writer(name: str, params: Params) -> Writer:
     """The writer a task's `demonstrations` names: a registered one, or `column:<key>`, the text of one field.
 
     The fields are those of a file's row, or `answer` and the metadata of a generated puzzle.

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.user_files import require_regular
 
-Row = dict[str, Any]
+Row = dict[str, object]
 Rows = Iterator[tuple[str, Row]]  # where it stands, for messages; the row
 
 _LONGEST_LINE = 2**30  # bytes
@@ -114,8 +114,7 @@ def parquet_rows(config: TaskConfig) -> Rows:
 
 def huggingface_rows(config: TaskConfig) -> Rows:
     """Rows of a dataset on the hub, in the local cache, or in a folder (of files, or written by `save_to_disk`)."""
-    dataset = _load_dataset(config)
-    for number, row in enumerate(dataset, 1):
+    for number, row in enumerate(_load_dataset(config), 1):
         yield f"{config.path}, row {number} of {config.split}", row
 
 
@@ -123,7 +122,7 @@ def is_saved_to_disk(folder: Path) -> bool:
     return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
 
 
-def _load_dataset(config: TaskConfig) -> Any:
+def _load_dataset(config: TaskConfig) -> Iterable[Row]:
     import datasets
 
     assert config.path is not None

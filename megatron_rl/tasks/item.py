@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+
+from megatron_rl.sample import Call, Prompt
 
 
 @dataclass(slots=True)
 class Item:
-    prompt: str | list[dict[str, Any]]  # text, or chat messages
-    answer: Any = None
-    tool_calls: list[dict[str, Any]] | None = None
+    prompt: Prompt  # text, or chat messages
+    answer: object = None
+    tool_calls: list[Call] | None = None
     needs_response: bool | None = None
-    tools: list[dict[str, Any]] | None = None  # JSON schemas for the chat template
-    metadata: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, object]] | None = None  # JSON schemas for the chat template
+    metadata: dict[str, object] = field(default_factory=dict)

@@ -8,20 +8,15 @@ import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.schema import TaskConfig, TasksConfig
 from megatron_rl.names import unknown_name
+from megatron_rl.sample import Prompt, Sample
 from megatron_rl.tasks.demonstrations import make_writer
 from megatron_rl.tasks.item import Item
 from megatron_rl.tasks.sources import SOURCES, SPLIT
 from megatron_rl.tasks.templates import fill
 from megatron_rl.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from megatron_rl.data import Sample
-
-Prompt = str | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -137,8 +132,6 @@ def load_task(name: str, config: TaskConfig, tokenizer: Tokenizer) -> list[Sampl
 
 def _load(name: str, config: TaskConfig, tokenizer: Tokenizer, held_out: Collection[str]) -> tuple[list[Sample], int]:
     """`load_task` without the held-out prompts, and how many items those were."""
-    from megatron_rl.data import Sample
-
     try:
         with _no_collection():
             kept, excluded = _kept_items(config, held_out)
@@ -233,7 +226,7 @@ def fill_prompt(item: Item, config: TaskConfig) -> Prompt:
 
 
 def _tokenize(
-    prompts: Sequence[tuple[Prompt, list[dict[str, Any]] | None]], config: TaskConfig, tokenizer: Tokenizer
+    prompts: Sequence[tuple[Prompt, list[dict[str, object]] | None]], config: TaskConfig, tokenizer: Tokenizer
 ) -> list[list[int]]:
     """Token ids of the prompts; with `chat`, of what the template makes of them and their tools."""
     if config.chat:
@@ -258,7 +251,7 @@ def _tokenize(
 
 
 def _apply_template(
-    tokenizer: Tokenizer, prompt: Prompt, tools: list[dict[str, Any]] | None, params: dict[str, Any]
+    tokenizer: Tokenizer, prompt: Prompt, tools: list[dict[str, object]] | None, params: dict[str, object]
 ) -> str:
     from jinja2 import TemplateError
 
@@ -272,7 +265,7 @@ def _apply_template(
         raise ValueError(f"the chat template refuses the prompt {prompt!r:.200}: {error}") from error
 
 
-def _messages(prompt: Prompt) -> list[dict[str, Any]]:
+def _messages(prompt: Prompt) -> list[dict[str, object]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 

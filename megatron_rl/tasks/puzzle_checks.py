@@ -7,21 +7,51 @@ and made here on its own; where it needs more than the standard library, its val
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.names import show
-from megatron_rl.parameters import check_types
+from megatron_rl.parameters import Params, check_types
 
 _OWN_FIELDS = {"prompt", "question", "source_dataset", "source_params"}  # of every dataset's items
 
 
-def check_values(path: Path, params: Mapping[str, Any], seed: int, size: int) -> None:
+@cache
+def dataset_files() -> dict[str, Path] | None:
+    """reasoning-gym's dataset names and the files that define them; None where it is not installed."""
+    spec = importlib.util.find_spec("reasoning_gym")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    files = {}
+    for path in sorted(Path(spec.submodule_search_locations[0]).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "register_dataset(" not in text:
+            continue
+        constant = re.search(r'^DATASET_NAME = "(\w+)"', text, re.MULTILINE)
+        literal = re.search(r'^register_dataset\(\s*"(\w+)"', text, re.MULTILINE)
+        for match in (constant, literal):
+            if match:
+                files[match[1]] = path
+    return files
+
+
+@cache
+def dataset_params(path: Path) -> frozenset[str] | None:
+    """Field names of the config class that a dataset's file registers; None where the file does not show it plainly."""
+    cls = _registered(path)[1]
+    if cls is None or cls.bases:
+        return None
+    targets = [node.target for node in cls.body if isinstance(node, ast.AnnAssign)]
+    return frozenset(target.id for target in targets if isinstance(target, ast.Name))
+
+
+def check_params(path: Path, params: Params, seed: int, size: int) -> None:
     """The dataset's own conditions on its parameters.
 
     Args:
@@ -44,7 +74,8 @@ def check_values(path: Path, params: Mapping[str, Any], seed: int, size: int) ->
     except (NameError, AttributeError, ImportError):  # it needs more of the package than was made here
         return
     except (AssertionError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-        raise ValueError(f"{_listed(params) or 'the defaults'}, seed = {seed}, size = {size}: {error}") from None
+        given = ", ".join(f"{name} = {show(value)}" for name, value in params.items()) or "the defaults"
+        raise ValueError(f"{given}, seed = {seed}, size = {size}: {error}") from None
 
 
 def has_field(path: Path, field: str) -> bool:
@@ -52,24 +83,17 @@ def has_field(path: Path, field: str) -> bool:
     return field in _OWN_FIELDS or re.search(rf"\b{re.escape(field)}\b", _sources(path.parent)) is not None
 
 
-def _listed(params: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} = {show(value)}" for name, value in params.items())
-
-
-def _is_default(hint: Any, default: Any) -> bool:
+def _is_default(hint: object, default: object) -> bool:
     """Whether the annotation can be relied on: the default is of that type, too."""
+
+    def takes(value: object) -> None: ...
+
+    takes.__annotations__ = {"value": hint}
     try:
-        check_types(_typed(hint), {"value": default})
+        check_types(takes, {"value": default})
     except ValueError:
         return False
     return True
-
-
-def _typed(hint: Any) -> Any:
-    def takes(value: Any) -> None: ...
-
-    takes.__annotations__ = {"value": hint}
-    return takes
 
 
 @cache
@@ -78,35 +102,36 @@ def _sources(folder: Path) -> str:
 
 
 @cache
-def _config_class(path: Path) -> Any:
-    """The class that the file registers for its parameters; None where it cannot be made on its own."""
+def _registered(path: Path) -> tuple[ast.Module, ast.ClassDef | None]:
+    """The file's syntax tree, and in it the class that it registers for a dataset's parameters; None where it shows none."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    registered = [
-        node.value.args[2].id
-        for node in tree.body
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Name)
-        and node.value.func.id == "register_dataset"
-        and len(node.value.args) > 2
-        and isinstance(node.value.args[2], ast.Name)
-    ]
-    if not registered:
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        match node:
+            case ast.Expr(ast.Call(ast.Name("register_dataset"), [_, _, ast.Name(name), *_])):
+                return tree, classes.get(name)
+    return tree, None
+
+
+@cache
+def _config_class(path: Path) -> Callable[..., Any] | None:
+    """The class that the file registers for its parameters; None where it cannot be made on its own."""
+    tree, wanted = _registered(path)
+    if wanted is None:
         return None
     names: dict[str, Any] = {"__name__": __name__}  # dataclasses look for the module
     for node in tree.body:
-        if not _is_plain(node, registered[0]):
-            continue
-        try:
-            exec(compile(ast.Module([node], []), str(path), "exec", dont_inherit=True), names)
-        except (NameError, AttributeError, ImportError):
-            if isinstance(node, ast.ClassDef) and node.name == registered[0]:
-                return None
-    return names.get(registered[0])
+        if node is wanted or _is_plain(node):
+            try:
+                exec(compile(ast.Module([node], []), str(path), "exec", dont_inherit=True), names)
+            except (NameError, AttributeError, ImportError):
+                if node is wanted:
+                    return None
+    return names.get(wanted.name)
 
 
-def _is_plain(node: ast.stmt, wanted: str) -> bool:
-    """Imports of the standard library, constants, enumerations and the wanted class."""
+def _is_plain(node: ast.stmt) -> bool:
+    """Imports of the standard library, constants and enumerations."""
     if isinstance(node, ast.Import):
         return all(alias.name.partition(".")[0] in sys.stdlib_module_names for alias in node.names)
     if isinstance(node, ast.ImportFrom):
@@ -117,4 +142,4 @@ def _is_plain(node: ast.stmt, wanted: str) -> bool:
         except ValueError:
             return False
         return True
-    return isinstance(node, ast.ClassDef) and (node.name == wanted or any("Enum" in ast.unparse(b) for b in node.bases))
+    return isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from string import Formatter
-from typing import Any
 
 from megatron_rl.names import unknown_name
 
@@ -14,13 +13,13 @@ _WIDEST = 10_000  # characters of one field, if its text is shorter
 
 
 class _Template(Formatter):
-    def format_field(self, value: Any, format_spec: str) -> str:
+    def format_field(self, value: object, format_spec: str) -> str:
         if format_spec == COMPACT:
             return "".join(str(value).split())
         return str(super().format_field(value, format_spec))
 
 
-def fill(template: str, fields: Mapping[str, Any]) -> str:
+def fill(template: str, fields: Mapping[str, object]) -> str:
     """Fill `{field}`s of a template; `{field:compact}` drops all white space from the field's text.
 
     Braces in the fields' own text are left alone; a literal brace in the template is doubled, `{{`.

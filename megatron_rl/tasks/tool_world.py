@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated
 
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.names import unknown_name
-from megatron_rl.parameters import check_types
+from megatron_rl.parameters import Params, Range, check_types
+from megatron_rl.sample import Call
 from megatron_rl.tasks.item import Item
 
 
@@ -80,7 +81,7 @@ class WorldParams:
     max_calls: int = 2
     min_terms: int = 1
     max_terms: int = 3
-    plain: float = 0.1
+    plain: Annotated[float, Range(0, 1)] = 0.1
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -92,17 +93,15 @@ class WorldParams:
             ("max_terms", self.min_terms, 9),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            if not low <= value <= high:
                 raise ValueError(f"{name} = {value!r}, must be a whole number from {low} to {high}")
-        if isinstance(self.plain, bool) or not isinstance(self.plain, int | float) or not 0 <= self.plain <= 1:
-            raise ValueError(f"plain = {self.plain!r}, must be a share from 0 to 1")
         if self.plain and self.tools == len(TOOLS):
             raise ValueError(
                 f"plain = {self.plain}: with all {len(TOOLS)} tools listed none is missing; set plain to 0"
             )
 
 
-def world_params(params: Mapping[str, Any]) -> WorldParams:
+def world_params(params: Params) -> WorldParams:
     """ValueError on an unknown parameter (naming the nearest) or one out of range."""
     known = [field.name for field in fields(WorldParams)]
     for key in params:
@@ -139,12 +138,7 @@ def make_item(params: WorldParams, rng: random.Random) -> Item:
 
 
 def _item(
-    listed: list[Tool],
-    params: WorldParams,
-    request: str,
-    calls: list[dict[str, Any]],
-    rationale: str,
-    answer: str | None,
+    listed: list[Tool], params: WorldParams, request: str, calls: list[Call], rationale: str, answer: str | None
 ) -> Item:
     return Item(
         prompt=request,
@@ -161,20 +155,19 @@ def _item(
     )
 
 
-def _ask(tool: Tool, params: WorldParams, rng: random.Random) -> tuple[str, str, dict[str, Any]]:
+def _ask(tool: Tool, params: WorldParams, rng: random.Random) -> tuple[str, str, Call]:
     """A request for a tool, the working that leads to its call (the tool's name, then the steps of its sums), the call."""
-    request, working, values = tool.asks, tool.name, {}
+    request, working = tool.asks, tool.name
+    values: dict[str, object] = {}
     for parameter in tool.parameters[: params.parameters]:
-        value: Any
         if parameter.type == "int":
-            said, value, steps = _sum(rng, rng.randint(params.min_terms, params.max_terms))
+            said, values[parameter.name], steps = _sum(rng, rng.randint(params.min_terms, params.max_terms))
             working = " ".join([working, *steps])
         elif parameter.type == "bool":
-            value = rng.random() < 0.5
-            said = "on" if value else "off"
+            values[parameter.name] = is_on = rng.random() < 0.5
+            said = "on" if is_on else "off"
         else:
-            value = said = rng.choice(parameter.options)
-        values[parameter.name] = value
+            values[parameter.name] = said = rng.choice(parameter.options)
         request += parameter.phrase.format(said)
     return request, working, {"name": tool.name, "parameters": values}
 
@@ -197,25 +190,26 @@ def signature(tool: Tool, count: int) -> str:
     return f"{tool.name}({types})"
 
 
-def schema(tool: Tool, count: int) -> dict[str, Any]:
-    """The tool as chat templates want it (OpenAI's function schema)."""
+def schema(tool: Tool, count: int) -> dict[str, object]:
+    """The tool as chat templates take it."""
     json_type = {"int": "integer", "bool": "boolean", "str": "string"}
-    properties: dict[str, dict[str, Any]] = {}
-    for parameter in tool.parameters[:count]:
-        properties[parameter.name] = {"type": json_type[parameter.type]}
-        if parameter.options:
-            properties[parameter.name]["enum"] = list(parameter.options)
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": f"use it to {tool.asks}",
-            "parameters": {"type": "object", "properties": properties, "required": list(properties)},
-        },
+    properties = {
+        parameter.name: {"type": json_type[parameter.type]}
+        | ({"enum": list(parameter.options)} if parameter.options else {})
+        for parameter in tool.parameters[:count]
     }
+    return function_schema(tool.name, f"use it to {tool.asks}", properties, properties)
 
 
-def toolrl_response(thought: str, calls: list[dict[str, Any]], answer: str | None) -> str:
+def function_schema(
+    name: str, description: str, properties: Mapping[str, object], required: Iterable[str]
+) -> dict[str, object]:
+    """OpenAI's schema of a function, as chat templates take it."""
+    parameters = {"type": "object", "properties": properties, "required": list(required)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def toolrl_response(thought: str, calls: list[Call], answer: str | None) -> str:
     """A response with ToolRL's tags and line breaks."""
     text = f"<think>{thought}</think>"
     if calls:

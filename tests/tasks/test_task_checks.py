@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.tasks import check_tasks
-from megatron_rl.tasks.checks import dataset_files, dataset_params
+from megatron_rl.tasks.puzzle_checks import dataset_files, dataset_params
 
 
 def check(train: dict[str, Any] | None = None, evaluation: dict[str, Any] | None = None) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from megatron_rl.rewards.tool_parsers import Call, toolrl_calls
+from megatron_rl.rewards.tool_parsers import toolrl_calls
+from megatron_rl.sample import Call, Message
 from megatron_rl.tasks.files import Row
-from megatron_rl.tasks.tool_world import toolrl_response
+from megatron_rl.tasks.tool_world import function_schema, toolrl_response
 
 STYLES = ("toolrl", "chat")
 
@@ -39,19 +39,11 @@ class Turn:
 class ToolSchema:
     name: str
     description: str
-    parameters: dict[str, Any]  # name -> {"type", "description", ...}
+    parameters: dict[str, object]  # name -> {"type", "description", ...}
     required: tuple[str, ...] = ()
 
-    def schema(self) -> dict[str, Any]:
-        """OpenAI's function schema."""
-        return {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": self.description,
-                "parameters": {"type": "object", "properties": self.parameters, "required": list(self.required)},
-            },
-        }
+    def schema(self) -> dict[str, object]:
+        return function_schema(self.name, self.description, self.parameters, self.required)
 
 
 @dataclass(frozen=True)
@@ -151,10 +143,8 @@ def history(turns: list[Turn]) -> str:
     return "**Dialogue Records History**\n" + "\n\n".join(parts)
 
 
-def _message(turn: Turn) -> dict[str, Any]:
-    if turn.role != "assistant":
-        return {"role": turn.role, "content": turn.text or ""}
-    message: dict[str, Any] = {"role": "assistant", "content": turn.text or ""}
+def _message(turn: Turn) -> Message:
+    message: Message = {"role": turn.role, "content": turn.text or ""}
     if turn.calls:
         message["tool_calls"] = [
             {"type": "function", "function": {"name": call["name"], "arguments": call["parameters"]}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from megatron_rl.tasks.columns import column
 from megatron_rl.tasks.convert.dialogue import Dropped
@@ -72,10 +72,10 @@ def eurus_rows(row: Row, ability: str) -> Iterator[Row | Dropped]:
         yield {"prompt": messages, "answer": answer.strip(), "metadata": metadata}
 
 
-def _index(row: Row) -> dict[str, Any]:
+def _index(row: Row) -> dict[str, object]:
     index = column(row, "extra_info.index")
     return {} if index is None else {"index": index}
 
 
-def _is_text(value: Any) -> TypeGuard[str]:
+def _is_text(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and bool(value.strip())

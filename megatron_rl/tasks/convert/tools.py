@@ -8,9 +8,9 @@ import random
 import re
 import string
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from megatron_rl.rewards.tool_parsers import Call, as_call, parse_tool_calls
+from megatron_rl.rewards.tool_parsers import as_call, parse_tool_calls
+from megatron_rl.sample import Call
 from megatron_rl.tasks.columns import column, gold_calls
 from megatron_rl.tasks.convert.dialogue import SYSTEM, Dialogue, Dropped, ToolSchema, Turn, decisions
 from megatron_rl.tasks.files import Row, prune
@@ -107,7 +107,7 @@ def toolrl_rows(row: Row) -> Iterator[Row | Dropped]:
     Some reasoning speaks of the tags, which `tool_format` then finds twice: there they lose their brackets.
     """
     if isinstance(row.get("instruction"), str) and isinstance(row.get("input"), str):
-        prompt: Any = [
+        prompt: object = [
             {"role": "system", "content": row["instruction"]},
             {"role": "user", "content": row["input"]},
         ]
@@ -157,7 +157,7 @@ def _between(text: str, tag: str) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------- tools and calls
-def read_tools(value: Any) -> list[ToolSchema]:
+def read_tools(value: object) -> list[ToolSchema]:
     """Tools from a list (or its JSON text) of schemas: OpenAI's, ToolACE's, or xLAM's flat parameters."""
     tools = []
     listed = _json(value, "tools")
@@ -181,7 +181,7 @@ def read_tools(value: Any) -> list[ToolSchema]:
     return tools
 
 
-def _calls(value: Any) -> list[Call]:
+def _calls(value: object) -> list[Call]:
     if not isinstance(value, list):
         raise Unreadable("calls that cannot be read")
     calls = []
@@ -193,7 +193,7 @@ def _calls(value: Any) -> list[Call]:
     return calls
 
 
-def _json(value: Any, what: str) -> Any:
+def _json(value: object, what: str) -> object:
     if not isinstance(value, str):
         return value
     try:
@@ -202,7 +202,7 @@ def _json(value: Any, what: str) -> Any:
         raise Unreadable(f"{what} that cannot be read") from None
 
 
-def _first_list(text: str) -> Any:
+def _first_list(text: str) -> object:
     """The first JSON list of objects in a text."""
     decoder = json.JSONDecoder()
     for match in re.finditer(r"\[\s*\{", text):
@@ -226,7 +226,7 @@ def read_call_list(text: str, names: list[str]) -> list[Call] | None:
     if not (text.startswith("[") and text.endswith("]")):
         return None
     rest = text[1:-1].strip()
-    calls = []
+    calls: list[Call] = []
     while rest:
         name = max((name for name in names if rest.startswith(name + "(")), key=len, default=None)
         if name is None:
@@ -273,9 +273,9 @@ def _closing(text: str, start: int) -> int | None:
     return next(found, None)
 
 
-def _keywords(text: str) -> dict[str, Any] | None:
+def _keywords(text: str) -> dict[str, object] | None:
     """The values of `key=value, key=value`; keys may hold anything but `=` and `,`."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     rest = text.strip()
     while rest:
         key, equals, rest = rest.partition("=")
@@ -295,7 +295,7 @@ def _comma(text: str) -> int:
     return next((at for at, character, depth in _unquoted(text) if character == "," and depth == 0), len(text))
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     """A value as JSON or Python writes it."""
     try:
         return json.loads(text)
