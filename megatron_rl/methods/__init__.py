@@ -1,7 +1,7 @@
 """Advantage estimators and gradient weights, one file each: names, parameters, needs and equations.
 
-Importing this package loads no torch, so that recipes are checked on a login node. The files of methods compute with
-tensors' own methods and import torch for type checkers only.
+Importing this package loads no torch, so that recipes are checked on a login node: the files of methods compute with tensors'
+own methods.
 """
 
 from megatron_rl.methods import estimators, weights  # noqa: F401  (importing a method's file registers it)

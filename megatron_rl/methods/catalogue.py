@@ -21,6 +21,10 @@ from megatron_rl.user_code import is_module_name, load_file
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_rl.methods.groups import Groups
+else:  # for annotations only: importing a method loads no torch
+    Tensor = Groups = object
+
 ESTIMATOR = "advantage estimator"
 WEIGHT = "gradient weight"
 

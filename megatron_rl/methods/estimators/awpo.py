@@ -9,14 +9,11 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from megatron_rl.methods.catalogue import Estimate, Needs, advantage_estimator
+from megatron_rl.methods.catalogue import Estimate, Groups, Needs, advantage_estimator
 from megatron_rl.methods.numerics import safe_divide
 from megatron_rl.parameters import NonNegative, Positive, Range
-
-if TYPE_CHECKING:
-    from megatron_rl.methods.groups import Groups
 
 Radius = Annotated[float, Range(low=0, below=1)]
 

@@ -5,14 +5,7 @@ Liu et al. 2025, "Understanding R1-Zero-Like Training", https://arxiv.org/abs/25
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_rl.methods.catalogue import advantage_estimator
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron_rl.methods.groups import Groups
+from megatron_rl.methods.catalogue import Groups, Tensor, advantage_estimator
 
 
 @advantage_estimator("dr_grpo")

@@ -5,16 +5,9 @@ Shao et al. 2024, "DeepSeekMath", https://arxiv.org/abs/2402.03300
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_rl.methods.catalogue import Ddof, advantage_estimator
+from megatron_rl.methods.catalogue import Ddof, Groups, Tensor, advantage_estimator
 from megatron_rl.methods.numerics import safe_divide
 from megatron_rl.parameters import NonNegative
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron_rl.methods.groups import Groups
 
 
 @advantage_estimator("grpo")

@@ -5,14 +5,7 @@ Ahmadian et al. 2024, "Back to Basics", https://arxiv.org/abs/2402.14740
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_rl.methods.catalogue import advantage_estimator
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron_rl.methods.groups import Groups
+from megatron_rl.methods.catalogue import Groups, Tensor, advantage_estimator
 
 
 @advantage_estimator("rloo")

@@ -6,14 +6,10 @@ Wang et al. 2025, "ASPO", https://arxiv.org/abs/2510.06062
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from megatron_rl.methods.catalogue import EpsLow, gradient_weight
+from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
 from megatron_rl.methods.numerics import above, below, bounded_exp
 from megatron_rl.parameters import NonNegative, Positive
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @gradient_weight("aspo")

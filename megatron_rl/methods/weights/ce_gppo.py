@@ -5,15 +5,10 @@ Su et al. 2025, "CE-GPPO", https://arxiv.org/abs/2509.20712
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_rl.methods.catalogue import EpsLow, gradient_weight
+from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
 from megatron_rl.methods.numerics import bounded_exp
 from megatron_rl.methods.ratios import high_positive, left_negative
 from megatron_rl.parameters import NonNegative
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @gradient_weight("ce_gppo")

@@ -8,15 +8,12 @@ Learning", AAAI 2020.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from megatron_rl.methods.catalogue import EpsLow, gradient_weight
+from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
 from megatron_rl.methods.numerics import above, bounded_exp
 from megatron_rl.methods.ratios import high_positive, left_negative
 from megatron_rl.parameters import NonNegative, Range
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @gradient_weight("clip")

@@ -6,15 +6,12 @@ Fu et al. 2026, "From log pi to pi", https://arxiv.org/abs/2603.14389
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from megatron_rl.methods.catalogue import EpsLow, gradient_weight
+from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
 from megatron_rl.methods.numerics import bounded_exp
 from megatron_rl.methods.ratios import high_positive, left_negative
 from megatron_rl.parameters import NonNegative, Range
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Exponent = Annotated[int, Range(low=1)]
 

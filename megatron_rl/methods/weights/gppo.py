@@ -5,14 +5,9 @@ Su et al. 2025, "Klear-Reasoner", https://arxiv.org/abs/2508.07629
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_rl.methods.catalogue import EpsLow, gradient_weight
+from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
 from megatron_rl.methods.weights.ce_gppo import ce_gppo
 from megatron_rl.parameters import NonNegative
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @gradient_weight("gppo")
