@@ -222,12 +222,12 @@ def _difference(name: str, a: WeightSource, b: WeightSource) -> Difference:
     for start in range(0, shape[0], rows):
         x, y = (_values(source.read(name, 0, start, min(shape[0], start + rows))) for source in (a, b))
         delta = (x - y).abs()
-        differs = (delta != 0) & ~(x.isnan() & y.isnan())  # a NaN on one side only differs
+        differs = (x != y) & ~(x.isnan() & y.isnan())  # a NaN on one side only differs
         changed += int(differs.sum())
         if differs.any():
             largest = max(largest, float(delta[differs].nan_to_num(math.inf).max()))
         square += float(delta.nan_to_num(0.0).square().sum())
-        norm += float(x.nan_to_num(0.0).square().sum())
+        norm += float(x.nan_to_num(0.0, 0.0, 0.0).square().sum())
     relative = 0.0 if square == 0 else math.inf if norm == 0 else math.sqrt(square / norm)
     return Difference(name, size, changed, largest, relative)
 

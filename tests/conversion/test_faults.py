@@ -17,7 +17,7 @@ from models import tiny
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint import manifest, unpickle
-from megatron_rl.checkpoint.convert import jobs
+from megatron_rl.checkpoint.convert import jobs, source, verify
 from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.source import config_folder, megatron_folder
 from megatron_rl.checkpoint.convert.to_hf import ToHF
@@ -267,6 +267,59 @@ def test_verification_names_a_tensor_that_differs(hf: Path, megatron: Path, tmp_
     flip(tmp_path / "out" / piece.file, piece.offset)
     with pytest.raises(ValueError, match=rf"{re.escape(DOWN)} in .*{piece.file} is not what the source holds"):
         compare(task, tmp_path / "out", 1)
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_every_block_of_a_tensor_is_compared(
+    megatron: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "_BLOCK", 1000)  # a few rows
+    task = to_hf(megatron, tmp_path / "out")
+    piece = next(piece for piece in manifest.read_tensors(tmp_path / "out")[1] if piece.name == DOWN)
+    compared = {one.name: one for one in compare(task, tmp_path / "out", 1)}
+    assert list(compared) == task.names()
+    assert compared[DOWN] == verify.Compared(DOWN, piece.length, piece.digest, piece.digest)
+    flip(tmp_path / "out" / piece.file, piece.offset + (0 if place == "first" else piece.length - 1))
+    with pytest.raises(ValueError, match=rf"{re.escape(DOWN)} .* is not what the source holds"):
+        compare(task, tmp_path / "out", 1)
+
+
+def test_the_ends_of_a_source_tell_whether_it_is_the_same(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where size and time of change are."""
+    monkeypatch.setattr(source, "_SAMPLE", 8)
+    path, before = hf / "tokenizer.json", ("*.safetensors", INDEX)
+    path.write_text("{}")
+    first = source.fingerprint(hf, before)
+    names = [row[0] for row in first]
+    assert {"config.json", "tokenizer.json", INDEX} < set(names)
+    assert names == sorted(names)
+    for changed in (path, hf / "config.json", shard_of(hf, DOWN)):
+        time, size = changed.stat().st_mtime_ns, changed.stat().st_size
+        for offset in {0, min(7, size - 1), max(0, size - 8), size - 1}:
+            flip(changed, offset)
+            os.utime(changed, ns=(time, time))
+            found = source.fingerprint(hf, before)
+            assert [row[0] for row, old in zip(found, first, strict=True) if row != old] == [changed.name]
+            flip(changed, offset)
+            os.utime(changed, ns=(time, time))
+        assert source.fingerprint(hf, before) == first
+        os.utime(changed, ns=(time, time + 1))
+        assert source.fingerprint(hf, before) != first
+        os.utime(changed, ns=(time, time))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_fp8_cannot_hold_is_refused_by_name(hf: Path, tmp_path: Path, value: float) -> None:
+    path = shard_of(hf, DOWN)
+    held = load_file(path)
+    held[DOWN][-1, -1] = value
+    save_file(held, path)
+    (hf / manifest.TENSORS).unlink()
+    to_megatron(hf, tmp_path / "megatron")
+    task = ToHF(tmp_path / "megatron", tmp_path / "megatron", dtype="fp8")
+    refused(task, tmp_path / "out", rf"{re.escape(DOWN)} in .*distcp cannot be stored in FP8: .* not finite")
 
 
 def test_rows_that_hold_values_are_no_padding(originals: Path, tmp_path: Path) -> None:

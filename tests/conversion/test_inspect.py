@@ -8,10 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from models import tiny
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint.convert.layout import Layout
+from megatron_rl.checkpoint.convert.source import HFFolder
 from tools import inspect_checkpoint
 from tools.inspect_checkpoint import contents, difference
 
@@ -53,6 +55,33 @@ def test_the_difference_of_two_is_found_by_name_and_size(root: Path) -> None:
     assert changed.max_abs == pytest.approx(0.5)
     norm = math.sqrt(sum(float(x) ** 2 for x in load_file(root / "source" / "model.safetensors")["model.norm.weight"]))
     assert changed.relative == pytest.approx(0.5 / norm)
+
+
+def test_the_difference_is_summed_over_blocks_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in blocks of 3, 3 and 1; equal values differ nowhere, whatever they are."""
+    monkeypatch.setattr(inspect_checkpoint, "_BLOCK", 3 * 8 * 5 + 8)
+    a = torch.arange(35.0).view(7, 5)
+    a[0, 1], a[1, 0], a[6, 4] = torch.nan, torch.inf, -torch.inf
+    b = a.clone()
+
+    def found() -> inspect_checkpoint.Difference:
+        for name, tensor in (("a", a), ("b", b)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            save_file({"w": tensor}, tmp_path / name / "model.safetensors")
+        return inspect_checkpoint._difference("w", *(HFFolder(tmp_path / name) for name in "ab"))
+
+    assert found() == inspect_checkpoint.Difference("w", 35, 0, 0.0, 0.0)
+    b[2, 2], b[3, 0], b[6, 0] = b[2, 2] + 2, b[3, 0] - 3, b[6, 0] + 1
+    norm = float(a[a.isfinite()].double().square().sum())
+    one = found()
+    assert (one.changed, one.max_abs) == (3, 3.0)
+    assert one.relative == pytest.approx(math.sqrt(14 / norm), rel=1e-12)
+    b[5, 0] = torch.nan  # on one side only
+    assert (found().changed, found().max_abs) == (4, math.inf)
+    a, b = torch.zeros(2, 2), torch.eye(2)
+    assert found().relative == math.inf
+    b = torch.zeros(2, 3)
+    assert found() == inspect_checkpoint.Difference("w", 4, 4, math.inf, math.inf, "shape (2, 2) and (2, 3)")
 
 
 def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
