@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_rl.algorithms import RewardTable, list_advantage_estimators, make_advantage_estimator
 from megatron_rl.methods.groups import Groups, leave_one_out
@@ -177,6 +178,36 @@ def test_awpo_gate_at_one_half_is_shut() -> None:
 def test_awpo_means_that_only_rounding_tells_apart_are_equal() -> None:
     given = with_judge([[0.1, 0.2, 0.7], [0.7, 0.2, 0.1]], [[0.5, 0.9, 0.0], [0.5, 0.0, 0.9]])
     assert make_advantage_estimator("awpo")(given).group["w_mix"].tolist() == [0.0, 0.0]  # both are the peak
+
+
+def test_awpo_thresholds_are_strict_up_to_rounding() -> None:
+    """A mean or a share that equals its threshold in exact arithmetic is not beyond it, wherever its last digit falls."""
+
+    def run(parts: list[float], judge: float = 0.5, **params: float) -> dict[str, Tensor]:
+        values = torch.tensor([[[*parts, 0.0], [*parts, judge]], [[9.0] * 3, [9.0] * 3]], dtype=torch.float64)
+        names = ("a", "b", "judge")
+        return make_advantage_estimator("awpo", **params)(RewardTable(values, names)).group
+
+    assert 0.1 + 0.2 > 0.3
+    assert run([0.1, 0.2], tau_low=0.3)["difficulty"][0] == 0.5
+    assert run([0.1, 0.2 + 1e-12], tau_low=0.3)["difficulty"][0] == 1.5
+    assert 0.3 - 0.1 < 0.2
+    assert run([0.3, -0.1], tau_low=0.0, tau_high=0.2)["difficulty"][0] == 0.5
+    assert run([0.3, -0.1 - 1e-12], tau_low=0.0, tau_high=0.2)["difficulty"][0] == 1.5
+    assert run([0.3, -0.1], r_out_max=0.2, eps_mix=2.0)["w_mix"][0] == 0
+    assert run([0.3, -0.1 - 1e-12], r_out_max=0.2, eps_mix=2.0)["w_mix"][0] > 0
+    # sigma_mix is 3/2 of sigma_out, rho 3/5: to its last digit in some groups only.
+    out = torch.randn(50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    given = RewardTable(torch.stack([out, out / 2], 2), ("outcome", "judge"))
+    fixed = {"eps_std": 0.0, "r_out_max": 99.0}
+    below, at, above = (
+        make_advantage_estimator("awpo", eps_mix=eps, **fixed)(given).group for eps in (0.6 - 1e-13, 0.6, 0.6 + 1e-13)
+    )
+    assert (at["rho"] < 0.6).any()
+    assert (at["rho"] >= 0.6).any()
+    assert not below["w_mix"].any()
+    assert not at["w_mix"].any()
+    assert torch.equal(above["w_mix"], above["rho"])
 
 
 def test_awpo_peak_is_the_same_for_the_same_rewards_in_another_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import subprocess
 import sys
@@ -14,7 +15,10 @@ import pytest
 
 from megatron_rl.config.schema import ConditionConfig, RewardConfig
 from megatron_rl.data import Sample
-from megatron_rl.rewards import RewardError, Scorer
+from megatron_rl.rewards import RewardError, Scorer, kinds
+from megatron_rl.rewards.remote import Counts
+from megatron_rl.rewards.scorer import ScoringStats
+from megatron_rl.runtime.calls import CallPool
 
 from .chat_server import serving
 
@@ -47,6 +51,9 @@ def fails():
 
 def good():
     return lambda completion, sample: float("good" in completion)
+
+def text():
+    return lambda completion, sample: completion[0]
 
 def forgets():
     return lambda completion, sample: None
@@ -216,6 +223,48 @@ def test_an_error_of_a_concurrent_reward_is_its_own_and_a_bad_deadline_is_refuse
 def test_a_reward_that_forgets_to_return_is_a_mistake(own: str) -> None:
     with pytest.raises(RewardError, match="'x' is None on sample t/0"):
         Scorer({"x": RewardConfig(reward=f"{own}:forgets")}).score(["a"], [sample()])
+
+
+def test_counts_of_several_ranks_add_up() -> None:
+    first = ScoringStats({"a": 1}, {"judge": (Counts(scored=2, cache_hits=1, example="x"), {"k": 1})}, 4, 1)
+    second = ScoringStats({"a": 2, "b": 5}, {"judge": (Counts(scored=3, example="y"), {}), "rm": (Counts(7), {})}, 6, 2)
+    first.remote["judge"][0].no_score["failed"] = second.remote["judge"][0].no_score["failed"] = 2
+    second.remote["judge"][0].traffic.latencies += [0.5, 1.0]
+    total = ScoringStats()
+    total += first
+    total += second
+    assert total.timeouts == {"a": 3, "b": 5}
+    assert {name: (counts.scored, answers) for name, (counts, answers) in total.remote.items()} == {
+        "judge": (5, {}),
+        "rm": (7, {}),
+    }
+    counts, _ = total.remote["judge"]
+    assert (counts.cache_hits, counts.no_score, counts.example) == (1, {"failed": 4}, "x")
+    assert first.remote["judge"][0].scored == 2, "a rank's own counts stay what they are"
+    metrics = total.metrics()
+    assert metrics["reward_overlap/share"] == 0.3
+    assert (metrics["reward_timeouts/a"], metrics["reward_timeouts/b"]) == (3, 5)
+    assert (metrics["judge/scored"], metrics["judge/no_score"], metrics["rm/scored"]) == (5, 4, 7)
+    assert metrics["judge/latency_p95"] == pytest.approx(0.975)
+    assert "rm/latency_p95" not in metrics
+    assert "reward_overlap/share" not in ScoringStats(early=1).metrics()
+
+
+def test_an_error_drops_what_has_not_begun_and_so_does_closing(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds, "call_pool", functools.cache(lambda: CallPool(1)))
+    rewards = {
+        "slow": RewardConfig(reward=f"{own}:slow", params={"seconds": 0.3}),
+        "x": RewardConfig(reward=f"{own}:text"),
+    }
+    scorer = Scorer(rewards)
+    for key in range(4):
+        scorer.start(key, "abc", sample(key))
+    futures = [one.futures["slow"] for one in scorer._open.values()]
+    with pytest.raises(RewardError, match="'x' is 'a' on sample t/0"):
+        scorer.score(["abc"] * 3, [sample(key) for key in range(3)], keys=range(3))
+    assert [future.cancelled() for future in futures[1:]] == [True, True, False]
+    scorer.close()
+    assert futures[3].cancelled()
 
 
 def test_two_ranks_share_answers_and_restart_from_the_folder(tmp_path: Path) -> None:
