@@ -112,7 +112,8 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     for step in range(rounds):
         for kind, make in (("after", After), ("during", Scorer)):
             scorer = make({"judge": RewardConfig(reward="judge", params=params)})  # a new one: nothing is cached
-            sampler = Sampler(config, grid, folder / "model", tokenizer, prompts, scorer, report, Phases(), engine)
+            sampler = Sampler(config, grid, folder / "model", tokenizer, prompts, scorer, report, Phases())
+            sampler._engine = engine  # without an actor, whose weights it would get
             begin = time.perf_counter()
             rollouts = sampler.generate(samples, GROUP, Sampling(1.0, 1.0, MAX_TOKENS), step)
             middle = time.perf_counter()

@@ -72,7 +72,8 @@ def check_types(function: Callable[..., object], params: Mapping[str, object]) -
     for name, value in params.items():
         hint = hints.get(name, object)
         if not _fits(value, hint) and (value is not None or signature[name].default is not None):
-            raise ValueError(f"{name} = {show(value)}, must be {_words(hint)}{_near(value, hint)}")
+            near = did_you_mean(value, typing.get_args(hint)) if typing.get_origin(hint) is Literal else ""
+            raise ValueError(f"{name} = {show(value)}, must be {_words(hint)}{near}")
 
 
 def hints_of(function: Callable[..., object]) -> dict[str, object]:
@@ -132,7 +133,3 @@ def _words(hint: object) -> str:
     if origin is dict:
         return "a mapping"
     return _WORDS.get(hint, "something else")
-
-
-def _near(value: object, hint: object) -> str:
-    return did_you_mean(value, typing.get_args(hint)) if typing.get_origin(hint) is Literal else ""

@@ -24,9 +24,7 @@ PHASES = (GENERATE, UPDATE, SYNC)
 RESERVE_GIB = 5.0
 # vLLM's activations while it reads a prompt of max_num_batched_tokens, its sampler and CUDA graphs, within its own share.
 ENGINE_WORKSPACE_GIB = 3.0
-_SYNC_BUCKET = (
-    256 * 2**20
-)  # models/gather.py: memory beyond the models' is three times the bucket, or the largest tensor
+_SYNC_BUCKET = 256 * 2**20  # models/gather.py: memory beyond the models' is three times this, or the largest tensor
 
 
 # --------------------------------------------------------------------------------------------------------- parameters
@@ -48,9 +46,6 @@ class Parameters:
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(self.linear + other.linear, self.other + other.other, self.expert + other.expert)
-
-    def __mul__(self, times: int) -> Parameters:
-        return Parameters(self.linear * times, self.other * times, self.expert * times)
 
 
 def _on_rank(rule: Rule, dims: Dims, tensor: int, copies: int) -> Parameters:
@@ -247,24 +242,29 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         key=lambda parameters: parameters.total,
     )
     replicas = world // (parallel.tensor * parallel.pipeline)
-    weights, fp8_copies = _weight_bytes(config, fullest, width)
+    weights = fullest.total * width
+    # Hopper multiplies FP8 matrices in one orientation only: Transformer Engine keeps a weight twice in FP8, by rows and by
+    # columns, two bytes in all. Without `param_gather` they come on top of the bf16 weights.
+    twice = actor.fp8 is not None and not actor.fp8.param_gather
+    fp8_copies = 2 * (fullest.linear + fullest.expert) if twice else 0
     optimizer = _optimizer_bytes(config, fullest, world, width)
     gradients = 4 * fullest.total
     engine_share = config.rollout.memory_fraction * gpu_bytes
     engine_weights = engine_parameters(model, engine_tp) * width
     cache = engine_share - engine_weights - ENGINE_WORKSPACE_GIB * GIB
     state_in = (UPDATE,) if actor.offload else PHASES
+    offload = () if actor.offload else ("actor.offload=true",)
     split = (
         "actor.parallel.tensor",
         "actor.parallel.pipeline",
-        *(("actor.parallel.expert",) if model.dims["experts"] else ()),
+        *["actor.parallel.expert"] * bool(model.dims["experts"]),
     )
     gather = 3 * max(_SYNC_BUCKET, model.dims["vocab"] * model.dims["hidden"] * width)
     components = [
         Component("actor: weights", weights, PHASES, split),
         Component("actor: FP8 copies of the weights", fp8_copies, PHASES, ("actor.fp8.param_gather",)),
-        Component("actor: gradients (fp32)", gradients, state_in, (*_offload(actor.offload), *split)),
-        Component("actor: optimizer state", optimizer, state_in, (*_offload(actor.offload), "more nodes")),
+        Component("actor: gradients (fp32)", gradients, state_in, (*offload, *split)),
+        Component("actor: optimizer state", optimizer, state_in, (*offload, "more nodes")),
         Component(
             "actor: activations",
             _activations(model, config, width),
@@ -299,24 +299,6 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         cache_tokens=cache / cache_bytes_per_token(model, engine_tp, width),
         longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
         host_bytes_per_gpu=(optimizer if actor.offload else 0) + (weights if reference else 0),
-    )
-
-
-def _offload(offloaded: bool) -> tuple[str, ...]:
-    return () if offloaded else ("actor.offload=true",)
-
-
-def _weight_bytes(config: Config, parameters: Parameters, width: int) -> tuple[float, float]:
-    """The parameters themselves, and the FP8 copies that Transformer Engine keeps beside them.
-
-    Hopper multiplies FP8 matrices in one orientation only, so a weight is kept twice in FP8, by rows and by columns: two
-    bytes, as many as in bf16. Without `param_gather` they come on top of the bf16 weights.
-    """
-    if config.actor.fp8 is None:
-        return parameters.total * width, 0.0
-    matrices = parameters.linear + parameters.expert
-    return (
-        (parameters.total * width, 0.0) if config.actor.fp8.param_gather else (parameters.total * width, 2.0 * matrices)
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_rl.commands.convert import main
+from megatron_rl.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main("to-megatron"))
+    sys.exit(main(["convert", "to-megatron", *sys.argv[1:]]))

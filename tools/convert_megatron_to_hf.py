@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_rl.commands.convert import main
+from megatron_rl.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main("to-hf"))
+    sys.exit(main(["convert", "to-hf", *sys.argv[1:]]))

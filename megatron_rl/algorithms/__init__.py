@@ -9,12 +9,7 @@ from megatron_rl.algorithms.aggregation import (
 )
 from megatron_rl.algorithms.algorithm import Algorithm, StepEstimate, make_algorithm, ppo_objective
 from megatron_rl.algorithms.correction import Correction, correct, correction_metrics
-from megatron_rl.algorithms.diagnostics import (
-    GradientVariance,
-    count_advantage_groups,
-    distinct_advantage_groups,
-    gradient_variance,
-)
+from megatron_rl.algorithms.diagnostics import GradientVariance, count_advantage_groups, distinct_advantage_groups
 from megatron_rl.algorithms.kl import kl_divergence, sequence_kl
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.registry import (
@@ -31,43 +26,3 @@ from megatron_rl.methods import Estimate, advantage_estimator, gradient_weight
 from megatron_rl.methods.groups import Groups, whiten
 from megatron_rl.methods.numerics import bounded_exp
 from megatron_rl.methods.ratios import REGIONS, regions
-
-__all__ = [
-    "REGIONS",
-    "AdvantageEstimator",
-    "Algorithm",
-    "Correction",
-    "Denominators",
-    "Estimate",
-    "GradientVariance",
-    "GradientWeight",
-    "Groups",
-    "Metrics",
-    "RewardTable",
-    "StepEstimate",
-    "add_column",
-    "advantage_estimator",
-    "aggregate_loss",
-    "aggregate_packed",
-    "bounded_exp",
-    "correct",
-    "correction_metrics",
-    "count_advantage_groups",
-    "count_live",
-    "distinct_advantage_groups",
-    "gradient_variance",
-    "gradient_weight",
-    "kl_divergence",
-    "list_advantage_estimators",
-    "list_gradient_weights",
-    "make_advantage_estimator",
-    "make_algorithm",
-    "make_gradient_weight",
-    "overlong_penalty",
-    "ppo_objective",
-    "regions",
-    "sequence_kl",
-    "signal_groups",
-    "token_coefficients",
-    "whiten",
-]

@@ -51,11 +51,7 @@ def count_live(mask: Tensor, sequence_ids: Tensor) -> Denominators:
 
 
 def token_coefficients(
-    mask: Tensor,
-    sequence_ids: Tensor,
-    mode: str,
-    denominators: Denominators,
-    max_length: int | None = None,
+    mask: Tensor, sequence_ids: Tensor, mode: str, denominators: Denominators, max_length: int | None = None
 ) -> Tensor:
     """What each token's loss is multiplied by before everything is summed, float64 [tokens]; 0 where masked.
 

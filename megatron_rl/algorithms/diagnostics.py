@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -112,16 +111,3 @@ class GradientVariance:
     def value(self, squared_norm_of_sum: float) -> float:
         """tr Cov of the mean of the g_i, given |sum g_i|^2. ValueError with fewer than two micro-batches."""
         return self.of_sum(squared_norm_of_sum) / max(self.count, 1) ** 2
-
-
-def gradient_variance(gradients: Iterable[Tensor]) -> float:
-    """Eq. 17 of micro-batch gradients that are all at hand: tensors of one shape; two passes, no cancellation.
-
-    Raises:
-        ValueError: with fewer than two.
-    """
-    stacked = torch.stack([gradient.detach().double().reshape(-1) for gradient in gradients])
-    count = len(stacked)
-    if count < 2:
-        raise ValueError(f"gradient variance needs at least 2 micro-batches, not {count}")
-    return float((stacked - stacked.mean(0)).square().sum() / (count * (count - 1)))

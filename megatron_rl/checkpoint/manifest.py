@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NotRequired, Protocol, TypedDict
@@ -216,8 +216,8 @@ def damage(folder: Path, part: int = 0, parts: int = 1, but: str | None = None) 
     try:
         files = read(folder)["files"]
         if part == 0:
-            found = [f"{name} is damaged" for name, wrong in _whole_files(folder, files) if wrong]
-            if found:
+            listed = {name: entry["blake3"] for name, entry in files.items() if "blake3" in entry}
+            if found := [f"{name} is damaged" for name, own in listed.items() if _digest_of(folder / name) != own]:
                 return found
         tensors, pieces = read_tensors(folder)
     except ValueError as error:
@@ -232,12 +232,6 @@ def damage(folder: Path, part: int = 0, parts: int = 1, but: str | None = None) 
     if part == 0:
         found += [f"tensor {name} has no data" for name in sorted(tensors.keys() - {piece.name for piece in pieces})]
     return found
-
-
-def _whole_files(folder: Path, files: Mapping[str, FileEntry]) -> Iterator[tuple[str, bool]]:
-    for name, about in files.items():
-        if "blake3" in about:
-            yield name, _digest_of(folder / name) != about["blake3"]
 
 
 def _compare(folder: Path, piece: Piece) -> str | None:

@@ -24,16 +24,8 @@ METADATA = ".metadata"
 
 # What `pickle` raises on bytes that are no pickle, or a damaged one.
 DAMAGE = (
-    pickle.UnpicklingError,
-    EOFError,
-    AttributeError,
-    ImportError,
-    IndexError,
-    KeyError,
-    TypeError,
-    ValueError,
-    OverflowError,
-    MemoryError,
+    *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError),
+    *(OverflowError, MemoryError),
 )
 _INDEX = "torch.distributed.checkpoint.metadata"
 _OLD_INDEX = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.1 and older had two of them

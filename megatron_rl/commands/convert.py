@@ -1,4 +1,4 @@
-"""`convert to-megatron` and `convert to-hf`; also what `tools/convert_*.py` run."""
+"""`convert to-megatron` and `convert to-hf`."""
 
 from __future__ import annotations
 
@@ -87,21 +87,6 @@ def run(args: argparse.Namespace) -> int:
         print("megatron-rl convert: stopped; the same command continues", file=sys.stderr)
         return 130
     return exit_codes.OK
-
-
-def main(direction: str, arguments: Sequence[str] | None = None) -> int:
-    """What the stand-alone tools run."""
-    add = {"to-megatron": add_to_megatron, "to-hf": add_to_hf}[direction]
-    parser = argparse.ArgumentParser(
-        description={
-            "to-megatron": "Converts a Hugging Face folder to a Megatron distributed checkpoint (docs/conversion.md).",
-            "to-hf": "Converts a Megatron distributed checkpoint to a Hugging Face folder (docs/conversion.md).",
-        }[direction]
-    )
-    add(parser)
-    args = parser.parse_args(arguments)
-    args.direction = direction
-    return run(args)
 
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}

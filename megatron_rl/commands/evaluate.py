@@ -16,7 +16,6 @@ from megatron_rl.commands.run_recipe import (
     HeldError,
     add_check,
     hold_run_folder,
-    load_checked,
     machine_asked_for,
     machine_here,
     print_checked,
@@ -24,6 +23,7 @@ from megatron_rl.commands.run_recipe import (
     start_ranks,
 )
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe
+from megatron_rl.launch.checks import check_recipe
 from megatron_rl.models import HFConfig, read_hf_config
 from megatron_rl.runtime import exit_codes
 
@@ -103,7 +103,7 @@ def _resolve(args: argparse.Namespace, machine: Machine) -> tuple[Config, _Check
     if "run_dir" not in given:
         overrides += _own_run_dir(recipe, args, checkpoint)
     args.recipe, args.overrides = str(recipe), [*overrides, *args.overrides]
-    config = load_checked(args, machine, _served(args))
+    config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine, _served(args))
     if args.endpoint and config.model.path is None:
         raise ConfigError("--endpoint needs --model DIR, the Hugging Face folder of the served model: its tokenizer")
     if (Path(config.run_dir) / "checkpoints").exists():

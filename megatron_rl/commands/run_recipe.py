@@ -14,7 +14,6 @@ from pathlib import Path
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.launch.checks import check_recipe
-from megatron_rl.models import HFConfig
 from megatron_rl.runtime import disk, exit_codes, owner, stop, streams
 from megatron_rl.runtime.attempts import ATTEMPT, REFUSED, new_attempt, rank_environment, shared_attempt
 from megatron_rl.runtime.spawn import Graces, Outcome, run_rank, run_ranks
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     machine, world = machine_here()
     try:
         machine = machine_asked_for(args, machine)
-        config = load_checked(args, machine)
+        config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine)
         if args.check:
             return print_checked(config, machine if args.processes is None else None, args.command)
         check_machine(config, machine, args.command)
@@ -170,15 +169,6 @@ def _unnamed_file(text: str) -> int:
     with open(handle, "w", encoding="utf-8", closefd=False) as file:
         file.write(text)
     return handle
-
-
-def load_checked(args: argparse.Namespace, machine: Machine, model: HFConfig | None = None) -> Config:
-    """The recipe of the command line with its overrides, checked; ConfigError names what is wrong.
-
-    Args:
-        model: the model's config.json, where its weights need not be here; None: `model.path` is checked.
-    """
-    return check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine, model)
 
 
 def print_checked(config: Config, machine: Machine | None, command: str) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime import disk, exit_codes
 from megatron_rl.runtime.attempts import free_port
 
 URL = "url"
@@ -54,7 +54,8 @@ def serve(command: Sequence[str], port: int, address: str, folder: Path) -> int:
     try:
         _wait_until_healthy(server, port)
         if server.poll() is None:
-            _announce(url, f"http://{address}:{port}")
+            disk.replace(url, f"http://{address}:{port}\n")
+            print(f"megatron-rl: the server answers at http://{address}:{port}", file=sys.stderr, flush=True)
         code = server.wait()
         print(f"megatron-rl: the server has ended with exit code {code}", file=sys.stderr, flush=True)
         return exit_codes.FAILED if code == 0 else code if code > 0 else 128 - code
@@ -86,14 +87,6 @@ def _answers(port: int) -> bool:
         return error.code == 404
     except OSError:
         return False
-
-
-def _announce(url: Path, text: str) -> None:
-    """In one move: others read it as soon as it is there."""
-    temporary = url.with_name(f".{url.name}")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, url)
-    print(f"megatron-rl: the server answers at {text}", file=sys.stderr, flush=True)
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

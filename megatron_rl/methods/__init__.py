@@ -4,7 +4,7 @@ Importing this package loads no torch, so that recipes are checked on a login no
 own methods.
 """
 
-from megatron_rl.methods import estimators, weights  # noqa: F401  (importing a method's file registers it)
+from megatron_rl.methods import estimators, weights
 from megatron_rl.methods.catalogue import (
     ESTIMATOR,
     WEIGHT,

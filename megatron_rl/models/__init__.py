@@ -7,14 +7,3 @@ from megatron_rl.models.family import Family, Model, ModelDescription
 from megatron_rl.models.hf_config import HFConfig, read_hf_config
 from megatron_rl.models.registry import family_for, model_of
 from megatron_rl.models.rules import padded_vocab_size
-
-__all__ = [
-    "Family",
-    "HFConfig",
-    "Model",
-    "ModelDescription",
-    "family_for",
-    "model_of",
-    "padded_vocab_size",
-    "read_hf_config",
-]

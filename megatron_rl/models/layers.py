@@ -88,12 +88,7 @@ def packed_attention(
         return padded.view(len(lengths), longest, *x.shape[1:]).transpose(1, 2)
 
     out = F.scaled_dot_product_attention(
-        pad(query),
-        pad(key),
-        pad(value),
-        is_causal=True,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        pad(query), pad(key), pad(value), is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, slots)
 

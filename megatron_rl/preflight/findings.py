@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TypedDict
 
 FAILED, WARNING = "failed", "warning"
@@ -68,12 +66,6 @@ class Report:
 
     def json(self) -> str:
         return json.dumps({"fit": not self.failed, **asdict(self)}, indent=1)
-
-    def write(self, path: Path) -> None:
-        """As JSON, in one move."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(self.json(), encoding="utf-8")
-        os.replace(temporary, path)
 
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:

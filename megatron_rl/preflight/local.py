@@ -34,12 +34,8 @@ _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "toke
 
 
 # --------------------------------------------------------------------------------------------------------------- facts
-def version_facts(config: Config) -> dict[str, str]:
-    return versions()
-
-
-def recipe_facts(config: Config) -> dict[str, str]:
-    return {"the recipe": hashlib.blake2b(to_yaml(config).encode(), digest_size=8).hexdigest()}
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def model_facts(config: Config) -> dict[str, str]:
@@ -48,7 +44,7 @@ def model_facts(config: Config) -> dict[str, str]:
         return {}
     folder = Path(config.model.path).expanduser()
     small = {path for pattern in _MODEL_FILES for path in folder.glob(pattern)}
-    facts = {str(path): hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() for path in sorted(small)}
+    facts = {str(path): _digest(path.read_bytes()) for path in sorted(small)}
     return facts | {str(path): f"{path.stat().st_size} bytes" for path in _weight_files(folder)}
 
 
@@ -62,15 +58,15 @@ def data_facts(config: Config) -> dict[str, str]:
     for _, task in _file_tasks(config):
         for path in _files(task):
             with path.open("rb") as file:
-                head = hashlib.blake2b(file.read(_HEAD), digest_size=8).hexdigest()
+                head = _digest(file.read(_HEAD))
             facts[str(path)] = f"{path.stat().st_size} bytes, {head}"
     return facts
 
 
 # What has to be the same everywhere: check -> function of the recipe.
 FACTS: dict[str, Callable[[Config], dict[str, str]]] = {
-    "versions": version_facts,
-    "recipe": recipe_facts,
+    "versions": lambda config: versions(),
+    "recipe": lambda config: {"the recipe": _digest(to_yaml(config).encode())},
     "model": model_facts,
     "data": data_facts,
 }
@@ -159,10 +155,7 @@ def check_run_dir(config: Config) -> Problems:
         return
     kept = config.checkpoint.keep + config.checkpoint.keep_best + 1  # one more is written before an old one goes
     if needed > free:
-        yield (
-            FAILED,
-            f"run_dir {folder} has {size_text(free)} free, one checkpoint needs about {size_text(needed)}",
-        )
+        yield (FAILED, f"run_dir {folder} has {size_text(free)} free, one checkpoint needs about {size_text(needed)}")
     elif kept * needed > free:
         yield (
             WARNING,

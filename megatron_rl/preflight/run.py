@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Measured, Report, merged
 from megatron_rl.preflight.local import FACTS, PER_NODE, PER_RANK, has_endpoints, silent_endpoints, survey
+from megatron_rl.runtime import disk
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -261,6 +262,6 @@ def write_report(report: Report, config: Config, rank: int) -> None:
     """`<run_dir>/preflight.json`, by rank 0; not where the folder cannot be written, which the report says."""
     if rank == 0 and os.access(config.run_dir, os.W_OK):
         try:
-            report.write(Path(config.run_dir) / "preflight.json")
+            disk.replace(Path(config.run_dir) / "preflight.json", report.json())
         except OSError as error:
             report.findings.append(Finding("run_dir", FAILED, report.nodes[0], f"preflight.json: {error.strerror}"))

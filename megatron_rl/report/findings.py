@@ -119,12 +119,9 @@ def agreement(run: RunRecord) -> Iterator[Finding]:
 
 
 def losses(run: RunRecord) -> Iterator[Finding]:
-    for metric, what in (("reward_timeouts/", "reward calls ran into their deadline"),):
-        for name in run.metrics():
-            if name.startswith(metric):
-                total = sum(run.series(name)[1])
-                if total:
-                    yield Finding("look", f"{total:.0f} {what} ({name.partition('/')[2]})")
+    for name in run.metrics():
+        if name.startswith("reward_timeouts/") and (total := sum(run.series(name)[1])):
+            yield Finding("look", f"{total:.0f} reward calls ran into their deadline ({name.partition('/')[2]})")
 
 
 _RULES: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NotRequired, TypedDict
 import yaml
 
 from megatron_rl.report.status import attempts_of
+from megatron_rl.runtime.disk import json_lines
 
 Row = Mapping[str, float]  # of metrics.jsonl
 _SAMPLED_STEPS = 13  # files of rollouts that are read; odd, so that the middle one is among them
@@ -68,14 +68,14 @@ def read_run(path: Path) -> RunRecord:
     recipe_file, metrics_file = path / "recipe.yaml", path / "metrics.jsonl"
     if not recipe_file.is_file():
         raise ValueError(f"{path} is no run folder: it has no recipe.yaml")
-    rows = list(_json_lines(metrics_file))
+    rows = list(json_lines(metrics_file))
     if not rows:
         raise ValueError(f"{path} has no metrics yet ({metrics_file.name} is missing or empty)")
     return RunRecord(
         path=path,
         recipe=yaml.safe_load(recipe_file.read_text()),
         rows=rows,
-        sft_rows=list(_json_lines(path / "sft" / "metrics.jsonl")),
+        sft_rows=list(json_lines(path / "sft" / "metrics.jsonl")),
         samples=_read_samples(path / "samples"),
         attempts=len(attempts_of(path)),
     )
@@ -96,20 +96,9 @@ def _flatten(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
         yield prefix, node
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
-    """The file's objects; ends at a last line that a killed process left unfinished."""
-    if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return
-
-
 def _read_samples(folder: Path) -> dict[int, list[RolloutRow]]:
     steps = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.jsonl"))
     count = min(_SAMPLED_STEPS, len(steps))
     chosen = {steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)}
-    read = {step: list(_json_lines(folder / f"step_{step}.jsonl")) for step in sorted(chosen)}
+    read = {step: list(json_lines(folder / f"step_{step}.jsonl")) for step in sorted(chosen)}
     return {step: rows for step, rows in read.items() if rows}

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.runtime import exit_codes, postmortem, process
+from megatron_rl.runtime import disk, exit_codes, postmortem, process
 from megatron_rl.runtime.attempts import END, REFUSED
 from megatron_rl.runtime.progress import END as END_PHASE
 from megatron_rl.runtime.progress import Beat, beat_interval, heartbeats
@@ -40,18 +40,11 @@ _FIRST = {
     exit_codes.PREFLIGHT: "mend or leave out what pre-flight names",
     exit_codes.OUT_OF_MEMORY: "make the run smaller (docs/out-of-memory.md)",
 }
-SUBMITTED, REQUEUED = (
-    "submitted",
-    "requeued",
-)  # in the attempt's folder: slurm/submit.sh's line; the job that was requeued
+SUBMITTED, REQUEUED = "submitted", "requeued"  # in the attempt's folder: slurm/submit.sh's line; the requeued job
 # The last of these in a metrics row says how it goes.
 _SHOWN = (
-    "reward/mean",
-    "response_length/mean",
-    "groups/signal_share",
-    "actor/entropy",
-    "actor/grad_norm",
-    "timing_s/step",
+    *("reward/mean", "response_length/mean", "groups/signal_share"),
+    *("actor/entropy", "actor/grad_norm", "timing_s/step"),
 )
 
 
@@ -273,13 +266,7 @@ def _command(attempt: Path) -> list[str]:
 
 
 def _read_metrics(status: RunStatus, run_dir: Path, steps: int) -> None:
-    rows = []
-    path = run_dir / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:  # being written
-            break
+    rows = list(disk.json_lines(run_dir / "metrics.jsonl"))
     if not rows:
         return
     last = rows[-1]

@@ -46,12 +46,7 @@ def generate(
     for completion in engine.drain():
         sample_id, index = completion.request.name
         rollout = Rollout.single_turn(
-            by_id[sample_id],
-            index,
-            completion.ids,
-            completion.finish_reason,
-            completion.logprobs,
-            completion.version,
+            by_id[sample_id], index, completion.ids, completion.finish_reason, completion.logprobs, completion.version
         )
         rollouts.append(rollout)
         if on_finished is not None:

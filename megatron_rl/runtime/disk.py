@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 
 def size_text(num_bytes: float) -> str:
@@ -52,6 +54,15 @@ def replace(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def json_lines(path: Path) -> Iterator[Any]:
+    """A file's objects, none where it is missing; ends at a last line that is being written, or that a kill cut short."""
+    for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
 
 
 def make_inside(home: Path, folder: Path) -> None:

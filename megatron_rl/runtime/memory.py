@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
 GIB = 2**30
 # What torch, Python, C++ and vLLM say when memory is out. torch has a class of its own only for the device's.
@@ -49,15 +49,8 @@ class PhaseMemory:
     def metrics(self) -> dict[str, float]:
         """`memory/host_peak_gib`, `memory/device_peak_gib` since the start, and the same per phase since the last call."""
         self._note()
-        found = {"memory/host_peak_gib": self.overall["host"]}
-        if "device" in self.overall:
-            found["memory/device_peak_gib"] = self.overall["device"]
-        for phase, peaks in self.peaks.items():
-            found[f"memory/{phase}/host_peak_gib"] = peaks["host"]
-            if "device" in peaks:
-                found[f"memory/{phase}/device_peak_gib"] = peaks["device"]
-        self.peaks = {}
-        return found
+        peaks, self.peaks = {"memory": self.overall} | {f"memory/{name}": own for name, own in self.peaks.items()}, {}
+        return {f"{place}/{where}_peak_gib": gib for place, own in peaks.items() for where, gib in own.items()}
 
 
 def _raise_to(peaks: dict[str, float], others: Mapping[str, float]) -> None:
@@ -129,24 +122,23 @@ def oom_kills(
 ) -> int:
     """How often the kernel has killed a process of this container or job for its memory; 0 where it does not tell.
 
-    Version 2 of cgroups counts in `memory.events`, version 1 in `memory.oom_control`. A container sees its own cgroup as the
-    root; a job of a batch system is some levels below, and not every level counts. Without a cgroup that counts, the
-    machine's own number is taken (/proc/vmstat).
+    A container sees its own cgroup as the root; a job of a batch system is some levels below, and not every level counts.
+    Without a cgroup that counts, the machine's own number is taken (/proc/vmstat).
     """
     with contextlib.suppress(OSError):
-        for hierarchy, controllers, path in re.findall(r"^(\d+):(.*?):/(.*)$", own.read_text(), re.MULTILINE):
-            if hierarchy == "0":
-                root, name = groups, "memory.events"
-            elif "memory" in controllers.split(","):
-                root, name = groups / "memory", "memory.oom_control"
-            else:
-                continue
-            for folder in (root / path, *(root / path).parents):
-                if (kills := _oom_kill(folder / name)) is not None:
-                    return kills
-                if folder == root:
-                    break
+        for folder, version in cgroups(own, groups):
+            if (kills := _oom_kill(folder / ("memory.events" if version == 2 else "memory.oom_control"))) is not None:
+                return kills
     return _oom_kill(machine) or 0
+
+
+def cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[Path, int]]:
+    """Folders of this process's memory cgroups, each before those that it is in, with the version of cgroups (1 or 2)."""
+    for hierarchy, controllers, path in re.findall(r"^(\d+):(.*?):/(.*)$", own.read_text(), re.MULTILINE):
+        if hierarchy == "0" or "memory" in controllers.split(","):
+            base, version = (root, 2) if hierarchy == "0" else (root / "memory", 1)
+            inside = PurePath(path)  # which a container may not see: there, its own is the base
+            yield from ((base / place, version) for place in (inside, *inside.parents))
 
 
 def _oom_kill(file: Path) -> int | None:

@@ -96,9 +96,7 @@ def write_rank(folder: Path, about: Mapping[str, object], stacks: str) -> None:
         **about,
     }
     (folder / f"rank_{PROGRESS.rank}.txt").write_text(stacks, encoding="utf-8", errors="backslashreplace")
-    temporary = folder / f".rank_{PROGRESS.rank}.json"
-    temporary.write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")
-    os.replace(temporary, folder / f"rank_{PROGRESS.rank}.json")  # atomic: no reader sees half of it
+    disk.replace(folder / f"rank_{PROGRESS.rank}.json", json.dumps(facts, indent=1, default=str))
 
 
 def waiting_place(stacks: str) -> str:

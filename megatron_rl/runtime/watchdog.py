@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
-from megatron_rl.runtime import exit_codes, postmortem
+from megatron_rl.runtime import disk, exit_codes, postmortem
 from megatron_rl.runtime.progress import PROGRESS, Beat, Deadlines, Dump, RankFacts, beat_interval, heartbeats
 
 _PATIENCE = 10.0  # seconds to wait for the report of the rank that writes it
@@ -152,9 +152,7 @@ class Watchdog:
         stall = postmortem.stalled(self.folder)
         assert stall is not None
         text = postmortem.verdict(stall, before, after, dumps, PROGRESS.host)
-        temporary = self.folder / f".{postmortem.REPORT}"
-        temporary.write_text(f"the run hung: {text}\n", encoding="utf-8")
-        os.replace(temporary, self.folder / postmortem.REPORT)
+        disk.replace(self.folder / postmortem.REPORT, f"the run hung: {text}\n")
         print(f"megatron-rl: the run hung: {text}", file=sys.stderr)
         print(f"    stacks, samples and memory of every rank that answers: {self.folder}", file=sys.stderr, flush=True)
 

@@ -9,6 +9,7 @@ streams and events around collectives, and dtype checks that compare ``tensor.ty
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -54,19 +55,8 @@ class _NoStream:
         return True
 
 
-def _current_device() -> torch.device:
-    return torch.device("cpu")
-
-
-def _typed_constructor(dtype: torch.dtype) -> Callable[[object], torch.Tensor]:
-    def construct(data: object) -> torch.Tensor:
-        return torch.tensor(data, dtype=dtype)
-
-    return construct
-
-
 _TORCH_CUDA: dict[str, Callable[..., object]] = {
-    "current_device": _current_device,
+    "current_device": lambda: torch.device("cpu"),
     "synchronize": _NoStream()._nothing,
     "empty_cache": _NoStream()._nothing,
     "Stream": _NoStream,
@@ -127,20 +117,18 @@ def _reduce_scatter_unequal(
     output.copy_(total.split([part.shape[0] for part in input_list])[torch.distributed.get_rank(group)])
 
 
-def _no_cuda_random_state(**_: object) -> torch.Tensor:
-    return torch.empty(0)
-
-
 def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object]]:
     from megatron.core.tensor_parallel import random
 
-    cuda = _TORCH_CUDA | {name: _typed_constructor(dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()}
+    cuda = _TORCH_CUDA | {
+        name: functools.partial(torch.tensor, dtype=dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()
+    }
     return {(torch.cuda, name): value for name, value in cuda.items()} | {
         (torch.distributed, "all_to_all_single"): _all_to_all_with_lists,
         (torch.distributed, "all_gather"): _all_gather_unequal,
         (torch.distributed, "reduce_scatter"): _reduce_scatter_unequal,
         # Activation recomputation puts both back before it computes a layer again; the CPU's own it handles beside them.
-        (random, "_get_cuda_rng_state"): _no_cuda_random_state,
+        (random, "_get_cuda_rng_state"): lambda **_: torch.empty(0),
         (random, "_set_cuda_rng_state"): _NoStream()._nothing,
     }
 

@@ -8,7 +8,7 @@ from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.metrics import response_metrics, reward_metrics, throughput
 from megatron_rl.trainer.minibatch import train_batch, was_truncated
-from megatron_rl.trainer.record import TokenLog
+from megatron_rl.trainer.record import TokenLog, write_step
 from megatron_rl.trainer.resume import load_checkpoint
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.sft import warm_up
@@ -94,6 +94,8 @@ def step(run: Run) -> None:
     run.report.samples(number, drawn.samples, drawn.rollouts, estimate.advantages)
     if log is not None:
         truncated, log_probs = was_truncated(drawn.rollouts).view(table.mask.shape), run.grid.gather(log.rows)
-        run.report.rollouts(number, [sample.id for sample in drawn.samples], table, truncated, estimate, log_probs)
+        if run.grid.is_main:
+            path = run.run_dir / "rollouts" / f"step_{number}.npz"
+            write_step(path, [sample.id for sample in drawn.samples], table, truncated, estimate, log_probs)
     if snapshot is not None:
         run.checkpoints.submit(run.state, snapshot, metrics)

@@ -19,7 +19,7 @@ def memory_parts(run: Run) -> dict[str, float]:
     actor = run.learner.actor
     parts = {
         "actor's weights": _gib(p for chunk in actor.chunks for p in chunk.parameters()),
-        "gradients": _gib(_gradients(actor)),
+        "gradients": _gib(b.grad_data for c in actor.ddp_chunks for b in [*c.buffers, *c.expert_parallel_buffers]),
         "optimizer state": _gib(_optimizer_state(actor)),
     }
     if actor.reference is not None:
@@ -38,12 +38,6 @@ def _gib(tensors: Iterable[torch.Tensor]) -> float:
     """Tensors that share memory count once; those that were offloaded have none."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values()) / GIB
-
-
-def _gradients(actor: Actor) -> Iterable[torch.Tensor]:
-    for chunk in actor.ddp_chunks:
-        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-            yield buffer.grad_data
 
 
 def _optimizer_state(actor: Actor) -> Iterable[torch.Tensor]:
@@ -71,7 +65,7 @@ def remedies(phase: str, config: Config) -> list[str]:
         f"actor.offload (now {str(actor.offload).lower()}): gradients and optimizer on the host while the engine works"
     )
     layout = [
-        f"actor.parallel.tensor, pipeline (now {parallel.tensor}, {parallel.pipeline}): more devices per copy of the model",
+        f"actor.parallel.tensor, pipeline (now {parallel.tensor}, {parallel.pipeline}): more devices per copy of the model"
     ]
     forward = [
         f"actor.logits_mib (now {actor.logits_mib}): fewer logits at a time; changes no result",

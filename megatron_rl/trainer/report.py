@@ -9,21 +9,18 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
-from megatron_rl.algorithms import StepEstimate
 from megatron_rl.config.schema import Config
-from megatron_rl.data import RewardTable, Rollout, Sample
+from megatron_rl.data import Rollout, Sample
 from megatron_rl.report import read_run, render
 from megatron_rl.rewards import ScoringStats
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.progress import PROGRESS
-from megatron_rl.trainer.record import write_step
 from megatron_rl.trainer.trackers import Tracker, make_trackers
 
 # What a step's line on the terminal shows: label, metric, format.
@@ -39,20 +36,8 @@ _LINE = (
     ("s", "timing_s/step", ".2f"),
 )
 _OUTPUTS = (
-    "metrics.jsonl",
-    "evaluation.json",
-    "report.html",
-    "sft",
-    "checkpoints",
-    "samples",
-    "rollouts",
-    "tensorboard",
-    "reference",
-    "export",
-    "responses",
-    "wandb_id",
-    "mlflow_id",
-    "run_id",
+    *("metrics.jsonl", "evaluation.json", "report.html", "sft", "checkpoints", "samples", "rollouts", "tensorboard"),
+    *("reference", "export", "responses", "wandb_id", "mlflow_id", "run_id"),
 )
 
 
@@ -121,7 +106,7 @@ class Reporter:
 
     def _cut(self, path: Path, step: int, num_bytes: int | None = None) -> list[dict[str, float]]:
         """Removes rows after `step`; returns the others."""
-        kept = [row for row in read_metrics(path) if row["step"] <= step]
+        kept = [row for row in disk.json_lines(path) if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in kept)
         if num_bytes is not None and len(text.encode()) != num_bytes:
             self.warn(
@@ -251,20 +236,6 @@ class Reporter:
         every = self.config.logging.record_every
         return bool(every) and step % every == 0
 
-    def rollouts(
-        self,
-        step: int,
-        sample_ids: Sequence[str],
-        table: RewardTable,
-        truncated: Tensor,
-        estimate: StepEstimate,
-        tokens: Sequence[Mapping[int, Mapping[str, np.ndarray]]],
-    ) -> None:
-        """`rollouts/step_<n>.npz`: all of the step's rewards and log-probs; see `trainer.record`."""
-        if self.active:
-            path = self.run_dir / "rollouts" / f"step_{step}.npz"
-            write_step(path, sample_ids, table, truncated, estimate, tokens)
-
     def eval_samples(self, step: int, task: str, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> None:
         """`samples/eval_<task>_step_<n>.jsonl`."""
         count = self.config.logging.samples_per_step
@@ -309,19 +280,6 @@ class Reporter:
                 tracker.close()
             except OSError as error:  # the disk that ended the run: metrics.jsonl has what is lost here
                 self.warn(f"the newest metrics are missing in {type(tracker).__name__}: {error}")
-
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Rows of a metrics file; a last line that a killed process left unfinished is dropped."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
 
 
 def _append(path: Path, row: Mapping[str, float]) -> None:

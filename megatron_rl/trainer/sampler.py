@@ -41,7 +41,6 @@ class Sampler:
 
     Args:
         folder: Hugging Face folder with config and tokenizer.
-        engine: one that runs already; None: `start_engine` starts it.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class Sampler:
         scorer: Scorer,
         report: Reporter,
         phases: Phases,
-        engine: Engine | None = None,
     ) -> None:
         self.config, self.grid, self.folder, self.tokenizer = config, grid, folder, tokenizer
         self.prompts, self.scorer = prompts, scorer
@@ -64,7 +62,7 @@ class Sampler:
             self.order = make_order([sample.task for sample in prompts.train], prompts.weights, config.seed)
         self._counters: dict[str, float] = {}  # of the current step
         self._scored = ScoringStats()  # what slow rewards did in it
-        self._engine = engine
+        self._engine: Engine | None = None  # until `start_engine`
         self._sync: WeightSync | None = None
 
     # ------------------------------------------------------------------------------------------------------ the engine

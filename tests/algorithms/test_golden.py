@@ -16,7 +16,6 @@ from megatron_rl.algorithms import (
     RewardTable,
     aggregate_loss,
     distinct_advantage_groups,
-    gradient_variance,
     make_advantage_estimator,
     make_gradient_weight,
     ppo_objective,
@@ -187,9 +186,7 @@ def run(fn: str, kwargs: dict[str, Any]) -> Any:
             return ppo_objective(log_ratio, adv, kwargs["eps_low"], kwargs["eps_high"]).tolist()
         case "aggregate":
             return aggregate(**kwargs)
-        case "gradient_variance":
-            return gradient_variance([torch.tensor(grad, dtype=torch.float64) for grad in kwargs["grads"]])
-        case "gradient_variance_running":
+        case "gradient_variance" | "gradient_variance_running":
             return running_variance(kwargs["grads"])
         case "distinct_advantage_groups":
             return distinct(**kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.algorithms import GradientVariance, RewardTable, correct, gradient_variance, make_advantage_estimator
+from megatron_rl.algorithms import GradientVariance, RewardTable, correct, make_advantage_estimator
 from megatron_rl.algorithms.correction import correction_metrics
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.shaping import add_column, overlong_penalty
@@ -49,12 +49,11 @@ def test_awpo_logs_what_it_used() -> None:
 
 
 def test_gradient_variance_is_equation_17() -> None:
-    """1 / (b (b - 1)) sum |g_i - mean|^2, two-pass and streaming, for two and for five micro-batches."""
+    """1 / (b (b - 1)) sum |g_i - mean|^2, for two and for five micro-batches."""
     for count in (2, 5):
         gradients = [torch.tensor([float(i * i), 1.0 - i], dtype=torch.float64) for i in range(count)]
         mean = sum(gradients) / count
         expected = sum(float((g - mean).square().sum()) for g in gradients) / (count * (count - 1))
-        assert gradient_variance(gradients) == pytest.approx(expected, rel=1e-12)
         tracker = GradientVariance()
         for gradient in gradients:
             tracker.add(float(gradient.square().sum()))

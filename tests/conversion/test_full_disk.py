@@ -17,7 +17,7 @@ from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.checkpoint.manifest import Piece
-from megatron_rl.commands.convert import main
+from megatron_rl.cli import main
 
 from .test_resume import contents
 
@@ -70,13 +70,13 @@ def test_the_command_names_the_file_and_continues(
     whole = contents(sources / f"whole-{direction}")
     shards = sorted(len(data) for name, data in whole.items() if name.endswith((".distcp", ".safetensors")))
     with small_files(shards[-1] - 1):
-        assert main(direction, arguments) == 1
+        assert main(["convert", direction, *arguments]) == 1
     said = capsys.readouterr().err
     assert "File too large" in said
     assert str(tmp_path / ".target.converting" / "result" / ("__" if direction == "to-megatron" else "model-0")) in said
     assert "make room, then the same command continues" in said
     assert not target.exists()
-    assert main(direction, arguments) == 0
+    assert main(["convert", direction, *arguments]) == 0
     assert "continuing an interrupted conversion" in capsys.readouterr().out
     assert contents(target) == whole
 

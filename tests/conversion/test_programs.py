@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.convert.source import Model, megatron_folder
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.checkpoint.convert.verify import compare
-from megatron_rl.commands.convert import main
+from megatron_rl.cli import main
 
 from .convert import assert_same, tensors, to_hf
 from .test_resume import contents, kill
@@ -110,12 +110,12 @@ def test_bridge_finds_its_configuration(hf: Path, tmp_path: Path) -> None:
 def test_the_command_says_how_to_load_it(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny.write(tmp_path / "llama", "llama3", num_hidden_layers=1)
     out = tmp_path / "out"
-    assert main("to-megatron", ["--hf", str(source), "--megatron", str(out), "--for", "megatron-lm"]) == 0
+    assert main(["convert", "to-megatron", "--hf", str(source), "--megatron", str(out), "--for", "megatron-lm"]) == 0
     said = capsys.readouterr().out
     assert f"--load {out} --use-checkpoint-args" in said
     assert "--norm-epsilon 1e-06 --use-rope-scaling --rope-scaling-factor 8" in said
     assert "--qk-layernorm" not in said
-    assert main("to-hf", ["--megatron", str(out), "--hf", str(tmp_path / "back")]) == 0
+    assert main(["convert", "to-hf", "--megatron", str(out), "--hf", str(tmp_path / "back")]) == 0
     assert_same(tensors(tmp_path / "back"), tensors(source))
 
 

@@ -21,6 +21,7 @@ import pytest
 from megatron_rl.commands import evaluate, run_recipe
 from megatron_rl.config import Config, ConfigError, Machine, load_recipe, to_yaml
 from megatron_rl.config.algorithm_checks import reward_columns
+from megatron_rl.launch.checks import check_recipe
 from megatron_rl.runtime.attempts import new_attempt, rank_environment
 from megatron_rl.runtime.spawn import run_ranks
 from tests.rewards.chat_server import ChatServer
@@ -131,7 +132,7 @@ def write_models(configs: list[Config], folder: Path) -> None:
 def checked(name: str, overrides: list[str], root: Path) -> Config:
     """As `megatron-rl train` takes the recipe, on a machine without a GPU."""
     args = argparse.Namespace(command="train", recipe=str(RECIPES / name), overrides=overrides)
-    config = run_recipe.load_checked(args, Machine(gpus=0))
+    config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, Machine(gpus=0))
     run_recipe.check_machine(config, Machine(gpus=0))
     return config
 

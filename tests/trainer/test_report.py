@@ -17,7 +17,8 @@ from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config, LoggingConfig
 from megatron_rl.data import Rollout, Sample
 from megatron_rl.evaluation.output import write_responses
-from megatron_rl.trainer.report import Reporter, read_metrics
+from megatron_rl.runtime import disk
+from megatron_rl.trainer.report import Reporter
 
 
 def reporter(run_dir: Path, rank: int) -> Reporter:
@@ -146,5 +147,5 @@ def test_a_run_says_where_its_time_went_and_draws_its_report(
     assert "eval sums at step 2: avg@1 0.500, length 4.0" in said
     assert said.count("eval sums") == 1
     assert "Time within RL steps: generate 80%, update 20%" in said
-    assert all(before - 1 < row["time"] < time.time() + 1 for row in read_metrics(tmp_path / "metrics.jsonl"))
+    assert all(before - 1 < row["time"] < time.time() + 1 for row in disk.json_lines(tmp_path / "metrics.jsonl"))
     assert "reward/mean" in (tmp_path / "report.html").read_text()

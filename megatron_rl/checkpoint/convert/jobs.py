@@ -100,7 +100,8 @@ def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> b
             raise ValueError(f"{target} needs {size_text(needed)} more and its disk has {size_text(free)} free")
         bar = ProgressBar(files, done)
         with bar:
-            _run_all(task, remaining, partial, max(1, min(workers, len(remaining))), bar.advance)
+            workers = max(1, min(workers, len(remaining)))
+            in_parallel(functools.partial(_write_one, task, partial), remaining, workers, bar.advance)
         result = partial / _RESULT
         task.finish(result, [piece for name, _ in files for piece in _read_marker(partial, name)[1]])
         if task.inside:
@@ -232,10 +233,6 @@ def _write_one(task: Task, partial: Path, file: str, progress: Progress) -> None
     rows = [piece.row() for piece in pieces]
     manifest.write_json(temporary, {"bytes": (folder / file).stat().st_size, "pieces": rows}, indent=None)
     temporary.rename(path)
-
-
-def _run_all(task: Task, files: Sequence[str], partial: Path, workers: int, progress: Progress) -> None:
-    in_parallel(functools.partial(_write_one, task, partial), files, workers, progress)
 
 
 # --------------------------------------------------------------------------------------------------------------- workers

@@ -160,14 +160,7 @@ def chunks(family: Family, description: ModelDescription, layout: Layout) -> Ite
                 start, size = [0] * len(shape), list(shape)
                 start[rule.dim], size[rule.dim] = first, length
                 yield Chunk(
-                    name,
-                    (*before, *shape),
-                    (*at, *start),
-                    (*(1 for _ in before), *size),
-                    rule,
-                    own,
-                    stage,
-                    rank,
+                    name, (*before, *shape), (*at, *start), (*(1 for _ in before), *size), rule, own, stage, rank
                 )
 
 

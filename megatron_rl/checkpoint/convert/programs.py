@@ -85,18 +85,15 @@ def _arguments(model: Model, layout: Layout, dtype: torch.dtype) -> argparse.Nam
     named = {
         name: shape[name]
         for name in (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "normalization",
-            "qk_layernorm",
-            "add_bias_linear",
-            "add_qkv_bias",
-            "hidden_dropout",
-            "attention_dropout",
+            *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+            *(
+                "normalization",
+                "qk_layernorm",
+                "add_bias_linear",
+                "add_qkv_bias",
+                "hidden_dropout",
+                "attention_dropout",
+            ),
         )
     }
     experts = {}

@@ -142,13 +142,12 @@ class MegatronModel:
         names = " or ".join(f"{prefix}..." for prefix in MASTERS)
         raise ValueError(f"{self.folder} holds no fp32 master weights ({names}): leave out --master-weights")
 
-    def _bare(self, name: str) -> str:
-        return name.removeprefix(self._prefix)
-
     def _is_other(self, name: str) -> bool:
         if self._prefix in MASTERS:
             return False
-        return self._bare(name).startswith(_OTHERS) or name.startswith(_OTHERS) or name.endswith("._extra_state")
+        return any(n.startswith(_OTHERS) for n in (name, name.removeprefix(self._prefix))) or name.endswith(
+            "._extra_state"
+        )
 
     def _locate(self, rule: Rule, layer: int | None, expert: int | None) -> _Place | None:
         for pattern in known_names(rule):

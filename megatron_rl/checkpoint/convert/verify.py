@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -19,6 +19,7 @@ from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import Model
 from megatron_rl.models.files import DTYPES, WeightSource
 from megatron_rl.models.shards import tensor_bytes
+from megatron_rl.runtime import memory
 from megatron_rl.runtime.disk import size_text
 
 _BLOCK = 2**27  # bytes compared at once
@@ -205,11 +206,7 @@ def megatron_logits(folder: Path, config: Path, tokens: Tensor, master: bool = F
         length = tokens.shape[1]
         offsets = torch.tensor([0, length], dtype=torch.int32)
         packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            max_seqlen_q=length,
-            max_seqlen_kv=length,
+            qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=length, max_seqlen_kv=length
         )
         positions = torch.arange(length)[None]
         logits = chunks[0](tokens, positions, attention_mask=None, packed_seq_params=packed)
@@ -225,18 +222,18 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
         for line in (proc / "meminfo").read_text().splitlines()
         if line.startswith("MemAvailable:")
     ]
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base, names = (cgroups / "memory", _CGROUP_1) if controllers else (cgroups, _CGROUP_2)
-        inside = PurePath(group.lstrip("/"))  # which a container may not see: there, its own is the base
-        free += [_left(base / place, *names) for place in (inside, *inside.parents)]
-    return min(free)
+    return min(
+        [
+            *free,
+            *(_left(folder, *_CGROUP[version]) for folder, version in memory.cgroups(proc / "self/cgroup", cgroups)),
+        ]
+    )
 
 
-_CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
+_CGROUP = {  # by its version: limit, use, and what of that are files in memory
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def _left(cgroup: Path, limit: str, usage: str, cache: str) -> int:
