@@ -85,7 +85,7 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     from megatron_rl.rollout.engine import Engine
     from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.runtime import distributed
-    from megatron_rl.runtime.phases import Phases
+    from megatron_rl.runtime.step_timer import StepTimer
     from megatron_rl.tasks.prompts import Prompts
     from megatron_rl.trainer.report import Reporter
     from megatron_rl.trainer.sampler import Sampler
@@ -112,7 +112,7 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     for step in range(rounds):
         for kind, make in (("after", After), ("during", Scorer)):
             scorer = make({"judge": RewardConfig(reward="judge", params=params)})  # a new one: nothing is cached
-            sampler = Sampler(config, grid, folder / "model", tokenizer, prompts, scorer, report, Phases())
+            sampler = Sampler(config, grid, folder / "model", tokenizer, prompts, scorer, report, StepTimer())
             sampler._engine = engine  # without an actor, whose weights it would get
             begin = time.perf_counter()
             rollouts = sampler.generate(samples, GROUP, Sampling(1.0, 1.0, MAX_TOKENS), step)

@@ -6,7 +6,7 @@
 # (SIGUSR1 to this shell) is passed to all ranks, which save and end with 75. `answer` says which exit codes are answered
 # with a requeue. The requeued job continues from the newest checkpoint, as every start does.
 
-AGAIN=75 # megatron_rl/runtime/exit_codes.py
+REQUEUE=75 # megatron_rl/runtime/exit_codes.py
 STALLED=76
 UNFIT=3
 
@@ -90,7 +90,7 @@ await_servers() {
     echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}" >> "$(server_folder "$job")/clients"
     until [[ -s $url && -n $(squeue --noheader --states=R --jobs="$job" 2> /dev/null) ]]; do
       if [[ -n $NOTICE ]]; then # to be asked to stop ends the wait
-        CODE=$AGAIN
+        CODE=$REQUEUE
         finish_job
       fi
       in_queue "$job" || die "the server of $name, job $job, has left the queue; its output says why" "$UNFIT"
@@ -228,7 +228,7 @@ ABANDON='' # set when the ranks have not obeyed it in time
 # its exit code.
 run_and_wait() {
   if [[ -n $NOTICE ]]; then # it came before there were ranks
-    CODE=$AGAIN
+    CODE=$REQUEUE
     return
   fi
   trap 'ABANDON=1' USR2
@@ -266,14 +266,14 @@ notice() {
 attempt_code() {
   local code=''
   [[ ! -r ${MEGATRON_RL_ATTEMPT:-}/end ]] || read -r code _ < "$MEGATRON_RL_ATTEMPT/end"
-  [[ -z $ABANDON ]] || code=$AGAIN
+  [[ -z $ABANDON ]] || code=$REQUEUE
   echo "${code:-$CODE}"
 }
 
 # answer CODE: `requeue`, `look` (requeue where a node does not answer any more) or `end`. docs/slurm.md has the table.
 answer() {
   case $1 in
-    "$AGAIN" | "$STALLED") echo requeue ;;
+    "$REQUEUE" | "$STALLED") echo requeue ;;
     # SIGHUP, SIGUSR1, SIGTERM: a preemption's notice, which goes to the steps only, to ranks that could not handle it yet,
     # or a node that shuts down. Where a person cancels the job, Slurm has set its state before (`leave_to_slurm`).
     129 | 138 | 143) echo requeue ;;

@@ -37,8 +37,8 @@ from megatron_rl.config import check, load_recipe, to_yaml
 from megatron_rl.config.checks import Machine, count_gpus
 from megatron_rl.config.presets import list_presets
 from megatron_rl.runtime.attempts import ATTEMPT, free_port, new_attempt, rank_environment
+from megatron_rl.runtime.heartbeat import heartbeats
 from megatron_rl.runtime.postmortem import heartbeat_folder
-from megatron_rl.runtime.progress import heartbeats
 from megatron_rl.runtime.spawn import run_ranks
 
 # Phases of a step, and two of a writer: while it writes, and at the rename that makes a checkpoint current.
@@ -100,9 +100,9 @@ def scramble() -> None:
     import numpy as np
     import torch
 
-    from megatron_rl.runtime.progress import PROGRESS
+    from megatron_rl.runtime.heartbeat import HEARTBEAT
 
-    enter = PROGRESS.enter
+    enter = HEARTBEAT.enter
 
     def entered(phase: str) -> None:
         seed = int.from_bytes(os.urandom(4), "little")
@@ -111,7 +111,7 @@ def scramble() -> None:
         torch.manual_seed(seed)
         enter(phase)
 
-    PROGRESS.enter = entered  # type: ignore[method-assign]
+    HEARTBEAT.enter = entered  # type: ignore[method-assign]
 
 
 def arm(kill: Kill, others: Callable[[], Sequence[int]]) -> None:
@@ -126,7 +126,7 @@ def arm(kill: Kill, others: Callable[[], Sequence[int]]) -> None:
 
     def passing(name: str) -> None:
         nonlocal seen
-        if name != kill.point or PROGRESS.step < kill.step:
+        if name != kill.point or HEARTBEAT.step < kill.step:
             return
         seen += 1
         if seen == kill.count and kill.delay:
@@ -136,20 +136,20 @@ def arm(kill: Kill, others: Callable[[], Sequence[int]]) -> None:
 
     from megatron_rl.checkpoint import saver
     from megatron_rl.checkpoint import snapshot as snapshots
-    from megatron_rl.runtime.progress import PROGRESS
+    from megatron_rl.runtime.heartbeat import HEARTBEAT
 
     if kill.point == "write":
         snapshots.write_share = _after(lambda: passing("write"), snapshots.write_share)
     elif kill.point == "rename":
         saver._replace = _after(lambda: passing("rename"), saver._replace)
     else:
-        enter = PROGRESS.enter
+        enter = HEARTBEAT.enter
 
         def entered(name: str) -> None:
             enter(name)  # so that the heartbeat says where it ended
             passing(name)
 
-        PROGRESS.enter = entered  # type: ignore[method-assign, assignment]
+        HEARTBEAT.enter = entered  # type: ignore[method-assign, assignment]
 
 
 def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ class _Stopped(Exception):
 
 
 def serve(command: Sequence[str], port: int, address: str, folder: Path) -> int:
-    """Runs the server until it ends or a signal asks it to; the exit code is AGAIN for a signal, else the server's own
+    """Runs the server until it ends or a signal asks it to; the exit code is REQUEUE for a signal, else the server's own
     (FAILED for 0: a server does not end by itself).
 
     Args:
@@ -61,7 +61,7 @@ def serve(command: Sequence[str], port: int, address: str, folder: Path) -> int:
         return exit_codes.FAILED if code == 0 else code if code > 0 else 128 - code
     except _Stopped as reason:
         print(f"megatron-rl: {reason}: the server ends", file=sys.stderr, flush=True)
-        return exit_codes.AGAIN
+        return exit_codes.REQUEUE
     finally:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)

@@ -14,8 +14,8 @@ import yaml
 from megatron_rl.checkpoint import manifest
 from megatron_rl.runtime import disk, exit_codes, postmortem, process
 from megatron_rl.runtime.attempts import END, REFUSED
-from megatron_rl.runtime.progress import END as END_PHASE
-from megatron_rl.runtime.progress import Beat, beat_interval, heartbeats
+from megatron_rl.runtime.heartbeat import END as END_PHASE
+from megatron_rl.runtime.heartbeat import Beat, beat_interval, heartbeats
 
 SILENT_SECONDS = 90.0  # without a heartbeat: six of the slowest beats
 _SKEW = 5.0  # seconds that two machines' clocks may differ without a word; the pre-flight warns above that
@@ -26,7 +26,7 @@ _MEANING = {
     exit_codes.FAILED: "an error that a new attempt would meet again",
     exit_codes.BAD_INPUT: "the recipe or its data cannot run",
     exit_codes.PREFLIGHT: "pre-flight found a node unfit",
-    exit_codes.AGAIN: "stopped on request",
+    exit_codes.REQUEUE: "stopped on request",
     exit_codes.STALLED: "it hung",
     exit_codes.OUT_OF_MEMORY: "memory ran out",
     130: "stopped by Ctrl-C",
@@ -236,7 +236,7 @@ def _read_end(status: RunStatus, attempt: Path) -> None:
         return
     code, _, who = end.read_text(encoding="utf-8").strip().partition(" ")
     status.code = int(code)
-    stopped = status.code in (exit_codes.AGAIN, 130, 143)
+    stopped = status.code in (exit_codes.REQUEUE, 130, 143)
     status.state = "finished" if status.code == 0 else "stopped" if stopped else "failed"
     status.why = _MEANING.get(status.code, f"ended by signal {status.code - 128}" if status.code > 128 else "unknown")
     if who.startswith("job "):  # of the batch script: no rank could say it

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from megatron_rl.runtime import disk, process
-from megatron_rl.runtime.progress import BETWEEN, PROGRESS, Beat, Dump
+from megatron_rl.runtime.heartbeat import BETWEEN, HEARTBEAT, Beat, Dump
 
 REPORT = "report.txt"
 # Makes a rank write its stacks at once, from C and without Python's lock, to `stacks_file`. That walks the frames of running
@@ -89,14 +89,14 @@ def write_rank(folder: Path, about: Mapping[str, object], stacks: str) -> None:
     """This rank's two files. What its heartbeat says goes with it."""
     make_folder(folder)
     facts = {
-        **PROGRESS.record(),
-        "samples": [*PROGRESS.samples][:_SAMPLES],
-        "samples_in_all": len(PROGRESS.samples),
+        **HEARTBEAT.record(),
+        "samples": [*HEARTBEAT.samples][:_SAMPLES],
+        "samples_in_all": len(HEARTBEAT.samples),
         "at": waiting_place(stacks),
         **about,
     }
-    (folder / f"rank_{PROGRESS.rank}.txt").write_text(stacks, encoding="utf-8", errors="backslashreplace")
-    disk.replace(folder / f"rank_{PROGRESS.rank}.json", json.dumps(facts, indent=1, default=str))
+    (folder / f"rank_{HEARTBEAT.rank}.txt").write_text(stacks, encoding="utf-8", errors="backslashreplace")
+    disk.replace(folder / f"rank_{HEARTBEAT.rank}.json", json.dumps(facts, indent=1, default=str))
 
 
 def waiting_place(stacks: str) -> str:
@@ -123,8 +123,8 @@ def _short(name: str) -> str:
 def mark_stall(folder: Path, phase: str, limit: float, why: str = "") -> None:
     """Says that a deadline has passed. The first to say so is believed."""
     make_folder(folder)
-    content = {"rank": PROGRESS.rank, "phase": phase, "limit": limit, "why": why, "time": time.time()}
-    temporary = folder / f".stall_{PROGRESS.rank}_{os.getpid()}"
+    content = {"rank": HEARTBEAT.rank, "phase": phase, "limit": limit, "why": why, "time": time.time()}
+    temporary = folder / f".stall_{HEARTBEAT.rank}_{os.getpid()}"
     temporary.write_text(json.dumps(content), encoding="utf-8")
     with contextlib.suppress(FileExistsError):
         os.link(temporary, folder / STALL)

@@ -26,13 +26,13 @@ from types import FrameType
 from megatron_rl.runtime import collectives, exit_codes, leftovers, memory, postmortem, stop, streams
 from megatron_rl.runtime.attempts import ATTEMPT, END, free_port
 from megatron_rl.runtime.clock import AwakeClock
+from megatron_rl.runtime.heartbeat import heartbeats
 from megatron_rl.runtime.observer import Observer
-from megatron_rl.runtime.progress import heartbeats
 from megatron_rl.runtime.terminal import Tee
 
 _TRIES = 3  # starts, where the chosen port turned out to be taken
 # Exit codes of a process that ended because it was told to.
-_STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, exit_codes.AGAIN)
+_STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, exit_codes.REQUEUE)
 OWN_MESSAGE = "megatron-rl: "  # how a rank's last words begin, where it knows why it ends
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _TAIL = 40  # lines of a failed rank's log that are shown
@@ -249,7 +249,7 @@ class _Group:
             if rank == 0:
                 self._limit(self._graces.linger)
             return
-        told_to = code == exit_codes.AGAIN or (
+        told_to = code == exit_codes.REQUEUE or (
             self._signal is not None and code in (*(-number for number in stop.SIGNALS), *_STOP_CODES)
         )
         if not self._killed:
@@ -301,11 +301,11 @@ class _Group:
         if self._stalled is not None:
             return Outcome(exit_codes.STALLED, f"the run hung: {self._stalled}")
         codes = {process.returncode for process in self._ranks.values()}
-        if exit_codes.AGAIN in codes:
-            return Outcome(exit_codes.AGAIN)  # rank 0 has said why, and how to continue
+        if exit_codes.REQUEUE in codes:
+            return Outcome(exit_codes.REQUEUE)  # rank 0 has said why, and how to continue
         if self._signal is not None and not (self._signal == signal.SIGUSR1 and codes == {0}):
             how = "killed" if self._killed else "stopped"
-            code = exit_codes.AGAIN if self._signal == signal.SIGUSR1 else 128 + self._signal
+            code = exit_codes.REQUEUE if self._signal == signal.SIGUSR1 else 128 + self._signal
             return Outcome(code, f"{how} by {signal.Signals(self._signal).name}")
         if self._killed and codes != {0}:
             late = [str(rank) for rank, process in self._ranks.items() if process.returncode]

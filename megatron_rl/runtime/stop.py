@@ -48,21 +48,21 @@ def held_back() -> Iterator[None]:
 
 
 def end_at_once() -> None:
-    """For a command that has nothing to save yet, or any more: Ctrl-C ends it without a traceback, SIGUSR1 with AGAIN.
+    """For a command that has nothing to save yet, or any more: Ctrl-C ends it without a traceback, SIGUSR1 with REQUEUE.
 
     Unblocks SIGNALS: a command whose parent had blocked them would inherit that, and never end when told to.
     """
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
-    signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(exit_codes.AGAIN))
+    signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(exit_codes.REQUEUE))
     let_through()
 
 
 @contextlib.contextmanager
 def raising() -> Iterator[None]:
-    """For a command that tidies up on its way out: Ctrl-C raises KeyboardInterrupt, SIGUSR1 SystemExit with AGAIN."""
+    """For a command that tidies up on its way out: Ctrl-C raises KeyboardInterrupt, SIGUSR1 SystemExit with REQUEUE."""
     before = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
-        signal.SIGUSR1: signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(exit_codes.AGAIN)),
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(exit_codes.REQUEUE)),
     }
     try:
         yield

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_rl.runtime import disk, exit_codes, postmortem
-from megatron_rl.runtime.progress import PROGRESS, Beat, Deadlines, Dump, RankFacts, beat_interval, heartbeats
+from megatron_rl.runtime.heartbeat import HEARTBEAT, Beat, Deadlines, Dump, RankFacts, beat_interval, heartbeats
 
 _PATIENCE = 10.0  # seconds to wait for the report of the rank that writes it
 _LAST = 60.0  # seconds, and four beats, after which a rank ends without a report: the disk may be what hangs
@@ -63,7 +63,7 @@ class Watchdog:
         self._stacks: IO[str] | None = None
 
     def start(self) -> None:
-        PROGRESS.attach(self._beats, self._rank, self._world, self._deadlines)
+        HEARTBEAT.attach(self._beats, self._rank, self._world, self._deadlines)
         self._stacks = postmortem.stacks_file(self._beats, self._rank).open("w", encoding="utf-8")
         faulthandler.register(postmortem.STACKS_SIGNAL, file=self._stacks, all_threads=True)
         for thread in self._threads:
@@ -75,7 +75,7 @@ class Watchdog:
         for thread in self._threads:
             if thread.is_alive() and threading.current_thread() is not thread:
                 thread.join(2 * self._interval)
-        PROGRESS.detach()
+        HEARTBEAT.detach()
 
     def end_stalled(self, why: str) -> None:
         """Ends the run as stalled from the main thread: a collective has given up waiting. Does not return.
@@ -83,28 +83,28 @@ class Watchdog:
         Args:
             why: the reason, for the report.
         """
-        self._end(PROGRESS.phase, 0.0, why)
+        self._end(HEARTBEAT.phase, 0.0, why)
 
     # ----------------------------------------------------------------------------------------------------------- threads
     def _watch(self) -> None:
         """Deadlines. No file is read or written here before one has passed."""
         while not self._done.wait(self._interval):
-            PROGRESS.clock.tick()
-            late = PROGRESS.overdue()
+            HEARTBEAT.clock.tick()
+            late = HEARTBEAT.overdue()
             if late is not None:
                 self._end(*late)
 
     def _beat(self) -> None:
         """Heartbeats, and other ranks' stalls."""
         while not self._done.wait(self._interval):
-            PROGRESS.facts = self._facts(False)
-            PROGRESS.beat()
+            HEARTBEAT.facts = self._facts(False)
+            HEARTBEAT.beat()
             if self._deadlines is not None and postmortem.stalled(self.folder) is not None:
                 self._end()
 
     def _sync(self) -> None:
         while not self._done.wait(self._interval):
-            PROGRESS.sync()
+            HEARTBEAT.sync()
 
     # ------------------------------------------------------------------------------------------------------------ ending
     def _end(self, phase: str | None = None, limit: float = 0.0, why: str = "") -> None:
@@ -133,7 +133,7 @@ class Watchdog:
         postmortem.write_rank(self.folder, self._facts(True), stacks())
         self._gather()
         dumps, after = postmortem.dumped_ranks(self.folder), heartbeats(self._beats)
-        if self._rank == min(rank for rank, facts in dumps.items() if facts["host"] == PROGRESS.host):
+        if self._rank == min(rank for rank, facts in dumps.items() if facts["host"] == HEARTBEAT.host):
             silent = postmortem.silent_ranks(before, after, dumps)
             with contextlib.suppress(OSError):
                 postmortem.take_stacks(self.folder, self._beats, [after[rank] for rank in silent])
@@ -151,7 +151,7 @@ class Watchdog:
     def _report(self, before: Mapping[int, Beat], after: Mapping[int, Beat], dumps: Mapping[int, Dump]) -> None:
         stall = postmortem.stalled(self.folder)
         assert stall is not None
-        text = postmortem.verdict(stall, before, after, dumps, PROGRESS.host)
+        text = postmortem.verdict(stall, before, after, dumps, HEARTBEAT.host)
         disk.replace(self.folder / postmortem.REPORT, f"the run hung: {text}\n")
         print(f"megatron-rl: the run hung: {text}", file=sys.stderr)
         print(f"    stacks, samples and memory of every rank that answers: {self.folder}", file=sys.stderr, flush=True)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.runtime import disk, exit_codes, owner, postmortem, provenance
 from megatron_rl.runtime.attempts import ATTEMPT, new_attempt
+from megatron_rl.runtime.heartbeat import HEARTBEAT, Deadlines, RankFacts
 from megatron_rl.runtime.owner import OwnedError, Ownership
-from megatron_rl.runtime.progress import PROGRESS, Deadlines, RankFacts
 from megatron_rl.runtime.stop import StopFlag, StopRequested
 from megatron_rl.runtime.watchdog import Watchdog, stacks
 
@@ -116,17 +116,17 @@ class Attempt:
             parts = memory_parts(self.run) if self.run is not None else {}
         except RuntimeError:  # a device that has failed answers nothing any more
             parts = {}
-        table = memory.table(parts, memory.in_use(), PROGRESS.memory_peaks())
+        table = memory.table(parts, memory.in_use(), HEARTBEAT.memory_peaks())
         about = {"error": text, "versions": provenance.versions(), "memory": table.splitlines(), **rank_facts(True)}
         if not gone:  # else what is there now would be given a post-mortem of another run
             with contextlib.suppress(OSError):  # the disk may be what failed
                 postmortem.write_rank(watchdog.folder, about, traceback.format_exc() + "\n" + stacks())
-        place = watchdog.folder / f"rank_{PROGRESS.rank}.txt"
+        place = watchdog.folder / f"rank_{HEARTBEAT.rank}.txt"
         if out_of_memory:
-            help_ = "\n".join(f"  {line}" for line in remedies(PROGRESS.phase, config))
-            where = postmortem.place(PROGRESS.record())
+            help_ = "\n".join(f"  {line}" for line in remedies(HEARTBEAT.phase, config))
+            where = postmortem.place(HEARTBEAT.record())
             print(
-                f"megatron-rl: out of memory {where}, on rank {PROGRESS.rank} (node {PROGRESS.host}): {text}\n"
+                f"megatron-rl: out of memory {where}, on rank {HEARTBEAT.rank} (node {HEARTBEAT.host}): {text}\n"
                 f"memory in GiB:\n{_indented(table)}\nwhat would help here, what costs least first:\n{help_}\n"
                 f"(where it happened: {place}; docs/out-of-memory.md)",
                 file=sys.stderr,
@@ -185,7 +185,7 @@ def _indented(text: str) -> str:
 def stop_code(signum: int) -> int:
     """A person's Ctrl-C or kill is as in a shell; what a batch system sends means: another time."""
     from_batch = signum == signal.SIGUSR1 or (signum == signal.SIGTERM and "SLURM_STEP_ID" in os.environ)
-    return exit_codes.AGAIN if from_batch else 128 + signum
+    return exit_codes.REQUEUE if from_batch else 128 + signum
 
 
 def _end_evaluation(ownership: Ownership | None, signum: int) -> None:

@@ -23,7 +23,7 @@ from megatron_rl.models.hf_config import JSON, HFConfig
 from megatron_rl.runtime import device, provenance
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.owner import Ownership
-from megatron_rl.runtime.phases import Phases
+from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.report import Reporter
 
@@ -65,13 +65,13 @@ class Checkpoints:
         folder: Path,
         learner: Learner,
         report: Reporter,
-        phases: Phases,
+        timer: StepTimer,
         ownership: Ownership | None = None,
     ) -> None:
         self.config, self.run_dir, self.folder = config, run_dir, folder
         self.identity = ""  # tells this run's checkpoints from another's
         self.reference_digests: dict[str, str] | None = None  # checksums of `<run_dir>/reference`, once it is there
-        self._grid, self._learner, self._report, self.phases = grid, learner, report, phases
+        self._grid, self._learner, self._report, self.timer = grid, learner, report, timer
         self._ownership = ownership
         self._saver: Saver | None = None  # from the first save on
         self._due = False  # a save was put off, or is to be done after this step
@@ -201,7 +201,7 @@ class Checkpoints:
         """
         if self._saver is None:
             return
-        with self.phases.untimed("checkpoint", "finishing the checkpoint"):
+        with self.timer.untimed("checkpoint", "finishing the checkpoint"):
             self._saver.drain()
         outcomes = self._saver.outcomes()
         for outcome in outcomes:
@@ -217,7 +217,7 @@ class Checkpoints:
             CheckpointError: as `metrics`.
         """
         if self._saver is not None:
-            with self.phases.untimed("checkpoint", "finishing the checkpoint"):
+            with self.timer.untimed("checkpoint", "finishing the checkpoint"):
                 self._saver.drain()
             self.metrics()
             self._saver.close()
@@ -243,7 +243,7 @@ class Checkpoints:
                 )
                 self._refused += 1
                 return None
-        with self.phases.untimed("checkpoint", "saving a checkpoint"):
+        with self.timer.untimed("checkpoint", "saving a checkpoint"):
             return self._saver_of(warm_up).take(self._learner.actor.chunks, self._learner.actor.optimizer)
 
     def _saver_of(self, warm_up: bool) -> Saver:
@@ -278,7 +278,7 @@ class Checkpoints:
         """
         if not self.config.checkpoint.export:
             return
-        with self.phases.untimed("export", "exporting"):
+        with self.timer.untimed("export", "exporting"):
             error = self._export(self.run_dir / "export")
         if error is not None:
             raise CheckpointError(f"{error}. Make room, then run the same command: it writes the export again")

@@ -32,7 +32,7 @@ def _answer(run: Run, step: int, drawn: kept.Kept, keep: kept.Keeper | None) -> 
     sampling = Sampling(trainer.eval_temperature, trainer.eval_top_p, run.config.rollout.max_tokens)
 
     def answer(task: str, samples: Sequence[Sample]) -> tuple[Sequence[Rollout], int]:
-        with run.phases.untimed("evaluate", f"evaluating {task}"):
+        with run.timer.untimed("evaluate", f"evaluating {task}"):
             rollouts = run.sampler.generate(samples, trainer.eval_rollouts, sampling, seed_step(step), drawn, keep)
             run.sampler.score(samples, rollouts)
         return rollouts, 0

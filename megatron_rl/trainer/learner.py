@@ -17,7 +17,7 @@ from megatron_rl.algorithms.kl import sequence_kl
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.schema import Config
 from megatron_rl.data import RewardTable, Rollout, TokenBatch, TrainBatch
-from megatron_rl.runtime.phases import Phases
+from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.trainer.minibatch import Minibatch, PolicyTokens, minibatches, was_truncated
 from megatron_rl.trainer.record import TokenLog
 
@@ -25,9 +25,9 @@ from megatron_rl.trainer.record import TokenLog
 class Learner:
     """This rank's share of learning. Every rank calls each method with the same rollouts."""
 
-    def __init__(self, config: Config, actor: Actor, algorithm: Algorithm, phases: Phases) -> None:
+    def __init__(self, config: Config, actor: Actor, algorithm: Algorithm, timer: StepTimer) -> None:
         self.config, self.actor, self.algorithm = config, actor, algorithm
-        self._grid, self.phases = actor.grid, phases
+        self._grid, self.timer = actor.grid, timer
 
     def start(self) -> None:
         """RL begins from the actor's weights: they are the reference policy, and the optimizer is fresh."""
@@ -67,7 +67,7 @@ class Learner:
         if not kl.reward_coef:
             return None
         own: dict[int, float] = {}
-        with self.phases("ref_log_prob"):
+        with self.timer("ref_log_prob"):
             micro_batches = self.actor.micro_batches(TokenBatch.of(rollouts))
             old = self.actor.log_probs(micro_batches, temperature)
             with self.actor.as_reference():
@@ -103,7 +103,7 @@ class Learner:
         self._add_denominators(parts)
         norms: list[float] = []
         variance: dict[str, float] = {}
-        with self.phases("update"):
+        with self.timer("update"):
             for _ in range(self.config.trainer.epochs):
                 for part in parts:
                     size = _part_size(self.algorithm.config.aggregation) if measure_variance and not norms else None
@@ -135,7 +135,7 @@ class Learner:
     def _with_old_log_probs(self, batch: TrainBatch) -> tuple[list[Minibatch], Metrics]:
         """The minibatches, packed, with the old policy's log-probs; and the metric of its entropy."""
         parts, entropy = list[Minibatch](), Metrics()
-        with self.phases("old_log_prob"):
+        with self.timer("old_log_prob"):
             for rows in minibatches(batch.group, self.config.trainer.minibatches):
                 part = Minibatch(self.actor.micro_batches(batch.sequences, rows))
                 scored = self.actor.log_probs(part.micro_batches, self.config.rollout.temperature, with_entropy=True)
@@ -159,7 +159,7 @@ class Learner:
         """The reference policy's log-probs, where the loss has a KL term."""
         if not self.algorithm.needs_reference:
             return
-        with self.phases("ref_log_prob"), self.actor.as_reference():
+        with self.timer("ref_log_prob"), self.actor.as_reference():
             for part in parts:
                 reference = self.actor.log_probs(part.micro_batches, self.config.rollout.temperature)
                 for tokens, (log_probs, _) in zip(part.tokens, reference, strict=True):

@@ -58,35 +58,35 @@ def step(run: Run) -> None:
     """
     config, number = run.config, run.state.step + 1
     sampler, learner = run.sampler, run.learner
-    run.phases.start(number)
+    run.timer.start(number)
 
     drawn = sampler.sample(number, run.state.position)
     run.stop.check(run.grid)
     greedy = sampler.sample_greedily(drawn.samples, number) if learner.algorithm.estimator.needs.greedy else None
     run.stop.check(run.grid)  # the last one: estimators and weights change from here on, so the step is finished
 
-    with run.phases("switch"):
+    with run.timer("switch"):
         run.hand_device_to_actor()
     table = sampler.reward_table(drawn.samples, drawn.rollouts, greedy)
-    with run.phases("estimate"):
+    with run.timer("estimate"):
         estimate = learner.estimate(table, drawn.rollouts)
         batch = train_batch(drawn.rollouts, estimate)
     log = TokenLog() if run.report.records(number) else None
     every = config.logging.gradient_variance_every
     learned = learner.update(batch, estimate.clip_range, log, measure_variance=bool(every) and number % every == 0)
 
-    with run.phases("checkpoint"):
+    with run.timer("checkpoint"):
         snapshot = run.checkpoints.capture(number, config.trainer.steps)
-    with run.phases("sync"):
+    with run.timer("sync"):
         run.hand_device_to_engine()
-    with run.phases("sync_check"):
+    with run.timer("sync_check"):
         difference = sampler.check_sync(drawn.rollouts)
     run.state = replace(run.state, step=number, position=drawn.position)
 
-    seconds = run.phases.take()
+    seconds = run.timer.take()
     metrics = estimate.metrics | reward_metrics(table) | response_metrics(drawn.rollouts) | learned
     metrics |= run.checkpoints.metrics() | {"sync/logprob_max_diff": difference}
-    metrics |= throughput(drawn.rollouts, seconds) | seconds | run.phases.memory.metrics()
+    metrics |= throughput(drawn.rollouts, seconds) | seconds | run.timer.memory.metrics()
     if (config.trainer.eval_every and number % config.trainer.eval_every == 0) or number == config.trainer.steps:
         metrics |= evaluate(run, number)
     metrics |= sampler.take_counters()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.runtime import exit_codes, streams
-from megatron_rl.runtime.progress import PROGRESS
+from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.stop import StopFlag, StopRequested
 from megatron_rl.trainer.attempt import Attempt
 
@@ -54,7 +54,7 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
         gc.enable()
         {"train": train, "sft": sft, "evaluate": evaluate_only}[command](attempt.run, resume)
         attempt.run.report.summary()
-        PROGRESS.finish()
+        HEARTBEAT.finish()
     except StopRequested as request:
         code = attempt.stopped(request)
     except Exception as error:

@@ -20,7 +20,7 @@ from megatron_rl.report import read_run, render
 from megatron_rl.rewards import ScoringStats
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.distributed import Grid
-from megatron_rl.runtime.progress import PROGRESS
+from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.trainer.trackers import Tracker, make_trackers
 
 # What a step's line on the terminal shows: label, metric, format.
@@ -148,7 +148,7 @@ class Reporter:
     def begin(self, stage: str, done: int, total: int) -> None:
         """A stage of `total` steps, `done` of which are behind."""
         self._end_stage()
-        PROGRESS.begin(stage, done, total)
+        HEARTBEAT.begin(stage, done, total)
         self._stage = (stage, time.monotonic())
         self._progress.update(self._task, stage=stage, completed=done, total=total)
         self.console.print(f"[bold]{stage}[/bold]: {total - done} of {total} steps to go")

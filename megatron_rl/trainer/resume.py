@@ -42,7 +42,7 @@ def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_upd
             of this run's checkpoints can be continued.
     """
     checkpoints, learner = run.checkpoints, run.learner
-    with run.phases.untimed("load", "checking the checkpoint"):
+    with run.timer.untimed("load", "checking the checkpoint"):
         identity = _identity(run)
         folder = _choose(run, _mode(run, resume), identity)
     if folder is None:
@@ -58,7 +58,7 @@ def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_upd
     if state.warming_up:
         optimizer, total_updates = run.config.sft.optimizer, run.config.sft.steps
     learner.actor.start_optimizer(optimizer, total_updates)
-    with run.phases.untimed("load", f"loading {folder.name}"):
+    with run.timer.untimed("load", f"loading {folder.name}"):
         store.load(folder, learner.actor.chunks, learner.actor.optimizer, run.grid)
     learner.actor.optimizer_steps = saved["optimizer_steps"]
     learner.algorithm.load_state_dict(saved["algorithm"])

@@ -14,7 +14,7 @@ from megatron_rl.rewards import Scorer
 from megatron_rl.runtime.disk import next_previous
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.owner import Ownership
-from megatron_rl.runtime.phases import Phases
+from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.runtime.stop import StopFlag
 from megatron_rl.tasks.prompts import check_demonstrations, load_prompts
 from megatron_rl.trainer.checkpoints import Checkpoints, State
@@ -34,14 +34,14 @@ class Run:
     learner: Learner
     checkpoints: Checkpoints
     report: Reporter
-    phases: Phases
+    timer: StepTimer
     stop: StopFlag
     state: State = field(default_factory=State)
     actor_has_device: bool = True
 
     def start_engine(self) -> None:
         """Starts the colocated engine, gives it the actor's weights, and proves that it computes what the actor does."""
-        with self.phases.untimed("start", "starting the engine"):
+        with self.timer.untimed("start", "starting the engine"):
             self.learner.actor.offload()  # vLLM wants its whole share of the device free when it starts
             self.sampler.start_engine(self.learner.actor)
             self.hand_device_to_engine()
@@ -100,17 +100,17 @@ def build_run(
             for doubt in scorer.doubts(samples):
                 report.warn(doubt)
     scorer.open(run_dir, grid.rank, grid.world)
-    phases = Phases(report.phase)
-    learner = Learner(config, Actor(config, grid, folder, open_weights(folder)), algorithm, phases)
+    timer = StepTimer(report.phase)
+    learner = Learner(config, Actor(config, grid, folder, open_weights(folder)), algorithm, timer)
     return Run(
         config=config,
         run_dir=run_dir,
         grid=grid,
-        sampler=Sampler(config, grid, folder, tokenizer, prompts, scorer, report, phases),
+        sampler=Sampler(config, grid, folder, tokenizer, prompts, scorer, report, timer),
         learner=learner,
-        checkpoints=Checkpoints(config, run_dir, grid, folder, learner, report, phases, ownership),
+        checkpoints=Checkpoints(config, run_dir, grid, folder, learner, report, timer, ownership),
         report=report,
-        phases=phases,
+        timer=timer,
         stop=stop or StopFlag(),
     )
 

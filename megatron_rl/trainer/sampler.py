@@ -19,8 +19,8 @@ from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sync import WeightSync
 from megatron_rl.runtime.distributed import Grid
-from megatron_rl.runtime.phases import Phases
-from megatron_rl.runtime.progress import PROGRESS
+from megatron_rl.runtime.heartbeat import HEARTBEAT
+from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.tasks import Order, make_order
 from megatron_rl.tasks.prompts import Prompts
 from megatron_rl.tokenizer import Tokenizer
@@ -52,11 +52,11 @@ class Sampler:
         prompts: Prompts,
         scorer: Scorer,
         report: Reporter,
-        phases: Phases,
+        timer: StepTimer,
     ) -> None:
         self.config, self.grid, self.folder, self.tokenizer = config, grid, folder, tokenizer
         self.prompts, self.scorer = prompts, scorer
-        self._report, self.phases = report, phases
+        self._report, self.timer = report, timer
         self.order: Order | None = None  # of the training prompts; None in an evaluation
         if prompts.train:
             self.order = make_order([sample.task for sample in prompts.train], prompts.weights, config.seed)
@@ -151,9 +151,9 @@ class Sampler:
         return self._scored_rollouts(samples, 1, Sampling(0.0, 1.0, self.config.rollout.max_tokens), step)
 
     def _scored_rollouts(self, samples: Sequence[Sample], count: int, sampling: Sampling, step: int) -> list[Rollout]:
-        with self.phases("generate"):
+        with self.timer("generate"):
             rollouts = self.generate(samples, count, sampling, step)
-        with self.phases("reward"):
+        with self.timer("reward"):
             self.score(samples, rollouts)
         return rollouts
 
@@ -178,7 +178,7 @@ class Sampler:
             already_drawn: rollouts that are not drawn again, by sample id and index; the same on every rank.
             on_drawn: called with each newly drawn rollout of this rank's engine.
         """
-        PROGRESS.samples = [sample.id for sample in samples]
+        HEARTBEAT.samples = [sample.id for sample in samples]
         callbacks = [one for one in (self._scoring_starter(samples), on_drawn) if one is not None]
 
         def on_finished(rollout: Rollout) -> None:
@@ -233,7 +233,7 @@ class Sampler:
         by_id, place = {sample.id: sample for sample in samples}, {sample.id: i for i, sample in enumerate(samples)}
         ranks = [self._scoring_rank(place[rollout.sample_id], rollout) for rollout in rollouts]
         own = [rollout for rollout, rank in zip(rollouts, ranks, strict=True) if rank == self.grid.rank]
-        PROGRESS.samples = [rollout.sample_id for rollout in own]
+        HEARTBEAT.samples = [rollout.sample_id for rollout in own]
         rows = self.scorer.score(
             [rollout.text for rollout in own],
             [by_id[rollout.sample_id] for rollout in own],

@@ -60,14 +60,14 @@ def _train(run: Run) -> None:
         except StopRequested:
             run.checkpoints.save_before_end(run.state)
             raise
-        run.phases.start(step)
+        run.timer.start(step)
         indices = order.take((step - 1) * config.batch_size, config.batch_size)
         batch = TokenBatch.continuations((samples[i].prompt_ids, targets[i]) for i in indices)
-        with run.phases("update"):
+        with run.timer("update"):
             metrics = _step(run.learner.actor, batch)
-        with run.phases("checkpoint"):
+        with run.timer("checkpoint"):
             snapshot = run.checkpoints.capture(step, config.steps, warming_up)
-        metrics |= run.phases.take()
+        metrics |= run.timer.take()
         metrics |= run.checkpoints.metrics()
         run.state = replace(run.state, warm_up=step) if warming_up else replace(run.state, step=step)
         if step == config.steps and prompts.eval and not warming_up:

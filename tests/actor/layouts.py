@@ -110,14 +110,14 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
 def _updates(config: Config, actor: Actor, folder: Path, mode: str, section: dict[str, Any]) -> dict[str, Any]:
     """Two optimizer steps from the folder's weights, by the trainer's own update."""
     from megatron_rl.algorithms import make_algorithm
-    from megatron_rl.runtime.phases import Phases
+    from megatron_rl.runtime.step_timer import StepTimer
     from megatron_rl.trainer.learner import Learner
 
     algorithm = make_algorithm({"preset": "grpo", "aggregation": mode, **section}, max_tokens=config.rollout.max_tokens)
     actor.load_hf(folder)
     actor.keep_reference()
     actor.start_optimizer(config.actor.optimizer, 2)
-    metrics = Learner(config, actor, algorithm, Phases()).update(make_batch(), None)
+    metrics = Learner(config, actor, algorithm, StepTimer()).update(make_batch(), None)
     weights = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
     return {"metrics": metrics, "weights": weights}
 

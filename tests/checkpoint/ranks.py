@@ -74,11 +74,11 @@ def make_actor(root: Path, layout: Layout) -> Actor:
 def learn(actor: Actor, seed: int) -> dict[str, float]:
     """Two optimizer steps, by the trainer's own update."""
     from megatron_rl.algorithms import make_algorithm
-    from megatron_rl.runtime.phases import Phases
+    from megatron_rl.runtime.step_timer import StepTimer
     from megatron_rl.trainer.learner import Learner
 
     algorithm = make_algorithm({"preset": "grpo"}, max_tokens=40)
-    learner = Learner(actor.recipe, actor, algorithm, Phases())  # type: ignore[attr-defined]
+    learner = Learner(actor.recipe, actor, algorithm, StepTimer())  # type: ignore[attr-defined]
     return learner.update(make_batch(seed), None)
 
 

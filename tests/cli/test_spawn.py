@@ -155,12 +155,12 @@ def test_a_rank_that_is_killed(launch) -> None:
 
 def test_a_killed_rank_is_named_with_the_phase_of_its_last_heartbeat(launch) -> None:
     launched = launch("""
-        from megatron_rl.runtime.progress import PROGRESS, Deadlines
+        from megatron_rl.runtime.heartbeat import HEARTBEAT, Deadlines
         from megatron_rl.runtime.watchdog import Watchdog
         Watchdog(Path(os.environ["MEGATRON_RL_ATTEMPT"]), rank, 2, Deadlines(60.0, {})).start()
-        PROGRESS.begin("RL", 0, 5)
-        PROGRESS.step = 3
-        PROGRESS.enter("update")
+        HEARTBEAT.begin("RL", 0, 5)
+        HEARTBEAT.step = 3
+        HEARTBEAT.enter("update")
         here()
         time.sleep(60)
     """)

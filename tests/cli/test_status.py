@@ -19,7 +19,7 @@ from megatron_rl.report import status as run_status
 from megatron_rl.report.status import SILENT_SECONDS, read_status
 from megatron_rl.runtime import exit_codes, postmortem
 from megatron_rl.runtime.attempts import new_attempt
-from megatron_rl.runtime.progress import Deadlines, Progress, heartbeats
+from megatron_rl.runtime.heartbeat import Deadlines, Heartbeat, heartbeats
 from megatron_rl.runtime.spawn import run_ranks
 
 
@@ -32,11 +32,11 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def beating(attempt: Path, step: int = 4, phase: str = "update", ranks: int = 2) -> list[Progress]:
+def beating(attempt: Path, step: int = 4, phase: str = "update", ranks: int = 2) -> list[Heartbeat]:
     """Ranks that have begun a phase just now."""
     found = []
     for rank in range(ranks):
-        progress = Progress()
+        progress = Heartbeat()
         progress.attach(postmortem.heartbeat_folder(attempt), rank, ranks, Deadlines(60, {}))
         progress.begin("RL", 0, 10)
         progress.step = step
@@ -153,7 +153,7 @@ def test_a_finished_run(run_dir: Path) -> None:
     [
         (exit_codes.STALLED, "failed", "it hung"),
         (exit_codes.OUT_OF_MEMORY, "failed", "memory ran out"),
-        (exit_codes.AGAIN, "stopped", "stopped on request"),
+        (exit_codes.REQUEUE, "stopped", "stopped on request"),
         (-9, "failed", "killed (SIGKILL)"),
     ],
 )

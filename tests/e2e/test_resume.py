@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.runtime.heartbeat import heartbeats
 from megatron_rl.runtime.postmortem import heartbeat_folder
-from megatron_rl.runtime.progress import heartbeats
 
 from .conftest import STATEFUL, Finished
 from .job import RECIPE, Job, processes_of, rows, samples, segments, untimed, variable

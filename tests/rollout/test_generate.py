@@ -16,7 +16,7 @@ from megatron_rl.data import Rollout, Sample
 from megatron_rl.rollout.engine import Completion, Request
 from megatron_rl.rollout.generate import EngineError, generate
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
-from megatron_rl.runtime.phases import Phases
+from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.trainer.learner import Learner
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=4)
@@ -77,7 +77,7 @@ def test_ranks_of_an_engine_that_draw_different_tokens_end_the_run() -> None:
 
 def test_rollouts_of_other_weights_than_the_actors_are_refused() -> None:
     actor: Any = SimpleNamespace(optimizer_steps=6, grid=None)
-    learner = Learner(Config(), actor, make_algorithm({"preset": "grpo"}), Phases())
+    learner = Learner(Config(), actor, make_algorithm({"preset": "grpo"}), StepTimer())
     table = RewardTable(torch.tensor([[[0.0], [1.0]]]), ("r",))
     engine: Any = Queue()
     rollouts = generate(engine, SAMPLES[:1], 2, SAMPLING, 1)

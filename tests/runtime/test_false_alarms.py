@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl.runtime import postmortem, progress
 from megatron_rl.runtime.clock import AwakeClock
+from megatron_rl.runtime.heartbeat import Deadlines, Heartbeat
 from megatron_rl.runtime.observer import Observer
-from megatron_rl.runtime.progress import Deadlines, Progress
 
 LIMIT, GRACE, LOOK, HOUR = 600.0, 30.0, 5, 3600
 GAP = 10.0  # seconds between two ticks that count at most
@@ -21,7 +21,7 @@ GAP = 10.0  # seconds between two ticks that count at most
 class Rank:
     """One rank: its beats, and work whose phases take up to three quarters of their deadline."""
 
-    progress: Progress
+    progress: Heartbeat
     random: random.Random
     work: float = 0.0
     stopped: int = 0  # seconds for which no instruction of it runs
@@ -64,7 +64,7 @@ class Machine:
     def start(self) -> None:
         attempt = self.folder / "run" / "logs" / "attempt_1"
         for rank in range(2):
-            own = Progress()
+            own = Heartbeat()
             clock = AwakeClock(GAP, lambda: self.monotonic)
             own.attach(postmortem.heartbeat_folder(attempt), rank, 2, Deadlines(LIMIT, {}), clock)
             own.begin("RL", 0, 100)

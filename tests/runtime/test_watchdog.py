@@ -14,7 +14,7 @@ import pytest
 
 from megatron_rl.config.schema import Config
 from megatron_rl.runtime import exit_codes, postmortem
-from megatron_rl.runtime.progress import BETWEEN, Deadlines, Progress
+from megatron_rl.runtime.heartbeat import BETWEEN, Deadlines, Heartbeat
 from megatron_rl.trainer import attempt
 
 LAUNCHER = """
@@ -31,18 +31,18 @@ RANK = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
 from megatron_rl.runtime import stop
-from megatron_rl.runtime.progress import PROGRESS, Deadlines
+from megatron_rl.runtime.heartbeat import HEARTBEAT, Deadlines
 from megatron_rl.runtime.watchdog import Watchdog
 stop.let_through()
 exec(os.environ.get("FAULTS", ""))
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 watchdog = Watchdog(Path(os.environ["MEGATRON_RL_ATTEMPT"]), rank, world, Deadlines(60.0, {"reward": 4.0, "update": 8.0}))
 watchdog.start()
-PROGRESS.begin("RL", 0, 5)
-PROGRESS.step = 3
+HEARTBEAT.begin("RL", 0, 5)
+HEARTBEAT.step = 3
 def phase(name):
-    PROGRESS.enter(name)
-    PROGRESS.samples = ["sums-17"]
+    HEARTBEAT.enter(name)
+    HEARTBEAT.samples = ["sums-17"]
     time.sleep(1.2)  # a heartbeat
 """
 
@@ -105,7 +105,7 @@ def test_a_rank_that_answers_from_an_earlier_phase_is_the_one_behind(tmp_path: P
                 time.sleep(0.1)
         if rank == 2:
             loop_forever()
-        PROGRESS.leave()
+        HEARTBEAT.leave()
         phase("update")
         time.sleep(60)
         """,
@@ -134,7 +134,7 @@ def test_where_no_rank_is_left_to_say_so_the_launcher_does(tmp_path: Path) -> No
 def test_a_run_within_its_deadlines_is_left_alone_by_a_slow_disk_and_a_clock_that_is_set(tmp_path: Path) -> None:
     code, said, folder = stall(
         tmp_path,
-        'for _ in range(5):\n    phase("reward")\n    PROGRESS.leave()\nwatchdog.stop()\n',
+        'for _ in range(5):\n    phase("reward")\n    HEARTBEAT.leave()\nwatchdog.stop()\n',
         faults=FAULTS,
     )
     assert (code, said.strip()) == (0, "")
@@ -148,7 +148,7 @@ def test_a_run_within_its_deadlines_is_left_alone_by_a_slow_disk_and_a_clock_tha
 
 # ---------------------------------------------------------------------------------------------------- pure parts
 def test_the_first_time_of_a_phase_may_take_longer_and_an_outer_phase_is_watched_too(tmp_path: Path) -> None:
-    progress = Progress()
+    progress = Heartbeat()
     progress.attach(tmp_path, 0, 1, Deadlines(100.0, {"update": 0.0, "estimate": 0.0}, first=50.0))
     progress.begin("RL", 0, 1)
     progress.enter("update")

@@ -94,7 +94,7 @@ class _Entry:
     limit: float  # seconds
 
 
-class Progress:
+class Heartbeat:
     """Stage, step and phase of this process. Phases nest; the innermost is the one that is shown."""
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class Progress:
                 os.fsync(self._file)
 
 
-PROGRESS = Progress()  # this process's
+HEARTBEAT = Heartbeat()  # this process's
 
 
 def heartbeats(folder: Path) -> dict[int, Beat]:

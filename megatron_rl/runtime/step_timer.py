@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 
 from megatron_rl.runtime import device
+from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.memory import PhaseMemory
-from megatron_rl.runtime.progress import PROGRESS
 
 
-class Phases:
+class StepTimer:
     """Seconds and peak memory per phase of one step; `on_start` is called with the name of each phase as it begins."""
 
     def __init__(self, on_start: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}
         self.memory = PhaseMemory()
-        PROGRESS.memory_peaks = lambda: self.memory.highest
+        HEARTBEAT.memory_peaks = lambda: self.memory.highest
         self._on_start = on_start
         self._begin = time.perf_counter()
 
@@ -39,10 +39,10 @@ class Phases:
             shown: what the terminal says; null: the name.
         """
         self.announce(shown or name)
-        PROGRESS.enter(name)
+        HEARTBEAT.enter(name)
         with self.memory(name):
             yield
-        PROGRESS.leave()
+        HEARTBEAT.leave()
 
     def announce(self, name: str) -> None:
         """Says what is going on without timing it."""
@@ -51,7 +51,7 @@ class Phases:
 
     def start(self, step: int) -> None:
         """Starts the step timer. Time between steps is not attributed to any phase."""
-        PROGRESS.step = step
+        HEARTBEAT.step = step
         self.seconds, self._begin = {}, time.perf_counter()
 
     def take(self) -> dict[str, float]:
