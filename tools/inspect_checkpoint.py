@@ -100,7 +100,7 @@ def contents(folder: Path, check: bool = False) -> Contents:
     if check:
         if manifest.MANIFEST not in files:
             raise ValueError(f"{folder} has no {manifest.MANIFEST}: there are no checksums to compare")
-        damage = manifest.damage(folder)
+        damage = manifest.verify(folder)
     return Contents(str(folder), kind, about, files, tensors, damage)
 
 

@@ -363,7 +363,7 @@ def differences(want: Path, own: Path) -> list[str]:
     if last is None:
         return [*found, "there is no checkpoint to compare"]
     other = own / "checkpoints" / last.name
-    if damage := manifest.damage(other):
+    if damage := manifest.verify(other):
         return [*found, *damage]
     saved, again = (
         {(piece.name, piece.start): piece.digest for piece in manifest.read_tensors(folder)[1]}

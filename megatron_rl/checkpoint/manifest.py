@@ -203,12 +203,12 @@ def missing(folder: Path) -> str | None:
     return None
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1, but: str | None = None) -> list[str]:
+def verify(folder: Path, part: int = 0, parts: int = 1, skip_prefix: str | None = None) -> list[str]:
     """Reads everything and compares checksums: a sentence per damaged piece, with file and tensor; [] where all is well.
 
     Args:
         part, parts: look at one of so many shares of nearly equal size, so that ranks can divide the work.
-        but: tensors whose names begin so are not read.
+        skip_prefix: tensors whose names begin so are not read.
     """
     problem = missing(folder)
     if problem is not None:
@@ -225,7 +225,7 @@ def damage(folder: Path, part: int = 0, parts: int = 1, but: str | None = None) 
     except OSError as error:
         return [f"{error.filename} cannot be read ({error.strerror})"]
     found = []
-    for piece in _share([p for p in pieces if but is None or not p.name.startswith(but)], part, parts):
+    for piece in _share([p for p in pieces if skip_prefix is None or not p.name.startswith(skip_prefix)], part, parts):
         problem = _compare(folder, piece)
         if problem is not None:
             found.append(f"{piece.file} is damaged in tensor {piece.name} (bytes {piece.offset} and on): {problem}")

@@ -65,7 +65,7 @@ def load(folder: Path, chunks: Sequence[Chunk], optimizer: Optimizer, grid: Grid
         masters = _find_masters(tensors["optimizer"], saved)
         problems = _unfitting(tensors | {"masters": masters}, saved, pieces, grid)
         if problems:
-            raise CheckpointError(f"{folder} does not fit this recipe: {shown(problems)}")
+            raise CheckpointError(f"{folder} does not fit this recipe: {summarize(problems)}")
         with _named():
             state = _load_optimizer(folder, tensors, masters, chunks)
         own = [{key: group[key] for key in _HYPERPARAMETERS} for group in optimizer.param_groups]
@@ -95,11 +95,6 @@ def _named() -> Iterator[None]:
         yield
     except unpickle.UnpickleError as error:
         raise CheckpointError(str(error)) from None
-
-
-def whole(folder: Path) -> str | None:
-    """None for a checkpoint with every file in its full length, otherwise what is wrong with it. `damage` reads them."""
-    return manifest.missing(folder)
 
 
 def _unfitting(
@@ -251,19 +246,19 @@ def read_state(folder: Path) -> SavedState:
     return json.loads((folder / "state.json").read_text())
 
 
-def choose(root: Path, grid: Grid, pass_over: Callable[[str], None], identity: str | None = None) -> Path | None:
+def choose(root: Path, grid: Grid, on_skip: Callable[[str], None], identity: str | None = None) -> Path | None:
     """The newest checkpoint that is whole to the last byte, and lies where it was written; every rank calls it and reads its
     share.
 
     Args:
-        pass_over: called with the name and reason of each invalid one.
+        on_skip: called with the name and reason of each invalid one.
         identity: of the run; None: any run's.
     """
     for folder in grid.broadcast(all_checkpoints(root)):
-        problems = damage(folder, grid) or misplaced(folder, identity)
+        problems = verify(folder, grid) or misplaced(folder, identity)
         if not problems:
             return folder
-        pass_over(f"passing over {folder.name}: {shown(problems)}")
+        on_skip(f"skipping {folder.name}: {summarize(problems)}")
     return None
 
 
@@ -279,14 +274,13 @@ def misplaced(folder: Path, identity: str | None) -> list[str]:
     return problems
 
 
-def damage(folder: Path, grid: Grid, but: str | None = None) -> list[str]:
-    """What is wrong with a checkpoint, by file and tensor; all of it (`but` see `manifest.damage`) is read, by all ranks
-    together."""
-    found = grid.all_gather(manifest.damage(folder, grid.rank, grid.world, but))
+def verify(folder: Path, grid: Grid, skip_prefix: str | None = None) -> list[str]:
+    """`manifest.verify`, all ranks together: what is wrong with a checkpoint, by file and tensor."""
+    found = grid.all_gather(manifest.verify(folder, grid.rank, grid.world, skip_prefix))
     return list(dict.fromkeys(problem for part in found for problem in part))
 
 
-def shown(problems: list[str]) -> str:
+def summarize(problems: list[str]) -> str:
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return "; ".join(problems[:_SHOWN]) + more
 
@@ -305,7 +299,7 @@ def step_of(folder: Path) -> int:
 
 def newest(root: Path) -> Path | None:
     """The newest checkpoint with all its files in full length."""
-    return next((folder for folder in all_checkpoints(root) if whole(folder) is None), None)
+    return next((folder for folder in all_checkpoints(root) if manifest.missing(folder) is None), None)
 
 
 def folder_of(run_dir: Path, warm_up: bool) -> Path:
@@ -323,7 +317,7 @@ def name_of(folder: Path) -> str:
     return f"{folder.name} of the warm-up" if folder.parent.parent.name == "sft" else folder.name
 
 
-def put_aside(root: Path, step: int) -> list[Path]:
+def archive(root: Path, step: int) -> list[Path]:
     """Moves checkpoints of later steps than `step` to `previous_<k>` in `root`; where they are then.
 
     A run that continues from `step` comes to these steps again. Otherwise they would still count as newest: `keep` would

@@ -53,8 +53,8 @@ def evaluate_only(run: Run, resume: str) -> None:
     folder, model = run.sampler.folder, dict[str, object](door="folder", path=str(run.sampler.folder))
     if resume != "never":
         folder = Path(resume)
-        if problems := store.damage(folder, run.grid, but="optimizer."):
-            raise CheckpointError(f"{folder} is not a whole checkpoint: {store.shown(problems)}")
+        if problems := store.verify(folder, run.grid, skip_prefix="optimizer."):
+            raise CheckpointError(f"{folder} is not a whole checkpoint: {store.summarize(problems)}")
         model = {"door": "checkpoint", "path": str(folder), "step": store.read_state(folder)["progress"]["step"]}
     drawn: kept.Kept = {}
     if run.grid.is_main:

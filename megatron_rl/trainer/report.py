@@ -71,11 +71,11 @@ class Reporter:
         self._progress.start()
 
     # ------------------------------------------------------------------------------------------------ where a run begins
-    def start_over(self, but: str | None = None) -> None:
-        """A run without a checkpoint to continue from. What an earlier one left there, `but` one thing, is moved away."""
+    def start_over(self, keep: str | None = None) -> None:
+        """A run without a checkpoint to continue from: what an earlier one left there, but for `keep`, is archived."""
         if not self.active:
             return
-        left = [name for name in _OUTPUTS if (self.run_dir / name).exists() and name != but]
+        left = [name for name in _OUTPUTS if (self.run_dir / name).exists() and name != keep]
         if left:
             archive = disk.next_previous(self.run_dir)
             archive.mkdir()

@@ -31,7 +31,7 @@ def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_upd
     """Continues from a checkpoint: `auto` the newest whole one of this run, a path that one, `never` none.
 
     Everything in it is read and compared with its checksums first. Returns whether there was one. Checkpoints that are not
-    whole, or not this run's, are named and passed over; this run's later than the one it continues from are moved to
+    whole, or not this run's, are named and skipped; this run's later than the one it continues from are moved to
     `previous_<k>` beside them. One of the warm-up before RL leaves the run with `state.warming_up`.
 
     Args:
@@ -65,7 +65,7 @@ def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_upd
     run.state = state
     own = folder.resolve().parent == checkpoints.root(state.warming_up).resolve()
     if run.grid.is_main:
-        _put_aside_later(run)
+        _archive_later(run)
     _identify(run, identity or (saved.get("run") if own else None) or secrets.token_hex(8))
     run.report.continue_from(state.stage_step, saved.get("metrics_bytes") if own else None, state.warming_up)
     checkpoints.is_at(state, own)
@@ -85,13 +85,13 @@ def _identity(run: Run) -> str | None:
     return run.grid.broadcast(path.read_text() if run.grid.is_main and path.is_file() else None)
 
 
-def _put_aside_later(run: Run) -> None:
+def _archive_later(run: Run) -> None:
     state = run.state
     places = [(run.checkpoints.root(state.warming_up), state.stage_step)]
     if state.warming_up:  # any RL checkpoint is later
         places.append((run.checkpoints.root(False), -1))
     for root, step in places:
-        if later := store.put_aside(root, step):
+        if later := store.archive(root, step):
             run.report.note(f"moved {', '.join(path.name for path in later)} to {later[0].parent}")
 
 
@@ -114,9 +114,9 @@ def _choose(run: Run, resume: str, identity: str | None) -> Path | None:
         return None
     if resume != "auto":
         folder = Path(resume)
-        problems = store.damage(folder, run.grid)
+        problems = store.verify(folder, run.grid)
         if problems:
-            raise CheckpointError(f"--resume {folder}: not a whole checkpoint: {store.shown(problems)}")
+            raise CheckpointError(f"--resume {folder}: not a whole checkpoint: {store.summarize(problems)}")
         return folder
     for warm_up in (False, True):  # a warm-up's last until RL has one
         root = store.folder_of(run.run_dir, warm_up)
@@ -165,7 +165,7 @@ def check_model(hf_config: HFConfig, folder: Path) -> None:
     ]
     if changed:
         raise CheckpointError(
-            f"{folder} is of another model: {store.shown(changed)}; give this run another run_dir, or --resume never"
+            f"{folder} is of another model: {store.summarize(changed)}; give this run another run_dir, or --resume never"
         )
 
 

@@ -123,7 +123,7 @@ def test_a_run_that_passed_over_its_newest_checkpoint_keeps_what_it_saves_after_
     aside = root / "damaged" / "previous_1" / "checkpoints"  # where the last start, which starts over, has moved them
     assert sorted(path.name for path in aside.iterdir()) == ["previous_1", f"step_{STEPS - 1}"]
     assert [path.name for path in (aside / "previous_1").iterdir()] == [f"step_{STEPS}"]
-    assert store.whole(aside / f"step_{STEPS - 1}") is None
+    assert manifest.missing(aside / f"step_{STEPS - 1}") is None
 
 
 @pytest.mark.parametrize("rank", range(2))

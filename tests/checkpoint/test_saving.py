@@ -107,7 +107,7 @@ def test_a_save_without_room_is_refused_before_it_writes(root: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ corruptions
 @pytest.fixture
 def copy(root: Path, tmp_path: Path) -> Path:
-    assert manifest.damage(root / "sync" / "step_1") == []
+    assert manifest.verify(root / "sync" / "step_1") == []
     return shutil.copytree(root / "sync" / "step_1", tmp_path / "step_1")
 
 
@@ -124,8 +124,8 @@ def flip(path: Path, offset: int) -> None:
 def test_a_flipped_byte_is_found_with_file_and_tensor(copy: Path) -> None:
     piece = place(copy)
     flip(copy / piece.file, piece.offset + piece.length // 2)
-    assert store.whole(copy) is None, "sizes do not show it"
-    [problem] = manifest.damage(copy)
+    assert manifest.missing(copy) is None, "sizes do not show it"
+    [problem] = manifest.verify(copy)
     assert piece.file in problem
     assert f"tensor {VICTIM} " in problem
 
@@ -137,24 +137,24 @@ def test_ranks_divide_the_reading_and_miss_nothing(copy: Path) -> None:
         assert [piece for share in shares for piece in share] == pieces
     piece = place(copy)
     flip(copy / piece.file, piece.offset)
-    assert len([problem for part in range(3) for problem in manifest.damage(copy, part, 3)]) == 1
+    assert len([problem for part in range(3) for problem in manifest.verify(copy, part, 3)]) == 1
 
 
 def test_a_truncated_shard_is_found_with_file_and_tensor(copy: Path) -> None:
     piece = place(copy)
     with (copy / piece.file).open("r+b") as file:
         file.truncate(piece.offset + 1)
-    problem = store.whole(copy)
+    problem = manifest.missing(copy)
     assert problem is not None
     assert piece.file in problem
     assert f"it held tensor {VICTIM}" in problem
-    assert manifest.damage(copy) == [problem]
+    assert manifest.verify(copy) == [problem]
 
 
 def test_a_missing_shard_is_found_with_file_and_tensor(copy: Path) -> None:
     piece = place(copy)
     (copy / piece.file).unlink()
-    problem = store.whole(copy)
+    problem = manifest.missing(copy)
     assert problem is not None
     assert f"{piece.file} is missing; it held tensor " in problem
 
@@ -164,7 +164,7 @@ def test_a_missing_shard_is_found_with_file_and_tensor(copy: Path) -> None:
 )
 def test_a_flipped_byte_in_a_file_without_tensors_is_found(copy: Path, name: str) -> None:
     flip(copy / name, (copy / name).stat().st_size // 2)
-    problems = manifest.damage(copy)
+    problems = manifest.verify(copy)
     assert any(name in problem for problem in problems), problems
 
 

@@ -67,8 +67,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, int]:
 
 def test_checkpoints_that_are_not_whole_are_named_and_passed_over(resumed: tuple[Job, int]) -> None:
     job, cut = resumed
-    assert "passing over step_8: its manifest.json cannot be read" in job.stdout
-    assert f"passing over step_{cut}: " in job.stdout
+    assert "skipping step_8: its manifest.json cannot be read" in job.stdout
+    assert f"skipping step_{cut}: " in job.stdout
     assert "it held tensor " in job.stdout
     assert f"continuing after step {cut - 1}" in job.stdout
     assert "moved an earlier run's" not in job.stdout

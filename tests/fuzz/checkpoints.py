@@ -73,7 +73,7 @@ def try_case(number: int) -> None:
         with deadline(SECONDS):
             for look in (
                 lambda: contents(copy),
-                lambda: manifest.damage(copy),
+                lambda: manifest.verify(copy),
                 lambda: jobs.run(ToHF(copy, copy), Path(folder) / "out", 1, lambda _: None),
             ):
                 try:
