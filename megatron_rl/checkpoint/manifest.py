@@ -45,7 +45,7 @@ class Manifest(TypedDict):
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredChunk:
     """A part of one tensor (or a pickled object) as it lies on the disk.
 
     Attributes:
@@ -67,13 +67,13 @@ class Piece:
         return self.name, self.start, self.file, self.offset, self.length, self.digest
 
     @classmethod
-    def of(cls, row: Row) -> Piece:
+    def of(cls, row: Row) -> StoredChunk:
         name, start, file, offset, length, digest = row
         return cls(name, tuple(start), file, offset, length, digest)
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorInfo:
     """A whole tensor. `dtype` as torch names it, without `torch.`; `object` (and no shape) for what is not a tensor."""
 
     shape: tuple[int, ...]
@@ -121,7 +121,9 @@ class Hashing:
         self._file.flush()
 
 
-def write(folder: Path, about: Mapping[str, object], tensors: Mapping[str, Tensor], pieces: Sequence[Piece]) -> None:
+def write(
+    folder: Path, about: Mapping[str, object], tensors: Mapping[str, TensorInfo], pieces: Sequence[StoredChunk]
+) -> None:
     """Lists what lies in `folder`; the last thing to be written there. All of it is on the disk after that.
 
     Raises:
@@ -173,7 +175,7 @@ def read(folder: Path) -> Manifest:
     return content
 
 
-def read_tensors(folder: Path) -> tuple[dict[str, Tensor], list[Piece]]:
+def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[StoredChunk]]:
     """Every tensor by name, and where its pieces lie.
 
     Raises:
@@ -181,8 +183,8 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], list[Piece]]:
     """
     try:
         content = json.loads((folder / TENSORS).read_bytes())
-        tensors = {name: Tensor(tuple(t["shape"]), t["dtype"]) for name, t in content["tensors"].items()}
-        return tensors, [Piece.of(row) for row in content["pieces"]]
+        tensors = {name: TensorInfo(tuple(t["shape"]), t["dtype"]) for name, t in content["tensors"].items()}
+        return tensors, [StoredChunk.of(row) for row in content["pieces"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"its {TENSORS} cannot be read ({error})") from None
 
@@ -234,7 +236,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1, skip_prefix: str | None 
     return found
 
 
-def _compare(folder: Path, piece: Piece) -> str | None:
+def _compare(folder: Path, piece: StoredChunk) -> str | None:
     try:
         with open(folder / piece.file, "rb") as file:
             found = digest_at(file, piece.offset, piece.length)
@@ -243,7 +245,7 @@ def _compare(folder: Path, piece: Piece) -> str | None:
     return None if found == piece.digest else f"its checksum is {found}, {piece.digest} was written"
 
 
-def _share(pieces: Sequence[Piece], part: int, parts: int) -> list[Piece]:
+def _share(pieces: Sequence[StoredChunk], part: int, parts: int) -> list[StoredChunk]:
     """The pieces whose middle lies in the `part`-th stretch of all bytes."""
     total, before, own = sum(piece.length for piece in pieces), 0, []
     for piece in pieces:

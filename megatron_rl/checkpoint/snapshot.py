@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.gather import StandIns
-from megatron_rl.checkpoint.manifest import Piece
+from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.seams import torch_dist
@@ -49,7 +49,7 @@ class Written:
     """One item on the disk."""
 
     index: MetadataIndex
-    piece: Piece
+    piece: StoredChunk
 
 
 def sharded_model(chunks: Sequence[Chunk]) -> State:
@@ -178,7 +178,7 @@ def _write_item(file: manifest.Hashing, index: MetadataIndex, data: Tensor | byt
     else:
         file.write(data)
     start = tuple(index.offset) if index.offset is not None else ()
-    return Written(index, Piece(index.fqn, start, name, offset, file.position - offset, file.digest()))
+    return Written(index, StoredChunk(index.fqn, start, name, offset, file.position - offset, file.digest()))
 
 
 def finish(snapshot: Snapshot, folder: Path, shares: Sequence[Sequence[Written]], about: Mapping[str, object]) -> None:
@@ -199,10 +199,10 @@ def finish(snapshot: Snapshot, folder: Path, shares: Sequence[Sequence[Written]]
     manifest.write(folder, about, tensors, pieces)
 
 
-def _described(entry: TensorStorageMetadata | BytesStorageMetadata) -> manifest.Tensor:
+def _described(entry: TensorStorageMetadata | BytesStorageMetadata) -> manifest.TensorInfo:
     if isinstance(entry, TensorStorageMetadata):
-        return manifest.Tensor(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
-    return manifest.Tensor((), "object")
+        return manifest.TensorInfo(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+    return manifest.TensorInfo((), "object")
 
 
 def _pickled(content: object) -> bytes:

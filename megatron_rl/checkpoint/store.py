@@ -98,7 +98,7 @@ def _named() -> Iterator[None]:
 
 
 def _unfitting(
-    tensors: State, found: Mapping[str, manifest.Tensor], pieces: Sequence[manifest.Piece], grid: Grid
+    tensors: State, found: Mapping[str, manifest.TensorInfo], pieces: Sequence[manifest.StoredChunk], grid: Grid
 ) -> list[str]:
     """Tensors that the checkpoint lacks, has beyond those wanted, or has with another shape or dtype; by name and file."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -140,7 +140,7 @@ def _unfitting(
 _MASTER = re.compile(r"optimizer\.state\.(?:fp32_)?param\.(.+)")
 
 
-def _find_masters(wanted: State | list[object], saved: Mapping[str, manifest.Tensor]) -> State:
+def _find_masters(wanted: State | list[object], saved: Mapping[str, manifest.TensorInfo]) -> State:
     """Has the optimizer ask for its fp32 weights by the name that the checkpoint has them under.
 
     Those that are there as the model's own fp32 weights only are taken out of `wanted` and returned, as deep in it as they
@@ -169,7 +169,7 @@ def _find_masters(wanted: State | list[object], saved: Mapping[str, manifest.Ten
     return elsewhere
 
 
-def _is_copy(name: str, saved: Mapping[str, manifest.Tensor]) -> bool:
+def _is_copy(name: str, saved: Mapping[str, manifest.TensorInfo]) -> bool:
     """Whether a tensor is the optimizer's copy of an fp32 weight of the model, which need not be read."""
     match = _MASTER.fullmatch(name)
     return match is not None and match[1] in saved and saved[match[1]].dtype == "float32"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_rl.models.hf_config import Fields, HFConfig, rope_arguments
-from megatron_rl.models.rules import Dims, HFTensor, Kind, Place, Rule
+from megatron_rl.models.rules import Dims, HFTensor, Place, Rule, Sharding
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -72,7 +72,7 @@ class Family:
 
     @property
     def embedding(self) -> Rule:
-        return next(rule for rule in self.rules if rule.place is Place.EMBEDDING and rule.kind is Kind.VOCAB)
+        return next(rule for rule in self.rules if rule.place is Place.EMBEDDING and rule.sharding is Sharding.VOCAB)
 
     @property
     def output(self) -> Rule:
@@ -120,31 +120,31 @@ _LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 EMBEDDING = Rule(
     ("embedding.word_embeddings.weight",),
     (HFTensor("model.embed_tokens.weight", ("vocab", "hidden")),),
-    Kind.VOCAB,
+    Sharding.VOCAB,
     Place.EMBEDDING,
 )
 FINAL_NORM = Rule(
-    ("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),), Kind.REPLICATED, Place.HEAD
+    ("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),), Sharding.REPLICATED, Place.HEAD
 )
-OUTPUT = Rule(("output_layer.weight",), (HFTensor("lm_head.weight", ("vocab", "hidden")),), Kind.VOCAB, Place.HEAD)
+OUTPUT = Rule(("output_layer.weight",), (HFTensor("lm_head.weight", ("vocab", "hidden")),), Sharding.VOCAB, Place.HEAD)
 
 
-def layer_rule(megatron: str | tuple[str, ...], kind: Kind, *hf: tuple[str, tuple[str, ...]]) -> Rule:
+def layer_rule(megatron: str | tuple[str, ...], sharding: Sharding, *hf: tuple[str, tuple[str, ...]]) -> Rule:
     """A rule inside a decoder layer; names are relative to it."""
     names = (megatron,) if isinstance(megatron, str) else megatron
     tensors = tuple(HFTensor(_HF + name, shape) for name, shape in hf)
-    return Rule(tuple(_LAYER + name for name in names), tensors, kind, Place.LAYER)
+    return Rule(tuple(_LAYER + name for name in names), tensors, sharding, Place.LAYER)
 
 
 # A norm is a module of its own in the local layer spec; Transformer Engine's fuses it into the linear layer behind it.
 INPUT_NORM = layer_rule(
     ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-    Kind.REPLICATED,
+    Sharding.REPLICATED,
     ("input_layernorm.weight", ("hidden",)),
 )
 MLP_NORM = layer_rule(
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-    Kind.REPLICATED,
+    Sharding.REPLICATED,
     ("post_attention_layernorm.weight", ("hidden",)),
 )
 NORMS = (INPUT_NORM, MLP_NORM)
@@ -154,34 +154,34 @@ MOE_NORMS = (INPUT_NORM, replace(MLP_NORM, saved=MLP_NORM.megatron[:1]))
 ATTENTION = (
     layer_rule(
         "self_attention.linear_qkv.weight",
-        Kind.QKV,
+        Sharding.QKV,
         ("self_attn.q_proj.weight", ("q", "hidden")),
         ("self_attn.k_proj.weight", ("kv", "hidden")),
         ("self_attn.v_proj.weight", ("kv", "hidden")),
     ),
-    layer_rule("self_attention.linear_proj.weight", Kind.ROW, ("self_attn.o_proj.weight", ("hidden", "q"))),
+    layer_rule("self_attention.linear_proj.weight", Sharding.ROW, ("self_attn.o_proj.weight", ("hidden", "q"))),
 )
 QKV_BIAS = (
     layer_rule(
         "self_attention.linear_qkv.bias",
-        Kind.QKV,
+        Sharding.QKV,
         ("self_attn.q_proj.bias", ("q",)),
         ("self_attn.k_proj.bias", ("kv",)),
         ("self_attn.v_proj.bias", ("kv",)),
     ),
 )
 QK_NORMS = (
-    layer_rule("self_attention.q_layernorm.weight", Kind.REPLICATED, ("self_attn.q_norm.weight", ("head_dim",))),
-    layer_rule("self_attention.k_layernorm.weight", Kind.REPLICATED, ("self_attn.k_norm.weight", ("head_dim",))),
+    layer_rule("self_attention.q_layernorm.weight", Sharding.REPLICATED, ("self_attn.q_norm.weight", ("head_dim",))),
+    layer_rule("self_attention.k_layernorm.weight", Sharding.REPLICATED, ("self_attn.k_norm.weight", ("head_dim",))),
 )
 DENSE_MLP = (
     layer_rule(
         "mlp.linear_fc1.weight",
-        Kind.GATED,
+        Sharding.GATED,
         ("mlp.gate_proj.weight", ("ffn", "hidden")),
         ("mlp.up_proj.weight", ("ffn", "hidden")),
     ),
-    layer_rule("mlp.linear_fc2.weight", Kind.ROW, ("mlp.down_proj.weight", ("hidden", "ffn"))),
+    layer_rule("mlp.linear_fc2.weight", Sharding.ROW, ("mlp.down_proj.weight", ("hidden", "ffn"))),
 )
 
 

@@ -20,7 +20,7 @@ from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import Key, LocalWeight, local_experts, local_weights, split_axis
 from megatron_rl.models.load import weight_dims
 from megatron_rl.models.parallel import Axis, ParallelGroups
-from megatron_rl.models.rules import Dims, Kind, Rule
+from megatron_rl.models.rules import Dims, Rule, Sharding
 from megatron_rl.models.shards import merge_shards, tensor_bytes
 
 BUCKET_BYTES = 256 * 2**20
@@ -112,7 +112,7 @@ def _buckets(tasks: Sequence[_Task], parallel: ParallelGroups, limit: int) -> It
     size = 0
     for task in tasks:
         copies = split_axis(task.rule, parallel).size * (parallel.ep.size if task.rule.per_expert else 1)
-        full = task.nbytes * (1 if task.rule.kind is Kind.REPLICATED else copies)
+        full = task.nbytes * (1 if task.rule.sharding is Sharding.REPLICATED else copies)
         if bucket and size + full > limit:
             yield bucket
             bucket, size = [], 0
@@ -133,10 +133,10 @@ def _gather(
     classes = (
         ([task for task in bucket if task.rule.per_expert], (parallel.expert_tp, parallel.ep)),
         (
-            [task for task in bucket if not task.rule.per_expert and task.rule.kind is not Kind.REPLICATED],
+            [task for task in bucket if not task.rule.per_expert and task.rule.sharding is not Sharding.REPLICATED],
             (parallel.tp,),
         ),
-        ([task for task in bucket if not task.rule.per_expert and task.rule.kind is Kind.REPLICATED], ()),
+        ([task for task in bucket if not task.rule.per_expert and task.rule.sharding is Sharding.REPLICATED], ()),
     )
     for tasks, axes in classes:
         if all(axis.size == 1 for axis in (*axes, parallel.pp)):

@@ -14,7 +14,7 @@ from megatron_rl.models.files import SafetensorsFolder, WeightSource
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import LocalWeight, local_weights, split_axis
 from megatron_rl.models.parallel import ParallelGroups
-from megatron_rl.models.rules import DIM_FIELDS, Dims, Kind, Rule, shard_pieces, shard_shape
+from megatron_rl.models.rules import DIM_FIELDS, Dims, Rule, Sharding, shard_shape, shard_slices
 
 _DTYPES = ("F32", "BF16", "F16", "F64")
 # Buffers that old checkpoints carry; they follow from the config.
@@ -56,7 +56,7 @@ def weight_dims(shape: tuple[int, ...], rule: Rule, description: ModelDescriptio
         ValueError: the shape is not the one that the config gives for one of `tp` shards.
     """
     dims: Dims = description.dims
-    if rule.kind is Kind.VOCAB:
+    if rule.sharding is Sharding.VOCAB:
         dims = {**dims, "padded_vocab": shape[0] * tp}
         if shape[0] * tp < dims["vocab"]:
             raise ValueError(
@@ -121,7 +121,7 @@ def _fill(weight: LocalWeight, files: WeightSource, dims: Dims, rank: int, tp: i
     rule, target = weight.rule, _writable(weight.parameter)
     check_tensors(rule, files, dims)
     at = 0
-    for piece in shard_pieces(rule, dims, rank, tp):
+    for piece in shard_slices(rule, dims, rank, tp):
         source = files.read(rule.hf[piece.tensor].name, rule.dim, piece.start, piece.stop)
         target.narrow(rule.dim, at, piece.length).copy_(source)
         at += piece.length

@@ -15,20 +15,20 @@ from megatron_rl.models.family import (
     sliding_window,
 )
 from megatron_rl.models.hf_config import Fields, HFConfig
-from megatron_rl.models.rules import Kind
+from megatron_rl.models.rules import Sharding
 
 # Experts are modules of their own (SequentialMLP), or numbered weights of one module (TEGroupedMLP).
 MOE = (
-    layer_rule("mlp.router.weight", Kind.REPLICATED, ("mlp.gate.weight", ("experts", "hidden"))),
+    layer_rule("mlp.router.weight", Sharding.REPLICATED, ("mlp.gate.weight", ("experts", "hidden"))),
     layer_rule(
         ("mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"),
-        Kind.GATED,
+        Sharding.GATED,
         ("mlp.experts.{expert}.gate_proj.weight", ("expert_ffn", "hidden")),
         ("mlp.experts.{expert}.up_proj.weight", ("expert_ffn", "hidden")),
     ),
     layer_rule(
         ("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"),
-        Kind.ROW,
+        Sharding.ROW,
         ("mlp.experts.{expert}.down_proj.weight", ("hidden", "expert_ffn")),
     ),
 )

@@ -1,8 +1,8 @@
 """The weight map's vocabulary: what a Megatron parameter is made of, and how tensor parallelism cuts it.
 
-Every kind of parameter comes down to one description: a Megatron shard is a list of *pieces*, contiguous ranges of its
+Every kind of parameter comes down to one description: a Megatron shard is a list of *slices*, contiguous ranges of its
 Hugging Face tensors along one dimension, laid end to end (and zero-padded, for the vocabulary). Loading copies the
-pieces in, exporting copies them out, so both directions follow from one function and cannot disagree. No torch: recipe
+slices in, exporting copies them out, so both directions follow from one function and cannot disagree. No torch: recipe
 checks and the memory plan read it too; the functions of tensors are in `shards`.
 """
 
@@ -37,7 +37,7 @@ class Place(IntEnum):
     HEAD = 2  # after the layers, on the last stage
 
 
-class Kind(Enum):
+class Sharding(Enum):
     """How a parameter is cut over tensor-parallel ranks."""
 
     REPLICATED = "replicated"  # whole on every rank
@@ -70,7 +70,7 @@ class Rule:
 
     megatron: tuple[str, ...]
     hf: tuple[HFTensor, ...]
-    kind: Kind
+    sharding: Sharding
     place: Place
     saved: tuple[str, ...] = ()
 
@@ -85,17 +85,17 @@ class Rule:
     @property
     def is_output(self) -> bool:
         """Whether it is the output layer, which tied embeddings replace."""
-        return self.place is Place.HEAD and self.kind is Kind.VOCAB
+        return self.place is Place.HEAD and self.sharding is Sharding.VOCAB
 
     @property
     def is_projection(self) -> bool:
         """Whether it is a matrix of attention, feed-forward or experts: what FP8 products read."""
-        return self.kind not in (Kind.REPLICATED, Kind.VOCAB) and len(self.hf[0].shape) == 2
+        return self.sharding not in (Sharding.REPLICATED, Sharding.VOCAB) and len(self.hf[0].shape) == 2
 
     @property
     def dim(self) -> int:
         """The dimension along which pieces are laid end to end."""
-        return 1 if self.kind is Kind.ROW else 0
+        return 1 if self.sharding is Sharding.ROW else 0
 
     def at(self, layer: int | None = None, expert: int | None = None) -> Rule:
         """The same rule with global layer and expert numbers filled into the Hugging Face names."""
@@ -114,7 +114,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Slice:
     """Rows (or columns) [start, stop) of the rule's `tensor`-th Hugging Face tensor."""
 
     tensor: int
@@ -157,7 +157,7 @@ def _qkv_range(dims: Dims, rank: int, tp: int) -> tuple[int, int]:
     return _range(rows, rank, tp, "(num_attention_heads + 2 num_key_value_heads) head_dim")
 
 
-def _qkv_pieces(dims: Dims, rank: int, tp: int) -> list[Piece]:
+def _qkv_slices(dims: Dims, rank: int, tp: int) -> list[Slice]:
     """Rows of q, k and v in shard `rank`."""
     low, high = _qkv_range(dims, rank, tp)
     groups, unit = dims["kv_heads"], dims["head_dim"]
@@ -171,13 +171,13 @@ def _qkv_pieces(dims: Dims, rank: int, tp: int) -> list[Piece]:
             start, stop = max(low, at), min(high, at + rows)
             if start < stop:
                 first = group * rows - at
-                pieces.append(Piece(tensor, start + first, stop + first))
+                pieces.append(Slice(tensor, start + first, stop + first))
             at += rows
     return _joined(pieces)
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    joined: list[Piece] = []
+def _joined(pieces: Sequence[Slice]) -> list[Slice]:
+    joined: list[Slice] = []
     for piece in pieces:
         if joined and joined[-1].tensor == piece.tensor and joined[-1].stop == piece.start:
             joined[-1] = replace(joined[-1], stop=piece.stop)
@@ -186,7 +186,7 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     return joined
 
 
-def shard_pieces(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Piece]:
+def shard_slices(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Slice]:
     """What the shard of tensor-parallel rank `rank` of `tp` consists of, in order along `rule.dim`.
 
     Raises:
@@ -195,25 +195,25 @@ def shard_pieces(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Piece]:
     tensor = rule.hf[0]
     size = dims[tensor.shape[rule.dim]]
     field = DIM_FIELDS[tensor.shape[rule.dim]]
-    if rule.kind is Kind.REPLICATED:
-        return [Piece(0, 0, size)]
-    if rule.kind is Kind.QKV:
-        return _qkv_pieces(dims, rank, tp)
-    if rule.kind is Kind.VOCAB:
+    if rule.sharding is Sharding.REPLICATED:
+        return [Slice(0, 0, size)]
+    if rule.sharding is Sharding.QKV:
+        return _qkv_slices(dims, rank, tp)
+    if rule.sharding is Sharding.VOCAB:
         low, high = _range(dims.get("padded_vocab", padded_vocab_size(size, tp)), rank, tp, "the padded vocabulary")
-        return [Piece(0, low, min(high, size))] if low < size else []
+        return [Slice(0, low, min(high, size))] if low < size else []
     low, high = _range(size, rank, tp, field)
-    return [Piece(index, low, high) for index in range(len(rule.hf))]
+    return [Slice(index, low, high) for index in range(len(rule.hf))]
 
 
 def shard_shape(rule: Rule, dims: Dims, tp: int) -> tuple[int, ...]:
     """The shape of one tensor-parallel shard (all ranks have the same)."""
     shape = list(rule.hf[0].sizes(dims))
-    if rule.kind is Kind.VOCAB:
+    if rule.sharding is Sharding.VOCAB:
         shape[0] = dims.get("padded_vocab", padded_vocab_size(shape[0], tp)) // tp
-    elif rule.kind is Kind.QKV:
+    elif rule.sharding is Sharding.QKV:
         low, high = _qkv_range(dims, 0, tp)
         shape[0] = high - low
     else:
-        shape[rule.dim] = sum(piece.length for piece in shard_pieces(rule, dims, 0, tp))
+        shape[rule.dim] = sum(piece.length for piece in shard_slices(rule, dims, 0, tp))
     return tuple(shape)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.models.rules import Dims, Kind, Rule, shard_pieces
+from megatron_rl.models.rules import Dims, Rule, Sharding, shard_slices
 
 
 def merge_shards(rule: Rule, shards: Sequence[Tensor], dims: Dims) -> dict[str, Tensor]:
@@ -16,9 +16,9 @@ def merge_shards(rule: Rule, shards: Sequence[Tensor], dims: Dims) -> dict[str, 
 
     A tensor that is one whole shard comes back as a view of it, anything else as new memory.
     """
-    if rule.kind is Kind.REPLICATED:
+    if rule.sharding is Sharding.REPLICATED:
         return {rule.hf[0].name: shards[0]}
-    pieces = [shard_pieces(rule, dims, rank, len(shards)) for rank in range(len(shards))]
+    pieces = [shard_slices(rule, dims, rank, len(shards)) for rank in range(len(shards))]
     if len(shards) == 1 and len(rule.hf) == 1:
         return {rule.hf[0].name: shards[0].narrow(rule.dim, 0, pieces[0][0].length)}
     full = [shards[0].new_empty(tensor.sizes(dims)) for tensor in rule.hf]

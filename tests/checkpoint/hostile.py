@@ -58,7 +58,7 @@ def in_an_object(folder: Path, marker: Path) -> str:
             metadata.storage_data[index] = replace(info, relative_path=name, offset=0, length=len(data))
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     tensors, pieces = manifest.read_tensors(folder)
-    own = manifest.Piece(OBJECT, (), name, 0, len(data), manifest.digest(data))
+    own = manifest.StoredChunk(OBJECT, (), name, 0, len(data), manifest.digest(data))
     (folder / manifest.TENSORS).unlink()
     _write(folder, tensors, [own if piece.name == OBJECT else piece for piece in pieces])
     return name
@@ -78,7 +78,7 @@ def _listed(folder: Path, name: str) -> str:
     return name
 
 
-def _write(folder: Path, tensors: dict[str, manifest.Tensor], pieces: list[manifest.Piece]) -> None:
+def _write(folder: Path, tensors: dict[str, manifest.TensorInfo], pieces: list[manifest.StoredChunk]) -> None:
     about: dict[str, Any] = manifest.read(folder)
     for key in ("files", "format", "digest"):
         about.pop(key, None)

@@ -111,7 +111,7 @@ def copy(root: Path, tmp_path: Path) -> Path:
     return shutil.copytree(root / "sync" / "step_1", tmp_path / "step_1")
 
 
-def place(folder: Path, name: str = VICTIM) -> manifest.Piece:
+def place(folder: Path, name: str = VICTIM) -> manifest.StoredChunk:
     return next(piece for piece in manifest.read_tensors(folder)[1] if piece.name == name)
 
 
@@ -182,12 +182,12 @@ def test_every_byte_of_every_file_is_covered(copy: Path) -> None:
 
 def test_a_file_with_tensors_that_is_not_there_in_full_is_no_checkpoint(tmp_path: Path) -> None:
     """What a rank wrote on another machine may not have come to the shared disk."""
-    pieces = [manifest.Piece("a", (0,), "__1_0.distcp", 0, 8, manifest.digest(b"12345678"))]
+    pieces = [manifest.StoredChunk("a", (0,), "__1_0.distcp", 0, 8, manifest.digest(b"12345678"))]
     with pytest.raises(OSError, match=r"__1_0\.distcp has 0 bytes, 8 were written"):
-        manifest.write(tmp_path, {}, {"a": manifest.Tensor((1,), "int64")}, pieces)
+        manifest.write(tmp_path, {}, {"a": manifest.TensorInfo((1,), "int64")}, pieces)
     (tmp_path / "__1_0.distcp").write_bytes(b"1234")
     with pytest.raises(OSError, match=r"__1_0\.distcp has 4 bytes, 8 were written"):
-        manifest.write(tmp_path, {}, {"a": manifest.Tensor((1,), "int64")}, pieces)
+        manifest.write(tmp_path, {}, {"a": manifest.TensorInfo((1,), "int64")}, pieces)
     assert not (tmp_path / "manifest.json").exists()
 
 
@@ -217,7 +217,7 @@ def test_nothing_is_continued_that_an_interrupted_save_left(root: Path, tmp_path
 
 
 # ----------------------------------------------------------------------------- whole, but not of this model or recipe
-Tensors, Pieces = dict[str, manifest.Tensor], list[manifest.Piece]
+Tensors, Pieces = dict[str, manifest.TensorInfo], list[manifest.StoredChunk]
 
 
 def renamed(tensors: Tensors, pieces: Pieces) -> tuple[Tensors, Pieces]:

@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.convert import jobs
 from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
-from megatron_rl.checkpoint.manifest import Piece
+from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.cli import main
 
 from .test_resume import contents
@@ -44,7 +44,7 @@ class _FullAtTheEnd:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
-    def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
+    def finish(self, folder: Path, pieces: Sequence[StoredChunk]) -> None:
         with small_files(100):
             self._task.finish(folder, pieces)
 

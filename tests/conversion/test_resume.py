@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.convert import jobs
 from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
-from megatron_rl.checkpoint.manifest import Piece
+from megatron_rl.checkpoint.manifest import StoredChunk
 
 from .convert import assert_same, tensors
 
@@ -31,7 +31,7 @@ class _Dying:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
-    def write(self, file: str, folder: Path, progress: jobs.Progress) -> list[Piece]:
+    def write(self, file: str, folder: Path, progress: jobs.Progress) -> list[StoredChunk]:
         def die(count: int) -> None:
             self._left -= 1
             if self._left == 0:
@@ -39,7 +39,7 @@ class _Dying:
 
         return self._task.write(file, folder, die)
 
-    def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
+    def finish(self, folder: Path, pieces: Sequence[StoredChunk]) -> None:
         self._task.finish(folder, pieces)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Cutting Hugging Face tensors into Megatron's shards by `shard_pieces`: the way there of `merge_shards`."""
+"""Cutting Hugging Face tensors into Megatron's shards by `shard_slices`: the way there of `merge_shards`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron_rl.models.rules import Dims, Rule, shard_pieces, shard_shape
+from megatron_rl.models.rules import Dims, Rule, shard_shape, shard_slices
 
 
 def shard_tensor(rule: Rule, hf_tensors: Mapping[str, Tensor], dims: Dims, rank: int, tp: int) -> Tensor:
@@ -20,7 +20,7 @@ def shard_tensor(rule: Rule, hf_tensors: Mapping[str, Tensor], dims: Dims, rank:
     sources = [hf_tensors[tensor.name] for tensor in rule.hf]
     shard = sources[0].new_zeros(shard_shape(rule, dims, tp))
     at = 0
-    for piece in shard_pieces(rule, dims, rank, tp):
+    for piece in shard_slices(rule, dims, rank, tp):
         source = sources[piece.tensor].narrow(rule.dim, piece.start, piece.length)
         shard.narrow(rule.dim, at, piece.length).copy_(source)
         at += piece.length

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.models import family_for, padded_vocab_size
-from megatron_rl.models.rules import Kind, shard_shape
+from megatron_rl.models.rules import Sharding, shard_shape
 from megatron_rl.models.shards import merge_shards
 
 from .shards import shard_tensor
@@ -57,14 +57,14 @@ def test_merge_undoes_shard(architecture: str, kv_heads: int, tp: int) -> None:
     assert len(names) == len(set(names))
 
 
-def rule_of(architecture: str, kind: Kind, ndim: int = 2) -> tuple[Any, Any]:
+def rule_of(architecture: str, sharding: Sharding, ndim: int = 2) -> tuple[Any, Any]:
     family, description = model(architecture)
-    rules = [rule for rule in family.weights(description) if rule.kind is kind and len(rule.hf[0].shape) == ndim]
+    rules = [rule for rule in family.weights(description) if rule.sharding is sharding and len(rule.hf[0].shape) == ndim]
     return rules[0], description.dims
 
 
 def test_qkv_is_interleaved_by_group() -> None:
-    rule, dims = rule_of("Qwen2ForCausalLM", Kind.QKV, ndim=1)
+    rule, dims = rule_of("Qwen2ForCausalLM", Sharding.QKV, ndim=1)
     q, k, v = torch.arange(64.0), 100 + torch.arange(16.0), 200 + torch.arange(16.0)
     full = dict(zip([t.name for t in rule.hf], (q, k, v), strict=True))
     # 2 groups of 4 query heads; heads of 8 rows
@@ -76,28 +76,28 @@ def test_qkv_is_interleaved_by_group() -> None:
 
 def test_the_shape_of_a_shard_takes_no_longer_for_a_large_model() -> None:
     """Recipe checks ask for it, also of a config.json with an absurd number of heads."""
-    rule, dims = rule_of("Qwen2ForCausalLM", Kind.QKV, ndim=1)
+    rule, dims = rule_of("Qwen2ForCausalLM", Sharding.QKV, ndim=1)
     heads = 2**60
     large = {**dims, "heads": heads, "kv_heads": heads, "q": heads * 8, "kv": heads * 8}
     assert shard_shape(rule, large, 2) == (3 * heads * 8 // 2,)
 
 
 def test_gated_mlp_puts_each_ranks_gate_before_its_up() -> None:
-    rule, dims = rule_of("Qwen3ForCausalLM", Kind.GATED)
+    rule, dims = rule_of("Qwen3ForCausalLM", Sharding.GATED)
     gate, up = torch.randn(40, 24), torch.randn(40, 24)
     full = dict(zip([t.name for t in rule.hf], (gate, up), strict=True))
     assert torch.equal(shard_tensor(rule, full, dims, 1, 4), torch.cat([gate[10:20], up[10:20]]))
 
 
 def test_row_parallel_cuts_columns() -> None:
-    rule, dims = rule_of("Qwen3ForCausalLM", Kind.ROW)
+    rule, dims = rule_of("Qwen3ForCausalLM", Sharding.ROW)
     full = torch.randn(24, 64)
     assert torch.equal(shard_tensor(rule, {rule.hf[0].name: full}, dims, 1, 2), full[:, 32:])
 
 
 @pytest.mark.parametrize(("vocab", "padded"), [(61, 64), (61, 128), (5, 16)])
 def test_vocabulary_padding_is_zero_and_goes_away(vocab: int, padded: int) -> None:
-    rule, dims = rule_of("Qwen3ForCausalLM", Kind.VOCAB)
+    rule, dims = rule_of("Qwen3ForCausalLM", Sharding.VOCAB)
     dims = {**dims, "vocab": vocab, "padded_vocab": padded}
     full = {rule.hf[0].name: torch.randn(vocab, 24)}
     shards = [shard_tensor(rule, full, dims, rank, 4) for rank in range(4)]

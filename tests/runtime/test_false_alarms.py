@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.runtime import postmortem, progress
+from megatron_rl.runtime import heartbeat, postmortem
 from megatron_rl.runtime.clock import AwakeClock
 from megatron_rl.runtime.heartbeat import Deadlines, Heartbeat
 from megatron_rl.runtime.observer import Observer
@@ -110,8 +110,8 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(tmp_path, random.Random(7))
-    monkeypatch.setattr(progress.time, "time", lambda: machine.wall)
-    monkeypatch.setattr(progress.os, "fsync", lambda file: None)  # the simulated disk is `blocked`
+    monkeypatch.setattr(heartbeat.time, "time", lambda: machine.wall)
+    monkeypatch.setattr(heartbeat.os, "fsync", lambda file: None)  # the simulated disk is `blocked`
     machine.start()
     return machine
 

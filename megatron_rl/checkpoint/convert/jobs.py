@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.manifest import Piece
+from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.runtime import owner
 from megatron_rl.runtime.disk import size_text, sync, sync_tree
 
@@ -61,11 +61,11 @@ class Task(Protocol):
         """Every file that has to be written: name, bytes of tensors in it."""
         ...
 
-    def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
+    def write(self, file: str, folder: Path, progress: Progress) -> list[StoredChunk]:
         """Writes one of them."""
         ...
 
-    def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
+    def finish(self, folder: Path, pieces: Sequence[StoredChunk]) -> None:
         """Writes the remaining files after all of `files()`; the manifest last."""
         ...
 
@@ -211,11 +211,11 @@ def _taken_up(partial: Path, identity: Identity, say: Callable[[str], None]) -> 
     return done
 
 
-def _read_marker(partial: Path, file: str) -> tuple[int, list[Piece]]:
+def _read_marker(partial: Path, file: str) -> tuple[int, list[StoredChunk]]:
     """Bytes of a written file, and what lies in it; -1 and nothing where the marker did not reach the disk whole."""
     try:
         content = json.loads((partial / _MARKERS / f"{file}.json").read_text())
-        return content["bytes"], [Piece.of(row) for row in content["pieces"]]
+        return content["bytes"], [StoredChunk.of(row) for row in content["pieces"]]
     except (ValueError, KeyError, TypeError):
         return -1, []
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models.family import Family, ModelDescription
-from megatron_rl.models.rules import Dims, Kind, Piece, Place, Rule, padded_vocab_size, shard_pieces, shard_shape
+from megatron_rl.models.rules import Dims, Place, Rule, Sharding, Slice, padded_vocab_size, shard_shape, shard_slices
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Layout:
             raise ValueError(f"--expert {self.expert}: num_experts = {experts} does not divide over it")
         for rule in family.rules:
             try:
-                shard_pieces(rule, description.dims, 0, self.tensor_of(rule))
+                shard_slices(rule, description.dims, 0, self.tensor_of(rule))
             except ValueError as error:
                 option = "expert-tensor" if rule.per_expert else "tensor"
                 raise ValueError(f"--{option} {self.tensor_of(rule)}: {error}") from None
@@ -77,7 +77,7 @@ class Chunk:
     start: tuple[int, ...]
     size: tuple[int, ...]
     rule: Rule
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Slice, ...]
     stage: int
     expert_rank: int
 
@@ -121,7 +121,7 @@ def known_names(rule: Rule) -> Iterator[str]:
     names = rule.megatron[:1] if rule.per_expert else (rule.megatron[-1], *rule.megatron[:-1])
     for name in map(_modules, names):
         yield from dict.fromkeys((_stacked(name), name.replace("{expert}.", ""), name))
-        if rule.kind is Kind.GATED:
+        if rule.sharding is Sharding.GATED:
             yield name + "_w"
 
 
@@ -147,15 +147,15 @@ def chunks(family: Family, description: ModelDescription, layout: Layout) -> Ite
         stage = outside if layer is None else stage_of[layer]
         rank = -1 if expert is None else expert // per_rank
         shape, name, tp = shard_shape(rule, dims, 1), global_name(rule), layout.tensor_of(rule)
-        for tp_rank in range(1 if rule.kind is Kind.REPLICATED else tp):
-            pieces = shard_pieces(rule, dims, tp_rank, tp)
-            if rule.kind is Kind.GATED:  # gate rows and up rows of a rank lie apart in the global tensor
-                parts: list[tuple[int, int, tuple[Piece, ...]]] = [
+        for tp_rank in range(1 if rule.sharding is Sharding.REPLICATED else tp):
+            pieces = shard_slices(rule, dims, tp_rank, tp)
+            if rule.sharding is Sharding.GATED:  # gate rows and up rows of a rank lie apart in the global tensor
+                parts: list[tuple[int, int, tuple[Slice, ...]]] = [
                     (p.tensor * (shape[0] // 2) + p.start, p.length, (p,)) for p in pieces
                 ]
             else:
                 length = shard_shape(rule, dims, tp)[rule.dim]
-                parts = [(tp_rank * length if rule.kind is not Kind.REPLICATED else 0, length, tuple(pieces))]
+                parts = [(tp_rank * length if rule.sharding is not Sharding.REPLICATED else 0, length, tuple(pieces))]
             for first, length, own in parts:
                 start, size = [0] * len(shape), list(shape)
                 start[rule.dim], size[rule.dim] = first, length
@@ -171,12 +171,12 @@ def state_names(family: Family, description: ModelDescription) -> Iterator[str]:
     """
     modules: dict[str, tuple[int, ...]] = {}  # and the leading dimensions of their parameters
     for rule in family.parameters(description):
-        is_router = rule.kind is Kind.REPLICATED and len(rule.hf[0].shape) == 2
+        is_router = rule.sharding is Sharding.REPLICATED and len(rule.hf[0].shape) == 2
         if rule.place is Place.EMBEDDING or is_router:
             continue
         module = (*aliases(rule), global_name(rule))[0].rpartition(".")[0]
         modules[module] = leading(rule, description)
-        if rule.kind is Kind.QKV:
+        if rule.sharding is Sharding.QKV:
             modules[module.rpartition(".")[0] + ".core_attention"] = modules[module]
     for module, counts in modules.items():
         for place in itertools.product(*map(range, counts or (1,))):

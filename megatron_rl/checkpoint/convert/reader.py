@@ -13,7 +13,7 @@ from megatron_rl.checkpoint.convert.global_tensors import TorchDist
 from megatron_rl.checkpoint.convert.layout import aliases, global_name, known_names, leading
 from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.files import DTYPE_NAMES
-from megatron_rl.models.rules import DIM_FIELDS, Kind, Rule, shard_pieces, shard_shape
+from megatron_rl.models.rules import DIM_FIELDS, Rule, Sharding, shard_shape, shard_slices
 
 # What training writes beside the model; the fp32 weights of the distributed and of the plain optimizer.
 MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
@@ -97,7 +97,7 @@ class MegatronModel:
         low[dim], high[dim] = start, min(stop, shape[dim])
         out: Tensor | None = None
         at = 0
-        for piece in shard_pieces(rule, self._description.dims, 0, 1):
+        for piece in shard_slices(rule, self._description.dims, 0, 1):
             first, at = at, at + piece.length
             a, b = max(piece.start, low[rule.dim]), min(piece.stop, high[rule.dim])
             if piece.tensor != index or a >= b:
@@ -177,7 +177,7 @@ class MegatronModel:
             before, symbols = (dims["experts"],), [f"num_experts = {dims['experts']}"]
         wanted = (*before, *expected)
         fits = len(found) == len(wanted) and all(
-            a == b or (rule.kind is Kind.VOCAB and axis == len(before) and a > b)
+            a == b or (rule.sharding is Sharding.VOCAB and axis == len(before) and a > b)
             for axis, (a, b) in enumerate(zip(found, wanted, strict=True))
         )
         if fits:
@@ -199,7 +199,7 @@ class MegatronModel:
     def _check_padding(self) -> None:
         vocab = self._description.dims["vocab"]
         for rule, _, place in list(self._place.values()):
-            if rule.kind is Kind.VOCAB:
+            if rule.sharding is Sharding.VOCAB:
                 rows, columns = self._checkpoint.tensors[place.names[0]].shape
                 for row in range(vocab, rows, 4096):
                     end = min(rows, row + 4096)

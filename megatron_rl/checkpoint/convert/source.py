@@ -117,7 +117,7 @@ class HFFolder(SafetensorsFolder):
                 raise ValueError(f"{path} is damaged in tensor {name}: its checksum does not fit")
 
     @functools.cached_property
-    def _pieces(self) -> dict[str, manifest.Piece]:
+    def _pieces(self) -> dict[str, manifest.StoredChunk]:
         if not (self.folder / manifest.TENSORS).is_file():
             return {}
         return {piece.name: piece for piece in manifest.read_tensors(self.folder)[1]}

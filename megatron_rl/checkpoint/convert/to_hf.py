@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import Model, fingerprint
 from megatron_rl.checkpoint.convert.to_megatron import CASTS
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
-from megatron_rl.checkpoint.manifest import Piece
+from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.models.export import copy_companions
 from megatron_rl.models.files import (
     DTYPE_NAMES,
@@ -78,23 +78,23 @@ class ToHF:
     def files(self) -> list[tuple[str, int]]:
         return [(name, sum(t.nbytes for t in held)) for name, held in self._plan.files.items()]
 
-    def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
+    def write(self, file: str, folder: Path, progress: Progress) -> list[StoredChunk]:
         held = self._plan.files[file]
         header, offsets = _header(held)
-        pieces: dict[str, Piece] = {}
+        pieces: dict[str, StoredChunk] = {}
         with WriteBehind(folder / file) as out:
             out.write_at(header, 0)
             for name in dict.fromkeys(tensor.source for tensor in held):
                 for key, values in self._produced(name):
                     data = values.contiguous().view(-1).view(torch.uint8).numpy().data
                     out.write_at(data, offsets[key])
-                    pieces[key] = Piece(
+                    pieces[key] = StoredChunk(
                         key, (0,) * values.dim(), file, offsets[key], values.nbytes, manifest.digest(data)
                     )
                     progress(values.nbytes)
         return [pieces[tensor.name] for tensor in held]
 
-    def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
+    def finish(self, folder: Path, pieces: Sequence[StoredChunk]) -> None:
         plan = self._plan
         tensors = [tensor for held in plan.files.values() for tensor in held]
         names = {file: [tensor.name for tensor in held] for file, held in plan.files.items()}
@@ -109,7 +109,7 @@ class ToHF:
             config[key] = str(dtypes.pop()).removeprefix("torch.")
         write_json(folder / "config.json", config)
         copy_companions(self.config, folder)
-        listed = {t.name: manifest.Tensor(t.shape, str(t.dtype).removeprefix("torch.")) for t in tensors}
+        listed = {t.name: manifest.TensorInfo(t.shape, str(t.dtype).removeprefix("torch.")) for t in tensors}
         about = made_by(self) | {"version": megatron_rl.__version__, "family": plan.model.family.name}
         manifest.write(folder, about, listed, pieces)
 

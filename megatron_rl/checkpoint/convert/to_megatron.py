@@ -29,7 +29,7 @@ from megatron_rl.checkpoint.convert.layout import Chunk, Layout, aliases, chunks
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import HFFolder, Model, fingerprint
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
-from megatron_rl.checkpoint.manifest import Hashing, Piece
+from megatron_rl.checkpoint.manifest import Hashing, StoredChunk
 from megatron_rl.models.export import copy_companions
 from megatron_rl.models.files import DTYPE_NAMES, DTYPES, INDEX, WeightSource
 from megatron_rl.models.load import check_names, check_tensors, check_tied
@@ -81,7 +81,7 @@ class ToMegatron:
         plan = self._plan
         return [(name, sum(map(plan.nbytes, held))) for name, held in plan.files.items()]
 
-    def write(self, file: str, folder: Path, progress: Progress) -> list[Piece]:
+    def write(self, file: str, folder: Path, progress: Progress) -> list[StoredChunk]:
         plan = self._plan
         pieces, checked = [], set()
         matrix = functools.lru_cache(1)(lambda name: plan.source.read(name, 0, 0, plan.source.shape(name)[0]))
@@ -99,11 +99,11 @@ class ToMegatron:
                     torch.save(values, cast(BinaryIO, out))
                 except RuntimeError as error:  # torch's writer does not say why
                     raise (out.failure or error) from None
-                pieces.append(Piece(chunk.name, chunk.start, file, offset, out.position - offset, out.digest()))
+                pieces.append(StoredChunk(chunk.name, chunk.start, file, offset, out.position - offset, out.digest()))
                 progress(plan.nbytes(chunk))
         return pieces
 
-    def finish(self, folder: Path, pieces: Sequence[Piece]) -> None:
+    def finish(self, folder: Path, pieces: Sequence[StoredChunk]) -> None:
         plan = self._plan
         state = _write_state(folder, f"__{len(plan.files)}_0.distcp")
         (folder / ".metadata").write_bytes(pickle.dumps(_index(plan, pieces, state)))
@@ -114,7 +114,7 @@ class ToMegatron:
         copy_companions(self.hf, folder)
         (folder / "config.json").write_bytes((self.hf / "config.json").read_bytes())
         tensors = {
-            chunk.name: manifest.Tensor(chunk.shape, str(plan.dtypes[chunk.name]).removeprefix("torch."))
+            chunk.name: manifest.TensorInfo(chunk.shape, str(plan.dtypes[chunk.name]).removeprefix("torch."))
             for held in plan.files.values()
             for chunk in held
         }
@@ -127,7 +127,7 @@ class ToMegatron:
                 "padded_vocabulary": padded(plan.model.description, self.layout.tensor)["padded_vocab"],
             },
         }
-        manifest.write(folder, about, tensors | {_STATES: manifest.Tensor((), "object")}, [*pieces, state])
+        manifest.write(folder, about, tensors | {_STATES: manifest.TensorInfo((), "object")}, [*pieces, state])
 
     def enclose(self, root: Path) -> None:
         programs.write_trackers(self.program, root)
@@ -250,16 +250,16 @@ def _parts(chunk: Chunk, source: WeightSource, matrix: Callable[[str], Tensor]) 
             yield source.read(name, 0, piece.start, piece.stop)
 
 
-def _write_state(folder: Path, file: str) -> Piece:
+def _write_state(folder: Path, file: str) -> StoredChunk:
     """The empty extra state."""
     buffer = io.BytesIO()
     torch.save([None], buffer)
     data = buffer.getvalue()
     (folder / file).write_bytes(data)
-    return Piece(_STATES, (), file, 0, len(data), manifest.digest(data))
+    return StoredChunk(_STATES, (), file, 0, len(data), manifest.digest(data))
 
 
-def _index(plan: _Plan, pieces: Sequence[Piece], state: Piece) -> Metadata:
+def _index(plan: _Plan, pieces: Sequence[StoredChunk], state: StoredChunk) -> Metadata:
     """Megatron-Core's index: every global tensor under each of its names, and the extra states."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, torch_dist.StorageInfo] = {}
