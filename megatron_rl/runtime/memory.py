@@ -49,8 +49,15 @@ class PhaseMemory:
     def metrics(self) -> dict[str, float]:
         """`memory/host_peak_gib`, `memory/device_peak_gib` since the start, and the same per phase since the last call."""
         self._note()
-        peaks, self.peaks = {"memory": self.overall} | {f"memory/{name}": own for name, own in self.peaks.items()}, {}
-        return {f"{place}/{where}_peak_gib": gib for place, own in peaks.items() for where, gib in own.items()}
+        found = {"memory/host_peak_gib": self.overall["host"]}
+        if "device" in self.overall:
+            found["memory/device_peak_gib"] = self.overall["device"]
+        for phase, peaks in self.peaks.items():
+            found[f"memory/{phase}/host_peak_gib"] = peaks["host"]
+            if "device" in peaks:
+                found[f"memory/{phase}/device_peak_gib"] = peaks["device"]
+        self.peaks = {}
+        return found
 
 
 def _raise_to(peaks: dict[str, float], others: Mapping[str, float]) -> None:

@@ -57,7 +57,7 @@ def written(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             if node.func.attr in ("mean", "total", "maximum"):
                 yield text_of(node.args[0])
-            elif node.func.attr == "phases":
+            elif node.func.attr == "timer":
                 yield f"timing_s/{text_of(node.args[0])}"
 
 

@@ -59,7 +59,9 @@ def test_merge_undoes_shard(architecture: str, kv_heads: int, tp: int) -> None:
 
 def rule_of(architecture: str, sharding: Sharding, ndim: int = 2) -> tuple[Any, Any]:
     family, description = model(architecture)
-    rules = [rule for rule in family.weights(description) if rule.sharding is sharding and len(rule.hf[0].shape) == ndim]
+    rules = [
+        rule for rule in family.weights(description) if rule.sharding is sharding and len(rule.hf[0].shape) == ndim
+    ]
     return rules[0], description.dims
 
 

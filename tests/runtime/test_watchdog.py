@@ -208,7 +208,7 @@ def test_a_rank_that_never_came_and_one_on_a_dead_node_are_both_named() -> None:
     text = postmortem.verdict(STALL, beats, beats, {0: beats[0], 1: beats[1]}, "n0")
     assert "rank 3 (node n1, process 103) is behind" in text
     assert "its node or its process is stopped, dead or cut off" in text
-    assert "rank 2 is behind: it has not come as far as its first heartbeat" in text
+    assert "rank 2 is behind: no heartbeat yet: it died or hung during start-up" in text
 
 
 def test_nccl_ends_no_process_before_the_watchdog_has_spoken() -> None:
