@@ -24,6 +24,7 @@ TORCH := $(shell sed -n '/^torch==/p' requirements/cpu.txt)
 
 # uv leaves compiling to the first import. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, that would be every
 # process's, a quarter of the time that importing vLLM takes. Some packages carry files for other Pythons: no error.
+# The tests start hundreds of processes of this package, which would compile it each time.
 COMPILE := python -m compileall -qq -j 0
 
 .PHONY: setup launch-setup train test fuzz lint bench docs clean
@@ -66,6 +67,7 @@ train: setup
 	@$(BIN)/megatron-rl train recipes/cpu/quickstart.yaml $(ARGS)
 
 test: lint
+	@$(BIN)/$(COMPILE) megatron_rl
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 # Every module of tests/fuzz with a main part: recipes, completions, checkpoints, ... FUZZ=recipes picks one.
