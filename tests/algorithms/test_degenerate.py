@@ -250,6 +250,13 @@ def test_prompts_without_any_rollout_are_ignored(name: str) -> None:
     torch.testing.assert_close(whole[[0, 2]], without, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("name", list_advantage_estimators())
+def test_a_step_without_any_rollout_is_refused(name: str) -> None:
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=rf"{name} needs at least \d prompts .*; there is 0"):
+        make_advantage_estimator(name)(RewardTable(torch.zeros(2, 3, 2), ("outcome", "judge"), nothing))
+
+
 def test_missing_inputs_are_named() -> None:
     plain = table([[0.0, 1.0]])
     with pytest.raises(ValueError, match="greedy"):

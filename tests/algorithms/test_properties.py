@@ -287,6 +287,14 @@ def test_dgpo_is_continuous_and_decays() -> None:
     assert torch.equal(make_gradient_weight("dgpo", m=1)(high, ones), make_gradient_weight("gppo")(high, ones))
 
 
+@pytest.mark.parametrize("name", list_gradient_weights())
+def test_a_half_precision_ratio_is_weighed_in_float32(name: str) -> None:
+    weight, log_ratio = make_gradient_weight(name), torch.linspace(-3, 3, 301).bfloat16()
+    for sign in (1.0, -1.0):
+        advantages = torch.full_like(log_ratio, sign)
+        assert torch.equal(weight(log_ratio, advantages), weight(log_ratio.float(), advantages.float()).bfloat16())
+
+
 def test_clip_range_replaces_the_bounds_of_any_weight() -> None:
     log_ratio, adv = torch.tensor([0.25, -0.25]), torch.tensor([1.0, -1.0])
     for name in list_gradient_weights():

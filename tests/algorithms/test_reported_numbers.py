@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+
 import pytest
 import torch
 
-from megatron_rl.algorithms import GradientVariance, RewardTable, correct, make_advantage_estimator
+from megatron_rl.algorithms import (
+    GradientVariance,
+    RewardTable,
+    correct,
+    count_advantage_groups,
+    distinct_advantage_groups,
+    make_advantage_estimator,
+)
 from megatron_rl.algorithms.correction import correction_metrics
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.shaping import add_column, overlong_penalty
@@ -144,3 +154,15 @@ def test_overlong_penalty_takes_the_whole_budget_and_one_token() -> None:
 def test_an_added_column_has_the_tables_dtype() -> None:
     table = RewardTable(torch.zeros(1, 2, 1, dtype=torch.float64), ("r",))
     assert add_column(table, "kl", torch.tensor([[1, 2]]), 1.0).values.dtype == torch.float64
+
+
+def test_resolution_counts_what_differs_in_the_sixth_decimal() -> None:
+    """By plain loops. GRPO's eps of 1e-6 tells groups of the same shape and another scale apart: in float32 it would not
+    always, and without it these are 14 (GDPO Fig. 3)."""
+    groups = set()
+    for rewards in itertools.combinations_with_replacement(range(4), 4):
+        mean, std = statistics.mean(rewards), statistics.stdev(rewards)
+        groups.add(tuple(sorted(round((reward - mean) / (std + 1e-6), 6) for reward in rewards)))
+    assert len(groups) == distinct_advantage_groups(4, 3, make_advantage_estimator("grpo")) == 17
+    assert distinct_advantage_groups(4, 3, make_advantage_estimator("grpo", eps=0.0)) == 14
+    assert count_advantage_groups(torch.tensor([[0.0, -0.0], [-1e-7, 0.0], [1e-6, 0.0]])) == 2
