@@ -5,14 +5,4 @@ from megatron_rl.config.load import as_tree, changes, load_recipe, to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import ConfigError
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "Machine",
-    "as_tree",
-    "changes",
-    "check",
-    "check_machine",
-    "load_recipe",
-    "to_yaml",
-]
+__all__ = ["Config", "ConfigError", "Machine", "as_tree", "changes", "check", "check_machine", "load_recipe", "to_yaml"]

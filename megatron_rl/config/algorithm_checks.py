@@ -23,7 +23,7 @@ def reward_columns(config: Config) -> list[str]:
 
 
 def check_method_choice(config: Config) -> Iterator[str]:
-    """Yields a sentence per problem of the section `algorithm`, and of what the estimator needs from the other sections."""
+    """Yields a sentence per problem of the section `algorithm`, and per unmet need of the estimator."""
     algorithm = config.algorithm
     try:
         load_plugins(algorithm.plugins)

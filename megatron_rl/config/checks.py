@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import math
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from megatron_rl.config.algorithm_checks import check_method_choice
@@ -30,7 +32,7 @@ COMMANDS = ("train", "sft", "evaluate")
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the processes run: GPUs that this machine offers, and the world another launcher has already made."""
+    """Where the processes run: this machine's GPUs, and the world that another launcher has started."""
 
     gpus: int = 0
     world_size: int | None = None  # processes in all, where torchrun or srun started them
@@ -47,11 +49,10 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
-    chosen = [part.strip() for part in visible.split(",")]
-    cut = next(
-        (i for i, part in enumerate(chosen) if part in ("", "-1")), len(chosen)
-    )  # CUDA stops at the first bad one
-    return min(present, cut)
+    chosen = itertools.takewhile(
+        lambda part: part.strip() not in ("", "-1"), visible.split(",")
+    )  # CUDA stops at a bad one
+    return min(present, len(list(chosen)))
 
 
 def check(
@@ -60,10 +61,9 @@ def check(
     """Checks everything that needs more than one key, and fills in what follows from other keys.
 
     Args:
-        config: as `load_recipe` gives it; not changed.
+        config: not changed.
         command: train | sft | evaluate; some needs differ.
-        machine: null: this one.
-        model: the model's config.json, where its folder is not at hand; null: it is read from `model.path`.
+        model: the model's config.json; None: it is read from `model.path`.
 
     Returns:
         A copy with `launch.processes` set (unless another launcher made the world), `model.create` null where
@@ -106,17 +106,8 @@ def check(
 
 
 def check_machine(config: Config, machine: Machine | None = None, command: str = "train") -> None:
-    """Whether this machine can run a (checked) recipe; not asked of a login node that only checks it.
-
-    Args:
-        machine: null: this one.
-        command: train | sft | evaluate.
-
-    Raises:
-        ConfigError: one line per problem.
-    """
-    machine = machine or Machine.here()
-    _refuse(list(_check_machine(config, machine, command)))
+    """Raises ConfigError where this machine cannot run a (checked) recipe. Not for a login node that only checks it."""
+    _refuse(list(_check_machine(config, machine or Machine.here(), command)))
 
 
 def _refuse(problems: list[str]) -> None:
@@ -142,15 +133,14 @@ def _check_layout(config: Config, world: int, machine: Machine) -> Iterator[str]
             f"`launch.processes` is {config.launch.processes}, but the launcher started {local or machine.world_size} "
             "processes on this machine; set it to null or to that number"
         )
-    model = parallel.tensor * parallel.pipeline
+    model, fits = parallel.tensor * parallel.pipeline, _next_multiple(world, smallest_world(config))
     names, sizes = "tensor x pipeline", f"{parallel.tensor} x {parallel.pipeline}"
     if parallel.context > 1:
         names, sizes = f"{names} x context", f"{sizes} x {parallel.context}"
     if world % (model * parallel.context):
         yield (
             f"{world_key} ({world}) must be a multiple of actor.parallel.{names} "
-            f"({sizes} = {model * parallel.context}); a number that fits is "
-            f"{_next_multiple(world, smallest_world(config))}"
+            f"({sizes} = {model * parallel.context}); a number that fits is {fits}"
         )
     elif (world // parallel.pipeline) % (parallel.expert * parallel.expert_tensor):
         cut = parallel.expert_tensor > 1
@@ -158,13 +148,10 @@ def _check_layout(config: Config, world: int, machine: Machine) -> Iterator[str]
             f"`actor.parallel.expert`{' x `expert_tensor`' if cut else ''} "
             f"({parallel.expert}{f' x {parallel.expert_tensor}' if cut else ''}) must divide the "
             f"{world // parallel.pipeline} ranks of a pipeline stage (tensor x context x data = {world} processes / "
-            f"{parallel.pipeline}); a number of processes that fits is {_next_multiple(world, smallest_world(config))}"
+            f"{parallel.pipeline}); a number of processes that fits is {fits}"
         )
     if world % engine:
-        yield (
-            f"{world_key} ({world}) must be a multiple of `rollout.tensor_parallel` ({engine}); a number that fits is "
-            f"{_next_multiple(world, smallest_world(config))}"
-        )
+        yield f"{world_key} ({world}) must be a multiple of `rollout.tensor_parallel` ({engine}); one that fits is {fits}"
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield (
             f"`actor.parallel.virtual_pipeline` ({parallel.virtual_pipeline}) needs `actor.parallel.pipeline` > 1, "
@@ -258,24 +245,23 @@ def _check_trainer(config: Config, command: str) -> Iterator[str]:
 
 # -------------------------------------------------------------------------------------------------- tasks and rewards
 def _check_names(config: Config) -> Iterator[str]:
-    for key, section in (
-        ("tasks.train", config.tasks.train),
-        ("tasks.eval", config.tasks.eval),
-        ("rewards", config.rewards),
-    ):
-        for name in section:
+    for key in ("tasks.train", "tasks.eval", "rewards"):
+        for name in attrgetter(key)(config):
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
                 yield f"`{key}.{name}`: names are made of letters, digits, `_` and `-`"
 
 
 def _check_rewards(config: Config, command: str) -> Iterator[str]:
     chosen = config.trainer.eval_reward
-    if chosen is not None and chosen not in config.rewards:
-        yield f"`trainer.eval_reward` names {chosen!r}, which is not one of `rewards` ({', '.join(config.rewards)})"
-    for key in ("format_reward", "bug_reward", "pass_rate_reward"):
-        name = getattr(config.evaluation, key)
+    for key in (
+        "trainer.eval_reward",
+        "evaluation.format_reward",
+        "evaluation.bug_reward",
+        "evaluation.pass_rate_reward",
+    ):
+        name = attrgetter(key)(config)
         if name is not None and name not in config.rewards:
-            yield f"`evaluation.{key}` names {name!r}, which is not one of `rewards` ({', '.join(config.rewards)})"
+            yield f"`{key}` names {name!r}, which is not one of `rewards` ({', '.join(config.rewards)})"
     for task in config.tasks.eval:
         own = [name for name, reward in config.rewards.items() if reward.tasks is None or task in reward.tasks]
         if chosen in config.rewards and chosen not in own:
@@ -298,10 +284,9 @@ def _check_rewards(config: Config, command: str) -> Iterator[str]:
 
 
 def _check_tasks(config: Config, command: str) -> Iterator[str]:
-    if command != "evaluate" and not config.tasks.train:
-        yield "`tasks.train` is empty: name at least one task to train on"
-    if command == "evaluate" and not config.tasks.eval:
-        yield "`tasks.eval` is empty: name at least one task to evaluate on"
+    needed, purpose = ("eval", "evaluate") if command == "evaluate" else ("train", "train")
+    if not getattr(config.tasks, needed):
+        yield f"`tasks.{needed}` is empty: name at least one task to {purpose} on"
     for split, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):
         for name, task in tasks.items():
             if task.chat and config.model.path is None:

@@ -1,7 +1,7 @@
-"""What one recipe key is made of: its default and its meaning, and the types with ranges that several keys share.
+"""How a recipe key is declared: default, meaning, and the types with ranges that several keys share.
 
-A range's upper bound is far above what anyone runs: it catches a typo of some zeros, which otherwise shows when memory runs
-out hours later, or never.
+A range's upper bound is far above any real run: it catches extra zeros, which would otherwise show hours later, when memory
+runs out, or never.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
 import os
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ _NAMED: dict[object, tuple[tuple[str, str], ...]] = {
     RewardConfig: (("reward", "params"),),
     TaskConfig: (("source", "params"), ("name", "params"), ("demonstrations", "demonstration_params")),
 }
-_LONGEST_CHAIN = 100  # recipes, each the base of its predecessor
+_LONGEST_CHAIN = 100  # recipes, each the base of the previous one
 _MOST_BYTES = 2**22  # of a recipe
 _MOST_NODES = 100_000  # values in a recipe with its aliases written out
-# PyYAML's own errors, and what its constructors let through: numbers of thousands of digits, impossible dates, deep nesting,
-# and on text with a tag that it does not fit (`!!timestamp x`) whatever comes first.
+# PyYAML's own errors, and those its constructors do not catch: numbers of thousands of digits, impossible dates, deep
+# nesting, and text that does not fit its tag (`!!timestamp x`), which raises one of several.
 _NO_YAML = (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError, LookupError, TypeError)
 
 
@@ -53,10 +54,10 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     the overrides. Three rules go beyond merging key by key:
 
     - `null` for an entry of `rewards`, `tasks.train` or `tasks.eval` removes the entry;
-    - a source that names another method, reward, dataset or demonstration writer than those before it drops the
-      parameters they gave for the old one;
-    - a source that names `algorithm.preset` starts the section `algorithm` afresh (`plugins` stay): a preset is a
-      paper's choice as a whole, and what an earlier source chose for another one has no place in it.
+    - a source that names another method, reward, dataset or demonstration writer drops the parameters that earlier
+      sources gave for the old one;
+    - a source that names `algorithm.preset` drops what earlier sources said in `algorithm`, except `plugins`: a preset
+      is a paper's choice as a whole.
 
     Args:
         path: the YAML file. `base:` in it names one or more other files, relative to it.
@@ -146,18 +147,11 @@ def _read_yaml(path: Path, name: str, role: str) -> dict[Any, Any]:
         raise ConfigError(f"{name}{role} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise ConfigError(f"{name}{role} cannot be read: {error}") from None
-    try:
-        if "*" in text and _expanded(yaml.compose(text), {}) > _MOST_NODES:
-            raise ConfigError(f"{name}{role} repeats its anchors more than {_MOST_NODES:,} times in all")
-        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-    except ConfigError:
-        raise
-    except _NO_YAML as error:
-        raise ConfigError(f"{name}{role} is not valid YAML: {_yaml_problem(error)}") from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{name}{role} cannot be read: {_first_line(error)}") from None
-    except OSError:  # OmegaConf's word for a document that is a number
-        tree = None
+    with _reading(text, f"{name}{role}", " is", " cannot be read"):
+        try:
+            tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+        except OSError:  # OmegaConf's word for a document that is a number
+            tree = None
     if not isinstance(tree, dict):
         kind = "a list" if isinstance(tree, list) else "a single value"
         raise ConfigError(f"{name}{role} must hold a mapping of sections, not {kind}")
@@ -176,7 +170,7 @@ def _expanded(node: yaml.Node | None, known: dict[int, float]) -> float:
 
 
 def _parse_overrides(overrides: Sequence[str]) -> _Layer:
-    """All overrides as one source, so that their order does not matter (but the last word on one key wins)."""
+    """All overrides as one source: their order only matters for a key that is given twice, where the last wins."""
     merged: Tree = {}
     for override in overrides:
         source = f"override `{shorten(override)}`"
@@ -196,16 +190,23 @@ def _parse_value(text: str, hint: object, source: str) -> object:
         return None if text in ("null", "~") else text
     if not text.strip():
         raise ConfigError(f"{source} has no value; for none write null, for empty text ''")
+    with _reading(text, source, ": the value is"):
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload, index]
+
+
+@contextlib.contextmanager
+def _reading(text: str, what: str, value_is: str, failed: str = "") -> Iterator[None]:
+    """Refuses text that repeats its anchors too often, and turns what YAML and OmegaConf raise into a ConfigError."""
     try:
         if "*" in text and _expanded(yaml.compose(text), {}) > _MOST_NODES:
-            raise ConfigError(f"{source} repeats its anchors more than {_MOST_NODES:,} times in all")
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload, index]
+            raise ConfigError(f"{what} repeats its anchors more than {_MOST_NODES:,} times in all")
+        yield
     except ConfigError:
         raise
     except _NO_YAML as error:
-        raise ConfigError(f"{source}: the value is not valid YAML: {_yaml_problem(error)}") from None
+        raise ConfigError(f"{what}{value_is} not valid YAML: {_yaml_problem(error)}") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{source}: {_first_line(error)}") from None
+        raise ConfigError(f"{what}{failed}: {_first_line(error)}") from None
 
 
 def _yaml_problem(error: Exception) -> str:
@@ -230,7 +231,7 @@ def _merged(layers: list[_Layer]) -> Tree:
 
 
 def _with_preset(layers: list[_Layer]) -> list[_Layer]:
-    """The preset's layer first, and without what sources before the one that names it said about the algorithm."""
+    """The layers with the preset's below them, and without `algorithm` in the sources before the one that names it."""
     name, start, source = "grpo", 0, ""
     for index, layer in enumerate(layers):
         section = layer.tree.get("algorithm")

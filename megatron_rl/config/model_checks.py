@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_rl.config.keys import problems
 from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import Config, CreateModelConfig, ParallelConfig
 from megatron_rl.config.stages import stage_layers
@@ -19,16 +20,6 @@ from megatron_rl.user_files import read_text
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # vLLM 0.32, CPUAttentionBackend.get_supported_head_sizes
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-_MOST = {  # of a model that is made; those of the largest ones known, times ten and more
-    "layers": 10_000,
-    "hidden_size": 1_000_000,
-    "heads": 100_000,
-    "kv_heads": 100_000,
-    "head_dim": 100_000,
-    "ffn_size": 10_000_000,
-    "vocab_size": 100_000_000,
-    "max_positions": 1_000_000_000,
-}
 _MOST_PARAMETERS = 100_000_000_000
 _MOST_BYTES, _MOST_INDEX_BYTES = 2**26, 2**30  # of a config.json, of the list of weights
 
@@ -37,8 +28,8 @@ def check_model(config: Config, model: HFConfig | None = None) -> Iterator[str]:
     """Yields a sentence per problem with `model`, its sizes, and the layouts of actor and engine on it.
 
     Args:
-        model: the model's config.json, where its folder is not at hand; null: it is read from `model.path`. That of a served
-            model may be of no family here: then only the length of its sequences is checked.
+        model: the model's config.json; None: it is read from `model.path`. A served model may be of an unsupported family:
+            then only the length of its sequences is checked.
     """
     if model is not None:
         try:
@@ -56,17 +47,17 @@ def check_model(config: Config, model: HFConfig | None = None) -> Iterator[str]:
             yield f"`model.path` {show(str(folder))}: {error.strerror}"
             return
         if known is not None:
-            yield f"`model.path`: {folder} does not exist; what else was checked holds for {folder.name} as it is published"
+            yield f"`model.path`: {folder} does not exist; the other checks used the published sizes of {folder.name}"
             yield from _check_sizes(config, known)
             return
-        problems = list(_check_folder(folder))
-        yield from problems
-        if not problems:
+        found = list(_check_folder(folder))
+        yield from found
+        if not found:
             yield from _check_sizes(config, read_hf_config(folder))
     elif config.model.create is not None:
-        problems = list(check_create(config.model.create))
-        yield from problems
-        if not problems:
+        found = list(check_create(config.model.create))
+        yield from found
+        if not found:
             yield from _check_sizes(config, created_config(config.model.create))
     else:
         yield "`model` names no model: set `model.path` to a Hugging Face folder, or `model.create` to make a small one"
@@ -77,7 +68,7 @@ def check_cpu_engine(config: Config) -> Iterator[str]:
     if config.model.create is not None:
         key, hf_config = "`model.create.head_dim`", created_config(config.model.create)
     else:
-        assert config.model.path is not None  # `check_model` has seen to it
+        assert config.model.path is not None  # checked by `check_model`
         key, hf_config = "the model's head_dim", read_hf_config(config.model.path)
     size = model_of(hf_config).dims["head_dim"]
     if size not in CPU_HEAD_SIZES:
@@ -126,11 +117,10 @@ def _check_weights(folder: Path) -> Iterator[str]:
 
 
 def check_create(create: CreateModelConfig) -> Iterator[str]:
-    """Yields a sentence per size that no Qwen3 model can have, and per character or word that does not fit its tokenizer."""
-    for name, most in _MOST.items():
-        if not 1 <= getattr(create, name) <= most:
-            bound = f"at most {most:,}" if getattr(create, name) > most else "at least 1"
-            yield f"`model.create.{name}` must be {bound}; it is {getattr(create, name):,}"
+    """Yields a sentence per size out of range, and per character or word that the tokenizer cannot have."""
+    if out_of_range := list(problems(create, "model.create")):
+        yield from out_of_range
+        return
     parameters = create.layers * create.hidden_size * (2 * create.heads * create.head_dim + 3 * create.ffn_size)
     parameters += 2 * create.vocab_size * create.hidden_size
     if parameters > _MOST_PARAMETERS:
@@ -138,13 +128,10 @@ def check_create(create: CreateModelConfig) -> Iterator[str]:
             f"`model.create` describes a model of about {parameters:,} parameters, which would be made at random on one "
             f"processor; at most {_MOST_PARAMETERS:,} are possible: make it smaller, or set `model.path`"
         )
-    if create.kv_heads >= 1 and create.heads % create.kv_heads:
+    if create.heads % create.kv_heads:
         yield f"`model.create.heads` ({create.heads}) must be a multiple of `model.create.kv_heads` ({create.kv_heads})"
     if create.head_dim % 2:
         yield f"`model.create.head_dim` ({create.head_dim}) must be even: rotary embeddings turn pairs"
-    if not 0 < create.init_std <= 100:
-        bound = "at most 100" if create.init_std > 100 else "greater than 0"
-        yield f"`model.create.init_std` must be {bound}; it is {create.init_std}"
     for key, names in (("characters", create.characters), ("words", create.words)):
         repeated = sorted(name for name, times in Counter(names).items() if times > 1)
         if repeated:
@@ -153,7 +140,7 @@ def check_create(create: CreateModelConfig) -> Iterator[str]:
         if len(word) < 2:
             yield f"`model.create.words`: {word!r} is no word; characters belong in `model.create.characters`"
     tokens = len(create.characters) + len(create.words) + 2
-    if tokens > create.vocab_size >= 1:
+    if tokens > create.vocab_size:
         yield (
             f"`model.create.vocab_size` ({create.vocab_size}) must hold {len(create.characters)} characters, "
             f"{len(create.words)} words and 2 special tokens: make it at least {tokens}"

@@ -7,71 +7,49 @@ comes from. Keys are those of `AlgorithmConfig`.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from megatron_rl.names import unknown_name
 
-_CLIP: dict[str, object] = {"name": "clip", "params": {"eps_low": 0.2, "eps_high": 0.2}}
+Section = dict[str, Any]
 
 
-def _group_normalised(weight: dict[str, object]) -> dict[str, object]:
+def _clip(low: float = 0.2, high: float = 0.2) -> Section:
+    return {"name": "clip", "params": {"eps_low": low, "eps_high": high}}
+
+
+def _preset(estimator: str, aggregation: str, weight: Section | None = None, **more: Any) -> Section:
+    return {"estimator": {"name": estimator}, "weight": weight or _clip(), "aggregation": aggregation, **more}
+
+
+def _compared(weight: str, **params: float) -> Section:
     """The setting in which DGPO's paper compares gradient weights: GRPO's advantages, token mean, no KL."""
-    return {"estimator": {"name": "grpo"}, "weight": weight, "aggregation": "token-mean"}
+    return _preset("grpo", "token-mean", {"name": weight, "params": {**params, "eps_low": 0.2, "eps_high": 0.2}})
 
 
-PRESETS: dict[str, dict[str, object]] = {
-    "grpo": {"estimator": {"name": "grpo"}, "weight": _CLIP, "aggregation": "seq-mean-token-mean"},
-    "dr_grpo": {"estimator": {"name": "dr_grpo"}, "weight": _CLIP, "aggregation": "seq-mean-token-sum-norm"},
-    "dapo": {
-        "estimator": {"name": "grpo"},
-        "weight": {"name": "clip", "params": {"eps_low": 0.2, "eps_high": 0.28}},
-        "aggregation": "token-mean",
-        "overlong": {"share": 0.2},
-        "drop_no_signal_groups": True,
-        "resample_rounds": 10,
-    },
-    "rloo": {"estimator": {"name": "rloo"}, "weight": _CLIP, "aggregation": "seq-mean-token-sum"},
-    "remax": {"estimator": {"name": "remax"}, "weight": _CLIP, "aggregation": "seq-mean-token-sum"},
-    "reinforce_pp": {"estimator": {"name": "reinforce_pp"}, "weight": _CLIP, "aggregation": "token-mean"},
-    "reinforce_pp_baseline": {
-        "estimator": {"name": "reinforce_pp_baseline"},
-        "weight": _CLIP,
-        "aggregation": "token-mean",
-    },
-    "gspo": {
-        "estimator": {"name": "grpo"},
-        "weight": {"name": "clip", "params": {"eps_low": 3e-4, "eps_high": 4e-4}},
-        "ratio": "sequence",
-        "aggregation": "seq-mean-token-mean",
-    },
-    "awpo": {"estimator": {"name": "awpo"}, "weight": _CLIP, "aggregation": "seq-mean-token-mean"},
-    "awpo_v1": {
-        "estimator": {"name": "awpo", "params": {"r_out_max": 2.0}},
-        "weight": _CLIP,
-        "aggregation": "seq-mean-token-mean",
-    },
-    "gdpo": {"estimator": {"name": "gdpo"}, "weight": _CLIP, "aggregation": "seq-mean-token-mean"},
-    "gdpo_math": {
-        "estimator": {"name": "gdpo"},
-        "weight": {"name": "clip", "params": {"eps_low": 0.2, "eps_high": 0.28}},
-        "aggregation": "seq-mean-token-mean",
-        "kl": {"coef": 0.0005, "estimator": "mse"},
-        "drop_no_signal_groups": True,
-        "resample_rounds": 10,
-    },
-    "shrinkage": {
-        "estimator": {"name": "shrinkage"},
-        "weight": {"name": "clip", "params": {"eps_low": 0.22, "eps_high": 0.22}},
-        "aggregation": "seq-mean-token-mean",
-    },
-    "dgpo": _group_normalised({"name": "dgpo", "params": {"n": 1, "m": 2, "eps_low": 0.2, "eps_high": 0.2}}),
-    "cispo": _group_normalised({"name": "cispo", "params": {"eps_low": 0.2, "eps_high": 0.2}}),
-    "gppo": _group_normalised({"name": "gppo", "params": {"eps_low": 0.2, "eps_high": 0.2}}),
-    "ce_gppo": _group_normalised(
-        {"name": "ce_gppo", "params": {"beta1": 0.75, "beta2": 1.0, "eps_low": 0.2, "eps_high": 0.2}}
+_DYNAMIC_SAMPLING: Section = {"drop_no_signal_groups": True, "resample_rounds": 10}
+
+PRESETS: dict[str, Section] = {
+    "grpo": _preset("grpo", "seq-mean-token-mean"),
+    "dr_grpo": _preset("dr_grpo", "seq-mean-token-sum-norm"),
+    "dapo": _preset("grpo", "token-mean", _clip(0.2, 0.28), overlong={"share": 0.2}, **_DYNAMIC_SAMPLING),
+    "rloo": _preset("rloo", "seq-mean-token-sum"),
+    "remax": _preset("remax", "seq-mean-token-sum"),
+    "reinforce_pp": _preset("reinforce_pp", "token-mean"),
+    "reinforce_pp_baseline": _preset("reinforce_pp_baseline", "token-mean"),
+    "gspo": _preset("grpo", "seq-mean-token-mean", _clip(3e-4, 4e-4), ratio="sequence"),
+    "awpo": _preset("awpo", "seq-mean-token-mean"),
+    "awpo_v1": _preset("awpo", "seq-mean-token-mean") | {"estimator": {"name": "awpo", "params": {"r_out_max": 2.0}}},
+    "gdpo": _preset("gdpo", "seq-mean-token-mean"),
+    "gdpo_math": _preset(
+        "gdpo", "seq-mean-token-mean", _clip(0.2, 0.28), kl={"coef": 0.0005, "estimator": "mse"}, **_DYNAMIC_SAMPLING
     ),
-    "aspo": _group_normalised(
-        {"name": "aspo", "params": {"cap_pos": 3.0, "cap_neg": 3.0, "eps_low": 0.2, "eps_high": 0.2}}
-    ),
+    "shrinkage": _preset("shrinkage", "seq-mean-token-mean", _clip(0.22, 0.22)),
+    "dgpo": _compared("dgpo", n=1, m=2),
+    "cispo": _compared("cispo"),
+    "gppo": _compared("gppo"),
+    "ce_gppo": _compared("ce_gppo", beta1=0.75, beta2=1.0),
+    "aspo": _compared("aspo", cap_pos=3.0, cap_neg=3.0),
 }
 
 
@@ -79,7 +57,7 @@ def list_presets() -> tuple[str, ...]:
     return tuple(sorted(PRESETS))
 
 
-def get_preset(name: str) -> dict[str, object]:
+def get_preset(name: str) -> Section:
     """A copy of what the preset sets. ValueError with the nearest name if there is none."""
     if name not in PRESETS:
         raise ValueError(unknown_name("preset", name, PRESETS))

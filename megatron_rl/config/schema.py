@@ -1,4 +1,4 @@
-"""The recipe's shape: one dataclass per section. A key's type, choices, range, default and meaning stand in its field only.
+"""The recipe's schema: one dataclass per section. A key's type, choices, range, default and meaning are in its field only.
 
 This module imports no torch, so that recipes can be checked on a login node or a laptop. docs/recipes.md is written from it
 (`python tools/document_recipes.py`).
@@ -39,18 +39,20 @@ class CreateModelConfig:
     """A small, randomly initialised Qwen3 model with a character tokenizer, made at start-up. For runs without "
     "downloads."""
 
-    layers: int = key(2)
-    hidden_size: int = key(128)
-    heads: int = key(4, "query heads")
-    kv_heads: int = key(2, "key/value heads")
-    head_dim: int = key(32)
-    ffn_size: int = key(256)
-    vocab_size: int = key(64, "rows of the embedding; characters and two special tokens are padded to it")
+    layers: Annotated[int, Range(1, 1e4)] = key(2)
+    hidden_size: Count = key(128)
+    heads: Ranks = key(4, "query heads")
+    kv_heads: Ranks = key(2, "key/value heads")
+    head_dim: Ranks = key(32)
+    ffn_size: Annotated[int, Range(1, 1e7)] = key(256)
+    vocab_size: Annotated[int, Range(1, 1e8)] = key(
+        64, "rows of the embedding; characters and two special tokens are padded to it"
+    )
     characters: str = key("0123456789+-*/=#.,() ", "what the tokenizer knows")
     words: list[str] = key([], "strings that are one token each, e.g. `<think>`; the longest that fits counts")
-    max_positions: int = key(512, "longest sequence")
+    max_positions: Tokens = key(512, "longest sequence")
     tie_embeddings: bool = key(False, "output layer = embedding")
-    init_std: float = key(0.02, "standard deviation of the initial weights")
+    init_std: Annotated[float, Range(above=0, high=100)] = key(0.02, "standard deviation of the initial weights")
 
 
 @dataclass
@@ -96,8 +98,8 @@ class TaskConfig:
     )
     name: str | None = key(None, "reasoning_gym: the dataset, e.g. `chain_sum`, `countdown`, `knights_knaves`")
     params: dict[str, Any] = key({}, "reasoning_gym, tool_world: the generator's own parameters")
-    size: int | None = key(None, "generated: number of items (required); your data: at most so many, the first ones")
-    seed: int = key(1, "generated: the generator's; split: of the drawing")
+    size: Steps | None = key(None, "generated: number of items (required); your data: at most so many, the first ones")
+    seed: Annotated[int, Range(0, 2**32 - 1)] = key(1, "generated: the generator's; split: of the drawing")
     path: str | None = key(
         None,
         "jsonl, parquet: a file, a folder of such files, or a pattern (`data/train-*.parquet`); huggingface: a "
@@ -136,7 +138,7 @@ class ConditionConfig:
     "weighting."""
 
     column: str = key(MISSING, "the other reward")
-    at_least: float = key(1.0, "its threshold, inclusive")
+    at_least: Finite = key(1.0, "its threshold, inclusive")
 
 
 @dataclass
@@ -292,7 +294,7 @@ class EndpointConfig(ServerConfig):
 
 @dataclass
 class EvaluationConfig:
-    """What is said about the responses to held-out prompts; `trainer.eval_...` says how they are drawn."""
+    """Which metrics of the responses to held-out prompts are reported; `trainer.eval_...` sets how they are drawn."""
 
     pass_k: list[int] | None = key(None, "every k of `pass@k`; null: 1, 2, 4, ... and `trainer.eval_rollouts`")
     confidence: Annotated[float, Range(above=0.5, high=0.9999)] = key(0.95, "of the intervals")

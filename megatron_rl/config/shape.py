@@ -1,4 +1,4 @@
-"""Holds nested data against the schema: unknown keys, wrong types, and what they were probably meant to be."""
+"""Checks nested data against the schema: unknown keys and wrong types, with the nearest valid key."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _scalar(value: object, hint: object, known: tuple[str, ...], optional: bool,
 
 
 def _check_scalar(value: object, key: str, source: str) -> None:
-    """Refuses numbers and texts that nothing further on can hold."""
+    """Refuses integers beyond 64 bits and text that is not valid UTF-8."""
     if isinstance(value, int) and abs(value) > LARGEST:
         raise ConfigError(f"{source}: `{key}` must be from -2^63 to 2^63 - 1; it is {show(value)}")
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What must hold for the values of a recipe: each key's own choices and range, and what few keys must hold together."""
+"""Checks of a recipe's values: each key's choices and range, and a few bounds over several keys."""
 
 from __future__ import annotations
 

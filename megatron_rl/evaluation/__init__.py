@@ -1,1 +1,1 @@
-"""What the responses to held-out prompts say, with intervals (Avg@k, Pass@k and others), and how a served model is asked."""
+"""Metrics of the responses to held-out prompts, with intervals (Avg@k, Pass@k and others); responses from a served model."""

@@ -29,7 +29,7 @@ class Server:
 
     urls: tuple[str, ...]
     name: str
-    root: str = ""  # where the first of them says it has the model from
+    root: str = ""  # the model's path, as the first server reports it
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, l
         longest: tokens of the longest prompt and its response.
 
     Raises:
-        ValueError: a server that does not answer or does not serve that model, or not with room for `longest` tokens.
+        ValueError: a server that does not answer, does not serve that model, or has no room for `longest` tokens.
     """
     several = http.check_urls(urls)
     http.check_key(config.api_key_env)
@@ -100,13 +100,13 @@ def complete(
     there: Mapping[tuple[str, int], Rollout] | None = None,
     keep: Callable[[Rollout], None] = lambda rollout: None,
 ) -> tuple[list[Rollout], list[FailedRequest]]:
-    """`count` responses to every sample, by sample, then index, without texts; and the requests that got none.
+    """`count` responses to every sample, by sample, then index, without texts; and the requests that failed.
 
     Args:
         seed, step: as in `rollout_seed`.
-        done: called for every response, with whether it was answered; from another thread.
-        there: responses that are not asked for again, by sample id and index.
-        keep: called with every response as it comes; from another thread, one at a time.
+        done: called for every request, with whether it was answered; from another thread.
+        there: responses from an earlier attempt, by sample id and index.
+        keep: called with every new response; from another thread, one at a time.
 
     Raises:
         EndpointError: the server refuses access, or does not know the model.
@@ -125,13 +125,13 @@ def complete(
                 return there[sample.id, index]
             body = _body(server.name, sample, sampling, rollout_seed(seed, step, sample.id, index))
             try:
-                answer: Rollout | FailedRequest = _rollout(sample, index, await endpoint.post("/completions", body))
+                rollout = _rollout(sample, index, await endpoint.post("/completions", body))
             except http.Unanswered as error:
-                answer = FailedRequest(sample.id, index, str(error))
-            if isinstance(answer, Rollout):
-                keep(answer)
-            done(isinstance(answer, Rollout))
-            return answer
+                done(False)
+                return FailedRequest(sample.id, index, str(error))
+            keep(rollout)
+            done(True)
+            return rollout
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -153,7 +153,7 @@ def complete(
 
 
 def _body(name: str, sample: Sample, sampling: Sampling, seed: int) -> dict[str, object]:
-    """One request. What the server would take from the model's generation_config.json is said in full."""
+    """One request. It sets everything that the server would otherwise take from the model's generation_config.json."""
     body = {
         "model": name,
         "prompt": sample.prompt_ids,

@@ -1,7 +1,7 @@
-"""Responses of an evaluation that is under way, on disk, so that one that was interrupted goes on where it was.
+"""Responses of a running evaluation on disk, so that an interrupted one continues.
 
-`<run_dir>/responses/` has `origin.json`, what the responses depend on beside their prompts, and a file of JSON lines per
-engine. Every response has a seed of its own, so those that are still to be drawn do not depend on those that are there.
+`<run_dir>/responses/` has `origin.json`, what the responses depend on apart from their prompts, and a file of JSON lines per
+engine. Every response has its own seed, so those still to be drawn do not depend on those that exist.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ Kept = dict[tuple[str, int], Rollout]  # by sample id and index
 
 
 def origin(config: Config, model: Mapping[str, object]) -> dict[str, object]:
-    """What the responses of an evaluation depend on, beside their prompts.
-
-    Args:
-        model: what is known of who answers, with JSON values.
-    """
+    """What the responses depend on apart from their prompts. `model` identifies the model, in JSON values."""
     trainer, rollout = config.trainer, config.rollout
     return {
         "model": dict(model),
@@ -40,13 +36,13 @@ def origin(config: Config, model: Mapping[str, object]) -> dict[str, object]:
 
 
 def files_of(folder: Path) -> dict[str, list[int]]:
-    """Size in bytes and time of the last change in ns of every file below a model's folder: another model has others."""
+    """Size in bytes and modification time in ns of every file below a model's folder, to recognise the model."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
 
 
 def differences(folder: Path, now: Mapping[str, object]) -> list[str] | None:
-    """Keys of `now` in which the evaluation that left responses in `folder` was another; None where there are none."""
+    """Keys of `now` that differ from the evaluation that left responses in `folder`; None where `folder` has none."""
     try:
         then = json.loads((folder / "origin.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -57,7 +53,7 @@ def differences(folder: Path, now: Mapping[str, object]) -> list[str] | None:
 
 
 def read(folder: Path, samples: Sequence[Sample]) -> Kept:
-    """The responses to these very prompts; those to others, and a killed process's last line, are passed over."""
+    """The responses to these prompts; those to others, and a killed process's last line, are skipped."""
     by_id = {sample.id: sample for sample in samples}
     kept: Kept = {}
     for path in sorted(folder.glob("*.jsonl")):

@@ -1,4 +1,4 @@
-"""An evaluation, whatever answers the prompts: an engine (`trainer.evaluate`) or a served model (`evaluation.served`)."""
+"""What evaluations have in common, by an engine (`trainer.evaluate`) or a served model (`evaluation.served`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.rewards import ScoringStats
 
 
 class Log(Protocol):
-    """What an evaluation says, and to where."""
+    """Where an evaluation writes its messages and metrics."""
 
     config: Config
     run_dir: Path
@@ -43,7 +43,7 @@ Answer = Callable[[str, Sequence[Sample]], tuple[Sequence[Rollout], int]]
 
 @dataclass
 class Answers:
-    """The scored responses to all tasks, and what they say."""
+    """The scored responses to all tasks, and their metrics."""
 
     config: Config
     summaries: list[TaskSummary] = field(default_factory=list)
@@ -68,23 +68,19 @@ def answer_tasks(config: Config, tasks: Mapping[str, Sequence[Sample]], answer: 
 
 
 def seed_step(step: int) -> int:
-    """What stands for the step in the seeds of an evaluation after it: apart from every training step's."""
+    """The step number in the seeds of an evaluation after `step`, different from every training step's."""
     return -step - 1
 
 
 def resume_responses(
     log: Log, model: Mapping[str, object], tasks: Mapping[str, Sequence[Sample]]
 ) -> dict[tuple[str, int], Rollout]:
-    """Responses of an interrupted evaluation by the same model and settings. Other outputs in the run folder are archived.
-
-    Args:
-        model: what is known of the model, with JSON values.
-    """
+    """Responses of an interrupted evaluation of the same model and settings. Other outputs in the run folder are archived."""
     folder = log.run_dir / kept.FOLDER
     origin = kept.origin(log.config, model)
     differing = kept.differences(folder, origin)
     if differing:
-        log.warn(f"an interrupted evaluation is not continued, for it had another {', '.join(differing)}")
+        log.warn(f"an interrupted evaluation is not continued, because of another {', '.join(differing)}")
     log.start_over(keep=None if differing else kept.FOLDER)
     kept.begin(folder, origin)
     drawn = kept.read(folder, [sample for samples in tasks.values() for sample in samples])
@@ -99,8 +95,8 @@ def write_evaluation(
     """Writes `metrics.jsonl`, `evaluation.json` and `samples/<task>.jsonl`, and prints the table.
 
     Args:
-        counters: further metrics, of the rewards.
-        began: when the evaluation began, on `time.monotonic`, in seconds.
+        counters: metrics of the rewards.
+        began: start of the evaluation, by `time.monotonic`.
     """
     config, run_dir = log.config, log.run_dir
     log.log(0, {**answers.metrics(), **counters})

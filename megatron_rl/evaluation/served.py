@@ -26,10 +26,9 @@ _SHOWN = 3  # reasons of failed requests that are printed
 
 
 def evaluate_served(log: Log, urls: Sequence[str], name: str | None) -> int:
-    """Asks the servers and writes what `megatron-rl evaluate` writes. Returns the exit code.
+    """Evaluates the served model and returns the exit code; `model.path` has its tokenizer.
 
     Args:
-        log: of a checked recipe; its `model.path` has the tokenizer of the served model.
         urls: base URLs of equal servers.
         name: the model's name there; None: the only one.
     """
@@ -94,12 +93,7 @@ def _evaluate(log: Log, urls: Sequence[str], name: str | None) -> tuple[list[Fai
 
 
 def _complete(
-    log: Log,
-    server: Server,
-    task: str,
-    samples: Sequence[Sample],
-    drawn: kept.Kept,
-    keep: kept.Keeper,
+    log: Log, server: Server, task: str, samples: Sequence[Sample], drawn: kept.Kept, keep: kept.Keeper
 ) -> tuple[list[Rollout], list[FailedRequest]]:
     config, trainer = log.config, log.config.trainer
     total = len(samples) * trainer.eval_rollouts
@@ -139,7 +133,7 @@ def _score(scorer: Scorer, tokenizer: Tokenizer, samples: Sequence[Sample], roll
 
 
 def _verdict(config: Config, failures: Sequence[FailedRequest], answered: int) -> int:
-    """Failed requests are in no number; above the share that the recipe tolerates the numbers do not count either."""
+    """Reports failed requests, which no metric includes; more than the recipe tolerates make the command fail."""
     if not failures:
         return exit_codes.OK
     share, allowed = len(failures) / (len(failures) + answered), config.evaluation.endpoint.max_failed_share

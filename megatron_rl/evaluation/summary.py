@@ -18,7 +18,7 @@ class TaskSummary:
     """One task's numbers.
 
     Attributes:
-        prompts, responses: how many were asked for and how many responses came back.
+        prompts, responses: numbers of prompts and of the responses to them.
         failed: requests that an endpoint did not answer; they are in no estimate.
         unscored: responses for which the column that decides has no value (a judge that did not answer); likewise.
         right_if: the reward column that says whether a response is right, and the least value that does.
@@ -123,8 +123,8 @@ def summarize(
 
 
 def overall(config: Config, summaries: Sequence[TaskSummary]) -> dict[str, Interval]:
-    """What all tasks have, over all tasks: `eval_macro/<x>` is the mean of the tasks' means, `eval_micro/<x>` weights each
-    task by its number of prompts. Empty for a single task."""
+    """Metrics that every task has, over all tasks: `eval_macro/<x>` is the mean of the tasks' means, `eval_micro/<x>` weights
+    each task by its number of prompts. Empty for a single task."""
     if len(summaries) < 2:
         return {}
     names = [name.split("/", 2)[2] for name in summaries[0].estimates]

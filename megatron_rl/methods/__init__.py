@@ -4,7 +4,9 @@ Importing this package loads no torch, so that recipes are checked on a login no
 own methods.
 """
 
-from megatron_rl.methods import estimators, weights
+import importlib
+import pkgutil
+
 from megatron_rl.methods.catalogue import (
     ESTIMATOR,
     WEIGHT,
@@ -18,6 +20,10 @@ from megatron_rl.methods.catalogue import (
     list_methods,
     load_plugins,
 )
+
+for _module in pkgutil.walk_packages(__path__, f"{__name__}."):
+    if ".estimators." in _module.name or ".weights." in _module.name:  # importing a method's file registers it
+        importlib.import_module(_module.name)
 
 __all__ = [
     "ESTIMATOR",

@@ -76,7 +76,7 @@ class Needs:
             prompts: prompts per step.
             columns: names of the reward columns.
             greedy, lengths: whether the batch has them.
-            smallest: says which group is the smallest; None: all have `rollout.group_size`.
+            smallest: names the smallest group; None: all have `rollout.group_size`.
         """
         present, lacking = tuple(columns), []
         if group_size < self.group_size:

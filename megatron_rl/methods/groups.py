@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Groups:
         self.weights = self.weights.to(self.values.device)
         self.count = self.valid.sum(1).double()
         self.present = self.count > 0
-        # A float32 reward carries float32 noise into float64; coarser types are taken at their word.
+        # A float32 reward carries float32 noise into float64; values of coarser types count as exact.
         self.unit = min(torch.finfo(table.values.dtype).eps, torch.finfo(torch.float32).eps)
         for name in self.names:
             if not math.isfinite(table.weight(name)):
@@ -134,30 +134,9 @@ class Groups:
         silent = (total.abs() <= noise).all(1, keepdim=True)
         return torch.where(silent | (total.abs() <= 16 * torch.finfo(torch.float64).eps * size), 0.0, total), size
 
-    def whiten(
-        self,
-        values: Tensor,
-        over: str,
-        *,
-        ddof: int,
-        eps: float,
-        eps_mode: str,
-        normalize: bool = True,
-        unit: float = torch.finfo(torch.float64).eps,
-        size: Tensor | None = None,
-    ) -> Tensor:
+    def whiten(self, values: Tensor, over: str, **options: Any) -> Tensor:
         """Values [n, m] whitened over the batch's valid rollouts, see `whiten`; over `tokens` each counts by its length."""
-        return whiten(
-            values,
-            self.valid,
-            counts=self.table.lengths if over == "tokens" else None,
-            ddof=ddof,
-            eps=eps,
-            eps_mode=eps_mode,
-            normalize=normalize,
-            unit=unit,
-            size=size,
-        )
+        return whiten(values, self.valid, counts=self.table.lengths if over == "tokens" else None, **options)
 
     def leave_one_out(self, values: Tensor, extra: Tensor) -> Moments:
         """Moments of `values` [n] over all other present prompts, see `leave_one_out`."""
@@ -231,7 +210,7 @@ def whiten(
         return torch.zeros_like(values)
     shifted = torch.where(valid, values - low, 0.0)
     centred = torch.where(valid, shifted - (weight * shifted).sum() / total, 0.0)
-    # What lies on the mean is 0, not the mean's rounding: a group without signal stays silent.
+    # A value at the mean becomes 0, not the mean's rounding error: a group without signal has no advantage.
     centred = torch.where(centred.abs() <= 64 * torch.finfo(torch.float64).eps * (high - low), 0.0, centred)
     if not normalize:
         return centred

@@ -1,4 +1,4 @@
-"""Rewards: text in, named numbers out. Importable without torch; nothing here knows about training."""
+"""Rewards: text in, named numbers out. Imports no torch and nothing of training."""
 
 import importlib
 import pkgutil

@@ -20,8 +20,8 @@ def api_bank(calls: Literal["any", "only"] = "any") -> InlineReward:
 
     Args:
         calls: `any`: one of the lines between the last `<tool_call>` and `</tool_call>` is the gold call, as in ToolRL's
-            released evaluation; lines that are no JSON object are passed over, and an object without name and
-            parameters is read as the parameters alone. `only`: the completion makes one call, in a closed block.
+            released evaluation; lines that are no JSON object are ignored, and an object without name and parameters
+            is read as the parameters alone. `only`: the completion makes one call, in a closed block.
     """
 
     def gold_of(sample: SampleMapping) -> Call:

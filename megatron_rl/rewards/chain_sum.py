@@ -15,10 +15,10 @@ _STEP = re.compile(r"(-?\d{1,18})([+-])(-?\d{1,18})=(-?\d{1,18})")
 def chain_sum_steps(marker: str = "#") -> InlineReward:
     """Share of correct steps in the working of a chain_sum answer, in [0, 1]; 0 where no working is shown.
 
-    The working is what stands before the last `marker`: steps separated by blanks, such as `1+3=4 4-5=-1`. Step i is
-    correct where it starts from the previous step's written result (the first from the sum's first term), takes the
-    sum's i-th operator and term, and its own arithmetic is right; so an early slip is not counted again in later steps.
-    Missing and surplus steps count as wrong. A deterministic rubric: no model judges anything.
+    The working is the text before the last `marker`: steps separated by blanks, such as `1+3=4 4-5=-1`. Step i is correct
+    where it starts from the previous step's written result (the first from the sum's first term), uses the sum's i-th
+    operator and term, and its arithmetic is right; so an early slip is not counted again in later steps. Missing and surplus
+    steps count as wrong. A deterministic rubric, without a model.
 
     Args:
         marker: what separates the working from the final answer.

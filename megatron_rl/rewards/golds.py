@@ -1,4 +1,4 @@
-"""Gold answers of `math` that would grade wrongly, found before a run: sentences, and those for which wrong answers pass."""
+"""Finds gold answers of `math` that would grade wrongly, before a run: sentences, and those that accept wrong answers."""
 
 from __future__ import annotations
 
@@ -41,21 +41,16 @@ def doubtful_golds(golds: Sequence[tuple[str, str]], same: Callable[[str, str], 
                 refused.append((key, gold))
             elif any(same(f"\\boxed{{{wrong}}}", gold) for wrong in wrong_answers(gold)):
                 loose.append((key, gold))
-        except RewardProcessError:  # the gold text itself: the run stops at the first response to it
+        except RewardProcessError:  # the gold text cannot be read: the run would stop at the first response to it
             refused.append((key, gold))
-    of = (
-        f"{len(looked_at)} gold answers"
-        if every == 1
-        else f"the {len(looked_at)} of {len(compared)} gold answers looked at"
-    )
-    if loose:
-        found.append(
-            f"{len(loose)} of {of} that are expressions accept wrong answers (plus one, negated or doubled): {_named(loose)}"
-        )
-    if refused:
-        found.append(
-            f"{len(refused)} of {of} that are expressions are refused when they are given themselves: {_named(refused)}"
-        )
+    sampled = f"the {len(looked_at)} of {len(compared)} gold answers looked at"
+    of = f"{len(looked_at)} gold answers" if every == 1 else sampled
+    for bad, what in (
+        (loose, "accept wrong answers (plus one, negated or doubled)"),
+        (refused, "are refused when they are given themselves"),
+    ):
+        if bad:
+            found.append(f"{len(bad)} of {of} that are expressions {what}: {_named(bad)}")
     return found
 
 
@@ -69,7 +64,7 @@ def wrong_answers(gold: str) -> list[str]:
 
 
 def _is_literal(text: str) -> bool:
-    """Whether a gold answer is a number or a list of numbers, or a word, which are compared without algebra."""
+    """Whether a gold answer is a number, a list of numbers or a word, which are compared without algebra."""
     parts = elements(text)
     if parts is not None:
         return all(map(_is_literal, parts[1]))

@@ -1,8 +1,8 @@
-"""What a reward is: a score of a response's text, by one of three kinds that differ in where the score is computed.
+"""Rewards score a response's text. Three kinds differ in where and when the score is computed.
 
-- `InlineReward`: in the caller's thread, once all rollouts are there. For arithmetic on the text.
-- `PooledReward`: in threads or helper processes, from the moment a rollout ends. For verifiers and programs.
-- `RemoteReward` (`remote.py`): by a server, from the moment a rollout ends. For judges and reward models.
+- `InlineReward`: in the caller's thread, after all rollouts have ended. For arithmetic on the text.
+- `PooledReward`: in threads or helper processes, as soon as a rollout ends. For verifiers and programs.
+- `RemoteReward` (`remote.py`): by a server, as soon as a rollout ends. For judges and reward models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CALL_SECONDS = 60.0  # deadline of a pooled reward that does not set its own
 
 
 def stopped(sample: SampleMapping) -> bool:
-    """Whether the response ended by itself; true without a `finish_reason` (a call outside a run)."""
+    """Whether the response ended with its end-of-sequence token; true outside a run, without a `finish_reason`."""
     return sample.get("finish_reason", "stop") == "stop"
 
 
@@ -36,14 +36,13 @@ def _no_doubts(samples: Sequence[tuple[str, SampleMapping]]) -> list[str]:
 
 
 class Reward:
-    """A function of completion and sample, with what is declared about it.
+    """A function of completion and sample, and its declarations.
 
     Attributes:
         columns: names of the numbers that it returns in a mapping; None: it returns one number.
         may_abstain: it may return None: no value for this rollout.
-        check_sample: raises ValueError where a sample lacks what the reward needs; a run asks about every sample before
-            it starts.
-        doubts: (id, sample) pairs to warnings about samples that can be scored, but perhaps wrongly.
+        check_sample: raises ValueError where a sample lacks what the reward needs; called for every sample before a run.
+        doubts: (id, sample) pairs to warnings about samples that may be scored wrongly.
     """
 
     def __init__(
@@ -66,14 +65,14 @@ class Reward:
         return score
 
     def close(self) -> None:
-        """Ends what the reward has started; calls that have not begun are dropped."""
+        """Ends processes, threads and connections; calls that have not begun are dropped."""
 
 
 class InlineReward(Reward):
     """Computed in the caller's thread: a second thread would only contend for the interpreter.
 
     Attributes:
-        batched: all rollouts are scored together, so no score is to be had early for one of them.
+        batched: all rollouts are scored together, so none can be scored early.
     """
 
     batched = False
@@ -84,13 +83,13 @@ class InlineReward(Reward):
 
 
 class PooledReward(Reward):
-    """Called in threads, several rollouts at a time, each call with a deadline. The rollout of a late call has no value.
+    """Called in threads, several rollouts at a time, each call with a deadline. A late call gives its rollout no value.
 
     Args:
         timeout_seconds: the deadline; None: the function has limits of its own.
 
     Attributes:
-        late: calls so far that ran into the deadline.
+        late: calls past the deadline so far.
     """
 
     def __init__(self, function: ScoreFunction, timeout_seconds: float | None = CALL_SECONDS, **declared: Any) -> None:
@@ -100,9 +99,9 @@ class PooledReward(Reward):
 
     @property
     def timeouts(self) -> int | None:
-        """Calls so far that ran into the deadline; None without a deadline."""
+        """Calls past the deadline so far; None without a deadline."""
         return None if self.timeout_seconds is None else self.late
 
     def submit(self, completion: str, sample: SampleMapping) -> Future[Score]:
-        """Starts a call. The future raises CallTimeout where it was late, or what the function raised."""
+        """Starts a call. The future raises CallTimeout past the deadline, or what the function raised."""
         return call_pool().submit(functools.partial(self, completion, sample), self.timeout_seconds)

@@ -27,8 +27,8 @@ def math_reward(
     r"""`correct` where the completion's final answer equals the sample's `answer`, else `wrong`.
 
     The final answer is what stands in a `\boxed{}`; without one, the last LaTeX or plain expression. math-verify
-    compares it as mathematics: `\frac{1}{2}` equals `0.5`. It runs in a process of its own, so its deadline holds in any
-    thread and against any expression.
+    compares it as mathematics: `\frac{1}{2}` equals `0.5`. It runs in a process of its own, so its deadline holds for any
+    expression.
 
     Args:
         correct: value of a right answer.

@@ -1,6 +1,6 @@
-r"""Mathematical answers as text: where they stand, what of their writing carries no meaning, numbers, and lists.
+r"""Mathematical answers as text: finding them, normalising their writing, reading numbers and lists.
 
-Both graders (`maths_lenient`, `maths_strict`) read a response and a gold answer with these functions.
+Both graders (`maths_lenient`, `maths_strict`) use these functions.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def last_box(text: str) -> str | None:
 
 
 def tidy(text: str) -> str:
-    """An answer without what carries no meaning: delimiters, sizes, thousands separators, units after a number, degrees.
+    """An answer without delimiters, sizes, thousands separators, units after a number and degrees.
 
-    Blanks and percent signs stay; `squeeze` takes the blanks out.
+    Blanks and percent signs stay; `squeeze` removes the blanks.
     """
     text = text.strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
@@ -126,12 +126,12 @@ def named(text: str) -> str | None:
 
 
 def is_equation(text: str) -> bool:
-    """Whether a tidy answer has a sign of equality left, that of a mere name apart."""
+    """Whether a tidy answer still has an equals sign (`tidy` removes that of a mere name)."""
     return re.search(r"(?<![<>!\\])=", text) is not None
 
 
 def squeeze(text: str) -> str:
-    r"""A text without the blanks that part nothing. `2 7` is not 27, and `\sin h` not the hyperbolic sine."""
+    r"""A text without the blanks that separate nothing. `2 7` is not 27, and `\sin h` not the hyperbolic sine."""
     return re.sub(r"(\\[a-zA-Z]+|\d)\s+(?=([a-zA-Z]|\d)?)|\s+", _blank, text)
 
 
@@ -229,7 +229,7 @@ def is_reduced(text: str) -> bool:
 def same_in_base(answer: str, gold: str) -> bool | None:
     """Whether two squeezed numbers, one of them with its base as index, are the same digits in the same base.
 
-    Where only one names the base, the digits decide: the question has said it. None where neither does, or one is no number.
+    Where only one names the base, the digits decide: the question gives it. None where neither does, or one is no number.
     """
     given, wanted = _based(answer), _based(gold)
     if given is None or wanted is None or (given[1] is None and wanted[1] is None):
@@ -246,17 +246,17 @@ def _based(text: str) -> tuple[str, str | None] | None:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a gold text is sentences, which hold an answer somewhere, and not the answer itself."""
+    """Whether a gold text is sentences with an answer somewhere in them, not the answer itself."""
     bare = re.sub(r"\$[^$]*\$|\\(?:text|mathrm|textrm|textbf|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+", " ", text)
     words = re.findall(r"[a-zA-Z]{2,}", bare)
     return len(words) >= 12 or (len(words) >= 4 and re.search(r"[.!?]\s+\S|\n", text.strip()) is not None)
 
 
 def for_sympy(text: str) -> str:
-    r"""A squeezed expression in the writing that math-verify's parser reads as it is meant.
+    r"""A squeezed expression, rewritten where math-verify's parser would misread it.
 
-    The parser takes `\gamma` for the gamma function or Euler's constant, `\Pi` for pi, `E` for e, and a derivative for 0:
-    to it x is no function of t.
+    The parser reads `\gamma` as the gamma function or Euler's constant, `\Pi` as pi, `E` as e, and a derivative as 0 (x is no
+    function of t there).
     """
     text = _DERIVATIVE.sub(lambda found: f"\\mathit{{slope{re.sub('[^a-z0-9]', '', found[0].lower())}}}", text)
     return re.sub(

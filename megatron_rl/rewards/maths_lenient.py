@@ -17,7 +17,7 @@ _RELATION = re.compile(r"[<>]|\\(?:le|ge|lt|gt|pm|cup|cap|in|neq?)(?![a-zA-Z])|m
 
 
 def same_answer(completion: str, gold: str, boxes: str = "last") -> bool:
-    r"""Whether a completion's final answer equals the gold one. It has no deadline of its own: call it `Isolated`.
+    r"""Whether a completion's final answer equals the gold one. It has no deadline: call it in `Isolated`.
 
     The gold answer is what stands in the last `\boxed{}` of the gold text, or the text itself; the completion's is what
     stands in its last box. Where it has no box behind its thinking, or the gold text is prose, math-verify looks
@@ -38,7 +38,7 @@ def same_answer(completion: str, gold: str, boxes: str = "last") -> bool:
 
 
 def same_value(answer: str, gold: str) -> bool:
-    """Whether two answers are equal: as strict grading sees it, as numbers, element by element, or as expressions."""
+    """Whether two answers are equal: in strict grading, as numbers, element by element, or as expressions."""
     if same_form(answer, gold):
         return True
     if len({name for name in (forms.named(answer), forms.named(gold)) if name is not None}) > 1:  # y = 5 for x = 5

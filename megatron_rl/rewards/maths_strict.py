@@ -20,7 +20,7 @@ _TOLERANCE = Fraction(1, 10_000)  # relative, for gold decimals: PRIME's
 def strictly_same(completion: str, gold: str) -> bool:
     r"""Whether the completion's last `\boxed{}`, behind its thinking, holds the gold answer in an acceptable form.
 
-    It has no deadline of its own: call it `Isolated`.
+    It has no deadline: call it in `Isolated`.
     """
     answer = forms.last_box(after_thinking(completion))
     return answer is not None and same_form(answer, gold_answer(gold))
@@ -45,7 +45,7 @@ def same_form(answer: str, gold: str) -> bool:
     if len(names) > 1:  # y = 5 for x = 5
         return False
     if forms.named(gold) is not None and forms.is_equation(forms.tidy(answer)):
-        # -x = 5 for x = 5: the name is part of what is said
+        # -x = 5 for x = 5: the name is part of the answer
         return same_equation(answer, gold)
     answer, gold = normalize(answer), normalize(gold)
     if not answer:
@@ -101,7 +101,7 @@ def same_equation(answer: str, gold: str) -> bool:
 
 
 def same_expression(answer: str, gold: str, decimals: int, inequalities: bool) -> bool:
-    """By math-verify: equal as expressions. Both are squeezed; what it cannot read whole equals nothing.
+    """By math-verify: equal as expressions. Both are squeezed; what it cannot read completely equals nothing.
 
     Args:
         decimals: at which decimal numbers are compared.

@@ -46,10 +46,7 @@ Entry: TypeAlias = dict[str, Any]  # `question`, `answer`, `metadata`: an item a
 
 @register_reward("puzzle")
 def puzzle(
-    after: str | None = None,
-    partial: bool = False,
-    require_stop: bool = True,
-    timeout_seconds: Timeout = 5.0,
+    after: str | None = None, partial: bool = False, require_stop: bool = True, timeout_seconds: Timeout = 5.0
 ) -> IsolatedReward:
     """1 for an answer that the dataset's own verifier gives full marks, else 0; with `partial` its score in [0, 1].
 

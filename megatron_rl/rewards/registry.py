@@ -1,8 +1,8 @@
 """Rewards by name.
 
-A factory turns a recipe's parameters into a reward: one of the kinds in `kinds.py`, or a plain function of completion and
-sample, which becomes an `InlineReward`. It imports nothing heavy and raises ValueError on a bad parameter, so that recipes
-are checked by making their rewards. The types of parameters are checked against the factory's annotations (`parameters.py`).
+A factory makes a reward from a recipe's parameters: one of the kinds in `kinds.py`, or a plain function of completion and
+sample, which becomes an `InlineReward`. It imports nothing heavy and raises ValueError on a bad parameter, so recipes are
+checked by making their rewards. Parameters are checked against the factory's annotations (`parameters.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Factory = Callable[..., ScoreFunction]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A factory, and dataclasses that stand before its own parameters: a recipe gives their fields as parameters."""
+    """A factory, and the dataclasses that it takes as first arguments; a recipe gives their fields as parameters."""
 
     factory: Factory
     settings: tuple[type, ...] = ()
@@ -71,11 +71,7 @@ def list_rewards() -> tuple[str, ...]:
 
 
 def make_reward(name: str, **params: object) -> Reward:
-    """The reward of that name, set up with its parameters.
-
-    Args:
-        name: a registered name, or one of your own: `package.module:factory` or `path/to/file.py:factory`.
-        params: the factory's keyword parameters.
+    """The reward of a registered name, or a user's own: `package.module:factory` or `path/to/file.py:factory`.
 
     Raises:
         ValueError: an unknown name or parameter (naming the nearest), or a parameter the reward refuses.
@@ -92,14 +88,14 @@ def make_reward(name: str, **params: object) -> Reward:
             raise ValueError(f"{name}: the parameter {key!r} is missing")
     try:
         return _as_reward(entry.make(params))
-    except OSError as error:  # a path that cannot be looked at
+    except OSError as error:  # a path that cannot be read
         raise ValueError(f"{name}: {error.strerror or error}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
 def _as_reward(made: ScoreFunction) -> Reward:
-    """A factory's result as a reward. What a user's function declares stands in its attributes (docs/rewards/your-own.md)."""
+    """A factory's result as a reward. A user's function declares by its attributes (docs/rewards/your-own.md)."""
     if isinstance(made, Reward):
         return made
     if not callable(made):

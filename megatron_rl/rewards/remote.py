@@ -135,8 +135,7 @@ class RemoteReward(Reward):
         is_reply: Callable[[Reply], bool],
     ) -> None:
         super().__init__(
-            lambda completion, sample: self.submit(completion, sample).result(),
-            may_abstain=policy.unanswered == "drop",
+            lambda completion, sample: self.submit(completion, sample).result(), may_abstain=policy.unanswered == "drop"
         )
         self.policy = policy
         self._render = render

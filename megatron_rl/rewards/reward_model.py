@@ -24,7 +24,7 @@ _LOADING = threading.Lock()
 
 @dataclass(frozen=True)
 class ModelPolicy(Policy):
-    """`neutral` is the output before no squashing, of any sign."""
+    """As `Policy`; `neutral` is on the scale of the score."""
 
     neutral: Finite = 0.0
 
@@ -48,9 +48,9 @@ def reward_model(
 
     Args:
         server, policy: `urls`: as for the judge.
-        urls: base URL, or several of equal servers, without `/v1`: vLLM's `/classify` is below it. Wants `model`.
+        urls: base URL, or several of equal servers, without `/v1`: vLLM's `/classify` is below it. Needs `model`.
         model: the name under which the servers have it.
-        path: instead of them, a Hugging Face folder, loaded by every rank when it scores its first rollout.
+        path: instead of `urls`, a Hugging Face folder, loaded by every rank when it scores its first rollout.
         squash: `none`, or `sigmoid` of the output.
         batch_size: `path`: rollouts in one forward pass.
         max_tokens: longer conversations lose their beginning; null: the limit of the model, or of its server.

@@ -1,4 +1,4 @@
-"""A fixed rubric with the judge's dimensions, constraints and tiers: arithmetic, no model. For runs and tests without one."""
+"""A fixed rubric with the judge's dimensions, constraints and tiers: arithmetic, for runs and tests without a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATH, TOOLS, PARAMETERS, STRATEGY = 0.35, 0.30, 0.25, 0.10  # weights: AWPO, Fig
 
 @register_reward("rubric")
 def rubric(rationale_key: str = "rationale", parser: ParserName = "toolrl") -> NumberFunction:
-    """One of the tiers 0, 0.25, 0.5, 0.75, 0.9, 1.0 by a deterministic rubric. No judge: it counts words and compares calls.
+    """One of the tiers 0, 0.25, 0.5, 0.75, 0.9, 1.0, by counting words and comparing calls.
 
     Args:
         rationale_key: the sample's metadata key with the reference rationale; a sample may lack it.

@@ -1,8 +1,8 @@
 """Runs untrusted Python in a sandbox and returns its output.
 
 Every run is a process of its own that gives up its rights before the program starts (`sandbox_child`): no network, no other
-processes, nothing to read but Python's own library, nothing to write but a scratch folder, limits on CPU time, memory, output
-and disk, an empty environment. It is killed when its time is up. Where the kernel cannot do that, nothing is run.
+processes, read access to Python's own library only, write access to a scratch folder only, limits on CPU time, memory, output
+and disk, an empty environment. It is killed at its deadline. Where the kernel cannot enforce this, nothing is run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What came of one run.
+    """The result of one run.
 
     `status`: `ok` (exit code 0), `syntax` (it does not compile), `error` (it raised, or hit its memory or output limit),
     `time`, or `disk` (more than `scratch_mib` in the scratch folder).
@@ -72,12 +72,10 @@ def run_program(
     """Run a program once.
 
     Args:
-        code: Python source; what comes with Python is all it can import.
-        stdin: what it reads.
-        function: None runs the source as a script. Otherwise it is imported, with the usual names of the standard library
-            at hand, and this function, or method of its class `Solution`, is called.
-        arguments: for the function; values that JSON can hold.
-        limits: what the run may use.
+        code: Python source; it can import the standard library only.
+        function: None runs the source as a script. Otherwise it is imported, with common names of the standard library
+            predefined, and this function, or method of its class `Solution`, is called.
+        arguments: of the function, as JSON values.
 
     Raises:
         SandboxError: the machine cannot confine the program; it was not run.
@@ -150,7 +148,7 @@ def _content(file: BinaryIO) -> str:
 
 
 def _watch(process: subprocess.Popen[bytes], scratch: str, limits: Limits, threads: _Threads) -> str:
-    """`ok` once the process has ended by itself; `time` or `disk` once it has used up what it may."""
+    """`ok` once the process has ended by itself; `time` or `disk` once it has reached that limit."""
     deadline = time.monotonic() + limits.wall_seconds
     descriptor = os.pidfd_open(process.pid)
     threads.child_end.close()
@@ -231,6 +229,6 @@ def _bytes_in(folder: str) -> int:
         for entry in entries:
             try:
                 total += 4096 + entry.stat(follow_symlinks=False).st_size
-            except FileNotFoundError:  # removed meanwhile
+            except FileNotFoundError:  # it was removed
                 continue
     return total

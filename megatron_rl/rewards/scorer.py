@@ -29,9 +29,9 @@ class ScoringStats:
     """What one process's rewards did since the last report.
 
     Attributes:
-        timeouts: per pooled reward whose calls have a deadline: calls that ran into it.
+        timeouts: per pooled reward with a deadline: calls past it.
         remote: per remote reward: its counts, and answers for the other ranks.
-        started, early: calls of pooled and remote rewards; those of them that had ended when the last rollout was there.
+        started, early: calls of pooled and remote rewards; those that had finished when the last rollout ended.
     """
 
     timeouts: dict[str, int] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class ScoringStats:
         return self
 
     def metrics(self) -> dict[str, float]:
-        """Deadlines, overlap with generation, and what servers were asked."""
+        """Timeouts, overlap with generation, and the counts of remote rewards."""
         metrics = {f"reward_timeouts/{column}": float(count) for column, count in self.timeouts.items()}
         if self.started:
             metrics["reward_overlap/share"] = self.early / self.started
@@ -67,7 +67,7 @@ class _Scoring:
     Attributes:
         mapping: its sample, as rewards get it.
         row: the columns known so far, before any `condition`.
-        futures: by reward: calls that are under way.
+        futures: running calls by reward.
     """
 
     completion: str
@@ -125,12 +125,12 @@ class Scorer:
                         raise ValueError(f"the reward {name!r} cannot score sample {sample.id}: {error}") from error
 
     def doubts(self, samples: Sequence[Sample]) -> list[str]:
-        """Warnings about samples that can be scored, but perhaps not rightly; names rewards and samples. Takes seconds."""
+        """Warnings about samples that may be scored wrongly; names rewards and samples. Takes seconds."""
         found = []
         for name, reward in self._rewards.items():
             own = [(sample.id, sample.as_mapping()) for sample in samples if self._applies(name, sample)]
             found += [f"the reward {name!r}: {text}" for text in reward.doubts(own)]
-        self._timeouts = self._all_timeouts()  # those of the first step are counted from here
+        self._timeouts = self._all_timeouts()  # not counted in the first step
         return found
 
     # ------------------------------------------------------------------------------------------------------- scoring
@@ -142,7 +142,7 @@ class Scorer:
         finish_reason: str | None = None,
         num_tokens: int | None = None,
     ) -> None:
-        """Starts the pooled and remote rewards of a rollout; a later `score` finds them by the key."""
+        """Starts the pooled and remote rewards of a rollout; `score` finds them by the key."""
         self._open[key] = self._start(completion, sample, finish_reason, num_tokens)
 
     def score(
@@ -155,15 +155,14 @@ class Scorer:
     ) -> list[dict[str, float]]:
         """One dict per rollout: column name to value, in the order of `columns`.
 
-        A reward that returns several numbers gives the columns `<name>.<part>`. Where `tasks` keeps a reward from a
-        sample, its columns are 0; so they are where its `condition` is not met. NaN: the reward has no value.
+        A reward that returns several numbers gives the columns `<name>.<part>`. Columns are 0 for samples outside a reward's
+        `tasks` and where its `condition` is not met. NaN: the reward has no value.
 
         Args:
-            completions: text of each rollout's response.
-            samples: the sample each rollout answers.
-            finish_reasons: `stop` or `length` of each rollout; None: all stopped.
-            num_tokens: response length of each rollout; needed by rewards on length.
-            keys: under which rollouts may have been started; None: none was.
+            completions: text of each rollout's response; the other lists are in the same order.
+            finish_reasons: `stop` or `length`; None: all stopped.
+            num_tokens: response lengths; needed by rewards on length.
+            keys: of rollouts that were started; None: none was.
 
         Raises:
             RewardError: a reward raised or returned no finite number; names column and sample.
@@ -213,9 +212,9 @@ class Scorer:
         return scoring
 
     def _is_gated_out(self, name: str, scoring: _Scoring) -> bool:
-        """Whether a reward's condition fails, as far as an inline reward can tell; the gate's value is left in the row.
+        """Whether an inline reward already shows that the condition fails; its value stays in the row.
 
-        A reward that is itself the gate of another is always computed.
+        A reward that is itself the condition of another is always computed.
         """
         condition = self.configs[name].condition
         own = self._columns[name]
@@ -286,7 +285,7 @@ class Scorer:
 
     # ------------------------------------------------------------------------------------------------ part of a run
     def open(self, run_dir: Path, rank: int, world: int) -> None:
-        """One of `world` processes that share the work of a run; answers of servers are kept in its folder."""
+        """Joins a run as one of `world` processes; servers' answers are cached in its folder."""
         for name, reward in self._remote.items():
             reward.open(run_dir / "answers" / name, rank, world)
 
@@ -296,7 +295,7 @@ class Scorer:
             reward.begin_step(step)
 
     def take_stats(self) -> ScoringStats:
-        """What happened since the last call. No rollout may be half scored."""
+        """Statistics since the last call. No rollout may be half scored."""
         stats, self._stats = self._stats, ScoringStats()
         timeouts = self._all_timeouts()
         stats.timeouts = {name: count - self._timeouts[name] for name, count in timeouts.items()}
@@ -305,7 +304,7 @@ class Scorer:
         return stats
 
     def learn(self, stats: ScoringStats) -> None:
-        """What a process of the run, this one included, has reported: no rank asks a server what another has asked."""
+        """Adds the report of a process of the run, this one included: no rank repeats another's question to a server."""
         for name, (counts, answers) in stats.remote.items():
             self._remote[name].learn(counts, answers)
 
@@ -313,7 +312,7 @@ class Scorer:
         return {name: reward.timeouts for name, reward in self._pooled.items() if reward.timeouts is not None}
 
     def close(self) -> None:
-        """Ends connections and threads; what has not begun is dropped."""
+        """Ends connections and threads; calls that have not begun are dropped."""
         for one in self._open.values():
             one.cancel()
         for reward in self._rewards.values():
@@ -331,7 +330,7 @@ def condition_reward(value: float, gate: float, threshold: float) -> float:
 
 
 def named_scores(name: str, reward: Reward, score: Score, sample_id: str) -> dict[str, float]:
-    """What a reward returned, by column; NaN where it may abstain and has. RewardError where it is not what it declares."""
+    """A reward's result by column; NaN where it abstains. RewardError where it does not return what it declares."""
     if score is None and reward.may_abstain:
         return dict.fromkeys(columns_of(name, reward), math.nan)
     parts = reward.columns

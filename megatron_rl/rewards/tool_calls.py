@@ -1,4 +1,4 @@
-"""Comparing tool calls with the gold calls. Reading them is `tool_parsers`' part.
+"""Comparing tool calls with the gold calls; `tool_parsers` reads them.
 
 Sources: GDPO, appendix C; AWPO, Eq. 12-16; ToolRL's released rewards, where those say nothing.
 """

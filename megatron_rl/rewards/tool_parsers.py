@@ -5,8 +5,8 @@
 - `llama`: `{"name": ..., "parameters": {...}}` as the message, after `<|python_tag|>` or not; several one after the other,
   with `;` or white space between, or as a list (the chat templates of Llama 3.1 to 3.3).
 
-A parser returns the calls, [] where the completion does not try to call a tool, and None where it tries and cannot be
-read. It never raises, whatever the text.
+A parser returns the calls, [] where the completion does not try to call a tool, and None where its calls cannot be read. It
+never raises.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def parse_tool_calls(completion: str) -> list[Call] | None:
     """The calls in the first `<tool_call>` block, one JSON object per line; None where they cannot be read.
 
     Every call needs a `name` (text) and `parameters` (object). An empty block holds no calls. None means: no block, one
-    that is not closed, or a line that is not such an object. Where there is a block after the last `</think>`, tags that
-    the thinking mentions are not taken for one (the released code fails on them).
+    that is not closed, or a line that is not such an object. Where there is a block after the last `</think>`, tags in
+    the thinking are ignored (the released code fails on them).
     """
     said = after_thinking(completion)
     _, opened, rest = (said if OPEN in said else completion).partition(OPEN)
@@ -78,7 +78,7 @@ def parse_tool_calls(completion: str) -> list[Call] | None:
 
 
 def toolrl_calls(completion: str) -> list[Call] | None:
-    """`parse_tool_calls`; [] where nothing but the thinking mentions the tags: a block in there is no call."""
+    """`parse_tool_calls`; [] where only the thinking has the tags: a block there is no call."""
     head, closed, said = completion.partition(THOUGHT)
     before, opened, _ = head.partition(THINK)
     outside = (before if opened else "") + said if closed else completion
@@ -86,7 +86,7 @@ def toolrl_calls(completion: str) -> list[Call] | None:
 
 
 def hermes_calls(completion: str) -> list[Call] | None:
-    """One call per block behind the thinking. A block that is not closed, or holds anything but one call: None."""
+    """One call per block after the thinking. None for a block that is not closed or holds anything but one call."""
     pieces = after_thinking(completion).split(OPEN)
     if CLOSE in pieces[0]:
         return None

@@ -16,8 +16,7 @@ def tool_format(strict: bool = True, parser: ParserName = "toolrl", think: Think
     """1 where the completion has the fields its gold answer asks for, each once and in order, else 0 (GDPO, Eq. 9).
 
     Thinking always; calls where the sample has gold calls; a response where it `needs_response` (default: where it has
-    no gold call). Nothing may stand before, between or after them but white space. What is inside the fields is not
-    looked at.
+    no gold call). Only white space may be before, between or after them. The content of the fields is not checked.
 
     Args:
         strict: the line breaks must be those of ToolRL's prompt, as its released reward wants: one newline between
@@ -57,8 +56,8 @@ def tool_correctness(
         names: `multiset` as in the released reward, or `set` as the paper writes.
         same_name: only calls of the same tool can be matched, as both codes do; false: any two calls.
         parser: how the completion writes calls: `toolrl`, `hermes` or `llama`, see `tool_parsers`.
-        no_call_wanted: what a completion gets whose gold turn calls no tool: `compare` as above, or `zero`, 0 whatever it
-            does, as in ToolRL's released reward.
+        no_call_wanted: the score where the gold turn calls no tool: `compare` as above, or `zero`: always 0, as in ToolRL's
+            released reward.
     """
     read = PARSERS[parser]
 
@@ -76,7 +75,7 @@ def tool_correctness(
 
 @register_reward("tool_exec")
 def tool_exec(matching: Matching = "optimal", names: Names = "set", parser: ParserName = "toolrl") -> NumberFunction:
-    """The execution score in [0, 1] (AWPO, Eq. 13-16); with `tool_format` beside it, AWPO's outcome reward in [0, 2].
+    """The execution score in [0, 1] (AWPO, Eq. 13-16); with `tool_format` added, AWPO's outcome reward in [0, 2].
 
     1 where the gold turn calls no tool and neither does the completion; 0 for calls that cannot be read.
 

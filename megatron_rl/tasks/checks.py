@@ -1,4 +1,4 @@
-"""What can be said about a recipe's tasks without torch, without a tokenizer, and without generating anything."""
+"""Checks of a recipe's tasks without torch, without a tokenizer, and without generating anything."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ _KEYS_OF = {
 
 
 def check_tasks(tasks: TasksConfig) -> None:
-    """Check every task's keys, names, parameters and first rows; takes milliseconds.
+    """Checks every task's keys, names, parameters and first rows; takes milliseconds.
 
-    The names and parameters of reasoning-gym's datasets are read from its source files, since importing it takes
-    seconds; where it is not installed, they stay unchecked until the task is loaded.
+    Where reasoning-gym is not installed, its datasets' names and parameters stay unchecked until the task is loaded.
 
     Raises:
         ValueError: naming the key, its value and the remedy.
@@ -89,11 +88,6 @@ def _check_task(config: TaskConfig) -> None:
     _check_keys(config)
     if config.chat_params and not config.chat:
         raise ValueError("chat_params: has no effect without chat: true")
-    if config.size is not None and not 1 <= config.size <= _MOST_ITEMS:
-        bound = "at least 1" if config.size < 1 else f"at most {_MOST_ITEMS:,}"
-        raise ValueError(f"size = {config.size}, must be {bound}")
-    if not 0 <= config.seed < 2**32:
-        raise ValueError(f"seed = {config.seed}, must be from 0 to 2^32 - 1")
     try:
         in_template = check_template(config.prompt)
     except ValueError as error:
@@ -127,7 +121,7 @@ def _check_reasoning_gym(config: TaskConfig, in_template: list[str]) -> None:
     known = dataset_params(files[config.name])
     for key in config.params:
         if key in ("seed", "size"):
-            raise ValueError(f"params.{key}: belongs one level up, beside name")
+            raise ValueError(f"params.{key}: belongs one level up, next to name")
         if known is not None and key not in known:
             raise ValueError(f"params: {unknown_name(f'parameter of {config.name}', key, known - {'seed', 'size'})}")
     try:
@@ -183,7 +177,7 @@ def _fill(item: Item, config: TaskConfig) -> None:
 
 
 def _check_data(config: TaskConfig, in_template: list[str]) -> None:
-    """Files and datasets: the columns of the first rows, where they can be looked at without loading a library or a hub."""
+    """Files and datasets: the columns of the first rows, where reading them needs no network and no missing library."""
     if config.path is None:
         what = "the dataset's name, or its folder" if config.source == "huggingface" else f"the {config.source} file"
         raise ValueError(f"path: is missing; give {what}")
@@ -240,7 +234,7 @@ def first_items(config: TaskConfig) -> list[tuple[str, Item]]:
 
 
 def _no_column(path: str, known: Iterable[str]) -> str:
-    """A near name is often another column's, so all are listed."""
+    """The nearest name may be the wrong column, so all names are listed."""
     names = list(dict.fromkeys(known))
     listed = f" (it has {', '.join(names)})"
     said = unknown_name("column", path, names)
@@ -248,7 +242,7 @@ def _no_column(path: str, known: Iterable[str]) -> str:
 
 
 def _first_rows(config: TaskConfig) -> list[tuple[str, Row]] | None:
-    """The first rows; None where that would take a network, or a library that is not installed here."""
+    """The first rows; None where they need a network, or a library that is not installed."""
     assert config.path is not None
     if config.source == "jsonl":
         return list(islice(jsonl_rows(config), _ROWS))

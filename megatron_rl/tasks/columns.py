@@ -125,8 +125,8 @@ def _from_json(text: str, name: str) -> object:
 def gold_calls(value: object, name: str) -> list[Call] | None:
     """Gold calls from what a column holds: null, a list of calls, that list as JSON, or a response with ToolRL's tags.
 
-    A call is an object with a `name` and `parameters`; `arguments` is understood too, as is OpenAI's `function` around
-    both, and parameters that are JSON text.
+    A call is an object with a `name` and `parameters` (or `arguments`); OpenAI's `function` around both is read too, and
+    parameters as JSON text.
 
     Raises:
         ValueError: anything else, or calls that cannot be read.
@@ -158,7 +158,7 @@ def gold_calls(value: object, name: str) -> list[Call] | None:
 
 
 def _filled_in(calls: object) -> bool:
-    """Whether calls that are objects have null parameters, which Arrow gives them. In JSON text a null is the data's own."""
+    """Whether calls that are objects have null parameters, which Arrow adds. In JSON text a null belongs to the data."""
     for call in [calls] if isinstance(calls, dict) else calls if isinstance(calls, list) else []:
         inner = call["function"] if isinstance(call.get("function"), dict) else call
         for parameters in (inner.get("parameters"), inner.get("arguments")):

@@ -45,7 +45,7 @@ def _uniform(seed: int, sample_id: str) -> float:
 
 
 def chain_sum_steps(share: Share = 0.4, seed: int = 0) -> Writer:
-    """chain_sum's answers: a share of the samples shows the working, the rest answers straight away.
+    """chain_sum's answers: a share of the samples shows the working, the rest only the answer.
 
     With working: `1+3=4 4-5=-1 -1-7=-8#-8`; without: `#-8`. Always correct.
 
@@ -64,12 +64,12 @@ def chain_sum_steps(share: Share = 0.4, seed: int = 0) -> Writer:
 
 
 def tool_world(working: Share = 0.4, sloppy: Share = 0.0, seed: int = 0) -> Writer:
-    """tool_world's answers, with the gold calls; a share of them shows the working, the rest thinks nothing.
+    """tool_world's answers, with the gold calls; a share of them shows the working, the rest has an empty `<think>`.
 
     Args:
         working: share of the samples whose `<think>` holds the rationale.
-        sloppy: share of the samples whose form is wrong: the calls or the answer stand there without their tags. A
-            warm-up on these leaves the form for RL to learn, as a base model does.
+        sloppy: share of the samples whose calls or answer lack their tags. After a warm-up on these, RL still has to learn
+            the form, as it has with a base model.
         seed: another seed draws other selections.
     """
 

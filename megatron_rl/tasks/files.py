@@ -1,6 +1,6 @@
 """Rows of files and datasets, as (where, row), before columns get a meaning: JSON Lines, Parquet, Hugging Face.
 
-Arrow fills in what a row leaves out of an object with null; `prune` takes such nulls out of messages and tool schemas.
+Arrow stores keys that an object lacks as null; `prune` removes such nulls from messages and tool schemas.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from megatron_rl.config.schema import TaskConfig
 from megatron_rl.user_files import require_regular
 
 Row = dict[str, object]
-Rows = Iterator[tuple[str, Row]]  # where it stands, for messages; the row
+Rows = Iterator[tuple[str, Row]]  # (file and line, for messages; row)
 
 _LONGEST_LINE = 2**30  # bytes
 _BATCH = 1024  # rows of a Parquet file held at once
 
 
 def files_of(path: str, suffix: str) -> list[Path]:
-    """The files a task's `path` means: one file, those of a folder with the suffix, or those that match a pattern; sorted.
+    """The files of a task's `path`, sorted: one file, those of a folder with the suffix, or those that match a pattern.
 
     Raises:
-        ValueError: nothing there, or something that is no regular file.
+        ValueError: no such file, or one that is not a regular file.
     """
     if not path.strip():
         raise ValueError("the path is empty")

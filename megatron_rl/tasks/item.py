@@ -1,4 +1,4 @@
-"""What every source yields: one raw item, before templates and tokens."""
+"""One item of a source, before templates and tokens."""
 
 from __future__ import annotations
 

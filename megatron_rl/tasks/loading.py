@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import TaskConfig, TasksConfig
-from megatron_rl.names import unknown_name
 from megatron_rl.sample import Prompt, Sample
 from megatron_rl.tasks.demonstrations import make_writer
 from megatron_rl.tasks.item import Item
@@ -36,10 +35,10 @@ def tasks_to_evaluate(tasks: TasksConfig) -> TasksConfig:
 
 
 def load_tasks(tasks: TasksConfig, tokenizer: Tokenizer) -> LoadedTasks:
-    """Load the eval tasks, the train tasks without the eval prompts they exclude, and what is held out of those.
+    """Loads (checked) eval tasks, train tasks without the eval prompts they exclude, and what is held out of those.
 
     Raises:
-        ValueError: as `load_task`; or an `exclude` or `of` that names no such task.
+        ValueError: as `load_task`.
     """
     evaluation = {
         name: load_task(name, config, tokenizer) for name, config in tasks.eval.items() if not _splits(config)
@@ -49,15 +48,12 @@ def load_tasks(tasks: TasksConfig, tokenizer: Tokenizer) -> LoadedTasks:
     for name, config in tasks.train.items():
         held_out: set[str] = set()
         for other in config.exclude:
-            if other not in evaluation:
-                raise ValueError(f"tasks.train.{name}.exclude: {unknown_name('eval task', other, evaluation)}")
             held_out |= {_key(sample.prompt) for sample in evaluation[other]}
         train[name], excluded[name] = _load(name, config, tokenizer, held_out)
     for name, config in tasks.eval.items():
         if _splits(config):
-            if config.of not in train:
-                raise ValueError(f"tasks.eval.{name}.of: {unknown_name('train task', str(config.of), train)}")
-            evaluation[name], train[config.of] = hold_out(name, config, train[config.of])
+            source = config.of or ""
+            evaluation[name], train[source] = hold_out(name, config, train[source])
     return LoadedTasks(
         train=[sample for samples in train.values() for sample in samples],
         eval={name: evaluation[name] for name in tasks.eval},
@@ -81,11 +77,11 @@ def _splits(config: TaskConfig) -> bool:
 def hold_out(name: str, config: TaskConfig, samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
     """A train task's samples in two: those held out, as task `name`, and those left.
 
-    What is drawn is distinct prompts, and every sample with a prompt that was drawn leaves the training: the two have no
-    prompt in common. The drawing depends on the seed and the prompts, not on their order.
+    Distinct prompts are drawn, and every sample with a drawn prompt leaves the training: the two parts have no prompt in
+    common. The drawing depends on the seed and the prompts, not on their order.
 
     Raises:
-        ValueError: more than there is, or so much that nothing is left to train on.
+        ValueError: no prompt would be held out, or none left to train on.
     """
     assert config.hold_out is not None
     prompts = sorted({_key(sample.prompt) for sample in samples})
@@ -111,13 +107,10 @@ def hold_out(name: str, config: TaskConfig, samples: list[Sample]) -> tuple[list
 def load_task(name: str, config: TaskConfig, tokenizer: Tokenizer) -> list[Sample]:
     """Samples of one task, in the source's order, with ids `<name>/<index in the source>`.
 
-    Prompts are tokenised without adding special tokens: the engine is given exactly the tokens of the text, and a model
-    that wants a beginning-of-sequence token gets it from its chat template or from the `prompt` template.
+    Prompts are tokenised without special tokens: the engine gets exactly the tokens of the text, and a beginning-of-sequence
+    token comes from the chat template or the `prompt` template.
 
-    Args:
-        name: the task's key in the recipe.
-        config: the task. One with `exclude` needs the eval tasks too: `load_tasks`.
-        tokenizer: a Hugging Face tokenizer.
+    A task with `exclude` needs the eval tasks too: `load_tasks`.
 
     Raises:
         ValueError: an item or parameter the source refuses, a template field that does not exist, characters the
@@ -172,7 +165,7 @@ def _kept_items(config: TaskConfig, held_out: Collection[str]) -> tuple[list[tup
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Hold Python's cyclic garbage collector: among many live items its passes take longer than making the items."""
+    """Pauses Python's cyclic garbage collector: with many live objects its passes take longer than making the items."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -186,15 +179,11 @@ def filter_by_length(samples: Sequence[Sample], max_prompt_tokens: int, too_long
     """The samples whose prompt fits, and how many were dropped.
 
     Args:
-        samples: samples of one run or task.
-        max_prompt_tokens: the longest prompt that fits, in tokens.
         too_long: `error` refuses the first prompt that does not fit, `drop` leaves such prompts out.
 
     Raises:
         ValueError: a prompt that does not fit under `error`, or none that fits.
     """
-    if too_long not in ("error", "drop"):
-        raise ValueError(f"rollout.too_long = {too_long!r}, must be error or drop")
     kept = [sample for sample in samples if len(sample.prompt_ids) <= max_prompt_tokens]
     dropped = len(samples) - len(kept)
     if dropped and too_long == "error":
@@ -210,7 +199,7 @@ def filter_by_length(samples: Sequence[Sample], max_prompt_tokens: int, too_long
 
 
 def _key(prompt: Prompt) -> str:
-    """Equal for equal prompts, whatever the order of a message's keys, which sources do not agree on."""
+    """Equal for equal prompts: the order of a message's keys, which differs between sources, does not matter."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
 
 

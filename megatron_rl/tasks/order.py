@@ -20,12 +20,8 @@ class Order(Protocol):
 class PromptOrder:
     """An endless shuffled order over `num_samples` prompts, a fresh shuffle per epoch.
 
-    A pure function of (seed, position): the position is all the state there is, so a checkpoint stores one integer, and
-    every process that asks for the same positions gets the same prompts.
-
-    Args:
-        num_samples: prompts in one epoch, at least 1.
-        seed: any integer, or text.
+    A pure function of (seed, position): the position is the only state, so a checkpoint stores one integer, and every
+    process that asks for the same positions gets the same prompts.
     """
 
     def __init__(self, num_samples: int, seed: int | str) -> None:
@@ -58,15 +54,14 @@ class PromptOrder:
 class MixedOrder:
     """An endless order over several tasks' prompts that gives each task its share, whatever its size.
 
-    Every window of positions has each task exactly as often as its weight says, evenly spread: any stretch has each task
-    within 2 of its share. The window is the shortest in which the weights come out as whole numbers, at most `WINDOW`;
-    weights that do not fit are rounded to one in `WINDOW`, and no task to nothing. Each task has epochs of its own: its
-    prompts in a `PromptOrder`. A pure function of (seed, position), as `PromptOrder` is.
+    Every window of positions has each task in proportion to its weight, evenly spread: any stretch has each task within 2 of
+    its share. The window is the shortest in which the weights give whole numbers, at most `WINDOW`; weights that do not fit
+    are rounded to one in `WINDOW`, and no task to zero. Each task has its own epochs: its prompts are in a `PromptOrder`. A
+    pure function of (seed, position), as `PromptOrder` is.
 
     Args:
-        tasks: the task of every sample; the indices of `take` are places in it.
-        weights: a positive weight for every task; their ratios count.
-        seed: any integer.
+        tasks: the task of every sample; the indices of `take` are positions in it.
+        weights: a positive weight for every task; only their ratios matter.
 
     Raises:
         ValueError: a task without samples or without a weight, or a weight that is not positive.
@@ -86,8 +81,6 @@ class MixedOrder:
 
     def take(self, position: int, count: int) -> list[int]:
         """Indices of the `count` prompts from `position` on."""
-        if position < 0 or count < 0:
-            raise ValueError(f"position and count must not be negative, not {position} and {count}")
         windows, offset = divmod(position, len(self.window))
         seen = {name: windows * self.window.count(name) + self.window[:offset].count(name) for name in self.samples}
         taken = []
@@ -99,7 +92,7 @@ class MixedOrder:
 
 
 def window_counts(weights: Mapping[str, float]) -> dict[str, int]:
-    """How often each task comes in a window: ratios of whole numbers, exactly those of the weights where they fit."""
+    """How often each task comes in a window: whole numbers, exactly in the ratio of the weights where `WINDOW` allows."""
     for name, weight in weights.items():
         if not 0 < weight < float("inf"):
             raise ValueError(f"tasks.train.{name}.weight = {weight}, must be positive")
@@ -116,10 +109,10 @@ def window_counts(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def spread(counts: Mapping[str, int]) -> list[str]:
-    """A window with each name as often as it counts, each evenly spread.
+    """A window with each name `counts[name]` times, evenly spread.
 
-    After n places every name has come within 1 of its share of n, as no simpler rule guarantees for more than two names:
-    of those that are due, the one whose turn runs out first (Tijdeman, "The chairman assignment problem", 1980).
+    After n positions every name has come within 1 of its share of n, which no simpler rule guarantees for more than two
+    names: of those that are due, the one with the earliest deadline (Tijdeman, "The chairman assignment problem", 1980).
     """
     if len(counts) == 1:
         return [name for name, count in counts.items() for _ in range(count)]

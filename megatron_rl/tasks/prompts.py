@@ -22,30 +22,29 @@ def load_prompts(config: Config, tokenizer: Tokenizer, note: Callable[[str], Non
     """Loads and tokenises the recipe's tasks.
 
     Args:
-        note: is given a sentence for every task of which prompts are left out.
-        training: without, train tasks are read only where a `split` takes eval prompts from them.
+        note: called with a sentence for every task of which prompts are left out.
+        training: False: train tasks are read only where a `split` takes eval prompts from them.
 
     Raises:
-        ValueError: for what only data can show: an empty task, prompts that are too long.
+        ValueError: an empty task, or prompts that are too long.
     """
     limit, too_long = config.rollout.max_prompt_tokens, config.rollout.too_long
     tasks = load_tasks(config.tasks if training else tasks_to_evaluate(config.tasks), tokenizer)
-    train: list[Sample] = []
-    if training:
-        train, dropped = filter_by_length(tasks.train, limit, too_long)
-        if dropped:
-            note(f"left out {dropped} training prompts of more than {limit} tokens")
-    held_out = {}
-    for name, samples in tasks.eval.items():
+
+    def fitting(samples: list[Sample], what: str) -> list[Sample]:
         kept, dropped = filter_by_length(samples, limit, too_long)
         if dropped:
-            note(f"left out {dropped} prompts of {name} of more than {limit} tokens")
-        held_out[name] = kept[: config.trainer.eval_max_prompts]
+            note(f"left out {dropped} {what} of more than {limit} tokens")
+        return kept
+
+    train = fitting(tasks.train, "training prompts") if training else []
+    most = config.trainer.eval_max_prompts
+    held_out = {name: fitting(samples, f"prompts of {name}")[:most] for name, samples in tasks.eval.items()}
     return Prompts(train, held_out, tasks.weights if training else None)
 
 
 def check_demonstrations(samples: Sequence[Sample], tokenizer: Tokenizer, limit: int) -> None:
-    """Looks for demonstrations that are too long before the model is loaded; of texts that may be, all are tokenised.
+    """Looks for demonstrations that are too long, before the model is loaded. Only texts that may be are tokenised.
 
     Raises:
         ValueError: one has more than `limit` tokens, with the end-of-sequence token behind it.
@@ -63,6 +62,6 @@ def refuse_long(samples: Sequence[Sample], lengths: Sequence[int], limit: int) -
     if lengths[longest] > limit:
         raise ValueError(
             f"the demonstration of {samples[longest].id} has {lengths[longest]} tokens, more than rollout.max_tokens = "
-            f"{limit}: the model would learn to write what it may not finish; raise rollout.max_tokens or shorten the "
+            f"{limit}: it would be trained on responses longer than it may generate; raise rollout.max_tokens or shorten the "
             "demonstrations"
         )

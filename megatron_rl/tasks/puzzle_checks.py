@@ -1,7 +1,7 @@
-"""What the source files of reasoning-gym say about a dataset's parameters and fields, without importing the package.
+"""Parameters and fields of reasoning-gym's datasets, read from its source files without importing the package.
 
-Importing it takes seconds, and `--check` answers at once. So the class with a dataset's parameters is taken out of its file
-and made here on its own; where it needs more than the standard library, its values stay unchecked until the task is loaded.
+Importing it takes seconds, too long for `--check`. So the class with a dataset's parameters is taken from its file and
+defined here on its own; where it needs more than the standard library, its values stay unchecked until the task is loaded.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def check_params(path: Path, params: Params, seed: int, size: int) -> None:
         config = cls(**params, seed=seed, size=size)
         if hasattr(config, "validate"):
             config.validate()
-    except (NameError, AttributeError, ImportError):  # it needs more of the package than was made here
+    except (NameError, AttributeError, ImportError):  # it needs more of the package than is defined here
         return
     except (AssertionError, TypeError, ValueError, ArithmeticError, LookupError) as error:
         given = ", ".join(f"{name} = {show(value)}" for name, value in params.items()) or "the defaults"
@@ -79,7 +79,7 @@ def check_params(path: Path, params: Params, seed: int, size: int) -> None:
 
 
 def has_field(path: Path, field: str) -> bool:
-    """Whether an item of the dataset can have this field: False where the word is nowhere in the files beside its own."""
+    """Whether an item of the dataset can have this field: False where no file in its folder has the word."""
     return field in _OWN_FIELDS or re.search(rf"\b{re.escape(field)}\b", _sources(path.parent)) is not None
 
 

@@ -10,14 +10,14 @@ from megatron_rl.tasks.files import huggingface_rows, jsonl_rows, parquet_rows
 from megatron_rl.tasks.item import Item
 from megatron_rl.tasks.tool_world import tool_world_items
 
-SPLIT = "split"  # the source that draws prompts from a train task; it has none of its own
+SPLIT = "split"  # the source that draws prompts from a train task
 
 
 def reasoning_gym_items(config: TaskConfig) -> Iterator[Item]:
     """Items of a reasoning-gym dataset, in its own order; a pure function of name, params, seed and size.
 
-    `metadata` is the dataset's own, plus `question` (the original text, whatever the prompt template makes of it) and
-    `source_params` (the dataset's parameters), so that the `puzzle` reward can call the dataset's verifier.
+    `metadata` is the dataset's, plus `question` (the text before the prompt template) and `source_params` (the dataset's
+    parameters), so that the `puzzle` reward can call the dataset's verifier.
     """
     import reasoning_gym
 
@@ -27,13 +27,10 @@ def reasoning_gym_items(config: TaskConfig) -> Iterator[Item]:
         dataset = reasoning_gym.create_dataset(config.name, seed=config.seed, size=config.size, **config.params)
     except (AssertionError, TypeError, ValueError) as error:  # how the datasets refuse a parameter
         raise ValueError(f"reasoning_gym's {config.name} refuses params {dict(config.params)}: {error}") from error
-    params = dict(config.params)
+    own = {"source_dataset": config.name, "source_params": dict(config.params)}
     for index in range(config.size):
         item = dataset[index]
-        metadata = item["metadata"]
-        metadata["source_dataset"] = config.name
-        metadata["source_params"] = params
-        metadata["question"] = item["question"]
+        metadata = {**item["metadata"], **own, "question": item["question"]}
         yield Item(prompt=item["question"], answer=item["answer"], metadata=metadata)
 
 

@@ -1,7 +1,7 @@
-"""A generated tool-calling task: a house with a few made-up tools, requests for them, and the calls that fulfil those.
+"""A generated tool-calling task: a house with a few made-up tools, requests, and the calls that fulfil them.
 
-A prompt lists some of the tools and asks for one thing or several. Numbers are given as sums to be worked out, so that
-thinking pays. Where a request needs a tool that is not listed, no call can fulfil it and a plain answer is right.
+A prompt lists some of the tools and asks for one or several things. Numbers are given as sums, so that thinking pays. Where
+a request needs a tool that is not listed, no call can fulfil it and a plain answer is right.
 
     listed  timer(minutes:int) lamp(room:kitchen|hall|attic, on:bool)
     request wake me in 3+4-2 minutes and switch the hall on

@@ -31,6 +31,8 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
     ("overrides", "message"),
     [
         (["trainer.steps=0"], "`trainer.steps` must be at least 1; it is 0"),
+        (["tasks.train.sums.size=0"], "`tasks.train.sums.size` must be at least 1; it is 0"),
+        (["model.create.init_std=0"], "`model.create.init_std` must be greater than 0; it is 0.0"),
         (["rollout.temperature=0"], "`rollout.temperature` must be greater than 0; it is 0.0"),
         (["rollout.memory_fraction=1.5"], "`rollout.memory_fraction` must be at most 1; it is 1.5"),
         (["launch.timeout_minutes=.inf"], "`launch.timeout_minutes` must be at most 1,000,000; it is inf"),

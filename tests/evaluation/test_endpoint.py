@@ -311,7 +311,7 @@ def test_an_evaluation_that_was_killed_asks_only_for_what_is_missing(
         leave()
         assert again(change) == 12
         key = change.partition("=")[0]
-        assert f"an interrupted evaluation is not continued, for it had another {key}" in capsys.readouterr().out
+        assert f"an interrupted evaluation is not continued, because of another {key}" in capsys.readouterr().out
 
 
 def test_what_is_kept_after_a_torn_line_is_found_again(tmp_path: Path) -> None:

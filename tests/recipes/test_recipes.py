@@ -366,7 +366,7 @@ def test_a_check_without_the_model_says_that_it_is_missing_and_checks_its_publis
 ) -> None:
     monkeypatch.setenv("MODELS", "/nowhere")
     recipe = str(RECIPES / "scale/qwen3-32b.yaml")
-    missing = "/nowhere/Qwen3-32B does not exist; what else was checked holds for Qwen3-32B as it is published"
+    missing = "/nowhere/Qwen3-32B does not exist; the other checks used the published sizes of Qwen3-32B"
     assert main(["train", recipe, "--check"]) == 2
     assert capsys.readouterr().err == f"megatron-rl: `model.path`: {missing}\n"
     assert main(["train", recipe, "actor.parallel.tensor=16", "--check"]) == 2

@@ -79,8 +79,6 @@ def test_nothing_left_to_train_on_is_refused(digits: PreTrainedTokenizerFast) ->
 def test_excluding_needs_the_eval_tasks(digits: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="load_tasks"):
         load_task("sums", sums(exclude=["test"]), digits)
-    with pytest.raises(ValueError, match=r"exclude: unknown eval task 'tset'; did you mean 'test'"):
-        load_tasks(TasksConfig(train={"sums": sums(exclude=["tset"])}, eval={"test": sums()}), digits)
 
 
 def test_a_parameter_the_dataset_refuses_is_the_users_mistake(digits: PreTrainedTokenizerFast) -> None:
@@ -117,5 +115,3 @@ def test_long_prompts_are_refused_or_counted() -> None:
         filter_by_length(samples, 5, "error")
     with pytest.raises(ValueError, match="no prompt has at most"):
         filter_by_length(samples, 2, "drop")
-    with pytest.raises(ValueError, match="must be error or drop"):
-        filter_by_length(samples, 2, "ignore")

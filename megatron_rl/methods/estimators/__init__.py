@@ -1,7 +1,1 @@
 """Advantage estimators, one file per method."""
-
-import importlib
-import pkgutil
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")

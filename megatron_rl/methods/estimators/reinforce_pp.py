@@ -22,14 +22,7 @@ def reinforce_pp(
     """A_ij = (r_ij - mean) / std over the batch's sequences, or over its tokens: each reward once per token."""
     rewards, size = groups.weighted()
     return groups.whiten(
-        rewards,
-        over,
-        normalize=normalize,
-        ddof=ddof,
-        eps=eps,
-        eps_mode=eps_mode,
-        unit=groups.unit,
-        size=size,
+        rewards, over, normalize=normalize, ddof=ddof, eps=eps, eps_mode=eps_mode, unit=groups.unit, size=size
     )
 
 

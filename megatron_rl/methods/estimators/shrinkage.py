@@ -38,10 +38,5 @@ def shrinkage(groups: Groups, *, factor: bool = True, eps: NonNegative = 0.0) ->
     return Estimate(
         advantages,
         metrics={"shrinkage/lambda": float(seen.mean()) if seen.numel() else 0.0},
-        group={
-            "shrinkage": weight,
-            "v": v,
-            "s": s,
-            "batch_mean": (others.mean + base).where(others.size > 0, 0.0),
-        },
+        group={"shrinkage": weight, "v": v, "s": s, "batch_mean": (others.mean + base).where(others.size > 0, 0.0)},
     )

@@ -1,8 +1,8 @@
-"""Public datasets -> rows for the `jsonl` source. A converter takes one row and yields rows, or says why not."""
+"""Public datasets -> rows for the `jsonl` source. A converter turns one row into rows, or says why not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from megatron_rl.tasks.convert.tools import (
 )
 from megatron_rl.tasks.files import Row
 
-Converter = Callable[[Row], Iterator[Row | Dropped]]
+Converter = Callable[[Row], Iterable[Row | Dropped]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ FORMATS: dict[str, Callable[[Options], Converter]] = {
     "eurus": lambda o: partial(eurus_rows, ability=o.ability),
 }
 
-# Benchmarks: a row is a case of theirs, whatever else has the same prompt and answer.
+# Benchmarks: every row is a test case, even where another row has the same prompt and answer.
 BENCHMARKS = frozenset({"api_bank"})
 
 __all__ = ["BENCHMARKS", "FORMATS", "STYLES", "SYSTEM", "Converter", "Dropped", "Options"]

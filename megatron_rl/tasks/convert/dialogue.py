@@ -1,4 +1,4 @@
-"""A dialogue with tools, and the decisions in it: K assistant turns become K instances, each with all that came before.
+"""A dialogue with tools, and the decisions in it: K assistant turns become K instances, each with the turns before it.
 
 AWPO, section 4.1. Two styles of prompt: `toolrl`, ToolRL's (tools and the tags to write in a system message, the dialogue so
 far as tagged text in one user message), and `chat`, messages and tool schemas for the model's own chat template.
@@ -20,14 +20,14 @@ STYLES = ("toolrl", "chat")
 
 @dataclass(frozen=True)
 class Dropped:
-    """Something that did not become a row, and why; conversions count the reasons."""
+    """A row or turn that was left out, with the reason; conversions count the reasons."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says. An assistant's turn has calls, a text, or both; a tool's turn has the text of its results."""
+    """One turn. An assistant's has calls, text, or both; a tool's has its results as text."""
 
     role: str  # user | assistant | tool
     text: str | None = None

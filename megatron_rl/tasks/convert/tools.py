@@ -7,7 +7,7 @@ import json
 import random
 import re
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from megatron_rl.rewards.tool_parsers import as_call, parse_tool_calls
 from megatron_rl.sample import Call
@@ -20,23 +20,21 @@ _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class Unreadable(ValueError):
-    """A row that is not in its format; the message is the reason it is dropped for."""
+    """A row that is not in its format; the message is the reason for dropping it."""
 
 
 def tool_rows(
     row: Row, read: Callable[[Row], Dialogue], style: str = "toolrl", system: str = SYSTEM, mask_seed: int | None = None
-) -> Iterator[Row | Dropped]:
+) -> Iterable[Row | Dropped]:
     """The decisions in one row of a dataset."""
     try:
         dialogue = read(row)
     except Unreadable as error:
-        yield Dropped(str(error))
-        return
+        return [Dropped(str(error))]
     if mask_seed is not None:
-        dialogue = mask(
-            dialogue, random.Random(f"mask, seed {mask_seed}, {json.dumps(row, sort_keys=True, default=str)}")
-        )
-    yield from decisions(dialogue, style, system)
+        known = json.dumps(row, sort_keys=True, default=str)
+        dialogue = mask(dialogue, random.Random(f"mask, seed {mask_seed}, {known}"))
+    return decisions(dialogue, style, system)
 
 
 # ------------------------------------------------------------------------------------------------------------ readers
@@ -61,9 +59,7 @@ def read_toolace(row: Row) -> Dialogue:
     names = [tool.name for tool in tools]
     turns = []
     for message in said:
-        if not isinstance(message, dict):
-            raise Unreadable("a turn of an unknown kind")
-        role, value = message.get("from"), message.get("value")
+        role, value = (message.get("from"), message.get("value")) if isinstance(message, dict) else (None, None)
         if role not in ("user", "assistant", "tool") or not isinstance(value, str):
             raise Unreadable("a turn of an unknown kind")
         if role != "assistant":
@@ -87,7 +83,7 @@ def read_messages(row: Row) -> Dialogue:
             raise Unreadable("a turn of an unknown kind")
         role, content = message.get("role"), message.get("content")
         if role == "system":
-            continue  # the prompt has one of its own
+            continue  # the prompt has its own system message
         if role not in ("user", "assistant", "tool") or not (content is None or isinstance(content, str)):
             raise Unreadable("a turn of an unknown kind")
         try:
@@ -100,32 +96,27 @@ def read_messages(row: Row) -> Dialogue:
 
 
 # ----------------------------------------------------------------------------------------- rows with a prompt already
-def toolrl_rows(row: Row) -> Iterator[Row | Dropped]:
+def toolrl_rows(row: Row) -> list[Row | Dropped]:
     """ToolRL's own rows: the prompt as it is, the gold calls and the reasoning from the tagged output.
 
     `instruction`, `input`, `output` (the fine-tuning file), or `prompt` and `reward_model.ground_truth` (the RL files).
-    Some reasoning speaks of the tags, which `tool_format` then finds twice: there they lose their brackets.
+    Some reasoning mentions the tags, so `tool_format` would find them twice: in the reasoning they lose their brackets.
     """
     if isinstance(row.get("instruction"), str) and isinstance(row.get("input"), str):
-        prompt: object = [
-            {"role": "system", "content": row["instruction"]},
-            {"role": "user", "content": row["input"]},
-        ]
+        prompt: object = [{"role": "system", "content": row["instruction"]}, {"role": "user", "content": row["input"]}]
         output = row.get("output")
     else:
         prompt, output = row.get("prompt"), column(row, "reward_model.ground_truth")
     if not prompt or not isinstance(output, str):
-        yield Dropped("no prompt or output")
-        return
+        return [Dropped("no prompt or output")]
     calls = parse_tool_calls(output) if "<tool_call>" in output else []
     if calls is None:
-        yield Dropped("calls that cannot be read")
-        return
+        return [Dropped("calls that cannot be read")]
     thinking, closed, rest = output.rpartition("</think>")
     output = _FIELDS.sub(r"\1", thinking) + closed + rest
     response = _between(rest, "response")
     thought = _between(output, "think")
-    yield {
+    made: Row = {
         "prompt": prompt,
         "tool_calls": calls,
         "needs_response": response is not None,
@@ -133,21 +124,24 @@ def toolrl_rows(row: Row) -> Iterator[Row | Dropped]:
         "metadata": {"rationale": thought} if thought else {},
         "demonstration": output,
     }
+    return [made]
 
 
-def api_bank_rows(row: Row) -> Iterator[Row | Dropped]:
+def api_bank_rows(row: Row) -> list[Row | Dropped]:
     """API-Bank in ToolRL's prompt format: `system`, `user`, and `answer`, a call or a list of calls."""
     answer = row.get("answer")
     try:
         calls = _calls([answer] if isinstance(answer, dict) else answer)
     except Unreadable as error:
-        yield Dropped(str(error))
-        return
+        return [Dropped(str(error))]
     if not isinstance(row.get("system"), str) or not isinstance(row.get("user"), str) or not calls:
-        yield Dropped("no system, user or answer")
-        return
-    prompt = [{"role": "system", "content": row["system"]}, {"role": "user", "content": row["user"]}]
-    yield {"prompt": prompt, "tool_calls": calls, "needs_response": False, "metadata": {"other": row.get("other")}}
+        return [Dropped("no system, user or answer")]
+    prompt = _two_messages(row["system"], row["user"])
+    return [{"prompt": prompt, "tool_calls": calls, "needs_response": False, "metadata": {"other": row.get("other")}}]
+
+
+def _two_messages(system: object, user: object) -> object:
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
 def _between(text: str, tag: str) -> str | None:
@@ -175,9 +169,8 @@ def read_tools(value: object) -> list[ToolSchema]:
             parameters = parameters["properties"]
         if not isinstance(parameters, dict) or not isinstance(required, list):
             raise Unreadable("tools that cannot be read")
-        tools.append(
-            ToolSchema(item["name"], str(item.get("description") or ""), parameters, tuple(map(str, required)))
-        )
+        description = str(item.get("description") or "")
+        tools.append(ToolSchema(item["name"], description, parameters, tuple(map(str, required))))
     return tools
 
 
@@ -220,7 +213,7 @@ def looks_like_calls(text: str) -> bool:
 def read_call_list(text: str, names: list[str]) -> list[Call] | None:
     """`[name(key=value, ...), ...]` with Python's or JSON's values; None where it is not that.
 
-    Names are looked up among the tools, since they may hold blanks and brackets of their own.
+    Names are looked up among the tools, since they may contain blanks and brackets.
     """
     text = text.strip()
     if not (text.startswith("[") and text.endswith("]")):
@@ -311,25 +304,19 @@ def _value(text: str) -> object:
 
 # --------------------------------------------------------------------------------------------------- Hammer's masking
 def mask(dialogue: Dialogue, rng: random.Random) -> Dialogue:
-    """Function and parameter names replaced by random ones, so that only the descriptions say what they do (Hammer).
+    """Function and parameter names replaced by random ones, so that only descriptions tell what they do (Hammer).
 
-    Names of the same parameter in different tools become different; calls are renamed along.
+    A parameter that several tools share gets another name in each; the calls are renamed too.
     """
     names: dict[str, str] = {}
     keys: dict[str, dict[str, str]] = {}
     tools = []
     for tool in dialogue.tools:
-        names[tool.name] = _random_name(rng)
-        keys[tool.name] = {key: _random_name(rng) for key in tool.parameters}
-        renamed = keys[tool.name]
-        tools.append(
-            ToolSchema(
-                names[tool.name],
-                tool.description,
-                {renamed[key]: value for key, value in tool.parameters.items()},
-                tuple(renamed.get(key, key) for key in tool.required),
-            )
-        )
+        name = names[tool.name] = _random_name(rng)
+        renamed = keys[tool.name] = {key: _random_name(rng) for key in tool.parameters}
+        parameters = {renamed[key]: value for key, value in tool.parameters.items()}
+        required = tuple(renamed.get(key, key) for key in tool.required)
+        tools.append(ToolSchema(name, tool.description, parameters, required))
 
     def rename(call: Call) -> Call:
         known = keys.get(call["name"], {})
