@@ -27,7 +27,6 @@ from megatron_rl.names import did_you_mean, show
 
 _LONGEST_PATH, _LONGEST_NAME = 3500, 255  # bytes; Linux takes 4095 and 255
 _MOST_PROCESSES = 4096  # on one machine
-COMMANDS = ("train", "sft", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
-    chosen = itertools.takewhile(
-        lambda part: part.strip() not in ("", "-1"), visible.split(",")
-    )  # CUDA stops at a bad one
+    chosen = itertools.takewhile(lambda part: part.strip() not in ("", "-1"), visible.split(","))  # CUDA stops there
     return min(present, len(list(chosen)))
 
 

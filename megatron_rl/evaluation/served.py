@@ -96,25 +96,15 @@ def _complete(
     log: Log, server: Server, task: str, samples: Sequence[Sample], drawn: kept.Kept, keep: kept.Keeper
 ) -> tuple[list[Rollout], list[FailedRequest]]:
     config, trainer = log.config, log.config.trainer
-    total = len(samples) * trainer.eval_rollouts
-    counts = Counter[bool]()
+    total, counts = len(samples) * trainer.eval_rollouts, Counter[bool]()
 
     def count(answered: bool) -> None:  # called from the thread of the requests
         counts[answered] += 1
         log.phase(f"{task}: {counts[True]} of {total} requests answered, {counts[False]} failed")
 
-    return complete(
-        server,
-        config.evaluation.endpoint,
-        samples,
-        trainer.eval_rollouts,
-        Sampling(trainer.eval_temperature, trainer.eval_top_p, config.rollout.max_tokens),
-        config.seed,
-        seed_step(0),
-        count,
-        drawn,
-        keep,
-    )
+    sampling = Sampling(trainer.eval_temperature, trainer.eval_top_p, config.rollout.max_tokens)
+    drawing = trainer.eval_rollouts, sampling, config.seed, seed_step(0)
+    return complete(server, config.evaluation.endpoint, samples, *drawing, count, drawn, keep)
 
 
 def _score(scorer: Scorer, tokenizer: Tokenizer, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> None:

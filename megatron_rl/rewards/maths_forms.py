@@ -42,21 +42,13 @@ _CHARACTERS = {
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:(?:\\times|\\cdot|\*)10\^\{?[+-]?\d+\}?|[eE][+-]?\d+)?")
 _FRACTION = re.compile(r"([+-]?)(\d*)\\frac\{([+-]?\d+)\}\{(\d+)\}|([+-]?)()(\d+)/(\d+)")
 _DIGITS = r"[0-9][0-9A-F]*|[A-F]+[0-9][0-9A-F]*"
-_BASED = re.compile(
-    rf"({_DIGITS})_\{{?(?:\\text\{{)?(\d+|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\}}*"
-)
+_NUMBER_WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "twelve", "sixteen")
+_BASES = {word: str(base) for word, base in zip(_NUMBER_WORDS, (*range(2, 11), 12, 16), strict=True)}
+_BASED = re.compile(rf"({_DIGITS})_\{{?(?:\\text\{{)?(\d+|{'|'.join(_BASES)})\}}*")
 _NAMED = re.compile(r"([a-zA-Z](?:_\{?\w+\}?)?)(\([a-zA-Z]\))?\s*(?:=|\\in(?![a-zA-Z]))([^=]*)", re.DOTALL)
 _DERIVATIVE = re.compile(
     r"\\frac\{d(\^\{?\d\}?)?(?:[a-zA-Z]|\\[a-zA-Z]+)\}\{d ?(?:[a-zA-Z]|\\[a-zA-Z]+)(\^\{?\d\}?)?\}"
 )
-_BASES = {
-    name: str(base)
-    for name, base in zip(
-        ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "twelve", "sixteen"],
-        (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16),
-        strict=True,
-    )
-}
 
 
 def last_box(text: str) -> str | None:

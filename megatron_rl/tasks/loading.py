@@ -24,7 +24,6 @@ class LoadedTasks:
 
     train: list[Sample]  # every train task's samples, one task after the other; the prompt order mixes them
     eval: dict[str, list[Sample]]
-    excluded: dict[str, int]  # per train task: items left out because an eval task in its `exclude` has the prompt
     weights: dict[str, float] | None  # per train task; None: by size
 
 
@@ -44,12 +43,9 @@ def load_tasks(tasks: TasksConfig, tokenizer: Tokenizer) -> LoadedTasks:
         name: load_task(name, config, tokenizer) for name, config in tasks.eval.items() if not _splits(config)
     }
     train: dict[str, list[Sample]] = {}
-    excluded = {}
     for name, config in tasks.train.items():
-        held_out: set[str] = set()
-        for other in config.exclude:
-            held_out |= {_key(sample.prompt) for sample in evaluation[other]}
-        train[name], excluded[name] = _load(name, config, tokenizer, held_out)
+        held_out = {_key(sample.prompt) for other in config.exclude for sample in evaluation[other]}
+        train[name] = _load(name, config, tokenizer, held_out)
     for name, config in tasks.eval.items():
         if _splits(config):
             source = config.of or ""
@@ -57,7 +53,6 @@ def load_tasks(tasks: TasksConfig, tokenizer: Tokenizer) -> LoadedTasks:
     return LoadedTasks(
         train=[sample for samples in train.values() for sample in samples],
         eval={name: evaluation[name] for name in tasks.eval},
-        excluded=excluded,
         weights=task_weights(tasks.train),
     )
 
@@ -120,14 +115,14 @@ def load_task(name: str, config: TaskConfig, tokenizer: Tokenizer) -> list[Sampl
         raise ValueError(f"task {name} is part of the train task {config.of}: load it with load_tasks")
     if config.exclude:
         raise ValueError(f"task {name} excludes prompts of {', '.join(config.exclude)}: load it with load_tasks")
-    return _load(name, config, tokenizer, frozenset())[0]
+    return _load(name, config, tokenizer, frozenset())
 
 
-def _load(name: str, config: TaskConfig, tokenizer: Tokenizer, held_out: Collection[str]) -> tuple[list[Sample], int]:
-    """`load_task` without the held-out prompts, and how many items those were."""
+def _load(name: str, config: TaskConfig, tokenizer: Tokenizer, held_out: Collection[str]) -> list[Sample]:
+    """`load_task` without the held-out prompts."""
     try:
         with _no_collection():
-            kept, excluded = _kept_items(config, held_out)
+            kept = _kept_items(config, held_out)
             token_ids = _tokenize([(prompt, item.tools) for _, item, prompt in kept], config, tokenizer)
             samples = [
                 Sample(
@@ -146,21 +141,15 @@ def _load(name: str, config: TaskConfig, tokenizer: Tokenizer, held_out: Collect
                 _demonstrate(samples, config)
     except ValueError as error:
         raise ValueError(f"task {name}: {error}") from error
-    return samples, excluded
+    return samples
 
 
-def _kept_items(config: TaskConfig, held_out: Collection[str]) -> tuple[list[tuple[int, Item, Prompt]], int]:
-    kept = []
-    excluded = 0
-    for index, item in enumerate(SOURCES[config.source](config)):
-        prompt = fill_prompt(item, config)
-        if held_out and _key(prompt) in held_out:
-            excluded += 1
-        else:
-            kept.append((index, item, prompt))
+def _kept_items(config: TaskConfig, held_out: Collection[str]) -> list[tuple[int, Item, Prompt]]:
+    items = [(index, item, fill_prompt(item, config)) for index, item in enumerate(SOURCES[config.source](config))]
+    kept = [entry for entry in items if not held_out or _key(entry[2]) not in held_out]
     if not kept:
-        raise ValueError(f"it has no prompts ({excluded} of its items are in the eval tasks it excludes)")
-    return kept, excluded
+        raise ValueError(f"it has no prompts ({len(items)} of its items are in the eval tasks it excludes)")
+    return kept
 
 
 @contextmanager

@@ -80,6 +80,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["rewards.correct.tasks=[smus]"], "names the unknown task 'smus'; did you mean 'sums'?"),
         (["rewards.correct.tasks=[]"], "would never be computed"),
         (["rewards.correct.weight=.inf"], "`rewards.correct.weight` must be a finite number"),
+        (["rewards.correct.condition={column: x, at_least: .inf}"], "at_least` must be a finite number; it is inf"),
         (["tasks.train.sums=null"], "`tasks.train` is empty"),
         (["tasks.train.a/b.source=jsonl"], "names are made of letters"),
         (["tasks.train.sums.chat=true"], "makes no chat template"),
