@@ -17,6 +17,8 @@ from torch import Tensor
 from megatron_rl.data import TokenBatch
 from megatron_rl.models.layers import held
 
+_FEW = 32  # sequences of a rank
+
 
 @dataclass
 class MicroBatch:
@@ -102,6 +104,51 @@ def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(indices) for indices in bins]
 
 
+def even_attention(shares: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """Shares whose sums of squared lengths differ less, by exchanges that take no share's tokens beyond 2 % over the mean.
+
+    Steepest descent: of the two shares with the most, the exchange of two sequences (or the move of one) that lowers the sum
+    of squares of all shares' sums most.
+    """
+    # After the sequences one of no length for each share: an exchange with it is a move.
+    tokens = np.array([*lengths, *[0] * len(shares)], dtype=np.float64)
+    owner = np.empty(len(tokens), dtype=np.int64)
+    for share, indices in enumerate(shares):
+        owner[[*indices, len(lengths) + share]] = share
+    squares = tokens**2
+    load, cost = (np.bincount(owner, weights, len(shares)) for weights in (tokens, squares))
+    most = max(load.max(), 1.02 * load.mean())
+    for _ in range(4 * len(tokens)):
+        for share in np.argsort(-cost, kind="stable")[:2]:
+            own, others = np.flatnonzero(owner == share), np.flatnonzero(owner != share)
+            place = owner[others]
+            more_tokens = tokens[others] - tokens[own][:, None]
+            more_cost = squares[others] - squares[own][:, None]
+            change = more_cost * (cost[share] - cost[place] + more_cost)
+            fits = (load[share] + more_tokens <= most) & (load[place] - more_tokens <= most)
+            i, j = divmod(int(np.where(fits, change, 0).argmin()), len(others))
+            if not fits[i, j] or change[i, j] >= 0:
+                continue
+            for loads, more in ((load, more_tokens[i, j]), (cost, more_cost[i, j])):
+                loads[share] += more
+                loads[place[j]] -= more
+            owner[own[i]], owner[others[j]] = place[j], share
+            break
+        else:
+            break
+    return [np.flatnonzero(owner[: len(lengths)] == share).tolist() for share in range(len(shares))]
+
+
+def fewest_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices in bins of at most `budget` tokens each: first-fit-decreasing's, or fewer where evenly filled bins fit."""
+    bins = first_fit(lengths, budget)
+    for count in range(math.ceil(sum(lengths) / budget), len(bins)):
+        even = balance(lengths, count)
+        if all(sum(lengths[i] for i in indices) <= budget for indices in even):
+            return even
+    return bins
+
+
 def plan(lengths: Sequence[int], rows: Sequence[int], dp: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
     """Cuts a minibatch into micro-batches: `plan(...)[dp_rank][micro_batch]` is a list of rows.
 
@@ -111,8 +158,11 @@ def plan(lengths: Sequence[int], rows: Sequence[int], dp: int, budget: int, mult
     Args:
         lengths: tokens of every sequence of the batch; `rows` selects those of this minibatch.
     """
-    shares = balance([lengths[row] for row in rows], dp)
-    bins = [first_fit([lengths[rows[i]] for i in share], budget) for share in shares]
+    chosen = [lengths[row] for row in rows]
+    shares = balance(chosen, dp)
+    if 1 < dp and len(rows) <= _FEW * dp:  # of more, sums of squares are even where sums are
+        shares = even_attention(shares, chosen)
+    bins = [fewest_bins([lengths[rows[i]] for i in share], budget) for share in shares]
     count = max(1, *(len(b) for b in bins))
     count += -count % multiple
     result = []

@@ -6,7 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.actor.packing import MicroBatch, balance, first_fit, held, pack, plan
+from megatron_rl.actor.packing import (
+    MicroBatch,
+    balance,
+    even_attention,
+    fewest_bins,
+    first_fit,
+    held,
+    pack,
+    plan,
+)
 from megatron_rl.data import Rollout, Segment, TokenBatch
 
 CPU = torch.device("cpu")
@@ -84,6 +93,38 @@ def test_first_fit_never_leaves_two_bins_that_could_be_one(lengths: list[int]) -
     totals = sorted(sum(lengths[i] for i in indices) for indices in bins)
     assert all(total <= BUDGET for total in totals)
     assert len(totals) < 2 or totals[0] + totals[1] > BUDGET
+
+
+def test_a_bin_that_first_fit_needs_beyond_the_fewest_is_avoided() -> None:
+    lengths = [10, 8, 8, 3, 7, 3]
+    assert len(first_fit(lengths, 20)) == 3
+    assert sorted(sum(lengths[i] for i in indices) for indices in fewest_bins(lengths, 20)) == [19, 20]
+    assert len(fewest_bins([15, 15, 2], 20)) == 2
+    assert len(fewest_bins([15, 15, 15], 20)) == 3  # the sum fits 3 bins, nothing fits fewer
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(2, 6))
+def test_attention_is_evened_out_at_no_more_than_two_percent_of_the_tokens(lengths: list[int], parts: int) -> None:
+    before = balance(lengths, parts)
+    after = even_attention(before, lengths)
+    assert sorted(i for indices in after for i in indices) == list(range(len(lengths)))
+    (old, old_squares), (new, new_squares) = (
+        ([sum(lengths[i] ** power for i in indices) for indices in shares] for power in (1, 2))
+        for shares in (before, after)
+    )
+    assert max(new) <= max(max(old), 1.02 * sum(lengths) / parts + 1e-9)
+    assert sum(cost**2 for cost in new_squares) <= sum(cost**2 for cost in old_squares)
+
+
+def test_long_sequences_are_exchanged_until_squares_are_even() -> None:
+    """60 + 50 and 50 + 40 with 50 short ones each: tokens are even to 10 %, squares are 6,150 and 4,150."""
+    lengths = [60, 50, 50, 40, *[1] * 100]
+    squares = [
+        sum(lengths[i] ** 2 for i in share)
+        for share in even_attention([[0, 1, *range(4, 54)], [2, 3, *range(54, 104)]], lengths)
+    ]
+    assert max(squares) - min(squares) < 0.1 * sum(squares)
 
 
 def test_a_sequence_longer_than_the_budget_is_refused_with_the_remedy() -> None:
