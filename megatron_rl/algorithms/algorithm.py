@@ -27,34 +27,18 @@ _REPORTED_BOUNDS = (0.2, 0.2)  # regions are reported at these where the weight 
 
 @dataclass
 class StepEstimate:
-    """What the estimator and everything around it make of one step's rewards.
+    """What the estimator and everything around it make of one step's rewards."""
 
-    Attributes:
-        advantages: float [n, m]; 0 where a rollout does not take part.
-        train: bool [n, m]: rollouts that enter the update. The others must not reach the loss or its denominators.
-        signal: bool [n]: prompts whose raw rewards differ between rollouts.
-        clip_range: give it to every `policy_loss` of the step.
-        metrics: numbers for the step's log.
-        group: the estimator's quantities per prompt, [n] each.
-    """
-
-    advantages: Tensor
-    train: Tensor
-    signal: Tensor
-    clip_range: tuple[float, float] | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    group: dict[str, Tensor] = field(default_factory=dict)
+    advantages: Tensor  # float [n, m]; 0 where a rollout does not take part
+    train: Tensor  # bool [n, m]: rollouts that enter the update. The others must not reach the loss or its denominators
+    signal: Tensor  # bool [n]: prompts whose raw rewards differ between rollouts
+    clip_range: tuple[float, float] | None = None  # give it to every `policy_loss` of the step
+    metrics: dict[str, float] = field(default_factory=dict)  # numbers for the step's log
+    group: dict[str, Tensor] = field(default_factory=dict)  # the estimator's quantities per prompt, [n] each
 
 
 class Algorithm:
-    """Made by `make_algorithm`.
-
-    Attributes:
-        config: the choices, complete.
-        estimator: rewards -> advantages.
-        weight: F(w, A).
-        max_length: tokens, the constant of `seq-mean-token-sum-norm`; None where not needed.
-    """
+    """The four choices, ready to use: `estimator` (rewards -> advantages), `weight` (F(w, A)), and what `config` says."""
 
     def __init__(self, config: AlgorithmConfig, max_tokens: int | None = None) -> None:
         load_plugins(config.plugins)
@@ -62,7 +46,7 @@ class Algorithm:
         self.config = config
         self.estimator = make_advantage_estimator(config.estimator.name, **config.estimator.params)
         self.weight = make_gradient_weight(config.weight.name, **config.weight.params)
-        self.max_length = None
+        self.max_length = None  # tokens, the constant of `seq-mean-token-sum-norm`
         if config.aggregation == "seq-mean-token-sum-norm":
             self.max_length = _budget("algorithm.max_length", config.max_length, max_tokens)
         self._overlong_length = 0

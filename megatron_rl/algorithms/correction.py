@@ -20,13 +20,10 @@ from megatron_rl.methods.numerics import bounded_exp
 
 
 class Correction(NamedTuple):
-    """Attributes:
-    weights: float32 or float64 [tokens], factor of each token's loss; None without a weight.
-    mask: bool [tokens], what is left of the given mask.
-    """
+    """What the correction does to the loss of a micro-batch."""
 
-    weights: Tensor | None
-    mask: Tensor
+    weights: Tensor | None  # float32 or float64 [tokens], factor of each token's loss; None without a weight
+    mask: Tensor  # bool [tokens], what is left of the given mask
 
 
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, sequence_ids: Tensor, mean: bool) -> Tensor:

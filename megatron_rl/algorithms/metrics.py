@@ -10,15 +10,10 @@ from torch import Tensor
 
 @dataclass
 class Metrics:
-    """Of a part of a minibatch.
+    """Of a part of a minibatch: scalar float64 tensors. A mean is its sum / its count, over all parts."""
 
-    Attributes:
-        sums: name -> (sum, count), scalar float64 tensors; the metric is sum / count over all parts.
-        maxima: name -> largest value, scalar float64 tensors.
-    """
-
-    sums: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    maxima: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # name -> (sum, count)
+    maxima: dict[str, Tensor] = field(default_factory=dict)  # name -> largest value
 
     def mean(self, name: str, values: Tensor, where: Tensor) -> None:
         """Records the mean of `values` over the tokens in the bool tensor `where`."""

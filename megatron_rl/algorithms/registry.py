@@ -25,13 +25,7 @@ class Stateful(Protocol):
 
 
 class AdvantageEstimator:
-    """Rewards to advantages; made by `make_advantage_estimator`.
-
-    Attributes:
-        name: the method's name.
-        params: its parameters, complete.
-        needs: what it needs from the batch.
-    """
+    """Rewards to advantages; made by `make_advantage_estimator`. `needs`: what the batch must have."""
 
     def __init__(self, name: str, params: Mapping[str, object]) -> None:
         self.name = name
@@ -96,12 +90,7 @@ class AdvantageEstimator:
 
 
 class GradientWeight:
-    """F(w, A) of DGPO's Eq. 1; made by `make_gradient_weight`.
-
-    Attributes:
-        name: the method's name.
-        params: its parameters, complete.
-    """
+    """F(w, A) of DGPO's Eq. 1; made by `make_gradient_weight`. `params` are complete."""
 
     def __init__(self, name: str, params: Mapping[str, object]) -> None:
         self.name = name

@@ -46,21 +46,14 @@ class Manifest(TypedDict):
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A part of one tensor (or a pickled object) as it lies on the disk.
+    """A part of one tensor (or a pickled object) as it lies on the disk."""
 
-    Attributes:
-        name: the tensor's.
-        start: where the part begins in the whole tensor, per dimension; () for an object.
-        file, offset, length: its bytes.
-        digest: their checksum.
-    """
-
-    name: str
-    start: tuple[int, ...]
+    name: str  # the tensor's
+    start: tuple[int, ...]  # of the part in the whole tensor, per dimension; () for an object
     file: str
-    offset: int
+    offset: int  # of its bytes in the file
     length: int
-    digest: str
+    digest: str  # their checksum
 
     def row(self) -> Row:
         """As it is written to JSON."""

@@ -173,9 +173,7 @@ def _unnamed_file(text: str) -> int:
 
 def print_checked(config: Config, machine: Machine | None, command: str) -> int:
     """Where the number of processes is given (by a batch script, say), the recipe has to fit it; else this is a laptop.
-
-    Args:
-        machine: None where the recipe is to run elsewhere.
+    `machine`: None where the recipe is to run elsewhere.
     """
     print(to_yaml(config), end="")
     if machine is None:

@@ -13,9 +13,7 @@ from megatron_rl.tasks import check_tasks, first_items, tasks_to_evaluate
 
 def check_recipe(config: Config, command: str, machine: Machine, model: HFConfig | None = None) -> Config:
     """The recipe with what follows from its keys filled in, see `config.check`.
-
-    Args:
-        model: the model's config.json, where its weights need not be here; None: `model.path` is checked.
+    `model`: the model's config.json, where its weights need not be here; None: `model.path` is checked.
 
     Raises:
         ConfigError: one line per problem.

@@ -57,9 +57,7 @@ def iter_hf_weights(
     A collective: all processes of the tensor-, pipeline- and expert-parallel groups must exhaust the iterator. Tensors
     have the parameters' dtype (FP8 parameters are dequantised) and device; vocabulary padding is gone, a tied output
     layer does not appear. A yielded tensor may be a view of a parameter or of the bucket: copy it to keep it.
-
-    Args:
-        bucket_bytes: how many bytes of full tensors are gathered at once (one tensor at least).
+    `bucket_bytes`: how many bytes of full tensors are gathered at once (one tensor at least).
     """
     description = family.describe(hf_config)
     local = {weight.key: weight for weight in local_weights(model_chunks, family, description, parallel)}

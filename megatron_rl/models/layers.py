@@ -98,9 +98,7 @@ def held(lengths: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
 
     Each sequence is cut into 2 cp pieces, and rank r has the r-th from its start and the r-th from its end, so that causal
     attention is as much work on every rank. It is the order that Megatron-Core and Transformer Engine count on.
-
-    Args:
-        lengths: tokens of each sequence, multiples of 2 cp where cp > 1.
+    `lengths`: tokens of each sequence, multiples of 2 cp where cp > 1.
     """
     if cp == 1:
         return np.arange(sum(lengths))

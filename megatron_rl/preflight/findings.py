@@ -19,19 +19,12 @@ class Measured(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be, on one node (or between nodes).
+    """Something that is not as it should be, on one node (or between nodes)."""
 
-    Attributes:
-        check: what was looked at.
-        level: `failed`: the job must not start; `warning`: it may.
-        node: where; several separated by commas.
-        text: what is wrong, and the remedy.
-    """
-
-    check: str
-    level: str
-    node: str
-    text: str
+    check: str  # what was looked at
+    level: str  # `failed`: the job must not start; `warning`: it may
+    node: str  # where; several separated by commas
+    text: str  # what is wrong, and the remedy
 
 
 @dataclass

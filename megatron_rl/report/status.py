@@ -50,20 +50,14 @@ _SHOWN = (
 
 @dataclass
 class RunStatus:
-    """Attributes:
-    state: starting | running | silent | finished | stopped | failed | none (no attempt yet).
-    why: for an attempt that has ended: what its exit code means.
-    says: the last error message, or the post-mortem's report.
-    first: what has to be done before the run can go on; empty: nothing.
-    continue_with: the command that continues it, or who does.
-    """
+    """What a run is doing, or how it ended."""
 
     run_dir: str
-    state: str
+    state: str  # starting | running | silent | finished | stopped | failed | none (no attempt yet)
     attempt: int = 0
     code: int | None = None
-    why: str = ""
-    says: list[str] = field(default_factory=list)
+    why: str = ""  # for an attempt that has ended: what its exit code means
+    says: list[str] = field(default_factory=list)  # the last error message, or the post-mortem's report
     postmortem: str | None = None
     stage: str = ""
     step: int = 0
@@ -78,8 +72,8 @@ class RunStatus:
     checkpoints: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
-    first: str = ""
-    continue_with: str | None = None
+    first: str = ""  # what has to be done before the run can go on; empty: nothing
+    continue_with: str | None = None  # the command that continues it, or who does
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)

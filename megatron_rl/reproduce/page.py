@@ -16,19 +16,12 @@ _PAGES = ("awpo", "dgpo", "gdpo", "shrinkage")  # modules of this package, each 
 
 @dataclass
 class Page:
-    """One paper's results.
+    """One paper's results."""
 
-    Attributes:
-        title: the heading.
-        blocks: paragraphs and tables, in order.
-        draw: draws the figure into a matplotlib figure.
-        size: of the figure, in inches.
-    """
-
-    title: str
-    blocks: list[str]
-    draw: Callable[[Figure], None]
-    size: tuple[float, float]
+    title: str  # the heading
+    blocks: list[str]  # paragraphs and tables, in order
+    draw: Callable[[Figure], None]  # draws the figure into a matplotlib figure
+    size: tuple[float, float]  # of the figure, in inches
 
     def text(self, name: str) -> str:
         """The page, saying how it was made."""

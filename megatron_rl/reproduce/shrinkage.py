@@ -39,17 +39,11 @@ BASELINES: dict[str, tuple[str, dict[str, bool]]] = {
 
 @dataclass
 class World:
-    """Prompts and a policy over their answers.
+    """Prompts and a policy over their answers."""
 
-    Attributes:
-        probabilities: float64 [n, K].
-        scores: float64 [n, K, d], gradient of each answer's log-probability with respect to theta.
-        right: int64 [n], the right answer.
-    """
-
-    probabilities: Tensor
-    scores: Tensor
-    right: Tensor
+    probabilities: Tensor  # float64 [n, K]
+    scores: Tensor  # float64 [n, K, d], gradient of each answer's log-probability with respect to theta
+    right: Tensor  # int64 [n], the right answer
 
     @property
     def values(self) -> Tensor:
@@ -78,19 +72,12 @@ def make_world(spread: float, seed: int = 0, prompts: int = PROMPTS) -> World:
 
 @dataclass
 class Result:
-    """Means over batches, by baseline.
+    """Means over batches, by baseline."""
 
-    Attributes:
-        mse: squared error of the baseline against mu.
-        answer: squared distance to the exact gradient, of the parameters that choose the answer.
-        response: the same of all parameters, the wording's among them.
-        shrinkage: mean of the estimated lambda.
-    """
-
-    mse: dict[str, float]
-    answer: dict[str, float]
-    response: dict[str, float]
-    shrinkage: float
+    mse: dict[str, float]  # squared error of the baseline against mu
+    answer: dict[str, float]  # squared distance to the exact gradient, of the parameters that choose the answer
+    response: dict[str, float]  # the same of all parameters, the wording's among them
+    shrinkage: float  # mean of the estimated lambda
 
 
 def simulate(

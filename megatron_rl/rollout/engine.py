@@ -147,9 +147,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------ weights
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replaces every weight by the (Hugging Face name, full tensor) pairs and drops cached prefixes.
-
-        Args:
-            version: optimizer steps behind these weights; rollouts drawn from them carry it.
+        `version`: optimizer steps behind these weights; rollouts drawn from them carry it.
         """
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self.llm.reset_prefix_cache()

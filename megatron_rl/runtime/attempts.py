@@ -59,10 +59,7 @@ def shared_attempt(run_dir: Path, environment: Mapping[str, str], rank: int, pat
 
     It is the folder that the batch script names in MEGATRON_RL_ATTEMPT; without it, rank 0's process, which has taken the run
     folder, makes one for this Slurm step, and the others wait for it. None where there is neither: the ranks of a plain
-    torchrun write where torchrun says.
-
-    Args:
-        patience: how long to wait for rank 0's, in seconds.
+    torchrun write where torchrun says. `patience`: how long to wait for rank 0's, in seconds.
 
     Raises:
         TimeoutError: it has not made one by then.

@@ -44,9 +44,7 @@ class CallPool:
 
     def submit(self, function: Callable[[], T], seconds: float | None) -> Future[T]:
         """Starts a call in its turn. Cancelling the future drops a call that has not begun.
-
-        Args:
-            seconds: the deadline, from when the call begins; None: the function has its own.
+        `seconds`: the deadline, from when the call begins; None: the function has its own.
 
         The future raises:
             CallTimeout: at the deadline.

@@ -116,9 +116,7 @@ class Heartbeat:
         self, folder: Path, rank: int, world: int, deadlines: Deadlines | None, clock: AwakeClock | None = None
     ) -> None:
         """From here on `folder/rank_<r>.json` shows what this process does; every phase has a deadline, if any are given.
-
-        Args:
-            clock: the caller ticks it at every beat; None: one that counts a gap as ten seconds, or four beats, at most.
+        `clock`: the caller ticks it at every beat; None: one that counts a gap as ten seconds, or four beats, at most.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.rank, self.world, self._deadlines = rank, world, deadlines

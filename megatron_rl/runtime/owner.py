@@ -38,18 +38,13 @@ class OwnedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Owner:
-    """Attributes:
-    host, pid: of the command that holds the folder.
-    started: ticks since boot at which the process was started; tells it from a later one of the same number.
-    space: the host's boot and process-id namespace; a pid means something within the same one only.
-    since: when it took the folder, UTC.
-    """
+    """The command that holds a folder."""
 
     host: str
     pid: int
-    started: int
-    space: str
-    since: str
+    started: int  # ticks since boot at which the process was started: a later one may have the same number
+    space: str  # the host's boot and process-id namespace, in which `pid` means something
+    since: str  # when it took the folder, UTC
 
     @staticmethod
     def me() -> Owner:

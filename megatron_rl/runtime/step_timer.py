@@ -34,9 +34,7 @@ class StepTimer:
         """A phase whose time is not part of the step's: it has a deadline and a peak of memory like any other.
 
         A phase that ends in an error stays the current one: the post-mortem says where it happened.
-
-        Args:
-            shown: what the terminal says; null: the name.
+        `shown`: what the terminal says; null: the name.
         """
         self.announce(shown or name)
         HEARTBEAT.enter(name)

@@ -26,9 +26,7 @@ _TALLEST = 200  # lines a live view may redraw; what is further up is written fo
 
 class Transcript:
     """Terminal output as plain text: colours dropped, redrawn lines written once, as they were last.
-
-    Args:
-        file: where finished lines go, as UTF-8.
+    `file`: where finished lines go, as UTF-8.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -79,9 +79,7 @@ class Watchdog:
 
     def end_stalled(self, why: str) -> None:
         """Ends the run as stalled from the main thread: a collective has given up waiting. Does not return.
-
-        Args:
-            why: the reason, for the report.
+        `why`: the reason, for the report.
         """
         self._end(HEARTBEAT.phase, 0.0, why)
 

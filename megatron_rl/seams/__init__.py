@@ -29,9 +29,7 @@ def replaced(owner: object, name: str, new: Callable[..., object], parameters: s
 
 def check_parameters(function: Callable[..., object], parameters: str) -> None:
     """Whether a private or patched function is the one that this package was written for.
-
-    Args:
-        parameters: their names, separated by blanks.
+    `parameters`: their names, separated by blanks.
 
     Raises:
         RuntimeError: they are others.

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 class Attempt:
-    """From the first line of a rank to its exit code.
-
-    Args:
-        run_dir: where rank 0 writes.
-    """
+    """From the first line of a rank to its exit code. `run_dir`: where rank 0 writes."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir

@@ -122,9 +122,7 @@ class Checkpoints:
 
     def submit(self, state: State, snapshot: Snapshot, scores: Mapping[str, float]) -> None:
         """Starts writing `step_<n>`: the captured tensors, the resolved recipe, progress and estimator state.
-
-        Args:
-            scores: the step's metrics, of which evaluations are kept to choose the best checkpoints by.
+        `scores`: the step's metrics, of which evaluations are kept to choose the best checkpoints by.
         """
         evaluations = {name: value for name, value in scores.items() if name.startswith("eval/")}
         best = self.config.checkpoint.best

@@ -42,9 +42,7 @@ def _answer(run: Run, step: int, drawn: kept.Kept, keep: kept.Keeper | None) -> 
 
 def evaluate_only(run: Run, resume: str) -> None:
     """`megatron-rl evaluate` on the engine: the recipe's eval tasks on its model, or with the weights of a checkpoint.
-
-    Args:
-        resume: path of the checkpoint; `never`: the weights of the recipe's model.
+    `resume`: path of the checkpoint; `never`: the weights of the recipe's model.
 
     Raises:
         CheckpointError: the checkpoint is not whole.

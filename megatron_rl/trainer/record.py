@@ -41,29 +41,19 @@ class TokenLog:
 
 @dataclass
 class RecordedStep:
-    """What a file holds. n prompts, m rollouts each, k rewards; r rollouts that were trained on.
+    """What a file holds. n prompts, m rollouts each, k rewards; r rollouts that were trained on."""
 
-    Attributes:
-        table: the step's rewards, with weights, lengths and (ReMax) the greedy rollout's.
-        truncated: bool [n, m], rollouts cut at the token limit.
-        advantages: float64 [n, m], as the run used them.
-        rows: int64 [r], i * m + j of each trained rollout; a rollout without tokens is not among them.
-        offsets: int64 [r + 1], where each one's tokens start in the arrays below; the last is their number.
-        log_probs: float32 [tokens], of the policy when it was last updated on this rollout, before that update.
-        old_log_probs: float32 [tokens], of the policy before the step's first update.
-        rollout_log_probs: float32 [tokens], the engine's.
-        clip_range: the estimator's (eps_low, eps_high), or None.
-    """
-
-    table: RewardTable
-    truncated: torch.Tensor
-    advantages: torch.Tensor
-    rows: torch.Tensor
-    offsets: torch.Tensor
-    log_probs: torch.Tensor
-    old_log_probs: torch.Tensor
-    rollout_log_probs: torch.Tensor
-    clip_range: tuple[float, float] | None
+    table: RewardTable  # the step's rewards, with weights, lengths and (ReMax) the greedy rollout's
+    truncated: torch.Tensor  # bool [n, m], rollouts cut at the token limit
+    advantages: torch.Tensor  # float64 [n, m], as the run used them
+    rows: torch.Tensor  # int64 [r], i * m + j of each trained rollout; a rollout without tokens is not among them
+    offsets: torch.Tensor  # int64 [r + 1], where each one's tokens start in the arrays below; the last is their number
+    log_probs: (
+        torch.Tensor
+    )  # float32 [tokens], of the policy when it was last updated on this rollout, before that update
+    old_log_probs: torch.Tensor  # float32 [tokens], of the policy before the step's first update
+    rollout_log_probs: torch.Tensor  # float32 [tokens], the engine's
+    clip_range: tuple[float, float] | None  # the estimator's (eps_low, eps_high), or None
 
     @property
     def sequence_ids(self) -> torch.Tensor:
@@ -80,9 +70,7 @@ def write_step(
     tokens: Sequence[Mapping[int, Mapping[str, np.ndarray]]],
 ) -> None:
     """Writes one step, complete or not at all.
-
-    Args:
-        tokens: `TokenLog.rows` of every rank; keys are positions among the rollouts with `estimate.train`.
+    `tokens`: `TokenLog.rows` of every rank; keys are positions among the rollouts with `estimate.train`.
     """
     trained = np.flatnonzero(estimate.train.flatten().numpy())
     merged: dict[int, Mapping[str, np.ndarray]] = {}

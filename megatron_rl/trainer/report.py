@@ -87,9 +87,7 @@ class Reporter:
     def continue_from(self, step: int, metrics_bytes: int | None = None, warm_up: bool = False) -> None:
         """A run that continues after `step` of RL, or of its warm-up: what is there of later steps, which will be done again,
         goes: rows of metrics, samples, rollouts.
-
-        Args:
-            metrics_bytes: how long the stage's metrics file was after that step, where that is known.
+        `metrics_bytes`: how long the stage's metrics file was after that step, where that is known.
         """
         if self.active:
             kept = self._cut(self._metrics(warm_up), step, metrics_bytes)

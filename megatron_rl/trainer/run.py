@@ -74,10 +74,7 @@ def build_run(
     stop: StopFlag | None = None,
     ownership: Ownership | None = None,
 ) -> Run:
-    """Loads data, model and rewards on every rank.
-
-    Args:
-        ownership: rank 0's, of the run folder.
+    """Loads data, model and rewards on every rank. `ownership`: rank 0's, of the run folder.
 
     Raises:
         ValueError: for what only data can show: an empty task, prompts that are too long, a demonstration missing.

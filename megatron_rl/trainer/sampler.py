@@ -37,11 +37,7 @@ class Drawn:
 
 
 class Sampler:
-    """This rank's share of sampling and scoring.
-
-    Args:
-        folder: Hugging Face folder with config and tokenizer.
-    """
+    """This rank's share of sampling and scoring. `folder`: Hugging Face folder with config and tokenizer."""
 
     def __init__(
         self,
@@ -215,9 +211,7 @@ class Sampler:
 
     def _scoring_rank(self, place: int, rollout: Rollout) -> int:
         """The rank that scores a rollout: one of the engine that draws it. Equal responses to a prompt go to the same one.
-
-        Args:
-            place: of the rollout's sample among those that were generated for.
+        `place`: of the rollout's sample among those that were generated for.
         """
         size = self.config.rollout.tensor_parallel
         engine = place % (self.grid.world // size)

@@ -128,9 +128,7 @@ def in_parallel(
     spawn: bool = False,
 ) -> list[Result]:
     """`function(item, progress)` for every item, in up to `workers` processes; the results in order. The first error ends it.
-
-    Args:
-        spawn: in a process of its own also where one would do.
+    `spawn`: in a process of its own also where one would do.
     """
     if workers <= 1 and not spawn:
         return [function(item, progress) for item in items]

@@ -62,24 +62,18 @@ class Layout:
 class Chunk:
     """A part of a global tensor that is written, and read, in one go.
 
-    Attributes:
-        name, shape: the global tensor's.
-        start, size: where the part lies in it; leading dimensions (layer, expert) have size 1.
-        rule: with names filled in.
-        pieces: the parts of the rule's Hugging Face tensors that it is made of, end to end along `rule.dim`; where they
-            end before the chunk does, zeros follow (padding of the vocabulary).
-        stage: the pipeline rank that holds it.
-        expert_rank: the expert-parallel rank that holds it; -1 where all do.
+    It is made of `slices` of the rule's Hugging Face tensors, end to end along `rule.dim`; where these end before the chunk
+    does, zeros follow (padding of the vocabulary).
     """
 
-    name: str
+    name: str  # of the global tensor
     shape: tuple[int, ...]
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    rule: Rule
-    pieces: tuple[Slice, ...]
-    stage: int
-    expert_rank: int
+    start: tuple[int, ...]  # of the part in it
+    size: tuple[int, ...]  # of the part; leading dimensions (layer, expert) have size 1
+    rule: Rule  # with names filled in
+    slices: tuple[Slice, ...]
+    stage: int  # the pipeline rank that holds it
+    expert_rank: int  # the expert-parallel rank that holds it; -1 where all do
 
     @property
     def matrix(self) -> tuple[int, ...]:

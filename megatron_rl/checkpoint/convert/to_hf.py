@@ -36,20 +36,14 @@ from megatron_rl.models.rules import Rule
 
 @dataclass(frozen=True)
 class ToHF:
-    """Attributes:
-    megatron: the source: the folder with `.metadata`.
-    config: the Hugging Face folder with its config.json, tokenizer and the rest.
-    dtype: `keep`, `bf16`, `fp32`, or `fp8` (block-wise, with scales).
-    file_bytes: how large a file may grow, unless one tensor is larger.
-    any_padding, master: see `MegatronModel`.
-    """
+    """A conversion to a Hugging Face folder."""
 
-    megatron: Path
-    config: Path
-    dtype: str = "keep"
-    file_bytes: int = 5 * 10**9
-    any_padding: bool = False
-    master: bool = False
+    megatron: Path  # the source: the folder with `.metadata`
+    config: Path  # the Hugging Face folder with its config.json, tokenizer and the rest
+    dtype: str = "keep"  # `keep`, `bf16`, `fp32`, or `fp8` (block-wise, with scales)
+    file_bytes: int = 5 * 10**9  # how large a file may grow, unless one tensor is larger
+    any_padding: bool = False  # see `MegatronModel`
+    master: bool = False  # see `MegatronModel`
 
     @property
     def inside(self) -> str:

@@ -41,19 +41,13 @@ _STATES = "_extra_state"  # the one empty state that all names of extra states p
 
 @dataclass(frozen=True)
 class ToMegatron:
-    """Attributes:
-    hf: the source.
-    layout: what the checkpoint is cut for, which also decides the padding of the vocabulary.
-    dtype: `keep`, `bf16` or `fp32`.
-    file_bytes: how large a file may grow, unless one tensor is larger.
-    program: whose folders and files to write besides: `megatron-lm`, `bridge`, or None.
-    """
+    """A conversion to a Megatron checkpoint."""
 
-    hf: Path
-    layout: Layout
-    dtype: str = "keep"
-    file_bytes: int = 2 * 10**9
-    program: str | None = None
+    hf: Path  # the source
+    layout: Layout  # what the checkpoint is cut for, which also decides the padding of the vocabulary
+    dtype: str = "keep"  # `keep`, `bf16` or `fp32`
+    file_bytes: int = 2 * 10**9  # how large a file may grow, unless one tensor is larger
+    program: str | None = None  # whose folders and files to write besides: `megatron-lm`, `bridge`, or None
 
     @property
     def inside(self) -> str:
@@ -224,9 +218,7 @@ def _dtypes(held: Sequence[Chunk], source: HFFolder, model: Model, dtype: str) -
 
 def assemble(chunk: Chunk, source: WeightSource, matrix: Callable[[str], Tensor]) -> Tensor:
     """The values of a chunk, in the source's dtype.
-
-    Args:
-        matrix: reads a whole tensor, and keeps the last: one after the other, chunks are columns of the same.
+    `matrix`: reads a whole tensor, and keeps the last: one after the other, chunks are columns of the same.
     """
     rule = chunk.rule
     parts = list(_parts(chunk, source, matrix))
@@ -242,7 +234,7 @@ def assemble(chunk: Chunk, source: WeightSource, matrix: Callable[[str], Tensor]
 
 def _parts(chunk: Chunk, source: WeightSource, matrix: Callable[[str], Tensor]) -> Iterator[Tensor]:
     rule = chunk.rule
-    for piece in chunk.pieces:
+    for piece in chunk.slices:
         name = rule.hf[piece.tensor].name
         if rule.dim == 1:
             yield matrix(name)[:, piece.start : piece.stop].contiguous()
