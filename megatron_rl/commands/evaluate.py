@@ -82,7 +82,7 @@ def _resolve(args: argparse.Namespace, machine: Machine) -> tuple[Config, _Check
     if args.recipe is not None and "=" in args.recipe and not Path(args.recipe).exists():
         args.recipe, args.overrides = None, [args.recipe, *args.overrides]
     if args.served_name is not None and not args.endpoint:
-        raise ConfigError(f"--served-name {args.served_name} says nothing without --endpoint")
+        raise ConfigError(f"--served-name {args.served_name} has no effect without --endpoint")
     checkpoint = None
     overrides = []
     if args.model is not None:

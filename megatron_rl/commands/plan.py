@@ -90,7 +90,7 @@ def _model(config: Config, given: HFConfig | None) -> Model:
         return model_of(given)
     if config.model.path is not None:
         return model_of(read_hf_config(config.model.path))
-    assert config.model.create is not None  # `check` has seen to it
+    assert config.model.create is not None  # `check` requires one of the two
     return model_of(created_config(config.model.create))
 
 

@@ -1,4 +1,4 @@
-"""What slurm/submit.sh asks before it submits a sweep or a chain."""
+"""The plan of a sweep or a chain, for slurm/submit.sh."""
 
 from __future__ import annotations
 

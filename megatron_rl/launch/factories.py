@@ -43,7 +43,7 @@ def here() -> run.Config[run.LocalExecutor]:
 
 @run.cli.entrypoint(namespace=NAMESPACE, type="experiment")
 def train(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
-    """A training run: `recipe`, a YAML file in the work tree; `overrides`, key=value apart by blanks."""
+    """A training run: `recipe`, a YAML file in the work tree; `overrides`, key=value, separated by spaces."""
     what = _Launch(ctx, recipe, overrides)
     what.start([plan.one("train", *what.arguments)])
 

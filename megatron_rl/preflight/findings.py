@@ -1,4 +1,4 @@
-"""What pre-flight has found, as a person and as a program read it. Needs no torch."""
+"""The findings of a pre-flight, as text and as JSON. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank can say about its own node. Needs no torch but for the GPU's memory.
+"""What one rank can check of its own node. Needs no torch but for the GPU's memory.
 
 Each check yields (level, sentence) per problem. `FACTS` are what must be the same on all ranks.
 """
@@ -175,7 +175,7 @@ def checkpoint_bytes(config: Config) -> int | None:
 
 
 def check_disks(config: Config) -> Problems:
-    """Places that fill up unseen."""
+    """Temporary folders, caches and shared memory."""
     places = {"TMPDIR": Path(tempfile.gettempdir())}
     hub = os.environ.get("HF_HOME")
     if hub and Path(hub).exists():

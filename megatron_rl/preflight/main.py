@@ -51,7 +51,7 @@ class _Ranks:
     @contextlib.contextmanager
     def _meeting(self) -> Iterator[None]:
         """Raises:
-        NobodyCame: where the others were waited for in vain, naming those that have not come as far.
+        RendezvousError: naming the ranks that did not arrive in time.
         """
         self.meetings += 1
         self.store.set(f"preflight/met/{self.meetings}/{self.rank}", "")
@@ -66,7 +66,7 @@ class _Ranks:
             except RuntimeError:  # rank 0 served it
                 hosts = {0: os.environ["MASTER_ADDR"]}
             behind = ", ".join(f"rank {rank} on {host}" for rank, host in hosts.items()) or "no rank"
-            raise NobodyCame(
+            raise RendezvousError(
                 f"node {socket.gethostname()}: {behind} has fallen behind or ended: {str(error).splitlines()[0]}"
             ) from None
 
@@ -93,7 +93,7 @@ def main(recipe: str, overrides: Sequence[str], full: bool, minutes: float, as_j
         if ranks.rank == 0:
             print(report.json() if as_json else report.text())
         ranks.barrier()
-    except (NobodyCame, ConnectionError) as error:
+    except (RendezvousError, ConnectionError) as error:
         print(f"megatron-rl: {error}", file=sys.stderr, flush=True)
         return exit_codes.PREFLIGHT
     import torch.distributed as dist
@@ -102,7 +102,7 @@ def main(recipe: str, overrides: Sequence[str], full: bool, minutes: float, as_j
     return exit_codes.PREFLIGHT if report.failed else exit_codes.OK
 
 
-class NobodyCame(RuntimeError):
+class RendezvousError(RuntimeError):
     """Ranks did not find each other in time; the message names those that are missing, or the address."""
 
 
@@ -110,7 +110,7 @@ def meet(minutes: float) -> _Ranks:
     """Joins the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        NobodyCame: on rank 0, naming the ranks that are missing; on the others, naming the address that does not answer.
+        RendezvousError: on rank 0, naming the ranks that are missing; on the others, naming the address that does not answer.
     """
     import torch
     import torch.distributed as dist
@@ -126,13 +126,13 @@ def meet(minutes: float) -> _Ranks:
         store = rendezvous.store(patience, wait=False)
     except (RuntimeError, OSError) as error:
         what = f"cannot listen at {address}:{port}" if serves else f"cannot reach rank 0 at {address}:{port}"
-        raise NobodyCame(f"node {host}: {what} within {minutes:g} min: {str(error).splitlines()[0]}") from None
+        raise RendezvousError(f"node {host}: {what} within {minutes:g} min: {str(error).splitlines()[0]}") from None
     store.set(f"preflight/{rank}", host)
     until = time.monotonic() + patience.total_seconds()
     while missing := [r for r in range(world) if not store.check([f"preflight/{r}"])]:
         if time.monotonic() > until:
             came = sorted({store.get(f"preflight/{r}").decode() for r in range(world) if r not in missing})
-            raise NobodyCame(
+            raise RendezvousError(
                 f"node {host}: {len(missing)} of {world} ranks have not come within {minutes:g} min: "
                 f"{', '.join(map(str, missing))}; ranks came from: {', '.join(came)}"
             )

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
-_SKEW = 5.0  # seconds between two clocks that are worth a word
-_SEEN = 10.0  # seconds in which a file must be seen by other nodes
-_THROUGH = 90.0  # seconds in which a first message is through
+_SKEW = 5.0  # seconds between two clocks above which it warns
+_SEEN = 10.0  # seconds within which other nodes must see a new file
+_THROUGH = 90.0  # seconds within which a first message must arrive
 _ASK_AGAIN = 5.0  # seconds until a server that does not answer is asked again
 _TELL = 60.0  # seconds between two messages about it
 _SLOW = 0.5  # a pair of nodes slower than this share of the median is named
@@ -49,10 +49,10 @@ def preflight(config: Config, ranks: Ranks, full: bool, extra: Sequence[tuple[st
 
     Args:
         full: also measure bandwidth, which takes seconds.
-        extra: (check, level, sentence) that this rank has found before.
+        extra: (check, level, sentence) of earlier checks of this rank.
 
     Raises:
-        ConnectionError: nothing gets through between two nodes, or between all ranks; the message says where.
+        ConnectionError: two nodes, or all ranks, cannot exchange a message; it says which.
     """
     begin = time.monotonic()
     host = socket.gethostname()
@@ -205,7 +205,7 @@ def _collectives(ranks: Ranks, hosts: Sequence[str], measured: Measured, full: b
 
 
 def _wait(work: dist.Work | None, what: str, first: bool) -> None:
-    """For a collective: the first of its kind until it is through, but not for ever; the others as fast as can be.
+    """Waits for a collective: for the first of its kind at most `_THROUGH` seconds.
 
     Raises:
         ConnectionError: it is not.

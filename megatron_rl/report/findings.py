@@ -1,4 +1,4 @@
-"""What a practised eye would point at in a run's metrics: each rule in a line or two, with the numbers it saw.
+"""Warning signs in a run's metrics: each rule in a line or two, with the numbers behind it.
 
 A rule compares the run with the "healthy" column of docs/metrics.md. It says where to look, not what is wrong.
 """

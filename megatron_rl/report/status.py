@@ -18,7 +18,7 @@ from megatron_rl.runtime.heartbeat import END as END_PHASE
 from megatron_rl.runtime.heartbeat import Beat, beat_interval, heartbeats
 
 SILENT_SECONDS = 90.0  # without a heartbeat: six of the slowest beats
-_SKEW = 5.0  # seconds that two machines' clocks may differ without a word; the pre-flight warns above that
+_SKEW = 5.0  # seconds that two machines' clocks may differ; the pre-flight warns above that
 _BEATS = 3.0  # how long an old heartbeat is watched before its rank is called silent
 
 _MEANING = {
@@ -35,9 +35,9 @@ _MEANING = {
 }
 # What has to be done before the run can go on.
 _FIRST = {
-    exit_codes.FAILED: "mend what the message names",
+    exit_codes.FAILED: "fix what the message names",
     exit_codes.BAD_INPUT: "correct what the message names in your recipe or its data (recipe.yaml here is a copy)",
-    exit_codes.PREFLIGHT: "mend or leave out what pre-flight names",
+    exit_codes.PREFLIGHT: "fix or exclude what pre-flight names",
     exit_codes.OUT_OF_MEMORY: "make the run smaller (docs/out-of-memory.md)",
 }
 SUBMITTED, REQUEUED = "submitted", "requeued"  # in the attempt's folder: slurm/submit.sh's line; the requeued job

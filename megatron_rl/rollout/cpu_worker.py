@@ -1,13 +1,13 @@
-"""vLLM's CPU worker with three defects of vLLM 0.32 mended.
+"""vLLM's CPU worker, with three defects of vLLM 0.32 fixed.
 
-It names the segment of its CPU collectives after the init method, which under the external launcher is the same for every run
-on the machine: two runs at once, or one after a crash, would meet in one segment.
+It names the shared-memory segment of its CPU collectives after the init method, which under the external launcher is the same
+for every run on the machine: two concurrent runs, or a run after a crash, would share a segment.
 
 It packs the experts' weights for its CPU kernels only when a layer is first set up, so that a mixture of experts computes
 with garbage after new weights.
 
 And it repacks the weights of another layer only when a weight arrives under the layer's own name. For a tied output layer
-none does, because its weight is the embedding's: it would go on computing with the packed copy of the old weights.
+none does, because its weight is the embedding's: it would keep computing with the packed copy of the old weights.
 """
 
 from __future__ import annotations

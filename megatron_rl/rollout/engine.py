@@ -170,7 +170,7 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------- GPU memory
     def sleep(self) -> None:
-        """GPU: gives back the memory of weights and KV cache. The next use must wake and reload. CPU: nothing to give."""
+        """GPU: frees the memory of weights and KV cache; the next use must wake and reload. CPU: no effect."""
         if device.has_gpu():
             self.llm.sleep(level=2)
 

@@ -1,4 +1,4 @@
-"""What a start of ranks needs before there are any: a folder for its logs, a port to meet at, variables."""
+"""What ranks need before they start: a folder for logs, a rendezvous port, environment variables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 _PORTS = range(20000, 32000)  # below the range from which the system hands out ports on its own
 ATTEMPT = "MEGATRON_RL_ATTEMPT"  # variable: the folder for this attempt's logs, where a batch script has made it
 END = "end"  # in that folder: exit code and rank of the first rank that failed
-REFUSED = "refused"  # in that folder: why its command was not given the run folder, which another run holds
-_GLANCE = 0.2  # seconds between two looks for the attempt that rank 0 makes
+REFUSED = "refused"  # in that folder: why its command was refused the run folder, which another run holds
+_POLL = 0.2  # seconds between two looks for the attempt that rank 0 makes
 
 
 def rank_environment(gpus: int) -> dict[str, str]:
@@ -78,5 +78,5 @@ def shared_attempt(run_dir: Path, environment: Mapping[str, str], rank: int, pat
         if time.monotonic() > deadline:
             why = f"rank 0 has not taken the run folder within {patience / 60:g} minutes (launch.timeout_minutes)"
             raise TimeoutError(errno.ETIMEDOUT, f"rank {rank} gives up: {why}; see the output of rank 0")
-        time.sleep(_GLANCE)
+        time.sleep(_POLL)
     return mark.parent / mark.readlink()

@@ -1,4 +1,4 @@
-"""The collectives of this process, as torch's flight recorder has them: Megatron-Core's, vLLM's and ours.
+"""The collectives of this process, as torch's flight recorder has them: Megatron-Core's, vLLM's and this package's.
 
 `runtime.attempts.rank_environment` turns it on; it cannot be turned on after torch is imported.
 """

@@ -1,4 +1,4 @@
-"""What has to be on the disk before the next thing happens, and what is put aside there."""
+"""Durable and atomic writes, archives, and sizes as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of names, is on the disk."""
+    """fsync of a file or a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -31,7 +31,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Waits until a folder and everything in it is on the disk."""
+    """fsync of a folder and everything in it."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
 

@@ -1,4 +1,4 @@
-"""Names that an engine's start leaves under /dev/shm and in the temporary folder, and their removal after a killed run.
+"""Stale names that a killed engine start leaves under /dev/shm and in the temporary folder, and their removal.
 
 They are removed as soon as every rank has opened what they name. Until then every rank keeps a lock on them (flock: on a lock
 file for the segments of a run, on the folder itself for sockets), which the kernel drops when the last process that has it
@@ -32,7 +32,7 @@ def run_prefix() -> str:
 
 @contextlib.contextmanager
 def claimed_segments() -> Iterator[None]:
-    """What is made under /dev/shm with `run_prefix` has a living owner until the end."""
+    """Holds the lock of this run's segments: while entered, they are not stale."""
     path = SHARED_MEMORY / f"{run_prefix()}.lock"
     _, lock = _claim(lambda: path, os.O_RDWR | os.O_CREAT)
     try:
@@ -55,14 +55,14 @@ def claimed_folder() -> Iterator[Path]:
 
 
 def remove_segments() -> None:
-    """Removes the names of this run's segments; who has opened them keeps them."""
+    """Unlinks this run's segments; processes that have opened them keep them."""
     prefix = run_prefix()
     for path in [*SHARED_MEMORY.glob(f"{prefix}-*"), SHARED_MEMORY / f"{prefix}.lock"]:  # the lock last
         path.unlink(missing_ok=True)
 
 
 def remove_abandoned() -> list[Path]:
-    """Removes what this user's killed runs have left on this machine; returns the paths. Living runs keep theirs."""
+    """Removes the stale names of this user's killed runs; returns the paths. Those of running jobs stay."""
     removed: list[Path] = []
     for lock in _own(SHARED_MEMORY, PREFIX):
         if _LOCK.fullmatch(lock.name):
@@ -123,7 +123,7 @@ def _own(folder: Path, prefix: str) -> list[Path]:
 
 
 def _remove_sockets(folder: Path) -> bool:
-    """Removes a folder that holds nothing but sockets; one with anything else is not ours."""
+    """Removes a folder that holds nothing but sockets; one with anything else is not an engine's."""
     try:
         entries = list(folder.iterdir())
         if not all(stat.S_ISSOCK(entry.lstat().st_mode) for entry in entries):

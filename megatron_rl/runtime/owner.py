@@ -87,15 +87,15 @@ class Ownership:
         self.lost: Owner | None = None  # who took the folder although this run lives: it was halted for too long
 
     def take(self) -> Owner | None:
-        """Makes this process the owner. Returns whose place it took, if an earlier owner left without a word.
+        """Makes this process the owner. Returns the dead owner that it replaced, if any.
 
         Raises:
-            OwnedError: another run is alive in this folder; or it is not the given holder's any more.
+            OwnedError: another run is alive in this folder, or the given holder has lost it.
         """
         former: Owner | None = None
         if self._holder is not None:
             self.check()
-            if not self.path.exists():  # its holder has put it there
+            if not self.path.exists():  # its holder wrote it
                 raise OwnedError(gone(self.path.parent))
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,10 +111,10 @@ class Ownership:
         return former
 
     def _wait_for_its_end(self) -> Owner | None:
-        """Who left the file, once that one is known to be dead; None where the file is gone or cannot be read.
+        """The owner in the file, once it is known to be dead; None where the file is gone or unreadable.
 
         Raises:
-            OwnedError: it is alive; or the file is none.
+            OwnedError: it is alive; or the path is a folder.
         """
         if self.path.is_dir():
             raise OwnedError(f"{self.path} is a folder, and should be the file that names the run in it: remove it")
@@ -127,7 +127,7 @@ class Ownership:
         return found
 
     def release(self) -> None:
-        """Gives the folder back; where it is held on behalf of another process, that one does."""
+        """Releases the folder, unless it is held on behalf of another process, which does so itself."""
         if self._heart is None:
             return
         self._end.set()
@@ -145,7 +145,7 @@ class Ownership:
             there = self.path.parent.stat()
         except FileNotFoundError:
             return True
-        except OSError:  # a disk that is away for a moment is noticed elsewhere
+        except OSError:  # an unavailable disk is reported by what writes to it
             return False
         return self._folder is not None and not os.path.samestat(there, self._folder[1])
 
@@ -164,7 +164,7 @@ class Ownership:
         return {VARIABLE: json.dumps(asdict(self._me))}
 
     def _claim(self) -> bool:
-        """Writes the file unless there is one; whole or not at all, also on NFS."""
+        """Creates the file unless it exists: atomically, also on NFS."""
         temporary = self.path.with_name(f".owner.{secrets.token_hex(6)}")
         try:
             with temporary.open("x", encoding="utf-8") as file:
@@ -203,7 +203,7 @@ class Ownership:
             return os.fstat(file.fileno()).st_mtime - self.path.stat().st_mtime
 
     def _remove(self, found: Owner | None) -> None:
-        """Takes a dead owner's file away, and no other one that may have come since."""
+        """Removes a dead owner's file, but not that of a newer owner."""
         aside = self.path.with_name(f".owner.{os.getpid()}.{socket.gethostname()}")
         try:
             self.path.rename(aside)
@@ -220,7 +220,7 @@ class Ownership:
             if found is not None and found != self._me:
                 self.lost = found
                 return
-            with contextlib.suppress(OSError):  # a disk that is away for a moment is noticed elsewhere
+            with contextlib.suppress(OSError):  # an unavailable disk is reported by what writes to it
                 os.utime(self.path)
 
 
@@ -233,13 +233,13 @@ def read(folder: Path, name: str = FILE) -> Owner | None:
 
 
 def of_this_rank(folder: Path, environment: Mapping[str, str]) -> Ownership:
-    """For rank 0: on behalf of the command that started it, or its own where no command did."""
+    """Rank 0's: on behalf of the command that started it, or of its own without one."""
     held = environment.get(VARIABLE)
     return Ownership(folder, Owner(**json.loads(held)) if held else None)
 
 
 def gone(folder: Path) -> str:
-    """What to say of a run folder that has vanished under its run."""
+    """The message for a run folder that was removed or renamed during its run."""
     return (
         f"run_dir {folder} is gone: it was removed or renamed while the run wrote there. A renamed one is continued by the "
         "same command with run_dir= its new name"

@@ -1,4 +1,4 @@
-"""Which process is meant by a number that was written down earlier, perhaps by another machine."""
+"""Which process a recorded pid means, perhaps one of another machine."""
 
 from __future__ import annotations
 

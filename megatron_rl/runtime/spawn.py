@@ -1,4 +1,4 @@
-"""One process per rank on this machine, and none left behind: not by a failure, Ctrl-C, or the launcher's own death.
+"""One process per rank on this machine; none survives a failure, Ctrl-C, or the launcher's death.
 
 The ranks are all of a run (`run_ranks`), or the one that srun or torchrun asks this process to be (`run_rank`).
 """
@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,7 +33,7 @@ from megatron_rl.runtime.terminal import Tee
 _TRIES = 3  # starts, where the chosen port turned out to be taken
 # Exit codes of a process that ended because it was told to.
 _STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, exit_codes.REQUEUE)
-OWN_MESSAGE = "megatron-rl: "  # how a rank's last words begin, where it knows why it ends
+OWN_MESSAGE = "megatron-rl: "  # prefix of a rank's final message, where it knows why it ends
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _TAIL = 40  # lines of a failed rank's log that are shown
 _LOOK = 5.0  # seconds between two looks at the ranks' heartbeats
@@ -45,7 +45,7 @@ class Outcome:
 
     code: int
     message: str = ""
-    is_ranks_own: bool = False  # a rank's words for all of them
+    is_ranks_own: bool = False  # written by a rank, for all of them
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class _Group:
 
     def run(self, worlds: Sequence[Mapping[str, str]]) -> Outcome:
         """Starts one rank for each of `worlds`: RANK, LOCAL_RANK and what else tells it from the others."""
-        leftovers.remove_abandoned()  # a run that was killed with its launcher may have left what takes this one's room
+        leftovers.remove_abandoned()  # segments of a killed run may fill the shared memory that this one needs
         with contextlib.ExitStack() as stack:
             tee = Tee(stack.enter_context(self._log_file(0))) if any(int(w["RANK"]) == 0 for w in worlds) else None
             stack.enter_context(self._taking_signals(tee))
@@ -192,26 +192,20 @@ class _Group:
         process = self._ranks[rank]
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with self._reaping:
-            _kill_group(process.pid)  # what the rank has started; its number is still ours until `wait`
+            _kill_group(process.pid)  # what the rank has started; its pid stays reserved until `wait`
             code = process.wait()
         self._events.put(("exit", rank, code))
 
-    @contextlib.contextmanager
-    def _taking_signals(self, tee: Tee | None) -> Iterator[None]:
+    def _taking_signals(self, tee: Tee | None) -> contextlib.AbstractContextManager[None]:
         def take(number: int, frame: FrameType | None) -> None:
             self._events.put(("signal", number, 0))
 
-        handlers: dict[int, Callable[[int, FrameType | None], None]] = dict.fromkeys(stop.SIGNALS, take)
+        handlers: dict[int, Callable[[int, FrameType | None], object]] = dict.fromkeys(stop.SIGNALS, take)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
             handlers[signal.SIGHUP] = take
         if tee is not None:
             handlers[signal.SIGWINCH] = lambda number, frame: tee.resize()
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return stop.handling(handlers)
 
     # --------------------------------------------------------------------------------------------------------- deciding
     def _step(self) -> None:
@@ -278,7 +272,7 @@ class _Group:
                     os.kill(self._ranks[rank].pid, number)
 
     def _kill(self) -> None:
-        for rank in sorted(self._running)[:1]:  # where no rank has said how the attempt ended, this is how
+        for rank in sorted(self._running)[:1]:  # unless a rank has recorded how the attempt ended
             _record_end(self._log_dir, rank, exit_codes.FAILED if self._signal is None else 128 + self._signal)
         self._killed, self._deadline = True, math.inf
         self._kill_all()
@@ -327,14 +321,14 @@ class _Group:
     def _describe(self, rank: int, code: int) -> str:
         first = " first," if len(self._ranks) > 1 else ""
         how = f"with exit code {code}"
-        if code < 0:  # a rank that a signal has ended has said nothing: its heartbeat has
+        if code < 0:  # a rank that was killed left no message, but a heartbeat
             how = f"killed by {signal.Signals(-code).name}{self._doing(rank)}"
             how += ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
         path = self._log_dir / f"rank_{rank}.log"
         return "\n    ".join([f"rank {rank} failed{first} {how}; the end of {path}:", *_end_of_log(path)])
 
     def _own_words(self, rank: int, code: int) -> str | None:
-        """What a rank has said for all of them about a stall or a pre-flight; None where it has not.
+        """A rank's message about a stall or a pre-flight, which speaks for all of them; None without one.
 
         The report of a pre-flight is rank 0's, whichever rank ends first."""
         tellers = {exit_codes.STALLED: [rank], exit_codes.PREFLIGHT: [0, rank]}.get(code, [])
@@ -355,13 +349,13 @@ class _Group:
 
 
 def _record_end(log_dir: Path, rank: int, code: int) -> None:
-    """The first to write says how the attempt ended; later ends, on all nodes, are consequences."""
+    """The first rank, on any node, to write this file decides how the attempt ended; later ends are consequences."""
     with contextlib.suppress(FileExistsError), (log_dir / END).open("x", encoding="utf-8") as file:
         file.write(f"{code} rank {rank} on {socket.gethostname()}\n")
 
 
 def _end_of_log(path: Path) -> list[str]:
-    """What the rank says about its end, if it does so near the end of its log: its own message, or a traceback."""
+    """The rank's final message or traceback, where its log has one near the end; else the log's last lines."""
     lines = _last_lines(path, 5 * _TAIL)
     for sign in (OWN_MESSAGE, "Traceback (most recent call last)"):
         found = [number for number, line in enumerate(lines) if line.startswith(sign)]

@@ -1,4 +1,4 @@
-"""A polite request to stop: the first signal is noted and obeyed between two phases, by all ranks together."""
+"""Graceful stops: the first signal is noted, and obeyed between two phases, by all ranks together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -28,18 +28,18 @@ class StopRequested(Exception):
 
 
 def hold_back() -> None:
-    """Blocks SIGNALS in this process and in those that it starts: they wait, and none is lost, until `let_through`."""
+    """Blocks SIGNALS in this process and its children: they stay pending until `let_through`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def let_through() -> None:
-    """Every rank calls this once it can answer SIGNALS: its launcher starts it with them blocked. `StopFlag` does so."""
+    """Unblocks SIGNALS, which a launcher blocks for its ranks. A rank calls it (`StopFlag` does) once it has handlers."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """SIGNALS wait until the end. A process that is started inside has them blocked until it calls `let_through`."""
+    """SIGNALS stay pending while entered. A process that is started inside has them blocked until it calls `let_through`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -48,7 +48,7 @@ def held_back() -> Iterator[None]:
 
 
 def end_at_once() -> None:
-    """For a command that has nothing to save yet, or any more: Ctrl-C ends it without a traceback, SIGUSR1 with REQUEUE.
+    """For a command with nothing to save: Ctrl-C ends it without a traceback, SIGUSR1 with REQUEUE.
 
     Unblocks SIGNALS: a command whose parent had blocked them would inherit that, and never end when told to.
     """
@@ -59,11 +59,16 @@ def end_at_once() -> None:
 
 @contextlib.contextmanager
 def raising() -> Iterator[None]:
-    """For a command that tidies up on its way out: Ctrl-C raises KeyboardInterrupt, SIGUSR1 SystemExit with REQUEUE."""
-    before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
-        signal.SIGUSR1: signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(exit_codes.REQUEUE)),
-    }
+    """For a command that cleans up when it ends: Ctrl-C raises KeyboardInterrupt, SIGUSR1 SystemExit with REQUEUE."""
+    requeue = {signal.SIGUSR1: lambda number, frame: sys.exit(exit_codes.REQUEUE)}
+    with handling({signal.SIGINT: signal.default_int_handler, **requeue}):
+        yield
+
+
+@contextlib.contextmanager
+def handling(handlers: Mapping[int, Callable[[int, FrameType | None], object]]) -> Iterator[None]:
+    """Signals have these handlers while entered."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
@@ -93,7 +98,7 @@ class StopFlag:
             signal.signal(signum, signal.SIG_DFL)
 
     def end_at_once(self, end: Callable[[int], None]) -> None:
-        """For what loses nothing by it: a signal, also one that has come already, calls `end`, which does not return."""
+        """For work that loses nothing: a signal, also one received earlier, calls `end`, which does not return."""
         self._end = end
         if self.signum:
             end(self.signum)

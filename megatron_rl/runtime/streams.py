@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or a terminal that has gone: they do not change how a run ends."""
+"""Standard streams that are closed, full, or a lost terminal: they do not change how a run ends."""
 
 from __future__ import annotations
 

@@ -105,9 +105,9 @@ class Transcript:
 
 
 class Tee:
-    """A child's standard output, copied to ours and to a transcript.
+    """A child's standard output, copied to this process's and to a transcript.
 
-    The child gets a terminal (of our size) where ours is one, so that it may draw a live view, and a pipe elsewhere.
+    The child gets a terminal (of the same size) where this process has one, so that it may draw a live view; else a pipe.
     Give `child_end` to the child, then call `start`, and `join` once the child has ended.
     """
 
@@ -130,7 +130,7 @@ class Tee:
         self._thread.join(timeout)
 
     def resize(self) -> None:
-        """Tells the child's terminal the size of ours."""
+        """Passes this terminal's size on to the child's."""
         if self._is_terminal:
             with contextlib.suppress(OSError):
                 size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, struct.pack("4H", 0, 0, 0, 0))
@@ -143,7 +143,7 @@ class Tee:
                 try:
                     terminal.write(data)
                     terminal.flush()
-                except OSError:  # our reader is gone (a closed pipe): the run goes on, and so does its log
+                except OSError:  # the reader has closed the pipe: the run and its log continue
                     terminal = None
             self._transcript.write(data)
         self._transcript.close()
@@ -153,6 +153,6 @@ class Tee:
         try:
             return os.read(self._our_end, 65536)
         except OSError as error:
-            if error.errno == errno.EIO:  # a terminal's way of saying that its last writer has closed it
+            if error.errno == errno.EIO:  # how a terminal reports that its last writer has closed it
                 return b""
             raise

@@ -2,8 +2,8 @@
 
 Three threads per rank. One compares the phase this rank is in with its deadline, and touches no file while all is well. One
 writes the heartbeat and looks whether another rank has reported a stall. One waits for the disk, so that a slow one delays
-neither. The first rank past its deadline says so in the post-mortem folder; every other rank sees that at its next beat and
-adds its own stacks; the lowest rank that answers compares all of them and names the rank that is behind. Then all end with
+neither. The first rank past its deadline records that in the post-mortem folder; the others read it at their next beat
+and add their own stacks; the lowest rank that answers compares all of them and names the rank that is behind. Then all end with
 the exit code STALLED. A rank that cannot answer (stopped, or on a dead node) is ended by its launcher.
 
 A rank takes its own stacks with the GIL held. A rank whose C code keeps the GIL cannot; a rank or launcher that ends

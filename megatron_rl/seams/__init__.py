@@ -28,7 +28,7 @@ def replaced(owner: object, name: str, new: Callable[..., object], parameters: s
 
 
 def check_parameters(function: Callable[..., object], parameters: str) -> None:
-    """Whether a private or patched function is the one that this package was written for.
+    """Refuses a private or patched function whose signature is not the one this package was written for.
     `parameters`: their names, separated by blanks.
 
     Raises:

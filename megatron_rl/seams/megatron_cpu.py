@@ -107,7 +107,7 @@ def _all_gather_unequal(
 def _reduce_scatter_unequal(
     output: torch.Tensor, input_list: list[torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
-    """The way back of `_all_gather_unequal`: the sum of all parts everywhere, of which each rank keeps its own."""
+    """The backward pass of `_all_gather_unequal`: sums all parts, of which each rank keeps its own."""
     longest = max(part.shape[0] for part in input_list)
     if all(part.shape[0] == longest for part in input_list):
         _reduce_scatter(output, [part.contiguous() for part in input_list], group=group)

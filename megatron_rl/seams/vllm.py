@@ -104,7 +104,7 @@ def stale_layers(model: nn.Module) -> list[str]:
 
 
 def _computes_with_own(layer: CpuLayer) -> bool:
-    """Also true where the layer's own weight is emptied, and so says nothing."""
+    """Also true where the layer's own weight is emptied, and so cannot be compared."""
     own = layer.weight
     if own.numel() == 0:
         return True

@@ -1,4 +1,4 @@
-"""One attempt of a run on this rank: its watchdog, its hold on the run folder, and its last words."""
+"""One attempt of a run on this rank: its watchdog, its hold on the run folder, and its final message."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Attempt:
         return stop_code(request.signum)
 
     def failed(self, error: Exception) -> int:
-        """Post-mortem and last words of a rank that met an error; the exit code."""
+        """Post-mortem and final message of a rank that met an error; the exit code."""
         from megatron_rl.checkpoint.store import CheckpointError
         from megatron_rl.rewards import RewardError
         from megatron_rl.rollout.generate import EngineError
@@ -110,11 +110,11 @@ class Attempt:
         out_of_memory = memory.is_out_of_memory(error)
         try:
             parts = memory_parts(self.run) if self.run is not None else {}
-        except RuntimeError:  # a device that has failed answers nothing any more
+        except RuntimeError:  # a failed device answers no query
             parts = {}
         table = memory.table(parts, memory.in_use(), HEARTBEAT.memory_peaks())
         about = {"error": text, "versions": provenance.versions(), "memory": table.splitlines(), **rank_facts(True)}
-        if not gone:  # else what is there now would be given a post-mortem of another run
+        if not gone:  # else the folder that is there now is another run's
             with contextlib.suppress(OSError):  # the disk may be what failed
                 postmortem.write_rank(watchdog.folder, about, traceback.format_exc() + "\n" + stacks())
         place = watchdog.folder / f"rank_{HEARTBEAT.rank}.txt"
@@ -156,7 +156,7 @@ class Attempt:
 
 
 def gpu_timeout_minutes(config: Config) -> float:
-    """At NCCL's own deadline torch aborts the process without a word: it must not come before the watchdog's."""
+    """At NCCL's own deadline torch aborts the process without a message: the watchdog's must come first."""
     recipe, own = config.watchdog, config.launch.timeout_minutes
     if not recipe.enabled:
         return own
@@ -179,7 +179,7 @@ def _indented(text: str) -> str:
 
 
 def stop_code(signum: int) -> int:
-    """A person's Ctrl-C or kill is as in a shell; what a batch system sends means: another time."""
+    """128 + the signal for a person's Ctrl-C or kill; REQUEUE for a batch system's signals."""
     from_batch = signum == signal.SIGUSR1 or (signum == signal.SIGTERM and "SLURM_STEP_ID" in os.environ)
     return exit_codes.REQUEUE if from_batch else 128 + signum
 

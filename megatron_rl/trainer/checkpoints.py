@@ -1,4 +1,4 @@
-"""What keeps: when a run saves, what it puts into a checkpoint, and its final export."""
+"""When a run saves, what a checkpoint holds, and the final export."""
 
 from __future__ import annotations
 
@@ -110,8 +110,7 @@ class Checkpoints:
             self.submit(state, snapshot, scores or {})
 
     def save_before_end(self, state: State) -> None:
-        """What a run that is asked to stop leaves behind: a checkpoint of the last whole step, unless there is one or the
-        recipe has no checkpoints."""
+        """At a stop: a checkpoint of the last complete step, unless it exists or the recipe has no checkpoints."""
         if not self.config.checkpoint.every:
             return
         if self._saver is not None:
@@ -162,7 +161,7 @@ class Checkpoints:
         self._saver_of(state.warming_up).submit(state.stage_step, snapshot, about, files)
 
     def metrics(self) -> dict[str, float]:
-        """What came of the saves that have ended since the last call; reports those that failed. Every rank calls it.
+        """Metrics of the saves that have ended since the last call; reports those that failed. Every rank calls it.
 
         Raises:
             CheckpointError: on every rank, where a save failed and `checkpoint.on_failure` is `stop`.
@@ -173,7 +172,7 @@ class Checkpoints:
         outcomes = self._saver.outcomes() if self._saver is not None else []
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         if self._saver is not None and self.config.checkpoint.on_failure == "stop":
-            # The writers of all ranks come to the same end, but not at the same moment.
+            # The writers of all ranks end alike, but not at the same moment.
             first = next((own for own in self._grid.all_gather(failed) if own), None)
             if first:
                 raise CheckpointError(

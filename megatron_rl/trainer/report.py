@@ -1,4 +1,4 @@
-"""What a person sees: the terminal, and the files in the run folder. Rank 0 writes; on other ranks everything is silent."""
+"""The terminal output and the files in the run folder. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Reporter:
         self._seconds: dict[str, float] = {}
         self._stage_seconds: dict[str, float] = {}
         self._stage: tuple[str, float] | None = None
-        self._missing: set[str] = set()  # rewards whose missing scores were spoken of
+        self._missing: set[str] = set()  # reward columns already warned about
         self._trackers: list[Tracker] = []
         self._progress = Progress(
             SpinnerColumn(),
@@ -85,8 +85,8 @@ class Reporter:
         self._start_trackers(0)
 
     def continue_from(self, step: int, metrics_bytes: int | None = None, warm_up: bool = False) -> None:
-        """A run that continues after `step` of RL, or of its warm-up: what is there of later steps, which will be done again,
-        goes: rows of metrics, samples, rollouts.
+        """Continues after `step` of RL, or of its warm-up: removes metrics, samples and rollouts of later steps, which will
+        be done again.
         `metrics_bytes`: how long the stage's metrics file was after that step, where that is known.
         """
         if self.active:
@@ -122,15 +122,15 @@ class Reporter:
 
     # ---------------------------------------------------------------------------------------------------------- progress
     def phase(self, name: str) -> None:
-        """What is going on right now."""
+        """Shows the current phase."""
         self._progress.update(self._task, description=name.replace("_", " "))
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """A line that stays on the terminal."""
         self.console.print(text, style="dim", markup=False)  # it may quote anything: [/INST] is no markup
 
     def warn(self, text: str) -> None:
-        """A line that stays and is seen."""
+        """A highlighted line."""
         self.console.print(text, style="bold yellow", markup=False)
 
     def missing_scores(self, scored: ScoringStats) -> None:
@@ -160,18 +160,31 @@ class Reporter:
     # ----------------------------------------------------------------------------------------------------------- metrics
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of `metrics.jsonl`, and the step's line."""
+        line = "  ".join(f"{label} {metrics[name]:{spec}}" for label, name, spec in _LINE if name in metrics)
+        self._log(step, metrics, f"step {step:>4}  {line}" if "timing_s/step" in metrics else "")
+
+    def _log(self, step: int, metrics: Mapping[str, float], line: str, warm_up: bool = False) -> None:
         if not self.active:
             return
         row = {"step": step, "time": round(time.time(), 3), **{k: metrics[k] for k in sorted(metrics)}}
-        _append(self.run_dir / "metrics.jsonl", row)
-        self._remember(row)
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+        path = self._metrics(warm_up)
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        if not warm_up:
+            self._remember(row)
+            for tracker in self._trackers:
+                tracker.log(step, metrics)
         self._progress.update(self._task, completed=step)
-        if "timing_s/step" in metrics:
-            shown = [f"{label} {metrics[name]:{spec}}" for label, name, spec in _LINE if name in metrics]
-            self.console.print(f"step {step:>4}  " + "  ".join(shown))
-        self._print_evaluations(step, metrics)
+        if line:
+            self.console.print(line)
+        for name, value in metrics.items():
+            if name.startswith("eval/") and "/avg@" in name:
+                task = name.split("/")[1]
+                length = metrics[f"eval/{task}/response_length"]
+                self.console.print(
+                    f"[bold]eval[/bold] {task} at step {step}: {name.split('/')[-1]} {value:.3f}, length {length:.1f}"
+                )
 
     def flush_metrics(self, warm_up: bool = False) -> int:
         """Waits until all rows of `metrics.jsonl`, or of the warm-up's, are on the disk; its length in bytes."""
@@ -184,33 +197,15 @@ class Reporter:
 
     def log_sft(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of `sft/metrics.jsonl` (of `metrics.jsonl` under `megatron-rl sft`), and a line."""
-        if not self.active:
+        if not self.active:  # other pipeline stages have no loss
             return
-        row = {"step": step, "time": round(time.time(), 3), **{k: metrics[k] for k in sorted(metrics)}}
-        if self.command == "train":
-            (self.run_dir / "sft").mkdir(exist_ok=True)
-            _append(self.run_dir / "sft" / "metrics.jsonl", row)
-        else:
-            _append(self.run_dir / "metrics.jsonl", row)
-            self._remember(row)
-            for tracker in self._trackers:
-                tracker.log(step, metrics)
-        self._progress.update(self._task, completed=step)
-        if step % max(self.config.sft.log_every, self.config.sft.steps // 10) == 0 or step == self.config.sft.steps:
-            self.console.print(
-                f"sft step {step:>4}  loss {metrics['sft/loss']:.4f}  grad {metrics['actor/grad_norm']:.3f}  "
-                f"lr {metrics['actor/lr']:.1e}  s {metrics['timing_s/step']:.2f}"
-            )
-        self._print_evaluations(step, metrics)
-
-    def _print_evaluations(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if name.startswith("eval/") and "/avg@" in name:
-                task = name.split("/")[1]
-                length = metrics[f"eval/{task}/response_length"]
-                self.console.print(
-                    f"[bold]eval[/bold] {task} at step {step}: {name.split('/')[-1]} {value:.3f}, length {length:.1f}"
-                )
+        line = (
+            f"sft step {step:>4}  loss {metrics['sft/loss']:.4f}  grad {metrics['actor/grad_norm']:.3f}  "
+            f"lr {metrics['actor/lr']:.1e}  s {metrics['timing_s/step']:.2f}"
+        )
+        sft = self.config.sft
+        shows = step % max(sft.log_every, sft.steps // 10) == 0 or step == sft.steps
+        self._log(step, metrics, line if shows else "", warm_up=self.command == "train")
 
     def _remember(self, row: Mapping[str, float]) -> None:
         for name, value in row.items():
@@ -278,11 +273,6 @@ class Reporter:
                 tracker.close()
             except OSError as error:  # the disk that ended the run: metrics.jsonl has what is lost here
                 self.warn(f"the newest metrics are missing in {type(tracker).__name__}: {error}")
-
-
-def _append(path: Path, row: Mapping[str, float]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 def _remove_later(run_dir: Path, step: int) -> None:

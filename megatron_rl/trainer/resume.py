@@ -1,4 +1,4 @@
-"""How a run finds the checkpoint to continue from, what must fit before it does, and what it takes from it."""
+"""Resuming: finding the checkpoint, checking that it fits the run, and loading it."""
 
 from __future__ import annotations
 

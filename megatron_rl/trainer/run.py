@@ -119,7 +119,7 @@ def model_folder(config: Config, report: Reporter, run_dir: Path) -> Path:
     """
     if config.model.path is not None:
         return Path(config.model.path)
-    assert config.model.create is not None  # the recipe check has seen to it
+    assert config.model.create is not None  # the recipe check requires one of the two
     folder = run_dir / "model"
     if report.active:
         if folder.exists() and (found := differences(folder, config.model.create, config.seed)):

@@ -1,4 +1,4 @@
-"""What samples: prompts in their order, the engine that draws responses to them, and the scorer of these."""
+"""Sampling: prompts in their order, the engine that draws responses to them, and the scorer of these."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.preflight import run
-from megatron_rl.preflight.main import NobodyCame, _Ranks
+from megatron_rl.preflight.main import RendezvousError, _Ranks
 
 
 def gives_up(*args: Any, **kwargs: Any) -> None:
@@ -32,7 +32,9 @@ def test_whoever_falls_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_gather_object", gives_up)
     ranks = _Ranks(0, 4, None, store)
     ranks.barrier()
-    with pytest.raises(NobodyCame, match=r": rank 2 on gpu02 has fallen behind or ended: .*Timed out waiting 180000ms"):
+    with pytest.raises(
+        RendezvousError, match=r": rank 2 on gpu02 has fallen behind or ended: .*Timed out waiting 180000ms"
+    ):
         ranks.all_gather(1)
 
 

@@ -1,4 +1,4 @@
-"""Getting a large file to the disk while it is still being written, without filling the page cache with it."""
+"""Flushing a large file while it is being written, without filling the page cache."""
 
 from __future__ import annotations
 
