@@ -60,8 +60,9 @@ def end_at_once() -> None:
 @contextlib.contextmanager
 def raising() -> Iterator[None]:
     """For a command that cleans up when it ends: Ctrl-C raises KeyboardInterrupt, SIGUSR1 SystemExit with REQUEUE."""
-    requeue = {signal.SIGUSR1: lambda number, frame: sys.exit(exit_codes.REQUEUE)}
-    with handling({signal.SIGINT: signal.default_int_handler, **requeue}):
+    with handling(
+        {signal.SIGINT: signal.default_int_handler, signal.SIGUSR1: lambda number, frame: sys.exit(exit_codes.REQUEUE)}
+    ):
         yield
 
 
