@@ -52,5 +52,4 @@ def show(value: object) -> str:
 
 
 def shorten(text: str) -> str:
-    """A text cut to a readable length."""
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

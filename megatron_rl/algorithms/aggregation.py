@@ -23,7 +23,6 @@ class Denominators(NamedTuple):
     num_sequences: float | Tensor  # rollouts with at least one live token
 
     def __add__(self, other: object) -> Denominators:
-        """Counts of two parts together."""
         if not isinstance(other, Denominators):
             return NotImplemented
         return Denominators(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)

@@ -28,7 +28,6 @@ class Metrics:
         self.maxima[name] = live.max() if live.numel() else live.sum()
 
     def __add__(self, other: Metrics) -> Metrics:
-        """The metrics of both parts together."""
         sums, maxima = dict(self.sums), dict(self.maxima)
         for name, (total, count) in other.sums.items():
             sums[name] = (sums[name][0] + total, sums[name][1] + count) if name in sums else (total, count)

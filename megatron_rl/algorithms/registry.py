@@ -99,7 +99,6 @@ class GradientWeight:
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
-        """(eps_low, eps_high), or None where the method has no bounds."""
         if {"eps_low", "eps_high"} <= set(self.params):
             return self.params["eps_low"], self.params["eps_high"]
         return None

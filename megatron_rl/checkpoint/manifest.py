@@ -56,7 +56,6 @@ class StoredChunk:
     digest: str  # their checksum
 
     def row(self) -> Row:
-        """As it is written to JSON."""
         return self.name, self.start, self.file, self.offset, self.length, self.digest
 
     @classmethod

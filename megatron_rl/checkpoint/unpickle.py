@@ -57,12 +57,14 @@ class UnpickleError(ValueError):
     file and which class. Nothing that it names was called."""
 
 
-class _Index(pickle.Unpickler):
-    """Makes the objects of torch's index, and no others."""
-
+class _Listed(pickle.Unpickler):
     def __init__(self, file: BinaryIO, source: str) -> None:
         super().__init__(file)
         self._source = source
+
+
+class _Index(_Listed):
+    """Makes the objects of torch's index, and no others."""
 
     def find_class(self, module: str, name: str) -> object:
         module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
@@ -73,12 +75,8 @@ class _Index(pickle.Unpickler):
         raise _unknown(self._source, f"{module}.{name}")
 
 
-class _ExtraState(pickle.Unpickler):
+class _ExtraState(_Listed):
     """Reads the state of a layer, to see what it names."""
-
-    def __init__(self, file: BinaryIO, source: str) -> None:
-        super().__init__(file)
-        self._source = source
 
     def find_class(self, module: str, name: str) -> object:
         if (module, name) in _KNOWN_STATES:

@@ -33,6 +33,5 @@ COMMANDS = {
 
 
 def load(name: str) -> Command:
-    """The module of a command."""
     module, _ = COMMANDS[name]
     return cast(Command, importlib.import_module(f"megatron_rl.commands.{module}"))

@@ -107,7 +107,6 @@ def companions(source: Path) -> dict[str, Path]:
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copies them to another folder."""
     for name, path in companions(source).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)

@@ -38,7 +38,6 @@ class ModelDescription:
 
     @property
     def tied(self) -> bool:
-        """True where the output layer is the embedding."""
         return bool(self.model["share_embeddings_and_output_weights"])
 
     @property

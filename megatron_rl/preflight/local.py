@@ -197,7 +197,6 @@ def check_disks(config: Config) -> Problems:
 
 
 def check_limits(config: Config) -> Problems:
-    """ulimits."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < 4096:
         yield (

@@ -51,7 +51,6 @@ class RunRecord:
         return [step for step, _ in found], [float(value) for _, value in found]
 
     def metrics(self) -> list[str]:
-        """Every metric's name, sorted."""
         return sorted({name for row in self.rows for name in row} - {"step", "time"})
 
     def steps(self) -> list[Row]:

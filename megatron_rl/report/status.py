@@ -82,22 +82,16 @@ class RunStatus:
         lines = [f"{self.run_dir}: {self._headline()}"]
         if self.says:
             lines += ["", *(f"  {line}" for line in self.says), ""]
-        if self.postmortem:
-            lines.append(f"post-mortem   {self.postmortem}")
-        if self.metrics:
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
-            lines.append(f"last step     {shown}")
-        if self.evaluation:
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in self.evaluation.items())
-            lines.append(f"evaluation    {shown}")
-        newest = f"{self.checkpoint}, of {self.checkpoints}" if self.checkpoint else "none that is whole"
-        lines.append(f"checkpoint    {newest}")
-        lines.append(f"attempts      {self.attempt}")
-        if self.first:
-            lines.append(f"first         {self.first}")
-        if self.continue_with:
-            lines.append(f"to continue   {self.continue_with}")
-        return "\n".join(lines)
+        facts = {
+            "post-mortem": self.postmortem,
+            "last step": "  ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()),
+            "evaluation": "  ".join(f"{name} {value:.4g}" for name, value in self.evaluation.items()),
+            "checkpoint": f"{self.checkpoint}, of {self.checkpoints}" if self.checkpoint else "none that is whole",
+            "attempts": str(self.attempt),
+            "first": self.first,
+            "to continue": self.continue_with,
+        }
+        return "\n".join([*lines, *(f"{name:<14}{fact}" for name, fact in facts.items() if fact)])
 
     def _headline(self) -> str:
         where = f"{self.stage} step {self.step} of {self.steps}" if self.stage else "before its first step"

@@ -34,7 +34,6 @@ def list_pages() -> tuple[str, ...]:
 
 
 def make_page(name: str) -> Page:
-    """Computes a page. ValueError if there is none of that name."""
     if name not in _PAGES:
         raise ValueError(f"no page {name!r}; there are {', '.join(_PAGES)}")
     page = importlib.import_module(f"megatron_rl.reproduce.{name}").make()

@@ -31,7 +31,6 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """fsync of a folder and everything in it."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
 

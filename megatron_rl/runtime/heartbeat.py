@@ -178,7 +178,6 @@ class Heartbeat:
         return self._stack[1:] or self._stack
 
     def record(self) -> Beat:
-        """The heartbeat: plain data."""
         top = self._stack[-1]
         now = self.clock.read()
         left = min(entry.deadline for entry in self._current()) - now

@@ -140,7 +140,6 @@ class _Group:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether a signal ended the run."""
         return self._signal is not None
 
     def run(self, worlds: Sequence[Mapping[str, str]]) -> Outcome:

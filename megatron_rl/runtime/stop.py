@@ -68,7 +68,6 @@ def raising() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[int, Callable[[int, FrameType | None], object]]) -> Iterator[None]:
-    """Signals have these handlers while entered."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

@@ -130,7 +130,6 @@ class Tee:
         self._thread.join(timeout)
 
     def resize(self) -> None:
-        """Passes this terminal's size on to the child's."""
         if self._is_terminal:
             with contextlib.suppress(OSError):
                 size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, struct.pack("4H", 0, 0, 0, 0))

@@ -3,8 +3,8 @@
 Three threads per rank. One compares the phase this rank is in with its deadline, and touches no file while all is well. One
 writes the heartbeat and looks whether another rank has reported a stall. One waits for the disk, so that a slow one delays
 neither. The first rank past its deadline records that in the post-mortem folder; the others read it at their next beat
-and add their own stacks; the lowest rank that answers compares all of them and names the rank that is behind. Then all end with
-the exit code STALLED. A rank that cannot answer (stopped, or on a dead node) is ended by its launcher.
+and add their own stacks; the lowest rank that answers compares all of them and names the rank that is behind. Then all end
+with the exit code STALLED. A rank that cannot answer (stopped, or on a dead node) is ended by its launcher.
 
 A rank takes its own stacks with the GIL held. A rank whose C code keeps the GIL cannot; a rank or launcher that ends
 the run on the same machine sends it `postmortem.STACKS_SIGNAL`. Nothing reads the frames of a running thread before that.
@@ -162,7 +162,6 @@ class Watchdog:
 
 
 def stacks() -> str:
-    """The Python stacks of all threads of this process."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

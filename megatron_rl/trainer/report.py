@@ -126,11 +126,9 @@ class Reporter:
         self._progress.update(self._task, description=name.replace("_", " "))
 
     def note(self, text: str) -> None:
-        """A line that stays on the terminal."""
         self.console.print(text, style="dim", markup=False)  # it may quote anything: [/INST] is no markup
 
     def warn(self, text: str) -> None:
-        """A highlighted line."""
         self.console.print(text, style="bold yellow", markup=False)
 
     def missing_scores(self, scored: ScoringStats) -> None:
@@ -276,7 +274,6 @@ class Reporter:
 
 
 def _remove_later(run_dir: Path, step: int) -> None:
-    """Files of steps after `step`."""
     for path in [*(run_dir / "samples").glob("*step_*.jsonl"), *(run_dir / "rollouts").glob("step_*.npz")]:
         if (number := path.stem.rpartition("step_")[2]).isdigit() and int(number) > step:
             path.unlink()

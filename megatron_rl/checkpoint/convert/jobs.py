@@ -28,6 +28,7 @@ from rich import progress
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+import megatron_rl
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.runtime import owner
@@ -154,8 +155,9 @@ def in_parallel(
         listener.join()
 
 
-def made_by(task: Task) -> dict[str, object]:
-    return {"kind": "conversion", "task": task.identity()}
+def made_by(task: Task, family: str) -> dict[str, object]:
+    """What the manifest of a conversion says of it."""
+    return {"kind": "conversion", "task": task.identity(), "version": megatron_rl.__version__, "family": family}
 
 
 def _made_by(folder: Path) -> Identity | None:

@@ -104,8 +104,7 @@ class ToHF:
         write_json(folder / "config.json", config)
         copy_companions(self.config, folder)
         listed = {t.name: manifest.TensorInfo(t.shape, str(t.dtype).removeprefix("torch.")) for t in tensors}
-        about = made_by(self) | {"version": megatron_rl.__version__, "family": plan.model.family.name}
-        manifest.write(folder, about, listed, pieces)
+        manifest.write(folder, made_by(self, plan.model.family.name), listed, pieces)
 
     # ------------------------------------------------------------------------------------------------- verification
     def names(self) -> list[str]:

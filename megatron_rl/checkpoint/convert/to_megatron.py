@@ -112,14 +112,12 @@ class ToMegatron:
             for held in plan.files.values()
             for chunk in held
         }
-        about = made_by(self) | {
-            "version": megatron_rl.__version__,
-            "family": plan.model.family.name,
+        about = made_by(self, plan.model.family.name) | {
             "layout": {
                 **asdict(self.layout),
                 "vocabulary": plan.model.description.dims["vocab"],
                 "padded_vocabulary": padded(plan.model.description, self.layout.tensor)["padded_vocab"],
-            },
+            }
         }
         manifest.write(folder, about, tensors | {_STATES: manifest.TensorInfo((), "object")}, [*pieces, state])
 
@@ -243,7 +241,6 @@ def _parts(chunk: Chunk, source: WeightSource, matrix: Callable[[str], Tensor]) 
 
 
 def _write_state(folder: Path, file: str) -> StoredChunk:
-    """The empty extra state."""
     buffer = io.BytesIO()
     torch.save([None], buffer)
     data = buffer.getvalue()
