@@ -79,7 +79,7 @@ in_queue() {
   fi
 }
 
-# MEGATRON_RL_SERVERS, of submit.sh --server: NAME=JOB/PATH, separated by blanks. Waits until each server answers, and sets the
+# MEGATRON_RL_SERVERS, of submit.sh --server: NAME=JOB/PATH, separated by spaces. Waits until each server answers, and sets the
 # variable NAME to its address.
 await_servers() {
   local pair name job path url waited=0 limit=$((SERVER_WAIT_MINUTES * 60))
@@ -142,12 +142,17 @@ launch() {
   fi
 }
 
+# package MODULE ARGUMENTS...: a module of the package, in the site's container where it has one.
+package() {
+  if [[ -n $CONTAINER_IMAGE ]]; then in_job 1 1 python -m "$@"; else python -m "$@"; fi
+}
+
 # The recipe, resolved, for this job's number of processes; the job ends here where it cannot run.
 check_recipe() {
   local world=$((SLURM_JOB_NUM_NODES * TASKS_PER_NODE)) checked
   if ! checked=$(
     export RANK=0 WORLD_SIZE=$world LOCAL_WORLD_SIZE=$TASKS_PER_NODE
-    if [[ -n $CONTAINER_IMAGE ]]; then in_job 1 1 python -m megatron_rl "$@" --check; else python -m megatron_rl "$@" --check; fi
+    package megatron_rl "$@" --check
   ); then
     die "the recipe cannot run on $SLURM_JOB_NUM_NODES nodes x $TASKS_PER_NODE processes; nothing was started" 2
   fi
@@ -159,34 +164,30 @@ check_recipe() {
 sweep_lines() { sed -e 's/#.*//' -e 's/[[:space:]]*$//' -e 's/^[[:space:]]*//' -e '/^$/d' "$1"; }
 
 # --------------------------------------------------------------------------------------------------------------- attempts
+# last_number PREFIX: the largest n of the paths PREFIX<n>; nothing without one.
+last_number() { printf '%s\n' "$1"* | sed -n 's/.*_\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1; }
+
 # The newest checkpoint's step; sft/<n> where only the warm-up before RL has one.
 newest_step() {
-  local path newest=-1 stage=''
-  for path in "$RUN_DIR"/checkpoints/step_*; do
-    if [[ ${path##*_} =~ ^[0-9]+$ && ${path##*_} -gt $newest ]]; then newest=${path##*_}; fi
+  local stage step
+  for stage in '' sft/; do
+    step=$(last_number "$RUN_DIR/${stage}checkpoints/step_")
+    [[ -z $step ]] || break
   done
-  if ((newest < 0)); then
-    stage=sft/
-    for path in "$RUN_DIR"/sft/checkpoints/step_*; do
-      if [[ ${path##*_} =~ ^[0-9]+$ && ${path##*_} -gt $newest ]]; then newest=${path##*_}; fi
-    done
-  fi
-  if ((newest < 0)); then echo none; else echo "$stage$newest"; fi
+  echo "${step:+$stage}${step:-none}"
 }
 
 # Makes logs/attempt_<k>, and a line in logs/starts: which job, where, from which step.
 begin_attempt() {
-  local last=0 path number other
+  local number other
   mkdir -p "$RUN_DIR/logs"
   other=$(tail -n 1 "$RUN_DIR/logs/starts" 2> /dev/null | cut -d ' ' -f 3) || true
   if [[ -n $other && $other != "$(job_name)" && -n $(squeue --noheader --states=R --jobs="$other" 2> /dev/null) ]]; then
     die "job $other is running in $RUN_DIR; a run folder is for one job at a time" 2
   fi
-  for path in "$RUN_DIR"/logs/attempt_*; do
-    number=${path##*_}
-    if [[ -d $path && $number =~ ^[0-9]+$ && $number -gt $last ]]; then last=$number; fi
-  done
-  MEGATRON_RL_ATTEMPT=$RUN_DIR/logs/attempt_$((last + 1))
+  number=$(last_number "$RUN_DIR/logs/attempt_")
+  number=$((${number:-0} + 1))
+  MEGATRON_RL_ATTEMPT=$RUN_DIR/logs/attempt_$number
   mkdir "$MEGATRON_RL_ATTEMPT" || die "another job is starting in $RUN_DIR; a run folder is for one job at a time" 2
   export MEGATRON_RL_ATTEMPT
   # For `megatron-rl status`: the line that continues the run. Of a sweep, the one task.
@@ -195,9 +196,9 @@ begin_attempt() {
       > "$MEGATRON_RL_ATTEMPT/submitted"
   fi
   STEP_AT_START=$(newest_step)
-  echo "$(date -Is) job $(job_name) restart ${SLURM_RESTART_COUNT:-0} attempt $((last + 1)) step $STEP_AT_START" \
+  echo "$(date -Is) job $(job_name) restart ${SLURM_RESTART_COUNT:-0} attempt $number step $STEP_AT_START" \
     "nodes $SLURM_JOB_NODELIST" >> "$RUN_DIR/logs/starts"
-  say "job $(job_name), attempt $((last + 1)): $SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST) x $TASKS_PER_NODE," \
+  say "job $(job_name), attempt $number: $SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST) x $TASKS_PER_NODE," \
     "from step $STEP_AT_START; logs in $MEGATRON_RL_ATTEMPT"
 }
 
@@ -262,7 +263,7 @@ notice() {
   ) > /dev/null 2>&1 &
 }
 
-# What the first rank that did not end well said; srun's own code is only the largest of all ranks', and torchrun's is 1.
+# The exit code of the first rank that failed; srun's own is only the largest of all ranks', and torchrun's is 1.
 attempt_code() {
   local code=''
   [[ ! -r ${MEGATRON_RL_ATTEMPT:-}/end ]] || read -r code _ < "$MEGATRON_RL_ATTEMPT/end"
@@ -332,8 +333,8 @@ record_end() {
   echo "$1 job $(job_name) on $(hostname): $2" > "$MEGATRON_RL_ATTEMPT/end"
 }
 
-# Waits for Slurm to end this script, at the latest after its KillWait, where what becomes of the job has been decided:
-# cancelled, past its limit, or requeued for a lost node. There an exit of ours must not become the job's end.
+# Waits for Slurm to end this script, at the latest after its KillWait, where Slurm has decided the job's fate: cancelled, past
+# its limit, or requeued for a lost node. This script's exit must not become the job's end then.
 leave_to_slurm() {
   local state restarts
   state=$(job_field JobState)
@@ -347,7 +348,7 @@ leave_to_slurm() {
   else
     record_end 143 "Slurm has ended it: cancelled, or past its time limit"
   fi
-  say "stopped; what becomes of the job has been decided by Slurm"
+  say "stopped; Slurm has decided whether the job runs again"
   sleep 300
   exit "$1"
 }

@@ -1,4 +1,4 @@
-"""The plan of a sweep or a chain, for slurm/submit.sh."""
+"""The plan of a sweep or a chain, for the scripts in slurm/."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from megatron_rl.runtime import exit_codes
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m megatron_rl.launch sweep|chain ROOT PROCESSES [FILE] RECIPE [key=value ...]`
+    """`python -m megatron_rl.launch sweep|task|chain ROOT PROCESSES [FILE [NUMBER]] RECIPE [key=value ...]`
 
-    Prints one job per line: the name of the batch script, then its arguments as a shell reads them. PROCESSES is the number
-    of ranks of each job, or `unknown`.
+    Prints one job per line: the command, then its arguments as a shell reads them; for `task` the one of the sweep's line
+    NUMBER, from 0. PROCESSES is the number of ranks of each job, or `unknown`.
     """
     kind, root, processes, *words = arguments
     world = None if processes == "unknown" else int(processes)
     try:
-        lines = read_sweep(Path(words.pop(0))) if kind == "sweep" else []
+        lines = [] if kind == "chain" else read_sweep(Path(words.pop(0)))
+        only = int(words.pop(0)) if kind == "task" else None
         if not words:
             raise LaunchError(f"{kind}: name a recipe")
         recipe, *overrides = words
-        if kind == "sweep":
-            tasks = sweep(recipe, lines, overrides, world, Path(root))
-        else:
+        if kind == "chain":
             tasks = chain(recipe, overrides, world, Path(root))
+        else:
+            tasks = sweep(recipe, lines, overrides, world, Path(root), only=only)
     except (ConfigError, LaunchError) as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT

@@ -42,15 +42,23 @@ def one(
 
 
 def sweep(
-    recipe: str, lines: Sequence[str], overrides: Sequence[str], processes: int | None, root: Path, remote: bool = False
+    recipe: str,
+    lines: Sequence[str],
+    overrides: Sequence[str],
+    processes: int | None,
+    root: Path,
+    remote: bool = False,
+    only: int | None = None,
 ) -> list[Task]:
-    """One training run per line of overrides; each has a run folder named after its line.
+    """One training run per line of overrides, or that of line `only` (from 0); each has a run folder named after its line.
 
     Raises:
         ConfigError: naming the line that is no valid recipe; nothing is launched then.
     """
     tasks = []
     for number, line in enumerate(lines):
+        if only not in (None, number):
+            continue
         try:
             words = [*overrides, *shlex.split(line)]
             config = resolve("train", recipe, words, processes, remote)

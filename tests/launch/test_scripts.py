@@ -295,7 +295,7 @@ def test_a_controller_that_is_busy_is_asked_again(tmp_path: Path) -> None:
     batch = Batch(
         tmp_path, "train", recipe, SRUN_EXIT="75", JOB_STATE="CANCELLED", site=busy + 'command scontrol "$@"; }'
     )
-    assert "what becomes of the job has been decided by Slurm" in batch.stderr
+    assert "Slurm has decided whether the job runs again" in batch.stderr
     assert "scontrol requeue" not in batch.record
 
 
