@@ -160,7 +160,7 @@ def plan(lengths: Sequence[int], rows: Sequence[int], dp: int, budget: int, mult
     """
     chosen = [lengths[row] for row in rows]
     shares = balance(chosen, dp)
-    if 1 < dp and len(rows) <= _FEW * dp:  # of more, sums of squares are even where sums are
+    if dp > 1 and len(rows) <= _FEW * dp:  # of more, sums of squares are even where sums are
         shares = even_attention(shares, chosen)
     bins = [fewest_bins([lengths[rows[i]] for i in share], budget) for share in shares]
     count = max(1, *(len(b) for b in bins))

@@ -94,11 +94,12 @@ class Learner:
         variance of the first update's gradient.
 
         The old policy's log-probs are recomputed by the actor, in the packing that the update uses, before the first step:
-        the ratio is then exactly 1 on the first minibatch, and the engine's rounding does not enter the loss.
+        the ratio is then exactly 1 on the first minibatch, and the engine's rounding does not enter the loss. Those of the
+        first minibatch are the ones that its update computes, where nothing needs them earlier.
         """
         if not len(batch):
             return {"actor/updates": 0.0}
-        parts, metrics = self._with_old_log_probs(batch)
+        parts, metrics = self._pack(batch)
         self._add_reference(parts)
         self._add_denominators(parts)
         norms: list[float] = []
@@ -111,7 +112,7 @@ class Learner:
                         part.micro_batches,
                         partial(self._loss, part, clip_range),
                         self.config.rollout.temperature,
-                        self.algorithm.needs_entropy,
+                        self.algorithm.needs_entropy or _awaits_old(part),
                         size,
                     )
                     if size is not None:
@@ -132,28 +133,31 @@ class Learner:
             }
         )
 
-    def _with_old_log_probs(self, batch: TrainBatch) -> tuple[list[Minibatch], Metrics]:
-        """The minibatches, packed, with the old policy's log-probs; and the metric of its entropy."""
-        parts, entropy = list[Minibatch](), Metrics()
+    def _pack(self, batch: TrainBatch) -> tuple[list[Minibatch], Metrics]:
+        """The minibatches, packed, all but the first with the old policy's log-probs; and the metric of its entropy.
+
+        A correction needs the first's too: the tokens that its filters leave are counted before the update.
+        """
+        parts, entropies = list[Minibatch](), list[Metrics]()
         with self.timer("old_log_prob"):
             for rows in minibatches(batch.group, self.config.trainer.minibatches):
                 part = Minibatch(self.actor.micro_batches(batch.sequences, rows))
-                scored = self.actor.log_probs(part.micro_batches, self.config.rollout.temperature, with_entropy=True)
-                for micro, (log_probs, token_entropy) in zip(part.micro_batches, scored, strict=False):
-                    assert token_entropy is not None
-                    own = Metrics()
-                    own.mean("actor/entropy", token_entropy, _everything(token_entropy))
-                    entropy = entropy + own
+                for micro in part.micro_batches if self._grid.is_last_stage else ():
                     part.tokens.append(
                         PolicyTokens(
                             sequence_ids=micro.sequence_ids,
                             advantages=micro.spread(batch.advantages),
-                            old_log_probs=log_probs,
+                            old_log_probs=None,
                             rollout_log_probs=micro.concatenate(batch.rollout_logprobs),
                         )
                     )
+                if parts or self.algorithm.corrects:
+                    scored = self.actor.log_probs(part.micro_batches, self.config.rollout.temperature, with_entropy=True)
+                    for tokens, (log_probs, entropy) in zip(part.tokens, scored, strict=True):
+                        tokens.old_log_probs = log_probs
+                        entropies.append(_entropy_metric(entropy))
                 parts.append(part)
-        return parts, self.actor.reduce([entropy])
+        return parts, self.actor.reduce(entropies)
 
     def _add_reference(self, parts: Sequence[Minibatch]) -> None:
         """The reference policy's log-probs, where the loss has a KL term."""
@@ -172,7 +176,7 @@ class Learner:
             whole = Denominators(0.0, 0.0)
             for tokens in part.tokens if self._grid.reports_loss else ():
                 whole = whole + self.algorithm.count(
-                    _everything(tokens.old_log_probs),
+                    _everything(tokens.advantages),
                     tokens.sequence_ids,
                     old_log_probs=tokens.old_log_probs,
                     rollout_log_probs=tokens.rollout_log_probs,
@@ -193,18 +197,23 @@ class Learner:
         """The policy loss of micro-batch `number` of a minibatch."""
         tokens = part.tokens[number]
         tokens.log_probs = log_probs.detach()
-        return self.algorithm.policy_loss(
+        extra = Metrics()
+        if tokens.old_log_probs is None:
+            tokens.old_log_probs = tokens.log_probs
+            extra = _entropy_metric(entropy)
+        loss, metrics = self.algorithm.policy_loss(
             log_probs,
             tokens.old_log_probs,
             tokens.rollout_log_probs,
             tokens.ref_log_probs,
-            entropy,
+            entropy if self.algorithm.needs_entropy else None,
             tokens.advantages,
             _everything(log_probs),
             sequence_ids=tokens.sequence_ids,
             denominators=part.denominators,
             clip_range=clip_range,
         )
+        return loss, metrics + extra
 
 
 def _part_size(aggregation: str) -> Callable[[MicroBatch], float]:
@@ -220,6 +229,19 @@ def _variance_metrics(result: UpdateResult) -> dict[str, float]:
     if result.gradient_variance is not None:
         metrics["gradient/variance"] = result.gradient_variance
         metrics["gradient/variance_share"] = result.gradient_variance / max(result.grad_norm**2, 1e-300)
+    return metrics
+
+
+def _awaits_old(part: Minibatch) -> bool:
+    """Whether the next update computes the old policy's log-probs."""
+    return any(tokens.old_log_probs is None for tokens in part.tokens)
+
+
+def _entropy_metric(entropy: Tensor | None) -> Metrics:
+    """Of the old policy."""
+    assert entropy is not None
+    metrics = Metrics()
+    metrics.mean("actor/entropy", entropy.detach(), _everything(entropy))
     return metrics
 
 

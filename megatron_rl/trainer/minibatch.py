@@ -21,7 +21,7 @@ class PolicyTokens:
 
     sequence_ids: Tensor  # int64: which rollout of the micro-batch a token belongs to
     advantages: Tensor  # each rollout's on all of its tokens
-    old_log_probs: Tensor  # of the policy before the step's first update
+    old_log_probs: Tensor | None  # of the policy before the step's first update; None until that update computes them
     rollout_log_probs: Tensor  # the engine's
     ref_log_probs: Tensor | None = None  # the reference policy's, where the loss has a KL term
     log_probs: Tensor | None = None  # of the policy when it was last updated on these tokens, before that update
