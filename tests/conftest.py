@@ -1,7 +1,8 @@
-"""How the properties are searched, and what no test may leave to the next one: a process group."""
+"""How the properties are searched, what no test may leave to the next one (a process group), and what each folder took."""
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +22,14 @@ def no_process_group_is_left() -> Iterator[None]:
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
         pytest.fail("a test of this file left torch's process group open")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds of every folder, fixtures included, where the tests of several were run."""
+    seconds: Counter[str] = Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0].rpartition("/")[0]] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("seconds per folder")
+        terminalreporter.line(", ".join(f"{folder} {taken:.0f}" for folder, taken in seconds.most_common()))
