@@ -168,11 +168,7 @@ def read(folder: Path) -> Manifest:
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[StoredChunk]]:
-    """Every tensor by name, and where its pieces lie.
-
-    Raises:
-        ValueError: the index is missing or damaged.
-    """
+    """Every tensor by name, and where its pieces lie. Raises ValueError: the index is missing or damaged."""
     try:
         content = json.loads((folder / TENSORS).read_bytes())
         tensors = {name: TensorInfo(tuple(t["shape"]), t["dtype"]) for name, t in content["tensors"].items()}

@@ -135,11 +135,7 @@ def resolve(command: str, recipe: str, overrides: Sequence[str], processes: int 
 
 
 def read_sweep(path: Path) -> list[str]:
-    """The lines of a sweep file that count.
-
-    Raises:
-        LaunchError: it cannot be read.
-    """
+    """The lines of a sweep file that count. Raises LaunchError: it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

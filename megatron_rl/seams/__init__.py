@@ -13,11 +13,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def replaced(owner: object, name: str, new: Callable[..., object], parameters: str) -> Iterator[None]:
-    """While entered, `owner.name` is `new`.
-
-    Raises:
-        RuntimeError: as `check_parameters`.
-    """
+    """While entered, `owner.name` is `new`. Raises RuntimeError: as `check_parameters`."""
     original: Callable[..., object] = getattr(owner, name)
     check_parameters(original, parameters)
     setattr(owner, name, new)

@@ -191,11 +191,7 @@ class Checkpoints:
         }
 
     def finish(self) -> None:
-        """Waits for what is still being written.
-
-        Raises:
-            CheckpointError: the last of this run's saves failed.
-        """
+        """Waits for what is still being written. Raises CheckpointError: the last of this run's saves failed."""
         if self._saver is None:
             return
         with self.timer.untimed("checkpoint", "finishing the checkpoint"):
