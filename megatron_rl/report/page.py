@@ -58,7 +58,9 @@ def render(runs: Sequence[RunRecord]) -> str:
     if len(runs) > 1:
         parts += _section("Where the recipes differ", [_differences(runs)])
     parts += _section("Rollouts", _rollouts(runs))
-    parts += _section("Recipes", [_details(run.name, yaml.safe_dump(run.recipe, sort_keys=False)) for run in runs])
+    recipes = [(run.name, yaml.safe_dump(run.recipe, sort_keys=False)) for run in runs]
+    folded = "<details><summary>{}</summary><pre>{}</pre></details>"
+    parts += _section("Recipes", [folded.format(_text(name), _text(recipe)) for name, recipe in recipes])
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
@@ -166,10 +168,6 @@ def _section(title: str, parts: Sequence[str]) -> list[str]:
 
 def _named(run: RunRecord, content: str, runs: int) -> str:
     return content if runs == 1 else f"<h3>{_text(run.name)}</h3>{content}"
-
-
-def _details(title: str, text: str) -> str:
-    return f"<details><summary>{_text(title)}</summary><pre>{_text(text)}</pre></details>"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0) -> str:

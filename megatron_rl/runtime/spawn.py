@@ -89,7 +89,8 @@ def run_ranks(
     for _ in range(_TRIES):
         group = _Group(command, {**shared, "MASTER_PORT": str(free_port())}, log_dir, graces, files)
         outcome = group.run(worlds)
-        if outcome.code == 0 or group.was_stopped or not _port_was_taken(log_dir):
+        port_was_taken = any("EADDRINUSE" in line for line in _last_lines(log_dir / "rank_0.log", _TAIL))
+        if outcome.code == 0 or group.was_stopped or not port_was_taken:
             break
     return outcome
 
@@ -107,10 +108,6 @@ def run_rank(
     """
     group = _Group(command, {**os.environ, **(environment or {}), **variables}, log_dir, Graces(stop=math.inf), files)
     return group.run([dict(variables)])
-
-
-def _port_was_taken(log_dir: Path) -> bool:
-    return any("EADDRINUSE" in line for line in _last_lines(log_dir / "rank_0.log", _TAIL))
 
 
 class _Group:
@@ -288,7 +285,9 @@ class _Group:
             rank, code = self._failed
             meaning = self._meaning(rank, code)
             if meaning == exit_codes.OUT_OF_MEMORY and code < 0:
-                return Outcome(meaning, self._describe_oom_kill(rank))
+                doing = self._doing(rank) or " before its first heartbeat"
+                why = f"was killed by the system because host memory ran out,{doing} (docs/out-of-memory.md)"
+                return Outcome(meaning, f"rank {rank} {why}")
             own = self._own_words(rank, code)
             return Outcome(meaning, self._describe(rank, code) if own is None else own, own is not None)
         if self._stalled is not None:
@@ -341,10 +340,6 @@ class _Group:
         """Phase and step of a rank's last heartbeat, with a space before it."""
         beat = heartbeats(postmortem.heartbeat_folder(self._log_dir)).get(rank)
         return "" if beat is None else f" {postmortem.place(beat)}"
-
-    def _describe_oom_kill(self, rank: int) -> str:
-        doing = self._doing(rank) or " before its first heartbeat"
-        return f"rank {rank} was killed by the system because host memory ran out,{doing} (docs/out-of-memory.md)"
 
 
 def _record_end(log_dir: Path, rank: int, code: int) -> None:

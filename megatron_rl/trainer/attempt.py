@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,7 +124,7 @@ class Attempt:
             where = postmortem.place(HEARTBEAT.record())
             print(
                 f"megatron-rl: out of memory {where}, on rank {HEARTBEAT.rank} (node {HEARTBEAT.host}): {text}\n"
-                f"memory in GiB:\n{_indented(table)}\nwhat would help here, what costs least first:\n{help_}\n"
+                f"memory in GiB:\n{textwrap.indent(table, '  ')}\nwhat would help here, what costs least first:\n{help_}\n"
                 f"(where it happened: {place}; docs/out-of-memory.md)",
                 file=sys.stderr,
             )
@@ -172,10 +173,6 @@ def rank_facts(full: bool) -> RankFacts:
     if full:
         return {**facts, "collectives": recent, "memory_gib": memory.in_use()}
     return {**facts, "host_gib": round(memory.host_in_use(), 2)}
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def stop_code(signum: int) -> int:

@@ -124,7 +124,8 @@ class Sampler:
         kept = Drawn([], [], position)
         rounds = config.algorithm.resample_rounds if config.algorithm.drop_no_signal_groups else 0
         for round_ in range(rounds + 1):
-            samples = _distinct(self._next_prompts(position, wanted), kept.samples)
+            assert self.order is not None  # an evaluation takes no training prompts
+            samples = _distinct([self.prompts.train[i] for i in self.order.take(position, wanted)], kept.samples)
             position += wanted
             rollouts = self._scored_rollouts(samples, group_size, sampling, step)
             self._counters["rollouts/sampled"] = self._counters.get("rollouts/sampled", 0) + len(rollouts)
@@ -152,10 +153,6 @@ class Sampler:
         with self.timer("reward"):
             self.score(samples, rollouts)
         return rollouts
-
-    def _next_prompts(self, position: int, count: int) -> list[Sample]:
-        assert self.order is not None  # an evaluation takes no training prompts
-        return [self.prompts.train[index] for index in self.order.take(position, count)]
 
     def generate(
         self,

@@ -131,8 +131,8 @@ class ToMegatron:
 
     def expected(self, name: str, start: int, stop: int) -> Tensor:
         """What rows [start, stop) of a Hugging Face tensor must read as after the conversion."""
-        plan = self._plan
-        return plan.source.read(name, 0, start, stop).to(plan.target_dtype(name))
+        source = self._plan.source
+        return source.read(name, 0, start, stop).to(CASTS.get(self.dtype) or DTYPES[source.dtype(name)])
 
     def result(self, target: Path) -> WeightSource:
         folder = target / self.inside
@@ -146,13 +146,9 @@ class _Plan:
     source: HFFolder
     files: dict[str, list[Chunk]]
     dtypes: dict[str, torch.dtype]  # by global name
-    dtype: str
 
     def nbytes(self, chunk: Chunk) -> int:
         return chunk.numel * self.dtypes[chunk.name].itemsize
-
-    def target_dtype(self, name: str) -> torch.dtype:
-        return CASTS.get(self.dtype) or DTYPES[self.source.dtype(name)]
 
 
 def _planned(task: ToMegatron) -> _Plan:
@@ -181,7 +177,7 @@ def _planned(task: ToMegatron) -> _Plan:
             size, last = 0, group
         files[-1].append(chunk)
         size += nbytes
-    return _Plan(model, source, {f"__{n}_0.distcp": held for n, held in enumerate(files)}, dtypes, task.dtype)
+    return _Plan(model, source, {f"__{n}_0.distcp": held for n, held in enumerate(files)}, dtypes)
 
 
 def _dtypes(held: Sequence[Chunk], source: HFFolder, model: Model, dtype: str) -> dict[str, torch.dtype]:
