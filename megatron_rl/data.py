@@ -23,7 +23,7 @@ class Segment:
 
 @dataclass
 class Rollout:
-    """What was drawn for one prompt, token by token as the engine drew it. Sampled tokens, and no others, are trained on."""
+    """One response to a prompt, token by token as the engine drew it. Only sampled tokens are trained on."""
 
     sample_id: str
     index: int  # 0 .. group_size - 1 within its prompt

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory a recipe takes, from the model's config.json and the recipe's layout. No torch, no GPU.
+"""The GPU memory that a recipe takes, from the model's config.json and the recipe's layout. No torch, no GPU.
 
 Weights, gradients and optimizer state are counted exactly, parameter by parameter as Megatron-Core cuts them (tests compare
 with models that were really built). Activations, the output layer's workspace and what the engine needs besides weights and
@@ -120,7 +120,7 @@ def cache_bytes_per_token(model: Model, tensor: int, dtype_bytes: int = 2) -> in
 def activation_bytes_per_token(
     model: Model, *, tensor: int, sequence: bool, expert_tensor: int = 1, dtype_bytes: int = 2
 ) -> float:
-    """What one layer keeps of each packed token for its backward pass, per rank. An estimate.
+    """Activations that one layer keeps of each packed token for its backward pass, per rank. An estimate.
 
     The accounting of Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, section 4), for
     gated feed-forwards, grouped-query attention, no dropout and fused attention, which keeps no scores. The inputs of both
@@ -183,7 +183,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the memory of the fullest GPU goes, and that of its node's host."""
+    """Memory of the fullest GPU by component, and of its host."""
 
     model: Model
     world: int

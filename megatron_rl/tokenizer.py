@@ -1,4 +1,4 @@
-"""What is used of a Hugging Face tokenizer."""
+"""The part of a Hugging Face tokenizer's interface that is used."""
 
 from __future__ import annotations
 

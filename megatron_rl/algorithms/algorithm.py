@@ -27,7 +27,7 @@ _REPORTED_BOUNDS = (0.2, 0.2)  # regions are reported at these where the weight 
 
 @dataclass
 class StepEstimate:
-    """What the estimator and everything around it make of one step's rewards."""
+    """The advantages of one step, and which rollouts are trained on."""
 
     advantages: Tensor  # float [n, m]; 0 where a rollout does not take part
     train: Tensor  # bool [n, m]: rollouts that enter the update. The others must not reach the loss or its denominators

@@ -20,7 +20,7 @@ from megatron_rl.methods.numerics import bounded_exp
 
 
 class Correction(NamedTuple):
-    """What the correction does to the loss of a micro-batch."""
+    """Importance weights and mask of a micro-batch."""
 
     weights: Tensor | None  # float32 or float64 [tokens], factor of each token's loss; None without a weight
     mask: Tensor  # bool [tokens], what is left of the given mask

@@ -1,4 +1,4 @@
-"""What a step's rewards, advantages and gradients say about the signal in them."""
+"""Diagnostics of a step: statistics of rewards and advantages, gradient variance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.methods.groups import Groups
 
 
 def count_advantage_groups(advantages: Tensor, valid: Tensor | None = None, decimals: int = 6) -> int:
-    """How many different groups of advantages there are: advantage resolution (GDPO Fig. 3).
+    """Advantage resolution (GDPO Fig. 3): the number of distinct groups of advantages.
 
     Groups are equal when their sorted advantages agree to `decimals` decimals.
 

@@ -1,4 +1,4 @@
-"""What happens to a reward table before the estimator: shaping columns, and which groups and rollouts take part."""
+"""Reward shaping before the estimator, and which groups and rollouts take part."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, share: float) -> Tensor:
 
 
 def signal_groups(table: RewardTable, columns: Sequence[str] | None = None) -> Tensor:
-    """Which prompts carry signal: some reward of non-zero weight differs between two of their rollouts. bool [n].
+    """Prompts with signal (not zero-variance): some reward of non-zero weight differs between two rollouts. bool [n].
 
     Args:
         table: raw task rewards, before any shaping.

@@ -29,7 +29,7 @@ Span = tuple[int, int, Tensor]  # elements [start, stop) of a buffer, and the 1-
 
 @dataclass
 class StandIns:
-    """What stands for the optimizer's state while Megatron plans: one tensor for each key of each of its buffers."""
+    """Placeholders for the optimizer's state while Megatron plans: one tensor for each key of each of its buffers."""
 
     _places: dict[int, tuple[Tensor, OptimizerPart, int, str]] = field(default_factory=dict)  # by address
     _wanted: dict[tuple[int, int, str], list[Span]] = field(default_factory=dict)  # by optimizer, buffer, key

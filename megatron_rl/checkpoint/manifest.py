@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, and whether its files still are what was written. Needs no torch.
+"""The manifest of a checkpoint, and the verification of its files. Needs no torch.
 
 `manifest.json` lists every file with its size, and with its checksum where no tensors are in it; who wrote it, from which
 recipe, for which model and layout. `tensors.json` says of every piece of every tensor in which file it lies, where, and its

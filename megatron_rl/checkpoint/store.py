@@ -90,7 +90,7 @@ def load_model(folder: Path, chunks: Sequence[Chunk]) -> None:
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """What could not be unpickled, as the error of this module."""
+    """Raises unpickling errors as CheckpointError."""
     try:
         yield
     except unpickle.UnpickleError as error:
@@ -263,7 +263,7 @@ def choose(root: Path, grid: Grid, on_skip: Callable[[str], None], identity: str
 
 
 def misplaced(folder: Path, identity: str | None) -> list[str]:
-    """Whether a whole checkpoint is another step's, or another run's, than where it lies."""
+    """Problems of a complete checkpoint in the wrong folder: of another step or another run."""
     state = read_state(folder)
     progress = state["progress"]
     step = progress["warm_up"] if state.get("warm_up") else progress["step"]
@@ -303,7 +303,7 @@ def newest(root: Path) -> Path | None:
 
 
 def folder_of(run_dir: Path, warm_up: bool) -> Path:
-    """Where a run's checkpoints lie; those of the warm-up before RL are in a folder of their own."""
+    """The folder of a run's checkpoints; those of the warm-up before RL have their own."""
     return run_dir / "sft" / "checkpoints" if warm_up else run_dir / "checkpoints"
 
 

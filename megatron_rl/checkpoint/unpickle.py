@@ -137,7 +137,7 @@ def load(state: State, folder: Path) -> State:
 
 
 def load_common(folder: Path) -> State:
-    """What is no tensor and the same on every rank, `common.pt`.
+    """`common.pt`: everything but tensors, the same on every rank.
 
     Raises:
         UnpickleError: it names a class that has no place there, or is damaged.

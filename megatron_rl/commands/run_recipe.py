@@ -172,7 +172,7 @@ def _unnamed_file(text: str) -> int:
 
 
 def print_checked(config: Config, machine: Machine | None, command: str) -> int:
-    """Where the number of processes is given (by a batch script, say), the recipe has to fit it; else this is a laptop.
+    """Prints the recipe. It must fit the number of processes where that is given, for example by a batch script.
     `machine`: None where the recipe is to run elsewhere.
     """
     print(to_yaml(config), end="")
@@ -206,7 +206,7 @@ def _start(command: Sequence[str], config: Config, gpus: int, environment: Mappi
 
 
 def graces(environment: Mapping[str, str]) -> Graces:
-    """How long ranks may take to obey. In a Slurm step Slurm kills what has not ended in time (GraceTime, KillWait)."""
+    """Grace periods of the ranks; in a Slurm step none, since Slurm itself kills late processes (GraceTime, KillWait)."""
     return Graces(stop=math.inf) if "SLURM_STEP_ID" in environment else Graces()
 
 

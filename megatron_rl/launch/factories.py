@@ -72,7 +72,7 @@ def sweep(ctx: run.cli.RunContext, recipe: str, file: str, overrides: str = "") 
 
 
 class _Launch:
-    """What NeMo-Run's command line was given, as the functions of `plan` want it."""
+    """NeMo-Run's command line as arguments for the functions of `plan`."""
 
     def __init__(self, ctx: run.cli.RunContext, recipe: str, overrides: str) -> None:
         if not isinstance(ctx.executor, run.SlurmExecutor | run.LocalExecutor):

@@ -233,7 +233,7 @@ def log_in(tunnel: run.SSHTunnel) -> None:
 
 
 def _failed(error: UnexpectedExit) -> str:
-    """What a command that NeMo-Run ran has said, without the pages around it."""
+    """The error message of a command that NeMo-Run ran, without its traceback."""
     result = error.result
     return f"{result.command!r} failed ({result.exited}): {(result.stderr or result.stdout).strip()}"
 

@@ -1,4 +1,4 @@
-"""What a launch consists of: commands of `megatron-rl`, which of them wait for which, and how large each is."""
+"""The plan of a launch: commands of `megatron-rl`, their dependencies and sizes."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], port: int) -> None:
 
 
 def _answers(port: int) -> bool:
-    """Whether the server says that it is well, or knows no such question; vLLM's listens once its model is loaded."""
+    """Whether /health is fine or unknown to the server; vLLM listens once its model is loaded."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
             return True

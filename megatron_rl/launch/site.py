@@ -21,7 +21,7 @@ printf '%s\\0' "$TASKS_PER_NODE" "$CPUS_PER_TASK" "$LAUNCHER" "$CONTAINER_IMAGE"
 
 @dataclass(frozen=True)
 class Site:
-    """What a launch needs of slurm/site.sh; the rest is read by the job."""
+    """The settings of slurm/site.sh that a launch needs; the job reads the rest."""
 
     path: Path
     sbatch: tuple[str, ...]  # as on sbatch's command line

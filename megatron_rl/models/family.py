@@ -1,4 +1,4 @@
-"""What a model family is: its architectures, config mapping, weight map and module; and what Llama-like decoders share.
+"""A model family: its architectures, config mapping, weight map and module; and the rules that Llama-like decoders share.
 
 No torch: recipe checks, the memory plan and conversion read the same declarations as the actor.
 """

@@ -169,7 +169,7 @@ class SafetensorsFolder:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """What a safetensors file says of its tensors.
+    """The header of a safetensors file: its tensors by name.
 
     Raises:
         ValueError: it cannot be read, or is not whole: the message names the first tensor that does not fit.
@@ -216,14 +216,14 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def shard_names(count: int) -> list[str]:
-    """What the files of a model in `count` of them are called."""
+    """File names of a model in `count` files."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[str]], total: int) -> None:
-    """Where a model has several files: which tensor is in which, and how many bytes all have."""
+    """The index of a model in several files: the file of each tensor, and the total bytes."""
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -94,7 +94,7 @@ def packed_attention(
 
 
 def held(lengths: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
-    """Which of the packed tokens a context-parallel rank holds, in its order; int64 [sum(lengths) / cp].
+    """Indices of the packed tokens that a context-parallel rank holds, in its order; int64 [sum(lengths) / cp].
 
     Each sequence is cut into 2 cp pieces, and rank r has the r-th from its start and the r-th from its end, so that causal
     attention is as much work on every rank. It is the order that Megatron-Core and Transformer Engine count on.

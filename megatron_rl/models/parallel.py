@@ -1,4 +1,4 @@
-"""Where this process stands in the layout, as the weight movers need it: a rank, a size and a group per axis."""
+"""This process's rank, size and group along each parallel axis, for moving weights."""
 
 from __future__ import annotations
 

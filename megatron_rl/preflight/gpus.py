@@ -1,4 +1,4 @@
-"""What nvidia-smi and the kernel log say of this node's GPUs."""
+"""Health of this node's GPUs, from nvidia-smi and the kernel log."""
 
 from __future__ import annotations
 

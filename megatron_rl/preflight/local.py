@@ -1,4 +1,4 @@
-"""What one rank can check of its own node. Needs no torch but for the GPU's memory.
+"""Checks of one rank's own node. Needs no torch but for the GPU's memory.
 
 Each check yields (level, sentence) per problem. `FACTS` are what must be the same on all ranks.
 """
@@ -107,7 +107,7 @@ def check_data(config: Config) -> Problems:
 
 
 def _first_rows(path: Path) -> str | None:
-    """What is wrong with the beginning of a file."""
+    """The problem with the beginning of a file, if any."""
     if path.suffix == ".parquet":
         with path.open("rb") as file:
             head = file.read(4)

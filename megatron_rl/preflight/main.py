@@ -1,4 +1,4 @@
-"""What one rank of `megatron-rl preflight` runs, with the world in its environment."""
+"""One rank of `megatron-rl preflight`, with the world in its environment."""
 
 from __future__ import annotations
 

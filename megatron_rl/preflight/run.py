@@ -31,7 +31,7 @@ _SLOW = 0.5  # a pair of nodes slower than this share of the median is named
 
 
 class Ranks(Protocol):
-    """What is needed of the other ranks; `runtime.distributed.Grid` has it."""
+    """The collectives that pre-flight needs; `runtime.distributed.Grid` has them."""
 
     @property
     def rank(self) -> int: ...
@@ -76,7 +76,7 @@ def preflight(config: Config, ranks: Ranks, full: bool, extra: Sequence[tuple[st
 
 
 def endpoint_minutes(config: Config, environment: Mapping[str, str]) -> float:
-    """How long to wait for servers: in a batch job they may be starting at the same time."""
+    """Minutes to wait for servers, which in a batch job may start at the same time."""
     given = config.launch.endpoint_minutes
     return given if given is not None else 10.0 if "SLURM_JOB_ID" in environment else 0.0
 

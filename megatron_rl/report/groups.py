@@ -1,4 +1,4 @@
-"""Which rollouts a page shows: a handful of groups, over the run and at its edges."""
+"""The rollouts that a page shows: a few groups over the run, and extreme ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run folder holds, read back."""
+"""Reading a run folder."""
 
 from __future__ import annotations
 

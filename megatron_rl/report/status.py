@@ -141,7 +141,7 @@ def read_status(run_dir: Path) -> RunStatus:
 
 
 def _read_way_on(status: RunStatus, attempt: Path, recipe_file: Path) -> None:
-    """What to do, and the command that continues: under Slurm the line that the job was submitted with."""
+    """The remedy, and the command that continues: under Slurm the line that the job was submitted with."""
     status.first = _FIRST.get(status.code or 0, "")
     requeued, submitted = attempt / REQUEUED, attempt / SUBMITTED
     words = _command(attempt)

@@ -40,7 +40,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the engine drew for a request."""
+    """The engine's response to a request."""
 
     request: Request
     ids: Sequence[int]

@@ -1,4 +1,4 @@
-"""What vLLM needs from the process around it: environment variables before import, names in shared memory."""
+"""The process around vLLM: environment variables before import, names in shared memory."""
 
 from __future__ import annotations
 

@@ -39,5 +39,5 @@ def _describe(entry: Collective, ranks: str) -> str:
 
 
 def gave_up(error: BaseException | str) -> bool:
-    """Whether an exception, or a log, says that a collective or the search for the other ranks waited past its deadline."""
+    """Whether an exception or a log reports that a collective or the rendezvous timed out."""
     return bool(_GAVE_UP.search(str(error)))

@@ -1,4 +1,4 @@
-"""What the device is, and the few things that differ between a GPU and a CPU."""
+"""The device, and the few things that differ between a GPU and a CPU."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Grid:
-    """Where this process stands. Sizes and ranks of the parallel dimensions, and the groups used outside Megatron-Core."""
+    """This process's ranks and the sizes of the parallel dimensions, and the groups used outside Megatron-Core."""
 
     rank: int
     world: int

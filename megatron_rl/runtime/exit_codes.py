@@ -1,4 +1,4 @@
-"""What the exit code of a run says: the one list that the command, the ranks and the sbatch scripts go by.
+"""Exit codes of a run: one list for the command, the ranks and the sbatch scripts.
 
 A signal that ended a process shows as 128 + its number, as in a shell. REQUEUE and STALLED are answered with a requeue.
 """

@@ -1,4 +1,4 @@
-"""What this process is doing: stage, step, phase, samples. In memory always; in a heartbeat file where one is attached.
+"""The heartbeat of this process: stage, step, phase, samples. In memory always; in a file where one is attached.
 
 The other ranks, the launcher and `megatron-rl status` read the file when this process does not answer. The main thread
 writes it in place at every change of phase, a thread of the watchdog at every beat. Deadlines are counted on an `AwakeClock`.
@@ -29,7 +29,7 @@ _LONGEST_GAP = 10.0  # seconds, or four beats, between two ticks of the clock; a
 
 
 class RankFacts(TypedDict, total=False):
-    """What the trainer adds to a heartbeat (the first three) and to a post-mortem."""
+    """The trainer's additions to a heartbeat (the first three) and to a post-mortem."""
 
     collective: str | None  # the newest
     pending: str | None  # the oldest that this rank has entered and not left

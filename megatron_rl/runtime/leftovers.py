@@ -26,7 +26,7 @@ _LONGEST = 48  # characters of a temporary folder: a socket's path has at most 1
 
 
 def run_prefix() -> str:
-    """How the names of this run's segments begin: ranks of one run share the port, other runs on the machine have others."""
+    """The prefix of this run's segments: ranks of one run share the port, other runs on the machine have others."""
     return f"{PREFIX}{os.environ['MASTER_PORT']}"
 
 

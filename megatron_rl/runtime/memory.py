@@ -40,7 +40,7 @@ class PhaseMemory:
             _raise_to(self._open[-1], done)
 
     def _note(self) -> None:
-        """What the peak was since the last call belongs to the innermost phase."""
+        """Attributes the peak since the last call to the innermost phase."""
         peak = peak_since_reset()
         _raise_to(self._open[-1], peak)
         _raise_to(self.overall, peak)
@@ -171,7 +171,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def table(parts: Mapping[str, float], now: Mapping[str, float], peaks: Mapping[str, Mapping[str, float]]) -> str:
-    """What holds memory, how much is in use now and the peak of every phase, one per line, in GiB."""
+    """A line each for what holds memory, what is in use now, and the peak of every phase, in GiB."""
     rows = [*parts.items(), *((f"in use, {name}", value) for name, value in now.items())]
     rows += [(f"peak in {phase}, {where}", value) for phase, both in peaks.items() for where, value in both.items()]
     width = max((len(name) for name, _ in rows), default=0)

@@ -1,4 +1,4 @@
-"""What a run leaves behind when it ends badly: one folder, one file of facts and one of stacks per rank, one report.
+"""The post-mortem of a failed run: one folder, one file of facts and one of stacks per rank, one report.
 
 `<run_dir>/postmortem/attempt_<k>/rank_<r>.json` has phase, step, samples, collectives and memory of a rank, `rank_<r>.txt`
 the stacks of all its threads, `report.txt` what follows from all of them. Needs no torch: the launcher writes here too.
@@ -132,7 +132,7 @@ def mark_stall(folder: Path, phase: str, limit: float, why: str = "") -> None:
 
 
 def stalled(folder: Path) -> Stall | None:
-    """What `mark_stall` wrote, if anyone has."""
+    """The content of `mark_stall`'s file; None without one."""
     try:
         return json.loads((folder / STALL).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -226,7 +226,7 @@ def place(fact: Beat) -> str:
 
 
 def state_of(fact: Beat, here: str) -> str:
-    """What can be said about a process that does not answer."""
+    """The state of a process that does not answer, in words."""
     if fact["host"] != here:
         return "it does not answer: its node or its process is stopped, dead or cut off"
     try:

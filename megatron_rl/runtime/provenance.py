@@ -1,4 +1,4 @@
-"""What a run ran on and from: versions, hardware, the code's git state. Needs no torch."""
+"""Provenance of a run: versions, hardware, the code's git state. Needs no torch."""
 
 from __future__ import annotations
 

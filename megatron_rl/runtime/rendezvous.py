@@ -1,4 +1,4 @@
-"""Where the processes of a run meet: torch's TCPStore, which listens at one address and not on every interface.
+"""The rendezvous of a run: torch's TCPStore, which listens at one address and not on every interface.
 
 The store has no password, and the objects that ranks exchange through gloo are pickles: anyone who reaches these ports can
 take part. Within one machine all of it stays on 127.0.0.1.

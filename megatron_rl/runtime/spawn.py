@@ -41,7 +41,7 @@ _LOOK = 5.0  # seconds between two looks at the ranks' heartbeats
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: the exit code to pass on (a signal as 128 + its number), and a message where it is not 0."""
+    """The exit code of the ranks together (a signal as 128 + its number), and a message where it is not 0."""
 
     code: int
     message: str = ""
@@ -369,7 +369,7 @@ def _kill_group(leader: int) -> None:
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """What a child does before it becomes a rank: ask the kernel to kill it when the launcher dies. Linux only."""
+    """A child's preparation before it becomes a rank: the kernel is to kill it when the launcher dies. Linux only."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl  # looked up here: after fork, as little as possible should happen

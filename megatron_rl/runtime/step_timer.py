@@ -1,4 +1,4 @@
-"""Where the time and the memory go: seconds and peaks per named phase. What the watchdog sees of a step."""
+"""Seconds and memory peaks per named phase of a step; also tells the heartbeat which phase it is."""
 
 from __future__ import annotations
 

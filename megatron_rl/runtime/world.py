@@ -1,4 +1,4 @@
-"""Whether another launcher (torchrun, srun) has already started this process as one of several."""
+"""Detection of an outer launcher (torchrun, srun) that has started this process as one of several."""
 
 from __future__ import annotations
 

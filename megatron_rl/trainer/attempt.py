@@ -165,7 +165,7 @@ def gpu_timeout_minutes(config: Config) -> float:
 
 
 def rank_facts(full: bool) -> RankFacts:
-    """What the runtime knows of this rank: for a heartbeat, or in full for a post-mortem."""
+    """Collectives and memory of this rank: for a heartbeat, or in full for a post-mortem."""
     from megatron_rl.runtime import collectives, memory
 
     recent, waiting = collectives.recent(64 if full else 1)

@@ -30,7 +30,7 @@ from megatron_rl.trainer.report import Reporter
 
 @dataclass(frozen=True)
 class State:
-    """How far a run has come: all that a checkpoint holds besides weights, optimizer and estimator.
+    """Progress of a run: all that a checkpoint holds besides weights, optimizer and estimator.
 
     Randomness needs no state: every seed is a function of the recipe's seed and the step.
     """
@@ -78,7 +78,7 @@ class Checkpoints:
         self._refused = 0  # saves that were not begun, since the last `metrics`
 
     def root(self, warm_up: bool) -> Path:
-        """Where the checkpoints of RL, or of the warm-up before it, are."""
+        """The folder of the checkpoints of RL, or of the warm-up before it."""
         return store.folder_of(self.run_dir, warm_up)
 
     # ------------------------------------------------------------------------------------------------------------- save
@@ -246,7 +246,7 @@ class Checkpoints:
         return self._saver
 
     def _after_save(self, warm_up: bool) -> Callable[[], None]:
-        """What rank 0's writer removes once another checkpoint is complete."""
+        """The clean-up by rank 0's writer once another checkpoint is complete."""
         config, root, warm_ups = self.config.checkpoint, self.root(warm_up), self.root(True)
 
         def remove() -> None:
@@ -277,7 +277,7 @@ class Checkpoints:
             raise CheckpointError(f"{error}. Make room, then run the same command: it writes the export again")
 
     def _export(self, folder: Path) -> str | None:
-        """What went wrong, the same on every rank."""
+        """The error, the same on every rank; None on success."""
         actor = self._learner.actor
         try:
             with device.megatron():

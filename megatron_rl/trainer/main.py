@@ -1,4 +1,4 @@
-"""What one rank runs. Started by `megatron-rl` (or torchrun, or srun) with the world in its environment."""
+"""The main program of a rank, started by `megatron-rl` (or torchrun, or srun) with the world in its environment."""
 
 from __future__ import annotations
 

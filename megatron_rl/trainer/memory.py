@@ -1,4 +1,4 @@
-"""What of a run holds memory on this rank, and which settings need less."""
+"""Memory of this rank by component, and settings that need less."""
 
 from __future__ import annotations
 

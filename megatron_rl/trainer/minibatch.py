@@ -17,7 +17,7 @@ from megatron_rl.data import Rollout, TokenBatch, TrainBatch
 
 @dataclass
 class PolicyTokens:
-    """What the policy loss reads of one micro-batch beside the new log-probs; all [scored tokens], float32 but the ids."""
+    """Inputs of the policy loss for one micro-batch besides the new log-probs; all [scored tokens], float32 but the ids."""
 
     sequence_ids: Tensor  # int64: which rollout of the micro-batch a token belongs to
     advantages: Tensor  # each rollout's on all of its tokens

@@ -41,7 +41,7 @@ class TokenLog:
 
 @dataclass
 class RecordedStep:
-    """What a file holds. n prompts, m rollouts each, k rewards; r rollouts that were trained on."""
+    """The content of a file. n prompts, m rollouts each, k rewards; r rollouts that were trained on."""
 
     table: RewardTable  # the step's rewards, with weights, lengths and (ReMax) the greedy rollout's
     truncated: torch.Tensor  # bool [n, m], rollouts cut at the token limit

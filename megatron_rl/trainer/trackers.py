@@ -1,4 +1,4 @@
-"""Where metrics go besides `metrics.jsonl`: TensorBoard by default, Weights & Biases or MLflow by a key."""
+"""Trackers of metrics besides `metrics.jsonl`: TensorBoard by default, Weights & Biases or MLflow by a key."""
 
 from __future__ import annotations
 

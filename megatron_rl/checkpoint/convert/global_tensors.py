@@ -68,7 +68,7 @@ class TorchDist:
             raise ValueError(f"{self.folder / '.metadata'} is damaged: {error!r}") from error
 
     def _place(self, metadata: Metadata, digests: dict[tuple[str, int], str]) -> None:
-        """Which chunk of which tensor lies where."""
+        """Indexes the chunks of every tensor by file."""
         sizes: dict[str, int] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):

@@ -55,7 +55,7 @@ class Task(Protocol):
         ...
 
     def identity(self) -> Identity:
-        """What the result depends on, JSON-serialisable: a conversion continues only where it is the same."""
+        """Everything the result depends on, JSON-serialisable: an interrupted conversion continues only if it is the same."""
         ...
 
     def files(self) -> list[tuple[str, int]]:
@@ -156,7 +156,7 @@ def in_parallel(
 
 
 def made_by(task: Task, family: str) -> dict[str, object]:
-    """What the manifest of a conversion says of it."""
+    """A conversion's entries in the manifest of its result."""
     return {"kind": "conversion", "task": task.identity(), "version": megatron_rl.__version__, "family": family}
 
 

@@ -1,4 +1,4 @@
-"""What a model's tensors are called in Megatron-Core's distributed checkpoints, and how a layout cuts them.
+"""Names of a model's tensors in Megatron-Core's distributed checkpoints, and how a layout cuts them.
 
 In such a checkpoint a parameter is one *global* tensor, whatever layout wrote it: layers are stacked along a first
 dimension (`decoder.layers.mlp.linear_fc2.weight` is [layers, hidden, ffn]), experts along a second one, and a gated
@@ -28,7 +28,7 @@ class Layout:
     expert_tensor: int = 1
 
     def tensor_of(self, rule: Rule) -> int:
-        """How many ranks a rule's parameter is cut over."""
+        """The number of ranks that a rule's parameter is cut over."""
         return self.expert_tensor if rule.per_expert else self.tensor
 
     def check(self, family: Family, description: ModelDescription) -> None:

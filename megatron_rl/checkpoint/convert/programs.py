@@ -1,4 +1,4 @@
-"""What Megatron-LM and Megatron-Bridge read beside the tensors of a distributed checkpoint: their folders and trackers,
+"""Files that Megatron-LM and Megatron-Bridge read besides the tensors of a distributed checkpoint: folders and trackers,
 Megatron-LM's arguments, Bridge's run_config.yaml.
 
 Megatron-LM (core_v0.16) takes the folder `release` where its tracker says so: weights only, at iteration 0. Bridge (0.3)
@@ -31,7 +31,7 @@ _LM_NAMES = {
 
 
 def common_state(program: str | None, model: Model, layout: Layout, dtype: torch.dtype) -> dict[str, object]:
-    """What `load_common_state_dict` returns."""
+    """The content of `common.pt`."""
     if program is None:
         return {}
     state: dict[str, object] = {"checkpoint_version": 3.0, "iteration": 0}

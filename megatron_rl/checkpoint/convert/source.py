@@ -1,4 +1,4 @@
-"""What a folder is: a Hugging Face model, one of our checkpoints, or a plain one of Megatron-Core."""
+"""Kinds of source folders: a Hugging Face model, a checkpoint of this package, or a plain one of Megatron-Core."""
 
 from __future__ import annotations
 

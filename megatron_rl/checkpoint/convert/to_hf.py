@@ -111,7 +111,7 @@ class ToHF:
         return [tensor.name for held in self._plan.files.values() for tensor in held]
 
     def expected(self, name: str, start: int, stop: int) -> Tensor:
-        """What rows [start, stop) of a tensor of the result must be."""
+        """Expected rows [start, stop) of a tensor of the result."""
         plan = self._plan
         tensor = plan.tensors[name]
         if plan.scaled(tensor.source):

@@ -130,7 +130,7 @@ class ToMegatron:
         return [t.name for rule in plan.model.family.weights(plan.model.description) for t in rule.hf]
 
     def expected(self, name: str, start: int, stop: int) -> Tensor:
-        """What rows [start, stop) of a Hugging Face tensor must read as after the conversion."""
+        """Expected rows [start, stop) of a Hugging Face tensor, read back from the result."""
         source = self._plan.source
         return source.read(name, 0, start, stop).to(CASTS.get(self.dtype) or DTYPES[source.dtype(name)])
 
