@@ -49,8 +49,8 @@ class CorrectionFilterConfig:
 
 @dataclass
 class CorrectionConfig:
-    """Train/rollout mismatch: one importance weight pi_train(old) / pi_rollout, truncated at `cap`, and any "
-    "filters."""
+    """Train/rollout mismatch: one importance weight pi_train(old) / pi_rollout, truncated at `cap`, and any
+    filters."""
 
     weight: Literal["none", "token", "geometric", "sequence"] = key("none", "what one importance weight covers")
     cap: Annotated[float, Range(above=0)] = key(2.0, "larger weights are cut to it")

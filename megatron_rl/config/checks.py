@@ -18,15 +18,16 @@ from operator import attrgetter
 from pathlib import Path
 
 from megatron_rl.config.algorithm_checks import check_method_choice
+from megatron_rl.config.keys import problems as out_of_range
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import PHASES, Config, OptimizerConfig
 from megatron_rl.config.shape import ConfigError
-from megatron_rl.config.value_checks import check_values
 from megatron_rl.models import HFConfig
 from megatron_rl.names import did_you_mean, show
 
 _LONGEST_PATH, _LONGEST_NAME = 3500, 255  # bytes; Linux takes 4095 and 255
 _MOST_PROCESSES = 4096  # on one machine
+_MOST_ROLLOUTS = 1e8  # of a step: all of them are in the memory of every rank
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def check(
     if config.model.path is not None:
         config.model.path = os.path.expanduser(config.model.path)
         config.model.create = None
-    problems = list(check_values(config))
+    problems = list(_check_values(config))
     if not problems:  # the checks below may divide by these values
         if config.launch.processes is None and machine.world_size is None:
             config.launch.processes = machine.gpus or smallest_world(config)
@@ -118,6 +119,38 @@ def smallest_world(config: Config) -> int:
     dense = parallel.tensor * parallel.context * parallel.pipeline
     experts = parallel.expert * parallel.expert_tensor * parallel.pipeline
     return math.lcm(dense, experts, config.rollout.tensor_parallel)
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+def _check_values(config: Config) -> Iterator[str]:
+    """Yields a sentence per value that is not among its key's choices or out of its range."""
+    yield from out_of_range(config)
+    rollouts = config.trainer.prompts_per_step * config.rollout.group_size
+    if rollouts > _MOST_ROLLOUTS:
+        yield (
+            f"a step has {rollouts:,} rollouts (`trainer.prompts_per_step` {config.trainer.prompts_per_step:,} x "
+            f"`rollout.group_size` {config.rollout.group_size:,}); at most {_MOST_ROLLOUTS:,.0f} are possible: lower one"
+        )
+    for key, section in (("actor.optimizer", config.actor.optimizer), ("sft.optimizer", config.sft.optimizer)):
+        yield from _check_optimizer(key, section)
+    for phase in config.watchdog.phases:
+        if phase not in PHASES:
+            yield (
+                f"`watchdog.phases` must be one of {', '.join(PHASES)}; it is {phase!r}{did_you_mean(phase, PHASES)}"
+            )
+    start = config.watchdog.phases.get("start", config.watchdog.default_minutes)
+    if config.watchdog.enabled and (config.launch.endpoint_minutes or 0) >= start:
+        yield (
+            f"`launch.endpoint_minutes` ({config.launch.endpoint_minutes:g}) must be less than the deadline of the start, in "
+            f"which the servers are waited for; raise `watchdog.phases.start` ({start:g})"
+        )
+
+
+def _check_optimizer(key: str, optimizer: OptimizerConfig) -> Iterator[str]:
+    if optimizer.min_lr > optimizer.lr:
+        yield f"`{key}.min_lr` ({optimizer.min_lr}) must not exceed `{key}.lr` ({optimizer.lr})"
+    if len(optimizer.betas) != 2:
+        yield f"`{key}.betas` must be two numbers in [0, 1); it is {optimizer.betas}"
 
 
 # ------------------------------------------------------------------------------------------------------------- layout

@@ -36,8 +36,8 @@ Schedule = Literal["constant", "linear", "cosine"]
 # ------------------------------------------------------------------------------------------------------------ model
 @dataclass
 class CreateModelConfig:
-    """A small, randomly initialised Qwen3 model with a character tokenizer, made at start-up. For runs without "
-    "downloads."""
+    """A small, randomly initialised Qwen3 model with a character tokenizer, made at start-up. For runs without
+    downloads."""
 
     layers: Annotated[int, Range(1, 1e4)] = key(2)
     hidden_size: Count = key(128)
@@ -73,8 +73,8 @@ class ModelConfig:
 # ------------------------------------------------------------------------------------------------- tasks and rewards
 @dataclass
 class ColumnsConfig:
-    """Which column of a file or dataset is what; `a.b` is the key b of the object in column a. Absent ones are "
-    "left out."""
+    """Which column of a file or dataset is what; `a.b` is the key b of the object in column a. Absent ones are
+    left out."""
 
     prompt: str = key("prompt", "text, or chat messages; has to exist")
     answer: str = key("answer", "the gold answer")
@@ -134,8 +134,8 @@ class TasksConfig:
 
 @dataclass
 class ConditionConfig:
-    """A reward counts only where another one is high enough, and is 0 elsewhere (GDPO Eq. 8); both before "
-    "weighting."""
+    """A reward counts only where another one is high enough, and is 0 elsewhere (GDPO Eq. 8); both before
+    weighting."""
 
     column: str = key(MISSING, "the other reward")
     at_least: Finite = key(1.0, "its threshold, inclusive")
@@ -245,8 +245,8 @@ class ActorConfig:
 # ---------------------------------------------------------------------------------------------------------- trainer
 @dataclass
 class SFTConfig:
-    """Supervised fine-tuning on demonstrations: the whole of `megatron-rl sft`, or a warm-up before RL where "
-    "steps > 0."""
+    """Supervised fine-tuning on demonstrations: the whole of `megatron-rl sft`, or a warm-up before RL where
+    steps > 0."""
 
     steps: StepsOrNone = key(0)
     batch_size: Count = key(64, "demonstrations per step")

@@ -82,22 +82,17 @@ def results_table(config: Config, summaries: Sequence[TaskSummary], across: Mapp
     if across:
         rows += [("all, macro", total, "eval_macro", across), ("all, micro", total, "eval_micro", across)]
     failed = {summary.task: summary.failed for summary in summaries}
-    shown = [
-        column for column in _COLUMNS if any(f"{prefix}/{column[0]}" in estimates for _, _, prefix, estimates in rows)
-    ]
+    columns = ((f"pass@{n}", f"pass@{n}", True), *_COLUMNS) if n > 1 else _COLUMNS
+    shown = [column for column in columns if any(f"{prefix}/{column[0]}" in found for _, _, prefix, found in rows)]
     table = Table(title="Evaluation", title_justify="left")
     table.add_column("task")
-    for heading in ("prompts", f"avg@{n}", f"{share:.0%} interval", *([f"pass@{n}"] if n > 1 else [])):
-        table.add_column(heading, justify="right")
-    for _, heading, _ in shown:
+    for heading in ("prompts", f"avg@{n}", f"{share:.0%} interval", *(heading for _, heading, _ in shown)):
         table.add_column(heading, justify="right")
     if any(failed.values()):
         table.add_column("failed", justify="right", style="bold red")
     for task, prompts, prefix, estimates in rows:
         right = estimates[f"{prefix}/avg@{n}"]
         cells = [task, prompts, f"{right.value:.1%}", _interval(right)]
-        if n > 1:
-            cells.append(_cell(estimates.get(f"{prefix}/pass@{n}"), True))
         cells += [_cell(estimates.get(f"{prefix}/{name}"), is_share) for name, _, is_share in shown]
         if any(failed.values()):
             cells.append(str(failed.get(task, sum(failed.values()))))

@@ -1,4 +1,4 @@
-"""Advantage estimators and gradient weights, one file each: names, parameters, needs and equations.
+"""Advantage estimators and gradient weights, one file per paper: names, parameters, needs and equations.
 
 Importing this package loads no torch, so that recipes are checked on a login node: the files of methods compute with tensors'
 own methods.

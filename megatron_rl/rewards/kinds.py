@@ -27,14 +27,6 @@ def stopped(sample: SampleMapping) -> bool:
     return sample.get("finish_reason", "stop") == "stop"
 
 
-def _accept(sample: SampleMapping) -> None:
-    """The default `check_sample`: every sample has what the reward needs."""
-
-
-def _no_doubts(samples: Sequence[tuple[str, SampleMapping]]) -> list[str]:
-    return []
-
-
 class Reward:
     """A function of completion and sample, and its declarations.
 
@@ -51,8 +43,8 @@ class Reward:
         *,
         columns: Iterable[str] | None = None,
         may_abstain: bool = False,
-        check_sample: Callable[[SampleMapping], object] = _accept,
-        doubts: Callable[[Sequence[tuple[str, SampleMapping]]], list[str]] = _no_doubts,
+        check_sample: Callable[[SampleMapping], object] = lambda sample: None,
+        doubts: Callable[[Sequence[tuple[str, SampleMapping]]], list[str]] = lambda samples: [],
     ) -> None:
         self.function = function
         self.columns = None if columns is None else tuple(columns)

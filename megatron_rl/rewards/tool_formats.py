@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Literal, get_args
+from functools import cache
+from typing import Literal
 
 from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, THINK, THOUGHT, ParserName, calls_apart
 
@@ -15,6 +16,7 @@ _RESPONSE = ("<response>", "</response>")
 Format = Callable[[str, bool, bool, str, bool], bool]
 
 
+@cache
 def _toolrl_pattern(calls: bool, response: bool, think: str, strict: bool) -> re.Pattern[str]:
     """Pattern of the whole completion. Strict: newlines exactly as in ToolRL's prompt."""
     fields = {"required": ["<think>.*?</think>"], "opened": [".*?</think>"], "none": []}[think]
@@ -25,32 +27,20 @@ def _toolrl_pattern(calls: bool, response: bool, think: str, strict: bool) -> re
     return re.compile((r"\n" if strict else r"\s*").join(fields), re.DOTALL)
 
 
-_TOOLRL = {
-    (calls, response, think, strict): _toolrl_pattern(calls, response, think, strict)
-    for calls in (False, True)
-    for response in (False, True)
-    for think in get_args(Thinking)
-    for strict in (False, True)
-}
-
-
 def toolrl_format(completion: str, calls: bool, response: bool, think: str, strict: bool) -> bool:
     for wanted, tags in ((calls, (OPEN, CLOSE)), (response, _RESPONSE)):
         if wanted and any(completion.count(tag) != 1 for tag in tags):
             return False
-    return _TOOLRL[calls, response, think, strict].fullmatch(completion.strip()) is not None
+    return _toolrl_pattern(calls, response, think, strict).fullmatch(completion.strip()) is not None
 
 
 def _behind_thinking(completion: str, think: str) -> str | None:
-    """What follows the thinking; None where that is not as it should be."""
+    """What follows the thinking; None where the thinking is missing or in the wrong place."""
     text = completion.strip()
     if think != "none":
         thought, closed, text = text.partition(THOUGHT)
-        if (
-            not closed
-            or thought.count(THINK) != (think == "required")
-            or (think == "required") != (thought[:7] == THINK)
-        ):
+        required = think == "required"
+        if not closed or thought.count(THINK) != required or thought.startswith(THINK) != required:
             return None
     return None if THINK in text or THOUGHT in text else text
 

@@ -88,6 +88,8 @@ def _check_task(config: TaskConfig) -> None:
     _check_keys(config)
     if config.chat_params and not config.chat:
         raise ValueError("chat_params: has no effect without chat: true")
+    if config.size is None and config.source in ("reasoning_gym", "tool_world"):
+        raise ValueError("size: is missing; say how many items to generate")
     try:
         in_template = check_template(config.prompt)
     except ValueError as error:
@@ -111,8 +113,6 @@ def _check_task(config: TaskConfig) -> None:
 def _check_reasoning_gym(config: TaskConfig, in_template: list[str]) -> None:
     if config.name is None:
         raise ValueError("name: is missing; name one of reasoning-gym's datasets, for example chain_sum")
-    if config.size is None:
-        raise ValueError("size: is missing; say how many items to generate")
     files = dataset_files()
     if files is None:
         return
@@ -124,6 +124,7 @@ def _check_reasoning_gym(config: TaskConfig, in_template: list[str]) -> None:
             raise ValueError(f"params.{key}: belongs one level up, next to name")
         if known is not None and key not in known:
             raise ValueError(f"params: {unknown_name(f'parameter of {config.name}', key, known - {'seed', 'size'})}")
+    assert config.size is not None  # `_check_task` has checked it
     try:
         check_params(files[config.name], config.params, config.seed, config.size)
     except ValueError as error:
@@ -158,8 +159,6 @@ def _check_split(config: TaskConfig, group: str, tasks: TasksConfig) -> None:
 
 
 def _check_tool_world(config: TaskConfig) -> None:
-    if config.size is None:
-        raise ValueError("size: is missing; say how many items to generate")
     try:
         world_params(config.params)
     except ValueError as error:

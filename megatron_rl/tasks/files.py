@@ -45,19 +45,17 @@ def _found(path: str, suffix: str) -> list[Path]:
     except (OSError, RuntimeError) as error:  # a name that is too long, a user that does not exist
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if place.is_dir():
-        found = sorted(place.glob(f"*{suffix}"))
-        if not found:
-            raise ValueError(f"{path}: the folder has no {suffix} file")
-        return found
-    if any(character in path for character in "*?[") and not place.exists():
+        found, lacking = sorted(place.glob(f"*{suffix}")), f"the folder has no {suffix} file"
+    elif place.exists():
+        return [place]
+    elif any(character in path for character in "*?["):
         fixed = next(parent for parent in place.parents if not any(c in str(parent) for c in "*?["))
-        found = sorted(fixed.glob(str(place.relative_to(fixed))))
-        if not found:
-            raise ValueError(f"{path}: no file matches the pattern")
-        return found
-    if not place.exists():
+        found, lacking = sorted(fixed.glob(str(place.relative_to(fixed)))), "no file matches the pattern"
+    else:
         raise ValueError(f"cannot read {path}: No such file or directory")
-    return [place]
+    if not found:
+        raise ValueError(f"{path}: {lacking}")
+    return found
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:

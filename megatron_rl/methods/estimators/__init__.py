@@ -1,1 +1,1 @@
-"""Advantage estimators, one file per method."""
+"""Advantage estimators, one file per paper."""

@@ -1,11 +1,11 @@
-"""James-Stein shrinkage baseline: two-level leave-one-out (Eq. 10-16).
+"""James-Stein shrinkage baseline: two-level leave-one-out (Eq. 10-16); and BLOO, the other prompts' mean (Eq. 10, right).
 
 Zeng et al. 2025, "Shrinking the Variance", https://arxiv.org/abs/2511.03710
 """
 
 from __future__ import annotations
 
-from megatron_rl.methods.catalogue import Estimate, Groups, advantage_estimator
+from megatron_rl.methods.catalogue import Estimate, Groups, Tensor, advantage_estimator
 from megatron_rl.methods.estimators.rloo import rloo
 from megatron_rl.methods.numerics import safe_divide
 from megatron_rl.parameters import NonNegative
@@ -40,3 +40,11 @@ def shrinkage(groups: Groups, *, factor: bool = True, eps: NonNegative = 0.0) ->
         metrics={"shrinkage/lambda": float(seen.mean()) if seen.numel() else 0.0},
         group={"shrinkage": weight, "v": v, "s": s, "batch_mean": (others.mean + base).where(others.size > 0, 0.0)},
     )
+
+
+@advantage_estimator("bloo", prompts=2)
+def bloo(groups: Groups) -> Tensor:
+    """A_ij = r_ij - mean over the other prompts k of mean_k."""
+    mean, _ = groups.means
+    others = groups.leave_one_out(mean, mean).mean
+    return groups.centred.values + (mean - others)[:, None]

@@ -1,1 +1,1 @@
-"""Gradient weights F(w, A), one file per method. All work on log-ratios; none overflows for finite input."""
+"""Gradient weights F(w, A), one file per paper. All work on log-ratios; none overflows for finite input."""
