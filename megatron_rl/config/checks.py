@@ -163,7 +163,8 @@ def _check_layout(config: Config, world: int, machine: Machine) -> Iterator[str]
             f"`launch.processes` is {config.launch.processes}, but the launcher started {local or machine.world_size} "
             "processes on this machine; set it to null or to that number"
         )
-    model, fits = parallel.tensor * parallel.pipeline, _next_multiple(world, smallest_world(config))
+    model, smallest = parallel.tensor * parallel.pipeline, smallest_world(config)
+    fits = math.ceil(world / smallest) * smallest
     names, sizes = "tensor x pipeline", f"{parallel.tensor} x {parallel.pipeline}"
     if parallel.context > 1:
         names, sizes = f"{names} x context", f"{sizes} x {parallel.context}"
@@ -189,10 +190,6 @@ def _check_layout(config: Config, world: int, machine: Machine) -> Iterator[str]
         )
     if parallel.sequence and parallel.tensor == 1:
         yield "`actor.parallel.sequence` needs `actor.parallel.tensor` > 1, which is 1; set sequence to false"
-
-
-def _next_multiple(number: int, of: int) -> int:
-    return max(of, math.ceil(number / of) * of)
 
 
 def _check_machine(config: Config, machine: Machine, command: str) -> Iterator[str]:

@@ -203,7 +203,7 @@ class RemoteReward(Reward):
             return Verdict(None, error.kind, str(error))
         # Scores and nonsense are kept, so that a resumed run sees the same; a failed request is sent again.
         self._cache[key] = self._news[key] = verdict
-        self._write({"key": key, "score": verdict.score, "reply": text[:_LONGEST_KEPT_REPLY]})
+        self._append(json.dumps({"key": key, "score": verdict.score, "reply": text[:_LONGEST_KEPT_REPLY]}) + "\n")
         return verdict
 
     def expire(self) -> None:
@@ -264,9 +264,6 @@ class RemoteReward(Reward):
         if self._file.exists() and not self._file.read_bytes().endswith(b"\n"):
             self._append("\n")
 
-    def _write(self, row: Mapping[str, object]) -> None:
-        self._append(json.dumps(row) + "\n")
-
     def _append(self, text: str) -> None:
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
@@ -279,7 +276,7 @@ class RemoteReward(Reward):
         requests, tokens = self._spent_in_step
         self._spent_in_step = (requests + counts.traffic.requests, tokens + counts.traffic.tokens)
         if counts.scored:
-            self._write({"step": self._step, **counts.details()})
+            self._append(json.dumps({"step": self._step, **counts.details()}) + "\n")
         news, self._news = self._news, {}
         return counts, news
 

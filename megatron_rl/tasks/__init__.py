@@ -1,14 +1,14 @@
 """Where prompts come from: your data and generators, as `Sample`s in a deterministic order. Imports no torch."""
 
 from megatron_rl.tasks.checks import check_tasks, first_items
-from megatron_rl.tasks.loading import LoadedTasks, filter_by_length, load_task, load_tasks, tasks_to_evaluate
+from megatron_rl.tasks.loading import Prompts, filter_by_length, load_task, load_tasks, tasks_to_evaluate
 from megatron_rl.tasks.order import MixedOrder, Order, PromptOrder, make_order
 
 __all__ = [
-    "LoadedTasks",
     "MixedOrder",
     "Order",
     "PromptOrder",
+    "Prompts",
     "check_tasks",
     "filter_by_length",
     "first_items",

@@ -19,38 +19,38 @@ from megatron_rl.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class LoadedTasks:
+class Prompts:
     """All prompts of a run."""
 
     train: list[Sample]  # every train task's samples, one task after the other; the prompt order mixes them
     eval: dict[str, list[Sample]]
-    weights: dict[str, float] | None  # per train task; None: by size
+    weights: dict[str, float] | None  # of the train tasks; None: mixed by size
 
 
 def tasks_to_evaluate(tasks: TasksConfig) -> TasksConfig:
     """The tasks that an evaluation reads: the eval tasks, and the train tasks that a `split` takes its prompts from."""
-    sources = {config.of for config in tasks.eval.values() if _splits(config)}
+    sources = {config.of for config in tasks.eval.values() if config.source == SPLIT}
     return replace(tasks, train={name: config for name, config in tasks.train.items() if name in sources})
 
 
-def load_tasks(tasks: TasksConfig, tokenizer: Tokenizer) -> LoadedTasks:
+def load_tasks(tasks: TasksConfig, tokenizer: Tokenizer) -> Prompts:
     """Loads (checked) eval tasks, train tasks without the eval prompts they exclude, and what is held out of those.
 
     Raises:
         ValueError: as `load_task`.
     """
     evaluation = {
-        name: load_task(name, config, tokenizer) for name, config in tasks.eval.items() if not _splits(config)
+        name: load_task(name, config, tokenizer) for name, config in tasks.eval.items() if config.source != SPLIT
     }
     train: dict[str, list[Sample]] = {}
     for name, config in tasks.train.items():
         held_out = {_key(sample.prompt) for other in config.exclude for sample in evaluation[other]}
         train[name] = _load(name, config, tokenizer, held_out)
     for name, config in tasks.eval.items():
-        if _splits(config):
+        if config.source == SPLIT:
             source = config.of or ""
             evaluation[name], train[source] = hold_out(name, config, train[source])
-    return LoadedTasks(
+    return Prompts(
         train=[sample for samples in train.values() for sample in samples],
         eval={name: evaluation[name] for name in tasks.eval},
         weights=task_weights(tasks.train),
@@ -63,10 +63,6 @@ def task_weights(train: Mapping[str, TaskConfig]) -> dict[str, float] | None:
     if weights and (without := train.keys() - weights.keys()):
         raise ValueError(f"tasks.train.{min(without)}.weight: is missing; give every train task a weight, or none")
     return weights or None
-
-
-def _splits(config: TaskConfig) -> bool:
-    return config.source == SPLIT
 
 
 def hold_out(name: str, config: TaskConfig, samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
@@ -111,7 +107,7 @@ def load_task(name: str, config: TaskConfig, tokenizer: Tokenizer) -> list[Sampl
         ValueError: an item or parameter the source refuses, a template field that does not exist, characters the
             tokenizer does not know, messages without `chat: true`, or no samples at all.
     """
-    if _splits(config):
+    if config.source == SPLIT:
         raise ValueError(f"task {name} is part of the train task {config.of}: load it with load_tasks")
     if config.exclude:
         raise ValueError(f"task {name} excludes prompts of {', '.join(config.exclude)}: load it with load_tasks")
@@ -233,18 +229,13 @@ def _apply_template(
 ) -> str:
     from jinja2 import TemplateError
 
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         return str(
-            tokenizer.apply_chat_template(
-                _messages(prompt), tools=tools, add_generation_prompt=True, tokenize=False, **params
-            )
+            tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, tokenize=False, **params)
         )
     except (TemplateError, TypeError, ValueError) as error:  # what templates raise on messages they do not take
         raise ValueError(f"the chat template refuses the prompt {prompt!r:.200}: {error}") from error
-
-
-def _messages(prompt: Prompt) -> list[dict[str, object]]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _unknown(texts: Iterable[str], tokenizer: Tokenizer) -> str:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Sample
-from megatron_rl.tasks import filter_by_length, load_tasks, tasks_to_evaluate
+from megatron_rl.tasks import Prompts, filter_by_length, load_tasks, tasks_to_evaluate
 from megatron_rl.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Prompts:
-    train: list[Sample]  # of all train tasks; empty in an evaluation
-    eval: dict[str, list[Sample]]  # at most `trainer.eval_max_prompts` of each eval task
-    weights: dict[str, float] | None  # of the train tasks; None: mixed by size
-
-
 def load_prompts(config: Config, tokenizer: Tokenizer, note: Callable[[str], None], training: bool) -> Prompts:
-    """Loads and tokenises the recipe's tasks.
+    """Loads and tokenises the recipe's tasks; at most `trainer.eval_max_prompts` of each eval task.
 
     Args:
         note: called with a sentence for every task of which prompts are left out.

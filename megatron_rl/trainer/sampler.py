@@ -21,8 +21,7 @@ from megatron_rl.rollout.sync import WeightSync
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.step_timer import StepTimer
-from megatron_rl.tasks import Order, make_order
-from megatron_rl.tasks.prompts import Prompts
+from megatron_rl.tasks import Order, Prompts, make_order
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer.report import Reporter
 
