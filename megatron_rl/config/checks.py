@@ -141,8 +141,8 @@ def _check_values(config: Config) -> Iterator[str]:
     start = config.watchdog.phases.get("start", config.watchdog.default_minutes)
     if config.watchdog.enabled and (config.launch.endpoint_minutes or 0) >= start:
         yield (
-            f"`launch.endpoint_minutes` ({config.launch.endpoint_minutes:g}) must be less than the deadline of the start, in "
-            f"which the servers are waited for; raise `watchdog.phases.start` ({start:g})"
+            f"`launch.endpoint_minutes` ({config.launch.endpoint_minutes:g}) must be less than the deadline of the start, "
+            f"which includes the wait for servers; raise `watchdog.phases.start` ({start:g})"
         )
 
 

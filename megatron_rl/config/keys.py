@@ -98,7 +98,7 @@ def _problems(value: object, hint: object, where: str) -> Iterator[str]:
 
 
 def broken(value: object, hint: object) -> str | None:
-    """What a value of the right type must be, after "must be", and that it is not; None where it is."""
+    """Which choices or bound a value of the right type breaks, in words after "must be"; None where it keeps them."""
     for arm in arms(hint):
         if typing.get_origin(arm) is Literal and value not in typing.get_args(arm):
             known = typing.get_args(arm)

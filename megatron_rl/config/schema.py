@@ -166,7 +166,7 @@ class RolloutConfig:
     max_prompt_tokens: Tokens = key(512)
     max_tokens: Tokens = key(512, "new tokens per rollout")
     temperature: Annotated[float, Range(above=0, high=2)] = key(1.0, "of training rollouts and the actor's log-probs")
-    too_long: Literal["error", "drop"] = key("error", "what is done with prompts above the limit")
+    too_long: Literal["error", "drop"] = key("error", "prompts above the limit: an error, or left out")
     memory_fraction: PositiveShare = key(0.6, "GPU: share of the device's memory for the engine while it is awake")
     cpu_cache_gib: Annotated[float, Range(0.001, 1e6)] = key(1.0, "CPU: KV cache per process")
     max_concurrent: Count = key(512, "sequences decoded together by one engine")
@@ -312,7 +312,7 @@ class CheckpointConfig:
     sft_every: StepsOrNone = key(
         100,
         "SFT steps of `train`'s warm-up between its checkpoints, where `every` is not 0; 0: only after its last "
-        "step and when the run is asked to stop. (`megatron-rl sft` goes by `every`)",
+        "step and when the run is asked to stop. (`megatron-rl sft` uses `every`)",
     )
     keep: Count = key(2, "newest checkpoints kept")
     keep_best: CountOrNone = key(0, "further ones kept: those with the highest `best`")

@@ -6,14 +6,13 @@ from __future__ import annotations
 def stage_layers(layers: int, pipeline: int, virtual_pipeline: int = 1) -> list[int]:
     """Layers on each of `pipeline` stages, a multiple of `virtual_pipeline` on every one.
 
-    Where they do not divide evenly, the stages between the first and the last hold as many as the fullest has to, and the
-    first and the last, which also hold the embedding and the output layer, share the rest: 94 layers over 8 stages are
-    11, six times 12, 11. Where that leaves one of them without a layer, the stages between hold one less: 5 over 4 are
-    2, 1, 1, 1.
+    Where they do not divide evenly, the inner stages hold the rounded-up mean, and the first and the last, which also hold
+    the embedding and the output layer, share the rest: 94 layers over 8 stages are 11, six times 12, 11. Where that leaves
+    one of them without a layer, the inner stages hold one less: 5 over 4 are 2, 1, 1, 1.
 
     Raises:
-        ValueError: where that makes the first stage fuller than the others have to be: Megatron-Core gives all stages between
-            the first and the last the same number. The message has no key's name.
+        ValueError: the first stage would hold more than the mean: Megatron-Core gives all inner stages the same number. The
+            message names no key.
     """
     rows, odd = divmod(layers, virtual_pipeline)
     if odd:

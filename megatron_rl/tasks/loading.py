@@ -161,10 +161,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def filter_by_length(samples: Sequence[Sample], max_prompt_tokens: int, too_long: str) -> tuple[list[Sample], int]:
-    """The samples whose prompt fits, and how many were dropped.
-
-    Args:
-        too_long: `error` refuses the first prompt that does not fit, `drop` leaves such prompts out.
+    """The samples whose prompt fits, and how many were dropped. `too_long`: `error` or `drop`, as `rollout.too_long`.
 
     Raises:
         ValueError: a prompt that does not fit under `error`, or none that fits.

@@ -33,11 +33,8 @@ def dataset_files() -> dict[str, Path] | None:
         text = path.read_text(encoding="utf-8")
         if "register_dataset(" not in text:
             continue
-        constant = re.search(r'^DATASET_NAME = "(\w+)"', text, re.MULTILINE)
-        literal = re.search(r'^register_dataset\(\s*"(\w+)"', text, re.MULTILINE)
-        for match in (constant, literal):
-            if match:
-                files[match[1]] = path
+        for name in re.findall(r'^(?:DATASET_NAME = |register_dataset\(\s*)"(\w+)"', text, re.MULTILINE):
+            files[name] = path
     return files
 
 
