@@ -45,9 +45,7 @@ class CreateModelConfig:
     kv_heads: Ranks = key(2, "key/value heads")
     head_dim: Ranks = key(32)
     ffn_size: Annotated[int, Range(1, 1e7)] = key(256)
-    vocab_size: Annotated[int, Range(1, 1e8)] = key(
-        64, "rows of the embedding; characters and two special tokens are padded to it"
-    )
+    vocab_size: Annotated[int, Range(1, 1e8)] = key(64, "rows of the embedding; the tokens are padded to it")
     characters: str = key("0123456789+-*/=#.,() ", "what the tokenizer knows")
     words: list[str] = key([], "strings that are one token each, e.g. `<think>`; the longest that fits counts")
     max_positions: Tokens = key(512, "longest sequence")
