@@ -160,6 +160,11 @@ def test_tests_that_are_none(tests: Any, message: str) -> None:
         read_tests(tests)
 
 
+def test_input_and_output_may_be_lists_of_lines_or_numbers() -> None:
+    tests = read_tests({"inputs": [["2", 3], 4], "outputs": [[], ["a"]]})
+    assert (tests.inputs, tests.outputs, tests.function) == (("2\n3", "4"), ("", "a"), None)
+
+
 def test_arguments_may_be_text() -> None:
     given = ['1\n"a\u2028b"']  # JSON allows the separator within a text
     assert read_tests({"inputs": given, "outputs": ["2"], "fn_name": "f"}).inputs == ([1, "a\u2028b"],)

@@ -98,8 +98,10 @@ def test_a_reply_beyond_all_bounds_is_not_read_to_its_end(monkeypatch: pytest.Mo
     traffic, [error] = posted(f'raw:{{"a": "{"x" * 5000}"}}')
     assert "a reply of more than 0 MiB" in str(error)
     assert (traffic.requests, traffic.errors) == (1, 1)
-    _, [reply] = posted(f'raw:{{"a": "{"x" * 1000}"}}')
-    assert len(reply["a"]) == 1000
+    _, [reply] = posted(f'raw:{{"a": "{"x" * 1015}"}}')
+    assert len(reply["a"]) == 1015  # and 9 bytes around it
+    _, [error] = posted(f'raw:{{"a": "{"x" * 1016}"}}')
+    assert "MiB" in str(error)
 
 
 def test_what_is_sent_names_the_program_and_asks_no_key() -> None:

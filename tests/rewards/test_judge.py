@@ -248,6 +248,7 @@ def test_a_restart_does_not_ask_again_even_after_a_torn_line(tmp_path: Path) -> 
         assert len(server.requests) == 3
         counts, _ = again.take_counts()
         assert (counts.cache_hits, counts.no_score) == (2, {"nonsense": 1})
+        assert counts.example == "the reply held no score: 'hm'"
 
 
 @pytest.mark.parametrize(
@@ -375,6 +376,7 @@ def test_the_answers_on_disk_can_be_read(tmp_path: Path) -> None:
     assert (answer["score"], answer["reply"], other["score"]) == (0.5, 'I think {"score": 0.5}', None)
     assert (details["step"], details["scored"], details["requests"], details["tokens"]) == (7, 2, 2, 214)
     assert details["no_score"] == {"nonsense": 1}
+    assert counts.example == "the reply holds no score: 'hm'"
     assert (details["replies"], details["prompt_tokens"], details["retries"]) == (2, 200, 0)
     assert 0 < details["latency_mean"] <= details["latency_max"]
     metrics = counts.metrics("judge")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.rewards.sandbox import Limits, run_program
+from megatron_rl.rewards.sandbox import Limits, _bytes_in, run_program
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=4.0, memory_mib=256, output_mib=1, scratch_mib=4)
 
@@ -201,6 +201,14 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run_program(code, limits=LIMITS)
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_all_files_in_the_scratch_folder_count(tmp_path: Path) -> None:
+    for name, size in (("a", 10), ("b", 3)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert _bytes_in(str(tmp_path)) == 2 * 4096 + 13
+    slowly = "import time\nfor i in range(999):\n    open(str(i), 'wb').write(bytes(900_000)); time.sleep(0.01)"
+    assert run_program(slowly, limits=LIMITS).status == "disk"
 
 
 def test_the_answer_is_not_there_to_be_read() -> None:

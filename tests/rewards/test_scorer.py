@@ -172,7 +172,19 @@ def test_the_deadline_runs_from_the_last_rollout(own: str) -> None:
         (row,) = scorer.score(["a"], [sample()], keys=[0])
         assert math.isnan(row["judge"])
         assert 0.9 < time.monotonic() - began < 20
-        assert scorer.take_stats().remote["judge"][0].no_score == {"expired": 1}
+        counts, _ = scorer.take_stats().remote["judge"]
+        assert counts.no_score == {"expired": 1}
+        assert counts.example == "no answer 1 s after the last rollout"
+
+
+def test_the_first_rollout_without_a_score_is_the_example() -> None:
+    with serving(lambda number, _: f"text:{'abc'[number]}") as server:
+        scorer = Scorer({"judge": RewardConfig(**judge(server.url))})
+        for texts, first in (("xy", "a"), ("z", "c")):
+            for text in texts:
+                scorer.score([text], [sample()])
+            assert scorer.take_stats().remote["judge"][0].example == f"the reply holds no score: '{first}'"
+        scorer.close()
 
 
 def test_a_judge_with_the_rule_stop_names_sample_and_endpoint() -> None:
