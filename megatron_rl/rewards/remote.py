@@ -157,7 +157,7 @@ class RemoteReward(Reward):
         The future raises:
             EndpointError: the rule is `stop`, or the endpoint was never usable.
         """
-        return asyncio.run_coroutine_threadsafe(self._score(completion, sample.copy()), event_loop())
+        return asyncio.run_coroutine_threadsafe(self._score(completion, {**sample}), event_loop())
 
     async def _score(self, completion: str, sample: SampleMapping) -> Score:
         body = self._render(completion, sample)
