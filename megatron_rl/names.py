@@ -28,13 +28,7 @@ def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.0) -> str
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
-    """A sentence for an unknown name: the nearest known one, or all of them where none is near.
-
-    Args:
-        what: what the name should have been, for example ``reward``.
-        name: the name as the user wrote it.
-        known: the names that exist.
-    """
+    """A sentence for an unknown name of `what`, a reward say: the nearest known one, or all of them where none is near."""
     names = sorted(known)
     hint = did_you_mean(name, names, 0.6) or f"; there is {', '.join(names) or 'none'}"
     return f"unknown {what} {name!r}{hint}"

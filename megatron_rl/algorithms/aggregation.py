@@ -36,14 +36,11 @@ def sequence_sizes(mask: Tensor, sequence_ids: Tensor) -> Tensor:
 
 
 def count_live(mask: Tensor, sequence_ids: Tensor) -> Denominators:
-    """Counts of one part of the minibatch. Sum them over all parts to get the denominators.
+    """Counts of one part of the minibatch, scalar float64 tensors. Sum them over all parts to get the denominators.
 
     Args:
         mask: bool or 0/1 [tokens]; True where the token takes part in the loss (after all filters).
         sequence_ids: int64 [tokens], which rollout of this part each token belongs to.
-
-    Returns:
-        Scalar float64 tensors.
     """
     sizes = sequence_sizes(mask, sequence_ids)
     return Denominators(sizes.sum(), (sizes > 0).sum().double())

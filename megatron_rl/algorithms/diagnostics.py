@@ -15,11 +15,8 @@ from megatron_rl.methods.groups import Groups
 def count_advantage_groups(advantages: Tensor, valid: Tensor | None = None, decimals: int = 6) -> int:
     """Advantage resolution (GDPO Fig. 3): the number of distinct groups of advantages.
 
-    Groups are equal when their sorted advantages agree to `decimals` decimals.
-
-    Args:
-        advantages: [n, m].
-        valid: bool [n, m]; invalid entries do not count.
+    Groups of the advantages [n, m] are equal when, sorted, they agree to `decimals` decimals. Entries that are not `valid`,
+    bool [n, m], do not count.
     """
     rounded = (advantages.double() * 10**decimals).round() + 0.0  # no negative zero
     if valid is not None:

@@ -43,13 +43,7 @@ def with_valid(table: RewardTable, valid: Tensor) -> RewardTable:
 def overlong_penalty(lengths: Tensor, max_length: int, share: float) -> Tensor:
     """Soft overlong punishment (DAPO Eq. 13): 0 up to (1 - share) max_length, falling linearly to -1 at max_length.
 
-    Args:
-        lengths: response lengths in tokens, any shape.
-        max_length: the response budget in tokens.
-        share: of the budget, in (0, 1].
-
-    Returns:
-        float64, same shape, in [-1, 0].
+    Lengths are in tokens, any shape; the result is float64 of the same shape. `share` is in (0, 1].
     """
     if not 0 < share <= 1:
         raise ValueError(f"algorithm.overlong.share must be in (0, 1], not {share!r}")

@@ -36,11 +36,7 @@ class Site:
 
 
 def read_site(root: Path, path: Path | None = None) -> Site:
-    """Runs the file in a shell, as the batch scripts do.
-
-    Args:
-        root: the folder of the package, with `slurm/`.
-        path: the site file; `slurm/site.sh` where left out.
+    """Runs the site file (default: `root/slurm/site.sh`) in a shell, as the batch scripts do.
 
     Raises:
         LaunchError: there is no such file, or it does not say what it must.

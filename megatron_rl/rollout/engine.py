@@ -55,10 +55,7 @@ class Completion:
 class Engine:
     """This rank's part of one vLLM engine: a queue of requests, weights, and the device's memory.
 
-    Args:
-        config: the recipe.
-        grid: where this process stands.
-        folder: Hugging Face folder with config and tokenizer; weights come by `load_weights` only.
+    `folder` is a Hugging Face folder with config and tokenizer; weights come by `load_weights` only.
     """
 
     def __init__(self, config: Config, grid: Grid, folder: str | Path) -> None:

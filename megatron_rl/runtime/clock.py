@@ -15,9 +15,7 @@ class AwakeClock:
 
     One thread calls `tick`, more often than every `longest` seconds; any thread may call `read`.
 
-    Args:
-        longest: seconds between two ticks that are counted at most.
-        source: seconds of a clock that never goes back; tests pass their own.
+    `source` gives seconds of a clock that never goes back.
     """
 
     def __init__(self, longest: float, source: Callable[[], float] = time.monotonic) -> None:

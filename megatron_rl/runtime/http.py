@@ -114,9 +114,6 @@ class Endpoint:
         spend: called before every request; raises Unanswered where the budget is used up.
         is_reply: whether a JSON object is a reply of this kind of server. One that is not (`{"choices": []}`) is a passing
             fault: the request is sent again.
-
-    Attributes:
-        traffic: counts since they were last taken.
     """
 
     def __init__(

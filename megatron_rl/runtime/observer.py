@@ -20,10 +20,7 @@ class Observer:
     A rank whose beat moves is alive and watches its own deadline. One whose beat does not move is late when the time that its
     last heartbeat left it, and the grace, have passed on the observer's clock. The clocks of the ranks do not matter.
 
-    Args:
-        attempt: the attempt's log folder.
-        grace: seconds past a deadline, on top of four beats, in which ranks end the run themselves.
-        clock: ticked at every look.
+    `grace`: seconds past a deadline, on top of four beats, in which ranks end the run themselves.
     """
 
     def __init__(self, attempt: Path, grace: float, clock: AwakeClock) -> None:

@@ -64,13 +64,7 @@ def stacks_file(beats: Path, rank: int) -> Path:
 
 
 def take_stacks(folder: Path, beats: Path, silent: Iterable[Beat]) -> None:
-    """Has the ranks that do not answer, and run on this machine, write their stacks; copies them into the post-mortem.
-
-    Args:
-        folder: of the post-mortem.
-        beats: of the heartbeats.
-        silent: the last heartbeats of the ranks.
-    """
+    """Has the `silent` ranks of this machine write their stacks, and copies them into the post-mortem's folder."""
     asked = [
         stacks_file(beats, beat["rank"])
         for beat in silent

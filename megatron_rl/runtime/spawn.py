@@ -76,11 +76,7 @@ def run_ranks(
     When a rank fails, the others are asked to end. A rank that does not within its grace is killed, with all it started.
 
     Args:
-        command: program and arguments.
-        processes: number of ranks.
-        log_dir: an existing folder.
         environment: variables on top of this process's own.
-        graces: how long to wait before killing.
         files: open files that the ranks inherit, under the same numbers.
     """
     worlds = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]

@@ -42,11 +42,8 @@ def loading_with(
 ) -> Iterator[None]:
     """Has torch's reader and planner, which Megatron-Core's derive from, unpickle by these functions.
 
-    Torch unpickles the index freely, and Megatron-Core the pieces that are objects.
-
-    Args:
-        read_metadata: the index of a checkpoint's folder.
-        load_object: an object from its bytes; the second argument says where they are from.
+    Torch unpickles the index freely, and Megatron-Core the pieces that are objects. The second argument of `load_object` says
+    where the bytes are from.
     """
     import torch
 

@@ -214,12 +214,7 @@ class Sampler:
         return engine * size + zlib.crc32(f"{rollout.sample_id}/{rollout.text}".encode(errors="replace")) % size
 
     def score(self, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> None:
-        """Fills in `rollout.rewards`. The work is divided over all ranks; every rank ends with all numbers.
-
-        Args:
-            samples: those that `generate` was given.
-            rollouts: what it returned.
-        """
+        """Fills in `rollout.rewards` of what `generate` returned for these samples: divided over all ranks, known to all."""
         by_id, place = {sample.id: sample for sample in samples}, {sample.id: i for i, sample in enumerate(samples)}
         ranks = [self._scoring_rank(place[rollout.sample_id], rollout) for rollout in rollouts]
         own = [rollout for rollout, rank in zip(rollouts, ranks, strict=True) if rank == self.grid.rank]

@@ -264,12 +264,7 @@ def _listen(queue: SimpleQueue[int | None], progress: Progress) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- progress
 class ProgressBar:
-    """Bytes, speed and time left: a bar on a terminal, a line every ten seconds elsewhere.
-
-    Args:
-        files: name and bytes of each.
-        done: names of those that are written already.
-    """
+    """Bytes, speed and time left of `files` (name, bytes): a bar on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self, files: Sequence[tuple[str, int]], done: set[str], what: str = "converting") -> None:
         console = Console(stderr=True)
