@@ -11,19 +11,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.reproduce import list_pages, make_page, write_page
+from megatron_rl.reproduce import PAGES, make_page, write_page
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reproduced"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("name", choices=(*list_pages(), "all"), help="which paper")
+    parser.add_argument("name", choices=(*PAGES, "all"), help="which paper")
     parser.add_argument(
         "--out", type=Path, default=FOLDER, help="folder for NAME.md and NAME.png (default: docs/reproduced)"
     )
     args = parser.parse_args(arguments)
-    for name in list_pages() if args.name == "all" else [args.name]:
+    for name in PAGES if args.name == "all" else [args.name]:
         begin = time.perf_counter()
         write_page(make_page(name), name, args.out)
         print(f"{args.out / name}.md and .png, {time.perf_counter() - begin:.0f} s")

@@ -247,7 +247,8 @@ class Algorithm:
             objective = objective * corrected.weights.to(precise)
         count = denominators.num_tokens if config.aggregation == "token-mean" else denominators.num_sequences
         share = coefficients * at_least_one(count)
-        parts = _parts(config.aggregation, live, sequence_ids)
+        own = count_live(live, sequence_ids)
+        parts = torch.as_tensor(own.num_tokens if config.aggregation == "token-mean" else own.num_sequences)
         metrics.total("loss/objective", weighted_sum(objective.double(), share), parts)
         if rollout_log_probs is not None:
             metrics += correction_metrics(
@@ -328,11 +329,6 @@ def ppo_objective(
     if dual_clip is not None:
         value = torch.where(advantages < 0, torch.maximum(value, dual_clip * advantages), value)
     return value
-
-
-def _parts(mode: str, live: Tensor, sequence_ids: Tensor) -> Tensor:
-    own = count_live(live, sequence_ids)
-    return torch.as_tensor(own.num_tokens if mode == "token-mean" else own.num_sequences)
 
 
 def _share(part: Tensor, whole: Tensor) -> float:

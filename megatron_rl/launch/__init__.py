@@ -5,5 +5,3 @@ Needs neither torch nor, but for `nemo`, NeMo-Run.
 
 from megatron_rl.launch.plan import LaunchError, Task, chain, one, sweep
 from megatron_rl.launch.site import Site, read_site
-
-__all__ = ["LaunchError", "Site", "Task", "chain", "one", "read_site", "sweep"]

@@ -2,5 +2,3 @@
 
 from megatron_rl.preflight.findings import Finding, Report
 from megatron_rl.preflight.run import preflight
-
-__all__ = ["Finding", "Report", "preflight"]

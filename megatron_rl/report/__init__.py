@@ -3,5 +3,3 @@
 from megatron_rl.report.findings import Finding, find
 from megatron_rl.report.page import render
 from megatron_rl.report.run import RunRecord, read_run
-
-__all__ = ["Finding", "RunRecord", "find", "read_run", "render"]

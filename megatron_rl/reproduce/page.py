@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PAGES = ("awpo", "dgpo", "gdpo", "shrinkage")  # modules of this package, each with `make() -> Page`
+PAGES = ("awpo", "dgpo", "gdpo", "shrinkage")  # modules of this package, each with `make() -> Page`
 
 
 @dataclass
@@ -29,13 +29,9 @@ class Page:
         return "\n\n".join([f"# {self.title}", made, *self.blocks, f"![{self.title}]({name}.png)"]) + "\n"
 
 
-def list_pages() -> tuple[str, ...]:
-    return _PAGES
-
-
 def make_page(name: str) -> Page:
-    if name not in _PAGES:
-        raise ValueError(f"no page {name!r}; there are {', '.join(_PAGES)}")
+    if name not in PAGES:
+        raise ValueError(f"no page {name!r}; there are {', '.join(PAGES)}")
     page = importlib.import_module(f"megatron_rl.reproduce.{name}").make()
     assert isinstance(page, Page)
     return page

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.reproduce import awpo, dgpo, gdpo, list_pages, make_page, shrinkage, write_page
+from megatron_rl.reproduce import PAGES, awpo, dgpo, gdpo, make_page, shrinkage, write_page
 from megatron_rl.reproduce.page import markdown_table
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def test_the_committed_page_is_what_the_code_makes(name: str, tmp_path: Path) ->
     assert (tmp_path / f"{name}.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("name", list_pages())
+@pytest.mark.parametrize("name", PAGES)
 def test_every_page_is_committed_with_its_figure(name: str) -> None:
     assert (FOLDER / f"{name}.md").read_text().startswith("# ")
     assert 0 < (FOLDER / f"{name}.png").stat().st_size < 150_000
