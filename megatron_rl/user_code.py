@@ -1,14 +1,17 @@
-"""Python files that a recipe names: rewards and plugins of the user's own."""
+"""Python files that a recipe names: rewards, sources of prompts and plugins of the user's own."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def is_module_name(name: str) -> bool:
@@ -40,3 +43,26 @@ def load_file(path: str | Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def load_function(name: str, what: str) -> Callable[..., Any]:
+    """The function that `path/to/file.py:function` or `package.module:function` names.
+
+    Args:
+        what: the function is for, in messages.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place.endswith(".py") and not is_module_name(place):
+        raise ValueError(
+            f"the {what} {name!r} names neither a Python file nor a module; write file.py:function or module:function"
+        )
+    try:
+        module = load_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ValueError(f"cannot load the {what} {name!r}: {error}") from error
+    if not callable(function := getattr(module, attribute, None)):
+        raise ValueError(f"cannot load the {what} {name!r}: {place} has no function {attribute!r}")
+    return function

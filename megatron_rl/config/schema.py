@@ -92,10 +92,10 @@ class TaskConfig:
     source: str = key(
         MISSING,
         "`jsonl`, `parquet`, `huggingface` (your data), `reasoning_gym`, `tool_world` (generated), `split` (eval "
-        "only: part of a train task)",
+        "only: part of a train task), or a generator of your own: `path/file.py:function`, `package.module:function`",
     )
     name: str | None = key(None, "reasoning_gym: the dataset, e.g. `chain_sum`, `countdown`, `knights_knaves`")
-    params: dict[str, Any] = key({}, "reasoning_gym, tool_world: the generator's own parameters")
+    params: dict[str, Any] = key({}, "generated: the generator's own parameters")
     size: Steps | None = key(None, "generated: number of items (required); your data: at most so many, the first ones")
     seed: Annotated[int, Range(0, 2**32 - 1)] = key(1, "generated: the generator's; split: of the drawing")
     path: str | None = key(

@@ -7,7 +7,6 @@ checked by making their rewards. Parameters are checked against the factory's an
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from megatron_rl.names import unknown_name
 from megatron_rl.parameters import check_types
 from megatron_rl.rewards.kinds import CALL_SECONDS, InlineReward, PooledReward, Reward, ScoreFunction
-from megatron_rl.user_code import is_module_name, load_file
+from megatron_rl.user_code import load_function
 
 Factory = Callable[..., ScoreFunction]
 
@@ -76,7 +75,7 @@ def make_reward(name: str, **params: object) -> Reward:
     Raises:
         ValueError: an unknown name or parameter (naming the nearest), or a parameter the reward refuses.
     """
-    entry = _Entry(_own_factory(name)) if ":" in name else _ENTRIES.get(name)
+    entry = _Entry(load_function(name, "reward")) if ":" in name else _ENTRIES.get(name)
     if entry is None:
         raise ValueError(f"{unknown_name('reward', name, _ENTRIES)} (a reward of your own is written module:factory)")
     parameters = entry.parameters()
@@ -108,18 +107,3 @@ def _as_reward(made: ScoreFunction) -> Reward:
     if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0.01):
         raise ValueError(f"its attribute timeout_seconds = {seconds!r}, must be a number of at least 0.01, or None")
     return PooledReward(made, seconds, **declared)
-
-
-def _own_factory(name: str) -> Factory:
-    place, _, attribute = name.rpartition(":")
-    if not place.endswith(".py") and not is_module_name(place):
-        raise ValueError(
-            f"the reward {name!r} names neither a Python file nor a module; write file.py:factory or module:factory"
-        )
-    try:
-        module = load_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except (ImportError, OSError, RuntimeError) as error:
-        raise ValueError(f"cannot load the reward {name!r}: {error}") from error
-    if not callable(factory := getattr(module, attribute, None)):
-        raise ValueError(f"cannot load the reward {name!r}: {place} has no function {attribute!r}")
-    return factory

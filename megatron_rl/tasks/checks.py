@@ -11,7 +11,7 @@ from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.names import unknown_name
 from megatron_rl.tasks.columns import column_names, has_column, to_item
 from megatron_rl.tasks.demonstrations import COLUMN, make_writer
-from megatron_rl.tasks.files import Row, files_of, jsonl_rows, parquet_rows
+from megatron_rl.tasks.files import Row, files_of, jsonl_rows, own_rows, parquet_rows
 from megatron_rl.tasks.item import Item
 from megatron_rl.tasks.loading import fill_prompt, task_weights
 from megatron_rl.tasks.order import window_counts
@@ -33,6 +33,7 @@ _ALL = {
     "demonstrations",
     "demonstration_params",
 }
+_OWN = _ALL | {"params", "seed", "columns"}
 _KEYS_OF = {
     "reasoning_gym": _ALL | {"name", "params", "seed"},
     "tool_world": _ALL | {"params", "seed"},
@@ -83,8 +84,9 @@ def check_tasks(tasks: TasksConfig) -> None:
 
 def _check_task(config: TaskConfig) -> None:
     """Messages start with the key below the task, so that the caller can put the rest of the path before them."""
-    if config.source not in SOURCES:
-        raise ValueError(f"source: {unknown_name('source', config.source, [*SOURCES, SPLIT])}")
+    if config.source not in SOURCES and ":" not in config.source:
+        said = unknown_name("source", config.source, [*SOURCES, SPLIT])
+        raise ValueError(f"source: {said} (a generator of your own is written file.py:function)")
     _check_keys(config)
     if config.chat_params and not config.chat:
         raise ValueError("chat_params: has no effect without chat: true")
@@ -138,7 +140,7 @@ def _check_keys(config: TaskConfig) -> None:
     """Keys that the source does not read have their defaults."""
     defaults = TaskConfig(source=config.source)
     for name in (field.name for field in fields(TaskConfig)):
-        if name not in _KEYS_OF[config.source] and getattr(config, name) != getattr(defaults, name):
+        if name not in _KEYS_OF.get(config.source, _OWN) and getattr(config, name) != getattr(defaults, name):
             raise ValueError(f"{name}: has no effect with source: {config.source}; remove it")
 
 
@@ -176,18 +178,21 @@ def _fill(item: Item, config: TaskConfig) -> None:
 
 
 def _check_data(config: TaskConfig, in_template: list[str]) -> None:
-    """Files and datasets: the columns of the first rows, where reading them needs no network and no missing library."""
-    if config.path is None:
+    """Rows: the columns of the first ones, where reading them needs no network and no missing library."""
+    own = ":" in config.source
+    if own and config.size is None:
+        raise ValueError("size: is missing; say how many items to generate")
+    if not own and config.path is None:
         what = "the dataset's name, or its folder" if config.source == "huggingface" else f"the {config.source} file"
         raise ValueError(f"path: is missing; give {what}")
     try:
         rows = _first_rows(config)
     except ValueError as error:
-        raise ValueError(f"path: {error}") from error
+        raise ValueError(f"{'source' if own else 'path'}: {error}") from error
     if rows is None:
         return
     if not rows:
-        raise ValueError(f"path: {config.path} is empty")
+        raise ValueError(f"source: {config.source} yields nothing" if own else f"path: {config.path} is empty")
     columns = config.columns
     defaults = ColumnsConfig()
     needed = {"columns.prompt": columns.prompt}
@@ -217,12 +222,12 @@ def _check_data(config: TaskConfig, in_template: list[str]) -> None:
 
 
 def first_items(config: TaskConfig) -> list[tuple[str, Item]]:
-    """The first rows of a file as items, each with its place; [] for other sources, and where `_first_rows` has none.
+    """The first rows as items, each with its place; [] for sources without rows, and where `_first_rows` has none.
 
     Raises:
         ValueError: a row that makes no item; names it.
     """
-    rows = _first_rows(config) if config.source in ("jsonl", "parquet") else None
+    rows = _first_rows(config) if config.source in ("jsonl", "parquet") or ":" in config.source else None
     items = []
     for where, row in rows or ():
         try:
@@ -242,6 +247,8 @@ def _no_column(path: str, known: Iterable[str]) -> str:
 
 def _first_rows(config: TaskConfig) -> list[tuple[str, Row]] | None:
     """The first rows; None where they need a network, or a library that is not installed."""
+    if ":" in config.source:
+        return list(islice(own_rows(config), _ROWS))
     assert config.path is not None
     if config.source == "jsonl":
         return list(islice(jsonl_rows(config), _ROWS))

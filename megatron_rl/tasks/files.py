@@ -1,10 +1,11 @@
-"""Rows of files and datasets, as (where, row), before columns get a meaning: JSON Lines, Parquet, Hugging Face.
+"""Rows of files, datasets and user's generators, as (where, row), before columns get a meaning.
 
 Arrow stores keys that an object lacks as null; `prune` removes such nulls from messages and tool schemas.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import TaskConfig
+from megatron_rl.parameters import check_types
+from megatron_rl.user_code import load_function
 from megatron_rl.user_files import require_regular
 
 Row = dict[str, object]
@@ -91,6 +94,25 @@ def jsonl_rows(config: TaskConfig) -> Rows:
     for path in files_of(config.path, ".jsonl"):
         for number, row in read_jsonl(path):
             yield f"{path}, line {number}", row
+
+
+def own_rows(config: TaskConfig) -> Rows:
+    """What the user's generator yields, called with the task's `seed` and `params`.
+
+    Raises:
+        ValueError: it cannot be loaded, takes other parameters, or yields something other than a dictionary.
+    """
+    generator = load_function(config.source, "source")
+    arguments = {"seed": config.seed, **config.params}
+    try:
+        inspect.signature(generator).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{config.source} is called with {', '.join(arguments)}: {error}") from None
+    check_types(generator, arguments)
+    for number, row in enumerate(generator(**arguments), 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{config.source}, row {number} is {type(row).__name__}, must be a dictionary")
+        yield f"{config.source}, row {number}", row
 
 
 def parquet_rows(config: TaskConfig) -> Rows:

@@ -13,7 +13,7 @@ from megatron_rl.config.schema import TaskConfig, TasksConfig
 from megatron_rl.sample import Prompt, Sample
 from megatron_rl.tasks.demonstrations import make_writer
 from megatron_rl.tasks.item import Item
-from megatron_rl.tasks.sources import SOURCES, SPLIT
+from megatron_rl.tasks.sources import SPLIT, items_of
 from megatron_rl.tasks.templates import fill
 from megatron_rl.tokenizer import Tokenizer
 
@@ -141,7 +141,7 @@ def _load(name: str, config: TaskConfig, tokenizer: Tokenizer, held_out: Collect
 
 
 def _kept_items(config: TaskConfig, held_out: Collection[str]) -> list[tuple[int, Item, Prompt]]:
-    items = [(index, item, fill_prompt(item, config)) for index, item in enumerate(SOURCES[config.source](config))]
+    items = [(index, item, fill_prompt(item, config)) for index, item in enumerate(items_of(config))]
     kept = [entry for entry in items if not held_out or _key(entry[2]) not in held_out]
     if not kept:
         raise ValueError(f"it has no prompts ({len(items)} of its items are in the eval tasks it excludes)")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.tasks.columns import file_items
-from megatron_rl.tasks.files import huggingface_rows, jsonl_rows, parquet_rows
+from megatron_rl.tasks.files import huggingface_rows, jsonl_rows, own_rows, parquet_rows
 from megatron_rl.tasks.item import Item
 from megatron_rl.tasks.tool_world import tool_world_items
 
@@ -41,3 +41,9 @@ SOURCES: dict[str, Callable[[TaskConfig], Iterator[Item]]] = {
     "parquet": file_items(parquet_rows, arrow=True),
     "huggingface": file_items(huggingface_rows, arrow=True),
 }
+
+
+def items_of(config: TaskConfig) -> Iterator[Item]:
+    """The items of a task's source: one of `SOURCES`, or the user's own."""
+    source = file_items(own_rows, arrow=False) if ":" in config.source else SOURCES[config.source]
+    return source(config)

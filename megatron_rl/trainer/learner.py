@@ -152,7 +152,9 @@ class Learner:
                         )
                     )
                 if parts or self.algorithm.corrects:
-                    scored = self.actor.log_probs(part.micro_batches, self.config.rollout.temperature, with_entropy=True)
+                    scored = self.actor.log_probs(
+                        part.micro_batches, self.config.rollout.temperature, with_entropy=True
+                    )
                     for tokens, (log_probs, entropy) in zip(part.tokens, scored, strict=True):
                         tokens.old_log_probs = log_probs
                         entropies.append(_entropy_metric(entropy))

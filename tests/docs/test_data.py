@@ -29,7 +29,7 @@ def first_column(heading: str) -> list[str]:
 
 
 def test_tables_are_complete() -> None:
-    assert set(first_column("| source | what |")) == {*SOURCES, SPLIT}
+    assert set(first_column("| source | what |")) == {*SOURCES, SPLIT}  # and `file.py:function`
     assert set(first_column("| format | dataset | rows |")) == set(FORMATS)
     table = PAGE.partition("| parameter | default |")[2].partition("\n\n")[0]
     shown: dict[str, float] = {}
@@ -47,6 +47,8 @@ def test_its_recipes_are_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name, text in rows.items():
         assert json.loads(text)
         Path(name).write_text(text)
+    for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL):
+        Path(name).write_text(code)
     toolrl = {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "<response>"}}
     table = pyarrow.Table.from_pylist([{**toolrl, "extra_info": {"index": 0}}])
     pyarrow.parquet.write_table(table, "data/rlla_4k/train.parquet")
