@@ -5,7 +5,7 @@ python -m benchmarks.real_shape [--folder DIR] [--layers N] [--json FILE]
 Makes a folder in the shape of Qwen3-0.6B (its published sizes, tied embeddings, random bf16 weights, a byte-level BPE
 tokenizer trained on this repository's documentation, a chat template), then runs the commands that a user runs, each in a
 process of its own, and prints seconds and peak resident memory of each beside what `megatron-rl plan` counts.
-It takes some 12 GiB of memory, 10 GB of disk and, on two cores, half an hour.
+It takes 17 GiB of memory, 20 GB of disk and, on two cores, half an hour and more.
 """
 
 from __future__ import annotations
