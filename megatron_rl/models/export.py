@@ -17,7 +17,7 @@ from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.parallel import ParallelGroups
 
 SHARD_BYTES = 5 * 10**9
-# Everything beside the weights and config.json that belongs to a model: tokenizer, generation config, chat template.
+# Everything besides weights and config.json that belongs to a model: tokenizer, generation config, chat template.
 _COMPANIONS = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "tekken.json", "chat_template*", "additional_chat_templates", "LICENSE*"),

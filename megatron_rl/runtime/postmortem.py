@@ -232,7 +232,7 @@ def state_of(fact: Beat, here: str) -> str:
         "T": "it does not answer: its process is stopped (SIGSTOP, or a debugger)",
         "D": "it does not answer: its process waits in the kernel (a file system or a driver)",
         "Z": "its process has ended",
-    }.get(state, "it does not answer: something holds Python's lock; its stacks are in the file beside this report")
+    }.get(state, "it does not answer: something holds the GIL; its stacks are in the file beside this report")
 
 
 def _together(facts: Sequence[Beat]) -> list[tuple[str, str]]:

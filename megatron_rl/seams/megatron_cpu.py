@@ -127,7 +127,7 @@ def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object]]:
         (torch.distributed, "all_to_all_single"): _all_to_all_with_lists,
         (torch.distributed, "all_gather"): _all_gather_unequal,
         (torch.distributed, "reduce_scatter"): _reduce_scatter_unequal,
-        # Activation recomputation puts both back before it computes a layer again; the CPU's own it handles beside them.
+        # Activation recomputation restores both before it computes a layer again, besides the CPU's own state.
         (random, "_get_cuda_rng_state"): lambda **_: torch.empty(0),
         (random, "_set_cuda_rng_state"): _NoStream()._nothing,
     }

@@ -320,5 +320,5 @@ def model_facts(hf_config: HFConfig) -> dict[str, JSON]:
     return {name: value for name, value in sorted(hf_config.items()) if name not in _NOT_THE_MODEL}
 
 
-# What transformers and conversions write beside the architecture.
+# Fields that transformers and conversions add to the architecture's.
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")

@@ -88,7 +88,7 @@ def test_a_rank_whose_c_code_holds_pythons_lock_is_named_and_leaves_its_stacks(t
     assert code == exit_codes.STALLED
     assert "rank 1 (node " in said.splitlines()[0]
     assert "is behind: in `reward` of RL step 3" in said.splitlines()[0]
-    assert "something holds Python's lock" in said
+    assert "something holds the GIL" in said
     assert 'rank.py", line' in (folder / "rank_1.txt").read_text(), "written by a signal handler that needs no lock"
     facts = json.loads((folder / "rank_0.json").read_text())
     assert facts["samples"] == ["sums-17"]
