@@ -22,6 +22,8 @@ from torch import Tensor
 from megatron_rl.actor.actor import Actor
 from megatron_rl.checkpoint import gather, manifest, store
 from megatron_rl.checkpoint import snapshot as snapshots
+from megatron_rl.checkpoint.convert.layout import state_names
+from megatron_rl.checkpoint.convert.source import Model
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.config.schema import CreateModelConfig
@@ -122,13 +124,14 @@ def relisted(source: Path, target: Path, changes: dict[str, dict[str, Any] | Non
         content["tensors"].pop(name, None)
         if change is not None:
             content["tensors"][name] = change
+            content["pieces"].append([name, [0], "__0_0.distcp", 0, 4, ""])
     (target / manifest.TENSORS).write_text(json.dumps(content))
     return target
 
 
 FOUND = {
     "missing": ({VICTIM: None}, [f"it has no tensor {VICTIM}"]),
-    "more": ({"extra": {"shape": [1], "dtype": "float32"}}, ["? has tensor extra, which the model has not"]),
+    "more": ({"extra": {"shape": [1], "dtype": "float32"}}, ["__0_0.distcp has tensor extra, which the model has not"]),
     "dtype": ({VICTIM: {"shape": [2, 64, 96], "dtype": "bfloat16"}}, [f"tensor {VICTIM} in __0_0.distcp is bfloat16"]),
     "shape": (
         {VICTIM: {"shape": [2, 64, 97], "dtype": "float32"}},
@@ -165,6 +168,17 @@ def test_the_model_alone(root: Path, actor: Actor) -> None:
     store.load_model(root / PLAIN.name / "step_2", actor.chunks)
     want = contents(root / PLAIN.name / "step_2")["output_layer.weight"]
     assert torch.equal(dict(actor.iter_hf_weights())["lm_head.weight"], want[: SHAPE.vocab_size])
+
+
+def test_a_conversion_has_every_extra_state_that_a_model_asks_for(root: Path, actor: Actor) -> None:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    model = Model.read(root / DISTRIBUTED.model)
+    state = nested_values(snapshots.sharded_model(actor.chunks))
+    asked = {value.unique_key for value in state if isinstance(value, ShardedObject)}
+    assert "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2" in asked
+    assert asked <= set(state_names(model.family, model.description))
 
 
 # ----------------------------------------------------------------------------------------------------------------- saves

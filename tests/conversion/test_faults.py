@@ -365,6 +365,12 @@ def test_the_state_of_a_layer_is_looked_at_before_transformer_engine_unpickles_i
             unpickle._check_extra_states(state(hidden), "a")
     with pytest.raises(ValueError, match=r"^a\.layers\.0\._extra_state names posix\.system"):
         unpickle._check_extra_states(state(Storage(Command(tmp_path / "ran"))), "a")
+    good, bad = io.BytesIO(), io.BytesIO()  # as older versions keep it
+    torch.save({"scale": torch.ones(2)}, good)
+    torch.save(Command(tmp_path / "ran"), bad)
+    unpickle._check_extra_states({"b._extra_state": good}, "a")
+    with pytest.raises(ValueError, match=r"^a\.b\._extra_state names posix\.system"):
+        unpickle._check_extra_states({"b._extra_state": bad}, "a")
     assert not (tmp_path / "ran").exists()
 
 

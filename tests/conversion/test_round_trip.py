@@ -11,7 +11,7 @@ from models import tiny
 from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.convert import fp8
-from megatron_rl.checkpoint.convert.layout import Layout, chunks
+from megatron_rl.checkpoint.convert.layout import Layout, chunks, state_names
 from megatron_rl.checkpoint.convert.source import Model
 from megatron_rl.checkpoint.convert.verify import compare, compare_logits
 from megatron_rl.models.files import INDEX
@@ -43,6 +43,23 @@ def test_experts_are_cut_over_their_own_ranks(tmp_path: Path) -> None:
         attention = {chunk.size for chunk in cut if chunk.name.endswith("linear_proj.weight")}
         assert down == {(1, 1, 32, 24 // layout.expert_tensor)}
         assert attention == {(1, 32, 64 // layout.tensor)}
+
+
+def test_extra_states_are_those_of_transformer_engines_modules(tmp_path: Path) -> None:
+    """Linear layers, norms and attention; per layer, per expert; but no embedding and no router."""
+    sizes = {"num_hidden_layers": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    model = Model.read(tiny.write(tmp_path / "source", "qwen3_moe", **sizes))
+    attention = ("core_attention", "k_layernorm", "linear_proj", "linear_qkv", "q_layernorm")
+    layer = ("pre_mlp_layernorm", *(f"self_attention.{module}" for module in attention))
+    expected = {f"{module}._extra_state/shard_0_1" for module in ("decoder.final_layernorm", "output_layer")}
+    for i in range(2):
+        expected |= {f"decoder.layers.{module}._extra_state/shard_{i}_2" for module in layer}
+        expected |= {
+            f"decoder.layers.mlp.experts.experts.linear_fc{n}._extra_state/shard_{i}.{expert}_2.2"
+            for n in (1, 2)
+            for expert in range(2)
+        }
+    assert sorted(state_names(model.family, model.description)) == sorted(expected)
 
 
 def test_the_shapes_of_real_models(tmp_path: Path) -> None:
