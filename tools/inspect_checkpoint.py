@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.global_tensors import TorchDist
 from megatron_rl.checkpoint.convert.reader import MegatronModel
-from megatron_rl.checkpoint.convert.source import HFFolder, Model, config_folder, is_megatron, megatron_folder
+from megatron_rl.checkpoint.convert.source import HFFolder, SourceModel, config_folder, is_megatron, megatron_folder
 from megatron_rl.models import read_hf_config
 from megatron_rl.models.files import DTYPES, WeightSource
 from megatron_rl.models.shards import tensor_bytes
@@ -208,7 +208,7 @@ def _opened(folder: Path, config: Path | None) -> WeightSource:
     if not is_megatron(folder) and (folder / "config.json").is_file():
         return HFFolder(folder)
     folder = megatron_folder(folder)
-    model = Model.read(config_folder(folder, config))
+    model = SourceModel.read(config_folder(folder, config))
     return MegatronModel(folder, model.family, model.description, any_padding=True)
 
 

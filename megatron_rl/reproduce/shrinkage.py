@@ -38,7 +38,7 @@ BASELINES: dict[str, tuple[str, dict[str, bool]]] = {
 
 
 @dataclass
-class World:
+class Bandit:
     """Prompts and a policy over their answers."""
 
     probabilities: Tensor  # float64 [n, K]
@@ -57,7 +57,7 @@ class World:
         return (self.values[:, None] * chosen).mean(0)
 
 
-def make_world(spread: float, seed: int = 0, prompts: int = PROMPTS) -> World:
+def make_bandit(spread: float, seed: int = 0, prompts: int = PROMPTS) -> Bandit:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(prompts, ANSWERS, FEATURES, generator=generator, dtype=torch.float64)
     theta = torch.randn(FEATURES, generator=generator, dtype=torch.float64) * 0.1
@@ -67,7 +67,7 @@ def make_world(spread: float, seed: int = 0, prompts: int = PROMPTS) -> World:
     logits = logits.scatter_add(1, right[:, None], ease[:, None])
     probabilities = logits.softmax(1)
     scores = features - (probabilities[:, :, None] * features).sum(1, keepdim=True)
-    return World(probabilities, scores, right)
+    return Bandit(probabilities, scores, right)
 
 
 @dataclass
@@ -81,22 +81,22 @@ class Result:
 
 
 def simulate(
-    world: World, rollouts: int, baselines: dict[str, Callable[[RewardTable], Tensor]], seed: int = 1
+    bandit: Bandit, rollouts: int, baselines: dict[str, Callable[[RewardTable], Tensor]], seed: int = 1
 ) -> Result:
     """Draws batches. `baselines`: label -> function from a reward table to advantages [n, m]."""
     generator = torch.Generator().manual_seed(seed)
     zeros = dict.fromkeys(baselines, 0.0)
     result = Result(dict(zeros), dict(zeros), dict(zeros), 0.0)
-    greedy = (world.probabilities.argmax(1) == world.right).double()[:, None]
-    exact, values = world.gradient, world.values[:, None]
+    greedy = (bandit.probabilities.argmax(1) == bandit.right).double()[:, None]
+    exact, values = bandit.gradient, bandit.values[:, None]
     estimator = make_advantage_estimator("shrinkage")
-    width, count = world.scores.shape[2], len(values) * rollouts
+    width, count = bandit.scores.shape[2], len(values) * rollouts
     for _ in range(BATCHES):
-        drawn = torch.multinomial(world.probabilities, rollouts, replacement=True, generator=generator)
+        drawn = torch.multinomial(bandit.probabilities, rollouts, replacement=True, generator=generator)
         wording = torch.randn(count, WORDING, generator=generator, dtype=torch.float64)
-        rewards = (drawn == world.right[:, None]).double()
+        rewards = (drawn == bandit.right[:, None]).double()
         table = RewardTable(rewards[:, :, None], ("right",), greedy=greedy)
-        scores = world.scores.gather(1, drawn[:, :, None].expand(-1, -1, width)).reshape(count, width)
+        scores = bandit.scores.gather(1, drawn[:, :, None].expand(-1, -1, width)).reshape(count, width)
         result.shrinkage += float(estimator(table).group["shrinkage"].mean()) / BATCHES
         for label, advantages_of in baselines.items():
             advantages = advantages_of(table)
@@ -119,8 +119,8 @@ def fixed(shrinkage: float) -> Callable[[RewardTable], Tensor]:
     return lambda table: (1 - shrinkage) * rloo(table) + shrinkage * bloo(table)
 
 
-def oracle(world: World, rollouts: int) -> float:
-    values = world.values
+def oracle(bandit: Bandit, rollouts: int) -> float:
+    values = bandit.values
     return oracle_lambda(len(values), rollouts, float((values * (1 - values)).mean()), float(values.var(correction=0)))
 
 
@@ -164,25 +164,25 @@ def _draw(
 
 
 def make() -> Page:
-    world = make_world(SPREADS["medium"])
+    bandit = make_bandit(SPREADS["medium"])
     baselines = {label: by_name(*each) for label, each in BASELINES.items()}
-    results = {m: simulate(world, m, baselines) for m in ROLLOUTS}
+    results = {m: simulate(bandit, m, baselines) for m in ROLLOUTS}
 
     lambdas = {
-        label: [simulate(make_world(each), m, {}).shrinkage for m in ROLLOUTS] for label, each in SPREADS.items()
+        label: [simulate(make_bandit(each), m, {}).shrinkage for m in ROLLOUTS] for label, each in SPREADS.items()
     }
     lambda_rows = [
-        [f"{label}, std of mu {float(make_world(each).values.std(correction=0)):.2f}", *row]
+        [f"{label}, std of mu {float(make_bandit(each).values.std(correction=0)):.2f}", *row]
         for (label, each), row in zip(SPREADS.items(), lambdas.values(), strict=True)
     ]
     oracle_rows = [
-        [f"{label}, Theorem 1", *(oracle(make_world(each), m) for m in ROLLOUTS)] for label, each in SPREADS.items()
+        [f"{label}, Theorem 1", *(oracle(make_bandit(each), m) for m in ROLLOUTS)] for label, each in SPREADS.items()
     ]
 
     grid = [step / 10 for step in range(11)]
     sweeps = {}
     for label, spread in SPREADS.items():
-        distances = simulate(make_world(spread), 4, {f"{value:g}": fixed(value) for value in grid}).response
+        distances = simulate(make_bandit(spread), 4, {f"{value:g}": fixed(value) for value in grid}).response
         sweeps[label] = [distances[f"{value:g}"] / distances["0"] for value in grid]
     sweep_rows = [[label, *row, f"{grid[row.index(min(row))]:g}", lambdas[label][1]] for label, row in sweeps.items()]
 

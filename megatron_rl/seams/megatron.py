@@ -75,13 +75,13 @@ class Buffer(Protocol):
     grad_data: Tensor
 
 
-class Range(Protocol):
+class LocalRange(Protocol):
     start: int
     end: int
 
 
 class Ranges(TypedDict):
-    gbuf_local: Range  # of a parameter, within this rank's shard of its bucket
+    gbuf_local: LocalRange  # of a parameter, within this rank's shard of its bucket
 
 
 class BucketRanges(TypedDict):

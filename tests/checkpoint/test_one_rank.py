@@ -23,7 +23,7 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.checkpoint import gather, manifest, store
 from megatron_rl.checkpoint import snapshot as snapshots
 from megatron_rl.checkpoint.convert.layout import state_names
-from megatron_rl.checkpoint.convert.source import Model
+from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.config.schema import CreateModelConfig
@@ -174,7 +174,7 @@ def test_a_conversion_has_every_extra_state_that_a_model_asks_for(root: Path, ac
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    model = Model.read(root / DISTRIBUTED.model)
+    model = SourceModel.read(root / DISTRIBUTED.model)
     state = nested_values(snapshots.sharded_model(actor.chunks))
     asked = {value.unique_key for value in state if isinstance(value, ShardedObject)}
     assert "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2" in asked

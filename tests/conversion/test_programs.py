@@ -12,7 +12,7 @@ from models import tiny
 
 from megatron_rl.checkpoint.convert import jobs
 from megatron_rl.checkpoint.convert.layout import Layout
-from megatron_rl.checkpoint.convert.source import Model, megatron_folder
+from megatron_rl.checkpoint.convert.source import SourceModel, megatron_folder
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.checkpoint.convert.verify import compare
@@ -68,7 +68,7 @@ def test_megatron_lm_finds_its_arguments(hf: Path, tmp_path: Path) -> None:
     assert dist_checkpointing.check_is_distributed_checkpoint(inner)
     state = dist_checkpointing.load_common_state_dict(inner)  # unpickles only what Megatron-Core calls safe
     assert (state["checkpoint_version"], state["iteration"]) == (3.0, 0)
-    found, model = vars(state["args"]), Model.read(hf)
+    found, model = vars(state["args"]), SourceModel.read(hf)
     same = {name: value for name, value in model.description.transformer.items() if name in found}
     assert {"num_layers", "num_query_groups", "kv_channels", "moe_ffn_hidden_size", "moe_router_topk"} < same.keys()
     assert same.items() <= found.items()
@@ -90,7 +90,7 @@ def test_bridge_finds_its_configuration(hf: Path, tmp_path: Path) -> None:
     assert provider.pop("_target_") == "megatron.bridge.models.gpt_provider.GPTModelProvider"
     assert provider.pop("activation_func") == {"_target_": "torch.nn.functional.silu", "_call_": False}
     assert provider["params_dtype"] == {"_target_": "torch.bfloat16", "_call_": False}
-    shape = {name: value for name, value in Model.read(hf).description.transformer.items() if name in provider}
+    shape = {name: value for name, value in SourceModel.read(hf).description.transformer.items() if name in provider}
     assert len(shape) > 15
     assert shape.items() <= provider.items()
     # What is not Megatron-Core's is GPTModelProvider's.

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.checkpoint.convert import fp8
 from megatron_rl.checkpoint.convert.layout import Layout, chunks, state_names
-from megatron_rl.checkpoint.convert.source import Model
+from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.checkpoint.convert.verify import compare, compare_logits
 from megatron_rl.models.files import INDEX
 
@@ -36,7 +36,7 @@ def test_there_and_back_is_bit_identical_at_every_layout(tmp_path: Path, variant
 
 
 def test_experts_are_cut_over_their_own_ranks(tmp_path: Path) -> None:
-    model = Model.read(tiny.write(tmp_path / "source", "qwen3_moe"))
+    model = SourceModel.read(tiny.write(tmp_path / "source", "qwen3_moe"))
     for layout in (Layout(tensor=4, expert=4), Layout(tensor=2, expert=4, expert_tensor=4)):
         cut = list(chunks(model.family, model.description, layout))
         down = {chunk.size for chunk in cut if chunk.name.endswith("experts.experts.linear_fc2.weight")}
@@ -48,7 +48,7 @@ def test_experts_are_cut_over_their_own_ranks(tmp_path: Path) -> None:
 def test_extra_states_are_those_of_transformer_engines_modules(tmp_path: Path) -> None:
     """Linear layers, norms and attention; per layer, per expert; but no embedding and no router."""
     sizes = {"num_hidden_layers": 2, "num_experts": 2, "num_experts_per_tok": 1}
-    model = Model.read(tiny.write(tmp_path / "source", "qwen3_moe", **sizes))
+    model = SourceModel.read(tiny.write(tmp_path / "source", "qwen3_moe", **sizes))
     attention = ("core_attention", "k_layernorm", "linear_proj", "linear_qkv", "q_layernorm")
     layer = ("pre_mlp_layernorm", *(f"self_attention.{module}" for module in attention))
     expected = {f"{module}._extra_state/shard_0_1" for module in ("decoder.final_layernorm", "output_layer")}

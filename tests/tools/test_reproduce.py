@@ -57,17 +57,17 @@ def test_awpo_gate_is_about_spread() -> None:
 
 def test_the_simulation_agrees_with_theory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores have mean 0, RLOO has the error theory gives it, and shrinkage is better; its lambda is below the optimum."""
-    world = shrinkage.make_world(1.5, prompts=6)
-    expected = (world.probabilities[:, :, None] * world.scores).sum(1)
+    bandit = shrinkage.make_bandit(1.5, prompts=6)
+    expected = (bandit.probabilities[:, :, None] * bandit.scores).sum(1)
     assert expected.abs().max() < 1e-12  # scores have mean 0
     monkeypatch.setattr(shrinkage, "BATCHES", 200)
     baselines = {label: shrinkage.by_name(*each) for label, each in shrinkage.BASELINES.items()}
-    result = shrinkage.simulate(shrinkage.make_world(1.5), 4, baselines)
+    result = shrinkage.simulate(shrinkage.make_bandit(1.5), 4, baselines)
     assert result.mse["shrinkage"] < 0.75 * result.mse["RLOO"]
     assert result.response["shrinkage"] < 0.95 * result.response["RLOO"]
-    values = shrinkage.make_world(1.5).values
+    values = shrinkage.make_bandit(1.5).values
     assert result.mse["RLOO"] == pytest.approx(float((values * (1 - values)).mean() / 3), rel=0.1)
-    assert 0 < result.shrinkage < shrinkage.oracle(shrinkage.make_world(1.5), 4)
+    assert 0 < result.shrinkage < shrinkage.oracle(shrinkage.make_bandit(1.5), 4)
 
 
 def test_fixed_lambda_goes_from_rloo_to_bloo() -> None:

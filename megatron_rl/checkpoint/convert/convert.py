@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert import jobs, programs
 from megatron_rl.checkpoint.convert.layout import Layout
-from megatron_rl.checkpoint.convert.source import Model, config_folder, megatron_folder
+from megatron_rl.checkpoint.convert.source import SourceModel, config_folder, megatron_folder
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.checkpoint.convert.verify import Logits, compare, compare_logits
@@ -49,7 +49,7 @@ def convert(options: argparse.Namespace, say: Say) -> None:
         f"{target}: {len(task.names())} tensors, {size_text(sum(f['bytes'] for f in files.values()))} in {len(files)} files"
     )
     if isinstance(task, ToMegatron):
-        hint = programs.how_to_load(task.program, target, Model.read(task.hf))
+        hint = programs.how_to_load(task.program, target, SourceModel.read(task.hf))
         if hint is not None:
             say(hint)
     if options.verify:

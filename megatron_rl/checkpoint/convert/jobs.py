@@ -46,7 +46,7 @@ Progress = Callable[[int], None]
 _PR_SET_PDEATHSIG = 1
 
 
-class Task(Protocol):
+class Conversion(Protocol):
     """A conversion; pickled into every worker once, which plans for itself (the plan follows from the fields)."""
 
     @property
@@ -75,7 +75,7 @@ class Task(Protocol):
         ...
 
 
-def run(task: Task, target: Path, workers: int, say: Callable[[str], None]) -> bool:
+def run(task: Conversion, target: Path, workers: int, say: Callable[[str], None]) -> bool:
     """Does the task; returns False where `target` already is its whole result.
 
     Raises:
@@ -155,7 +155,7 @@ def in_parallel(
         listener.join()
 
 
-def made_by(task: Task, family: str) -> dict[str, object]:
+def made_by(task: Conversion, family: str) -> dict[str, object]:
     """A conversion's entries in the manifest of its result."""
     return {"kind": "conversion", "task": task.identity(), "version": megatron_rl.__version__, "family": family}
 
@@ -220,7 +220,7 @@ def _read_marker(partial: Path, file: str) -> tuple[int, list[StoredChunk]]:
         return -1, []
 
 
-def _write_one(task: Task, partial: Path, file: str, progress: Progress) -> None:
+def _write_one(task: Conversion, partial: Path, file: str, progress: Progress) -> None:
     folder = partial / _RESULT
     try:
         pieces = task.write(file, folder, progress)

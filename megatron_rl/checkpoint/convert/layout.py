@@ -59,7 +59,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorChunk:
     """A part of a global tensor that is written, and read, in one go.
 
     It is made of `slices` of the rule's Hugging Face tensors, end to end along `rule.dim`; where these end before the chunk
@@ -129,7 +129,7 @@ def padded(description: ModelDescription, tensor: int) -> Dims:
     return {**description.dims, "padded_vocab": padded_vocab_size(description.dims["vocab"], tensor)}
 
 
-def chunks(family: Family, description: ModelDescription, layout: Layout) -> Iterator[Chunk]:
+def chunks(family: Family, description: ModelDescription, layout: Layout) -> Iterator[TensorChunk]:
     """Every chunk of the model's checkpoint for a layout, in file order: what each rank will ask for is one chunk."""
     dims = padded(description, layout.tensor)
     stage_of = [s for s, count in enumerate(stage_layers(dims["layers"], layout.pipeline)) for _ in range(count)]
@@ -153,7 +153,7 @@ def chunks(family: Family, description: ModelDescription, layout: Layout) -> Ite
             for first, length, own in parts:
                 start, size = [0] * len(shape), list(shape)
                 start[rule.dim], size[rule.dim] = first, length
-                yield Chunk(
+                yield TensorChunk(
                     name, (*before, *shape), (*at, *start), (*(1 for _ in before), *size), rule, own, stage, rank
                 )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.checkpoint.convert.layout import Layout, padded
-from megatron_rl.checkpoint.convert.source import BRIDGE_TRACKER, TRACKER, Model
+from megatron_rl.checkpoint.convert.source import BRIDGE_TRACKER, TRACKER, SourceModel
 
 MEGATRON_LM, BRIDGE = "megatron-lm", "bridge"
 FOLDERS = {None: "", MEGATRON_LM: "release", BRIDGE: "iter_0000000"}
@@ -30,7 +30,7 @@ _LM_NAMES = {
 }
 
 
-def common_state(program: str | None, model: Model, layout: Layout, dtype: torch.dtype) -> dict[str, object]:
+def common_state(program: str | None, model: SourceModel, layout: Layout, dtype: torch.dtype) -> dict[str, object]:
     """The content of `common.pt`."""
     if program is None:
         return {}
@@ -38,7 +38,7 @@ def common_state(program: str | None, model: Model, layout: Layout, dtype: torch
     return state | {"args": _arguments(model, layout, dtype)} if program == MEGATRON_LM else state
 
 
-def write_beside(program: str | None, folder: Path, model: Model, layout: Layout, dtype: torch.dtype) -> None:
+def write_beside(program: str | None, folder: Path, model: SourceModel, layout: Layout, dtype: torch.dtype) -> None:
     """Files in the folder of the tensors."""
     if program == BRIDGE:
         import yaml
@@ -55,7 +55,7 @@ def write_trackers(program: str | None, root: Path) -> None:
         torch.save(_train_state(), root / BRIDGE_TRACKER)
 
 
-def how_to_load(program: str | None, target: Path, model: Model) -> str | None:
+def how_to_load(program: str | None, target: Path, model: SourceModel) -> str | None:
     """A sentence with the options that load the result; Megatron-LM takes most of the model from the checkpoint, not all."""
     if program == BRIDGE:
         return f"Megatron-Bridge: load_megatron_model({str(target / FOLDERS[BRIDGE])!r})"
@@ -78,7 +78,7 @@ def how_to_load(program: str | None, target: Path, model: Model) -> str | None:
     )
 
 
-def _arguments(model: Model, layout: Layout, dtype: torch.dtype) -> argparse.Namespace:
+def _arguments(model: SourceModel, layout: Layout, dtype: torch.dtype) -> argparse.Namespace:
     """Megatron-LM's arguments of the model (`--use-checkpoint-args` takes them, other loads compare some), as its parser
     names them."""
     shape, gpt, dims = model.description.transformer, model.description.model, model.description.dims
@@ -140,7 +140,7 @@ def _arguments(model: Model, layout: Layout, dtype: torch.dtype) -> argparse.Nam
     )
 
 
-def _run_config(model: Model, layout: Layout, dtype: torch.dtype) -> dict[str, object]:
+def _run_config(model: SourceModel, layout: Layout, dtype: torch.dtype) -> dict[str, object]:
     """Bridge's run_config.yaml as far as it describes the model; it fills in its defaults."""
     shape, gpt, source = dict(model.description.transformer), dict(model.description.model), str(model.folder.resolve())
     activation = shape.pop("activation_func")

@@ -21,7 +21,7 @@ _SAMPLE = 2**16  # bytes
 
 
 @dataclass(frozen=True)
-class Model:
+class SourceModel:
     """config.json and what follows from it."""
 
     folder: Path  # also holds tokenizer, generation config and chat template
@@ -30,7 +30,7 @@ class Model:
     description: ModelDescription
 
     @classmethod
-    def read(cls, folder: Path) -> Model:
+    def read(cls, folder: Path) -> SourceModel:
         hf_config = read_hf_config(folder)
         family = family_for(hf_config)
         return cls(folder, hf_config, family, family.describe(hf_config))
@@ -44,7 +44,7 @@ def open_weights(folder: str | Path) -> WeightSource:
     """The weights of a model folder: Hugging Face's safetensors, or a converted Megatron checkpoint (with config.json)."""
     if not is_megatron(folder):
         return SafetensorsFolder(folder)
-    model = Model.read(Path(folder))
+    model = SourceModel.read(Path(folder))
     return MegatronModel(folder, model.family, model.description)
 
 

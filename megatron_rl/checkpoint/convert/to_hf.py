@@ -17,7 +17,7 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert import fp8
 from megatron_rl.checkpoint.convert.jobs import Identity, Progress, made_by
 from megatron_rl.checkpoint.convert.reader import MegatronModel
-from megatron_rl.checkpoint.convert.source import Model, fingerprint
+from megatron_rl.checkpoint.convert.source import SourceModel, fingerprint
 from megatron_rl.checkpoint.convert.to_megatron import CASTS
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import StoredChunk
@@ -152,7 +152,7 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Plan:
-    model: Model
+    model: SourceModel
     source: MegatronModel
     files: dict[str, list[_Tensor]]
     tensors: dict[str, _Tensor]
@@ -162,7 +162,7 @@ class _Plan:
 
 
 def _planned(task: ToHF) -> _Plan:
-    model = Model.read(task.config)
+    model = SourceModel.read(task.config)
     source = MegatronModel(task.megatron, model.family, model.description, task.any_padding, task.master)
     files: list[list[_Tensor]] = []
     size = 0

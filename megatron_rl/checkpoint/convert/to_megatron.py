@@ -25,9 +25,9 @@ import megatron_rl
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert import programs
 from megatron_rl.checkpoint.convert.jobs import Identity, Progress, made_by
-from megatron_rl.checkpoint.convert.layout import Chunk, Layout, aliases, chunks, global_name, padded, state_names
+from megatron_rl.checkpoint.convert.layout import Layout, TensorChunk, aliases, chunks, global_name, padded, state_names
 from megatron_rl.checkpoint.convert.reader import MegatronModel
-from megatron_rl.checkpoint.convert.source import HFFolder, Model, fingerprint
+from megatron_rl.checkpoint.convert.source import HFFolder, SourceModel, fingerprint
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import Hashing, StoredChunk
 from megatron_rl.models.export import copy_companions
@@ -136,18 +136,18 @@ class ToMegatron:
 
     def result(self, target: Path) -> WeightSource:
         folder = target / self.inside
-        model = Model.read(folder)
+        model = SourceModel.read(folder)
         return MegatronModel(folder, model.family, model.description)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    model: Model
+    model: SourceModel
     source: HFFolder
-    files: dict[str, list[Chunk]]
+    files: dict[str, list[TensorChunk]]
     dtypes: dict[str, torch.dtype]  # by global name
 
-    def nbytes(self, chunk: Chunk) -> int:
+    def nbytes(self, chunk: TensorChunk) -> int:
         return chunk.numel * self.dtypes[chunk.name].itemsize
 
 
@@ -157,7 +157,7 @@ def _planned(task: ToMegatron) -> _Plan:
     Raises:
         ValueError: the source is not what its config.json says, or the layout is impossible for it.
     """
-    model, source = Model.read(task.hf), HFFolder(task.hf)
+    model, source = SourceModel.read(task.hf), HFFolder(task.hf)
     task.layout.check(model.family, model.description)
     check_names(source, model.family, model.description)
     for rule in model.family.weights(model.description):
@@ -168,7 +168,7 @@ def _planned(task: ToMegatron) -> _Plan:
     dtypes = _dtypes(everything, source, model, task.dtype)
     # A file is read by the ranks of one pipeline stage and one expert-parallel rank.
     everything.sort(key=lambda chunk: (chunk.stage, chunk.expert_rank))
-    files: list[list[Chunk]] = []
+    files: list[list[TensorChunk]] = []
     size, last = 0, None
     for chunk in everything:
         nbytes, group = chunk.numel * dtypes[chunk.name].itemsize, (chunk.stage, chunk.expert_rank)
@@ -180,7 +180,7 @@ def _planned(task: ToMegatron) -> _Plan:
     return _Plan(model, source, {f"__{n}_0.distcp": held for n, held in enumerate(files)}, dtypes)
 
 
-def _dtypes(held: Sequence[Chunk], source: HFFolder, model: Model, dtype: str) -> dict[str, torch.dtype]:
+def _dtypes(held: Sequence[TensorChunk], source: HFFolder, model: SourceModel, dtype: str) -> dict[str, torch.dtype]:
     """The dtype of every global tensor.
 
     Raises:
@@ -210,7 +210,7 @@ def _dtypes(held: Sequence[Chunk], source: HFFolder, model: Model, dtype: str) -
     return {name: DTYPES[kind] for name, (kind, _) in found.items()}
 
 
-def assemble(chunk: Chunk, source: WeightSource, matrix: Callable[[str], Tensor]) -> Tensor:
+def assemble(chunk: TensorChunk, source: WeightSource, matrix: Callable[[str], Tensor]) -> Tensor:
     """The values of a chunk, in the source's dtype.
     `matrix`: reads a whole tensor, and keeps the last: one after the other, chunks are columns of the same.
     """
@@ -226,7 +226,7 @@ def assemble(chunk: Chunk, source: WeightSource, matrix: Callable[[str], Tensor]
     return out
 
 
-def _parts(chunk: Chunk, source: WeightSource, matrix: Callable[[str], Tensor]) -> Iterator[Tensor]:
+def _parts(chunk: TensorChunk, source: WeightSource, matrix: Callable[[str], Tensor]) -> Iterator[Tensor]:
     rule = chunk.rule
     for piece in chunk.slices:
         name = rule.hf[piece.tensor].name

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.checkpoint.convert.jobs import Progress, ProgressBar, in_parallel
 from megatron_rl.checkpoint.convert.reader import MegatronModel
-from megatron_rl.checkpoint.convert.source import Model
+from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.models.files import DTYPES, WeightSource
 from megatron_rl.models.shards import tensor_bytes
 from megatron_rl.runtime import memory
@@ -144,7 +144,7 @@ def compare_logits(hf: Path, megatron: Path, config: Path, dtype: str, master: b
     """
     if dtype == "fp8":
         return "logits are not compared for FP8, whose rounding changes them; every scale and value was"
-    model = Model.read(config)
+    model = SourceModel.read(config)
     parameters = sum(
         tensor_bytes(tensor.sizes(model.description.dims), torch.float32)
         for rule in model.family.weights(model.description)
@@ -169,7 +169,7 @@ def compare_logits(hf: Path, megatron: Path, config: Path, dtype: str, master: b
 def _logits(side: tuple[Path, Path | None], progress: Progress, master: bool) -> Tensor:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     folder, config = side
-    vocab = Model.read(config or folder).description.dims["vocab"]
+    vocab = SourceModel.read(config or folder).description.dims["vocab"]
     tokens = torch.randint(vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
     return _transformers(folder, tokens) if config is None else megatron_logits(folder, config, tokens, master)
 
@@ -196,7 +196,7 @@ def megatron_logits(folder: Path, config: Path, tokens: Tensor, master: bool = F
     from megatron_rl.models.parallel import ParallelGroups
     from megatron_rl.runtime import device
 
-    model = Model.read(config)
+    model = SourceModel.read(config)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with device.megatron(), torch.no_grad():
         parallel_state.initialize_model_parallel()
