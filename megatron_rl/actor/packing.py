@@ -107,8 +107,8 @@ def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def even_attention(shares: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
     """Shares whose sums of squared lengths differ less, by exchanges that take no share's tokens beyond 2 % over the mean.
 
-    Steepest descent: of the two shares with the most, the exchange of two sequences (or the move of one) that lowers the sum
-    of squares of all shares' sums most.
+    Steepest descent until none is over the mean by 5 %: of the two shares with the most, the exchange of two sequences (or
+    the move of one) that lowers the sum of squares of all shares' sums most.
     """
     # After the sequences one of no length for each share: an exchange with it is a move.
     tokens = np.array([*lengths, *[0] * len(shares)], dtype=np.float64)
@@ -119,6 +119,8 @@ def even_attention(shares: Sequence[Sequence[int]], lengths: Sequence[int]) -> l
     load, cost = (np.bincount(owner, weights, len(shares)) for weights in (tokens, squares))
     most = max(load.max(), 1.02 * load.mean())
     for _ in range(4 * len(tokens)):
+        if cost.max() <= 1.05 * cost.mean():
+            break
         for share in np.argsort(-cost, kind="stable")[:2]:
             own, others = np.flatnonzero(owner == share), np.flatnonzero(owner != share)
             place = owner[others]
