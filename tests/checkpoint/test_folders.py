@@ -15,11 +15,11 @@ from megatron_rl.checkpoint import manifest, store
 from megatron_rl.runtime.distributed import ALONE, Grid
 
 PIECES = [
-    manifest.Piece("a", (0, 0), "__0_0.distcp", 0, 6, manifest.digest(b"abcdef")),
-    manifest.Piece("a", (1, 0), "__0_0.distcp", 6, 2, manifest.digest(b"gh")),
-    manifest.Piece("b.c", (0,), "__0_0.distcp", 8, 4, manifest.digest(b"ijkl")),
+    manifest.StoredChunk("a", (0, 0), "__0_0.distcp", 0, 6, manifest.digest(b"abcdef")),
+    manifest.StoredChunk("a", (1, 0), "__0_0.distcp", 6, 2, manifest.digest(b"gh")),
+    manifest.StoredChunk("b.c", (0,), "__0_0.distcp", 8, 4, manifest.digest(b"ijkl")),
 ]
-TENSORS = {"a": manifest.Tensor((2, 3), "float16"), "b.c": manifest.Tensor((1,), "float32")}
+TENSORS = {"a": manifest.TensorInfo((2, 3), "float16"), "b.c": manifest.TensorInfo((1,), "float32")}
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     assert {name: file["bytes"] for name, file in about["files"].items()} == {
         name: (folder / name).stat().st_size for name in ("__0_0.distcp", "state.json", "tensors.json")
     }
-    assert manifest.damage(folder) == []
+    assert manifest.verify(folder) == []
     digests = manifest.digests(folder)
     assert digests["__0_0.distcp"] == manifest.digest(b"abcdefghijkl")
     assert digests.keys() == {*about["files"], "manifest.json"}
@@ -70,18 +70,18 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
 def test_a_changed_byte_is_named_by_its_piece(tmp_path: Path, offset: int, tensor: str) -> None:
     folder = made(tmp_path / "step_3")
     change(folder / "__0_0.distcp", offset)
-    [problem] = manifest.damage(folder)
+    [problem] = manifest.verify(folder)
     assert problem.startswith(f"__0_0.distcp is damaged in tensor {tensor} and on): its checksum is ")
-    assert bool(manifest.damage(folder, but="b.")) is (offset < 8)
-    assert [problem] == [found for part in range(3) for found in manifest.damage(folder, part, 3)]
+    assert bool(manifest.verify(folder, skip_prefix="b.")) is (offset < 8)
+    assert [problem] == [found for part in range(3) for found in manifest.verify(folder, part, 3)]
 
 
 def test_files_without_tensors_are_read_once_and_before_the_tensors(tmp_path: Path) -> None:
     folder = made(tmp_path / "step_3")
     change(folder / "state.json", 3)
     change(folder / "__0_0.distcp", 3)
-    assert manifest.damage(folder) == manifest.damage(folder, 0, 2) == ["state.json is damaged"]
-    assert manifest.damage(folder, 1, 2) == []
+    assert manifest.verify(folder) == manifest.verify(folder, 0, 2) == ["state.json is damaged"]
+    assert manifest.verify(folder, 1, 2) == []
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,14 @@ def test_a_file_of_another_length_names_what_it_lost(tmp_path: Path, size: int, 
     lost = f"; {said}" if said else ""
     expected = None if said is None else f"__0_0.distcp has {size} bytes, 12 were written{lost}"
     assert manifest.missing(folder) == expected
-    assert manifest.damage(folder) == ([] if expected is None else [expected])
+    assert manifest.verify(folder) == ([] if expected is None else [expected])
 
 
 def test_a_listed_tensor_needs_data(tmp_path: Path) -> None:
     folder = made(tmp_path / "step_3")
     manifest.write(folder, {}, TENSORS | {"z": TENSORS["a"], "y": TENSORS["a"]}, PIECES)
-    assert manifest.damage(folder) == ["tensor y has no data", "tensor z has no data"]
-    assert manifest.damage(folder, 1, 2) == []
+    assert manifest.verify(folder) == ["tensor y has no data", "tensor z has no data"]
+    assert manifest.verify(folder, 1, 2) == []
 
 
 def test_another_format_or_another_checksum_is_no_manifest(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_the_newest_that_is_whole_and_in_its_place_is_chosen(tmp_path: Path, alo
     assert store.choose(tmp_path, alone, said.append, "ours") == tmp_path / "step_9"
     starts = ["step_13: its manifest.json", "step_12: it is of another run (theirs; this one is ours)"]
     starts += ["step_11: it is the checkpoint of step 7", "step_10: __0_0.distcp is damaged in tensor a"]
-    assert [text.startswith(f"passing over {start}") for text, start in zip(said, starts, strict=True)] == [True] * 4
+    assert [text.startswith(f"skipping {start}") for text, start in zip(said, starts, strict=True)] == [True] * 4
     assert store.choose(tmp_path, alone, said.append) == tmp_path / "step_12"
     assert store.newest(tmp_path) == tmp_path / "step_12"  # which reads no tensor
 
@@ -162,19 +162,19 @@ def test_a_warm_up_is_placed_by_its_own_steps(tmp_path: Path) -> None:
 
 
 def test_a_message_names_a_few_problems() -> None:
-    assert store.shown(["a", "b", "c"]) == "a; b; c"
-    assert store.shown(["a", "b", "c", "d", "e"]) == "a; b; c; and 2 more"
+    assert store.summarize(["a", "b", "c"]) == "a; b; c"
+    assert store.summarize(["a", "b", "c", "d", "e"]) == "a; b; c; and 2 more"
 
 
 # ------------------------------------------------------------------------------------------------------------ which ones go
 def test_later_steps_are_put_aside(tmp_path: Path) -> None:
     for step in (5, 10, 20, 100):
         made(tmp_path / f"step_{step}")
-    assert store.put_aside(tmp_path, 100) == []
+    assert store.archive(tmp_path, 100) == []
     (tmp_path / "previous_1").mkdir()
     moved = [tmp_path / "previous_2" / f"step_{step}" for step in (100, 20)]
-    assert store.put_aside(tmp_path, 10) == moved
-    assert all(store.whole(folder) is None for folder in moved)
+    assert store.archive(tmp_path, 10) == moved
+    assert all(manifest.missing(folder) is None for folder in moved)
     assert [folder.name for folder in store.all_checkpoints(tmp_path)] == ["step_10", "step_5"]
 
 
