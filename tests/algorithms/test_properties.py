@@ -287,6 +287,12 @@ def test_dgpo_is_continuous_and_decays() -> None:
     assert torch.equal(make_gradient_weight("dgpo", m=1)(high, ones), make_gradient_weight("gppo")(high, ones))
 
 
+def test_gppo_continues_with_the_weight_of_its_own_bounds() -> None:
+    log_ratio, advantages = torch.tensor([math.log(0.1), math.log(9.0)]), torch.tensor([-1.0, 1.0])
+    weight = make_gradient_weight("gppo", eps_low=0.3, eps_high=0.4)
+    assert weight(log_ratio, advantages).tolist() == pytest.approx([0.7, 1.4])
+
+
 @pytest.mark.parametrize("name", list_gradient_weights())
 def test_a_half_precision_ratio_is_weighed_in_float32(name: str) -> None:
     weight, log_ratio = make_gradient_weight(name), torch.linspace(-3, 3, 301).bfloat16()

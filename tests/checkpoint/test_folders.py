@@ -85,7 +85,8 @@ def test_files_without_tensors_are_read_once_and_before_the_tensors(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("size", "said"), [(11, "it held tensor b.c"), (6, "it held tensor a and 1 more"), (12, None), (13, "")]
+    ("size", "said"),
+    [(11, "it held tensor b.c"), (6, "it held tensor a and 1 more"), (8, "it held tensor b.c"), (12, None), (13, "")],
 )
 def test_a_file_of_another_length_names_what_it_lost(tmp_path: Path, size: int, said: str | None) -> None:
     folder = made(tmp_path / "step_3")

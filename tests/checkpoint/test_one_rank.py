@@ -226,7 +226,7 @@ def test_what_a_save_says_of_itself(tmp_path: Path, actor: Actor, writer: Writer
     assert done == [["step_7"]] == [names()]
     assert (tmp_path / "step_7" / "templates" / "chat.jinja").read_bytes() == b"x"
     assert manifest.read(tmp_path / "step_7")["step"] == 7
-    assert manifest.damage(tmp_path / "step_7") == []
+    assert manifest.verify(tmp_path / "step_7") == []
     saver.close()
 
 
