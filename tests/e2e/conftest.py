@@ -40,12 +40,13 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Four steps without interruption, tensor parallel 2."""
+    """Four steps without interruption, tensor parallel 2, of new processes."""
     temporary = Path(tempfile.mkdtemp(prefix="straight-"))  # with a short path, as sockets need it
     job = Job(
         tmp_path_factory.mktemp("straight"),
         *(*STATEFUL, "logging.report=true"),
         environment={"TMPDIR": str(temporary)},
+        is_new=True,
     )
     job.wait_for_step(0)
     ranks = job.ranks()

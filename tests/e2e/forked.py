@@ -22,19 +22,6 @@ from megatron_rl.runtime.attempts import free_port
 
 LAST = "step_2"
 CHECKPOINTS = ("qwen3-tied", "qwen3-tied-TP-2")  # models of which the last checkpoint is evaluated too
-# What all ranks import, so that they need not.
-IMPORTED = (
-    "megatron.core.dist_checkpointing",
-    "megatron.core.models.gpt",
-    "megatron.core.optimizer",
-    "megatron_rl.trainer.run",
-    "megatron_rl.trainer.main",
-    "reasoning_gym",
-    "vllm.entrypoints.llm",
-    "vllm.model_executor.layers.quantization.online.base",
-    "vllm.v1.core.sched.scheduler",
-    "vllm.v1.worker.cpu_worker",
-)
 # Architecture -> its module in vLLM.
 REGISTERED = {
     "Qwen2ForCausalLM": "qwen2",
@@ -48,7 +35,8 @@ REGISTERED = {
 
 def main(root: Path) -> None:
     lanes = json.loads((root / "lanes.json").read_text())
-    _import()
+    os.setsid()
+    register()
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     (root / "head_sizes.json").write_text(json.dumps(CPUAttentionBackend.get_supported_head_sizes()))
@@ -56,12 +44,7 @@ def main(root: Path) -> None:
     models(root, lanes["two ranks"], 2)
 
 
-def _import() -> None:
-    from megatron_rl.rollout import environment
-
-    environment.prepare()
-    for name in IMPORTED:
-        importlib.import_module(name)
+def register() -> None:
     from vllm import ModelRegistry
 
     for architecture, name in REGISTERED.items():

@@ -10,12 +10,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
+
+from tests.warm import Warm
 
 STOPPING = Path(__file__).with_name("stopping.py")  # the plugin that stops a rank
 SHARED_MEMORY = Path("/dev/shm")
@@ -63,21 +66,28 @@ def write_recipe(folder: Path) -> Path:
 
 
 class Job:
-    """A running `megatron-rl` command with its ranks."""
+    """A running `megatron-rl` command with its ranks. `is_new`: of new processes, which a test of their start needs."""
 
     started: ClassVar[list[Job]] = []
 
     def __init__(
-        self, folder: Path, *arguments: str, command: str = "train", environment: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        *arguments: str,
+        command: str = "train",
+        environment: Mapping[str, str] | None = None,
+        is_new: bool = False,
     ) -> None:
         self.run_dir = folder / "run"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl", command, str(write_recipe(folder)), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
-        )
+        given = ["-m", "megatron_rl", command, str(write_recipe(folder)), *arguments]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+        self._terminal = Path(tempfile.mkdtemp(prefix="terminal-", dir=folder))
+        self.process: Warm | subprocess.Popen[bytes]
+        with (self._terminal / "stdout").open("wb") as out, (self._terminal / "stderr").open("wb") as err:
+            if is_new:
+                self.process = subprocess.Popen([sys.executable, *given], stdout=out, stderr=err, env=variables)
+            else:
+                self.process = Warm(given, variables, out, err)
         self.stdout = self.stderr = ""
         Job.started.append(self)
 
@@ -114,20 +124,25 @@ class Job:
     def finish(self, seconds: float = 150) -> int:
         """Waits for the end; the exit code. What was printed is in `stdout` and `stderr` then."""
         try:
-            self.stdout, self.stderr = self.process.communicate(timeout=seconds)
+            code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.kill()
             raise
-        return self.process.returncode
+        self._read()
+        return code
 
     def kill(self) -> None:
         """What a machine that goes down does to a run: SIGKILL to every process of it."""
         for pid in [self.process.pid, *self.ranks().values()]:
             os.kill(pid, signal.SIGKILL)
-        self.process.communicate()
+        self.process.wait()
+        self._read()
         deadline = time.monotonic() + 10
         while processes_of(self.run_dir) and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    def _read(self) -> None:
+        self.stdout, self.stderr = ((self._terminal / name).read_text() for name in ("stdout", "stderr"))
 
     def succeed(self) -> None:
         code = self.finish()

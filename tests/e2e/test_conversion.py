@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 from megatron_rl.checkpoint.convert.jobs import in_parallel
 from megatron_rl.checkpoint.convert.verify import megatron_logits
 from megatron_rl.models.files import SafetensorsFolder
+from tests.warm import run
 
 from .conftest import Finished
 from .job import RECIPE, Job, rows
@@ -43,12 +42,7 @@ QUIET = {
 
 def command(*arguments: str | Path) -> str:
     """What `megatron-rl convert` prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl", "convert", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run(["-m", "megatron_rl", "convert", *map(str, arguments)])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -74,21 +68,17 @@ def test_a_checkpoint_converts_to_what_the_run_exported(straight: Finished, conv
     assert (converted / "tokenizer.json").read_bytes() == (straight.run_dir / "export" / "tokenizer.json").read_bytes()
 
 
-def test_vllm_on_the_conversion_generates_the_actors_greedy_tokens(straight: Finished, converted: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", GENERATE, str(converted), json.dumps(PROMPTS)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | QUIET,
-    )
+def test_vllm_on_the_conversion_generates_the_actors_greedy_tokens(
+    straight: Finished, converted: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "generate.py").write_text(GENERATE)
+    done = run([str(tmp_path / "generate.py"), str(converted), json.dumps(PROMPTS)], os.environ | QUIET)
     assert done.returncode == 0, done.stderr
     generated = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("TOKENS"))[7:])
     checkpoint = straight.run_dir / "checkpoints" / f"step_{STEPS}"
-    for prompt, response in zip(PROMPTS, generated, strict=True):
-        tokens = torch.tensor([prompt + response])
-        function = partial(_logits, checkpoint, converted)
-        [logits] = in_parallel(function, [tokens], 1, lambda _: None, spawn=True)
+    tokens = [torch.tensor([prompt + response]) for prompt, response in zip(PROMPTS, generated, strict=True)]
+    found = in_parallel(partial(_logits, checkpoint, converted), tokens, 1, lambda _: None, spawn=True)
+    for prompt, response, logits in zip(PROMPTS, generated, found, strict=True):
         greedy = logits[len(prompt) - 1 : -1].argmax(-1)
         assert greedy.tolist() == response
         assert len(response) == 24
@@ -108,6 +98,7 @@ def test_a_run_starts_from_a_converted_checkpoint(straight: Finished, converted:
         "sft.steps=0",
         "trainer.steps=1",
         "checkpoint.every=0",
+        is_new=True,
     )
     job.succeed()
     before, after = rows(straight.run_dir)[-1], rows(job.run_dir)

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from megatron_rl.config.model_checks import CPU_HEAD_SIZES
 from megatron_rl.config.schema import CreateModelConfig
 from megatron_rl.models.create import create_model
 from megatron_rl.runtime.attempts import rank_environment
+from tests.warm import Warm
 
 from . import forked
 from .job import RECIPE, rows, samples, untimed
@@ -98,15 +97,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     single = [name for name, (_, _, processes, _) in MODELS.items() if processes == 1]
     double = [name for name in MODELS if name not in single]
     (root / "lanes.json").write_text(json.dumps({"one rank": [single[::2], single[1::2]], "two ranks": double}))
-    environment = {**os.environ, **rank_environment(0), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(forked.__file__), str(root)]
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    with (root / "all.log").open("wb") as log:
+        process = Warm([forked.__file__, str(root)], {**os.environ, **rank_environment(0)}, log, log)
     try:
-        assert process.wait(900) == 0
-    except BaseException:
+        assert process.wait(900) == 0, (root / "all.log").read_text()
+    finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # its forks too
-        raise
     return root
 
 

@@ -204,7 +204,7 @@ BAD = {
 @pytest.mark.parametrize(("overrides", "named"), BAD.values(), ids=BAD.keys())
 def test_a_bad_recipe_is_refused_at_once_with_one_message(tmp_path: Path, overrides: list[str], named: str) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    job = Job(tmp_path, *overrides)
+    job = Job(tmp_path, *overrides, is_new=True)
     assert job.finish() == 2
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert job.stdout == ""

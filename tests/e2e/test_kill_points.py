@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import run_ranks
+from tools import prove_resume
 from tools.prove_resume import Kill, differences, prove
 
 from .conftest import STATEFUL, Finished
@@ -21,7 +23,10 @@ pytestmark = pytest.mark.engine
 KILLS = [Kill("update", 28), Kill("old_log_prob", 2, 0.1), Kill("write", 2), Kill("rename", 1)]
 
 
-def test_what_is_killed_four_times_ends_as_what_was_never_killed(tmp_path: Path, straight: Finished) -> None:
+def test_what_is_killed_four_times_ends_as_what_was_never_killed(
+    tmp_path: Path, straight: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove_resume, "run_ranks", run_ranks)
     proof = prove(write_recipe(tmp_path), STATEFUL, tmp_path, KILLS, straight.run_dir)
     assert proof.killed == KILLS
     assert proof.differences == []

@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.cli import main
 from megatron_rl.config import check, load_recipe, to_yaml
 from megatron_rl.runtime.attempts import new_attempt, rank_environment
-from megatron_rl.runtime.spawn import run_ranks
+from tests.warm import run_ranks
 
 from . import inside
 from .job import RECIPE, rows, write_recipe

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,41 +32,15 @@ def stalled_job(folder: Path, phase: str, rank: int) -> Job:
     )
 
 
-class Jobs:
-    """One run per stall. The next one starts while this one waits for its deadline: starting is what takes the time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.started = folder, dict[int, Job]()
-
-    def start(self, number: int) -> Job | None:
-        if number not in self.started and number < len(STALLS):
-            phase, rank = STALLS[number]
-            self.started[number] = job = stalled_job(self.folder / phase, phase, rank)
-            Job.started.remove(job)  # it outlives the test before its own; the fixture below ends it
-        return self.started.get(number)
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    jobs = Jobs(tmp_path_factory.mktemp("stalls"))
-    yield jobs
-    for job in jobs.started.values():
-        if job.process.poll() is None:
-            job.kill()
-
-
 @pytest.mark.engine
-@pytest.mark.parametrize("number", range(len(STALLS)), ids=[phase for phase, _ in STALLS])
-def test_a_stopped_rank_is_named_with_its_phase(jobs: Jobs, number: int) -> None:
-    phase, rank = STALLS[number]
-    job = jobs.start(number)
-    assert job is not None
+@pytest.mark.parametrize(("phase", "rank"), STALLS)
+def test_a_stopped_rank_is_named_with_its_phase(tmp_path: Path, phase: str, rank: int) -> None:
+    job = stalled_job(tmp_path, phase, rank)
     job.wait_for(lambda: len(job.ranks()) == 2)
     ranks = job.ranks()
     port = variable(ranks[0], "MASTER_PORT")
     job.wait_for(lambda: state(ranks[rank]) == "T")
     stopped = time.monotonic()
-    jobs.start(number + 1)
     assert job.finish() == exit_codes.STALLED
     assert time.monotonic() - stopped < DEADLINE + GRACE
     assert processes_of(job.run_dir) == []

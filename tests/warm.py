@@ -1,0 +1,309 @@
+"""Python processes that start with torch, Megatron-Core and vLLM imported, which is half of what a short run takes.
+
+`Warm([...])` is to a test what `subprocess.Popen([sys.executable, ...])` is. One process per session of tests imports, does
+nothing else, and forks. A fork runs the main part of a module or a script. What it then starts as ranks (`runtime.spawn`) are
+forks of the same untouched process, and its children. All have what a new process has: arguments and environment (in /proc
+too), streams, no other open files, default signal handlers, a session, an end with their launcher; and they exit as Python
+does. But they share one hash seed: `straight` and the jobs of the Slurm tests are of new processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, ClassVar, TextIO
+
+from megatron_rl.runtime import spawn
+from megatron_rl.runtime.attempts import rank_environment
+
+IMPORTED = (
+    "megatron.core.dist_checkpointing",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron_rl.trainer.evaluate",
+    "megatron_rl.trainer.loop",
+    "megatron_rl.trainer.run",
+    "megatron_rl.trainer.sft",
+    "reasoning_gym",
+    "transformers",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.qwen3",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.worker.cpu_worker",
+)
+RANKS = 4  # as many as any test starts
+_LARGEST = 2**17  # bytes of a request: mostly the environment
+_PR_SET_PDEATHSIG = 1
+
+
+# ---------------------------------------------------------------------------------------------------------- in a test
+class Warm:
+    """A running process. `pid`, `returncode`, `poll` and `wait` are those of `subprocess.Popen`."""
+
+    _forge: ClassVar[socket.socket | None] = None
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
+    ) -> None:
+        if Warm._forge is None:
+            Warm._forge = _start_forge()
+        self._status, status = os.pipe()
+        files = [stdout.fileno(), stderr.fileno(), status]
+        _send(Warm._forge, Task(list(arguments), dict(environment), os.getcwd()), files)
+        os.close(status)
+        self._lines = os.fdopen(self._status, buffering=1)
+        self.pid = int(self._lines.readline())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._lines], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a fork", timeout or 0)
+            self.returncode = int(self._lines.readline())
+            self._lines.close()
+        return self.returncode
+
+
+def run(
+    arguments: Sequence[str], environment: Mapping[str, str] = os.environ, timeout: float = 400
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of `python ARGUMENTS`."""
+    with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as err:
+        process = Warm(arguments, environment, out, err)
+        try:
+            code = process.wait(timeout)
+        finally:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(list(arguments), code, out.read().decode(), err.read().decode())
+
+
+def run_ranks(command: Sequence[str], processes: int, log_dir: Path, environment: Mapping[str, str]) -> spawn.Outcome:
+    """`runtime.spawn.run_ranks`, called in a process of its own, whose ranks are forks."""
+    script = Path(__file__).with_name("launcher.py")
+    done = run([str(script), json.dumps([list(command), processes, str(log_dir), dict(environment)])], timeout=900)
+    return spawn.Outcome(done.returncode, done.stderr)
+
+
+def _start_forge() -> socket.socket:
+    """The end of it: it ends when this socket closes, with the tests' process."""
+    own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    room = "x" * 2**12  # what /proc shows as its command line and environment has to hold those of its forks
+    subprocess.Popen(
+        [sys.executable, __file__, str(its.fileno()), room],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[its.fileno()],
+        env={**os.environ, **rank_environment(0), "CUDA_VISIBLE_DEVICES": "", "ROOM": "x" * 2**16},
+    )
+    its.close()
+    return own
+
+
+# ------------------------------------------------------------------------------------------------- in the process that forks
+@dataclass
+class Task:
+    """What a fork is to become."""
+
+    arguments: list[str]  # after `python`
+    environment: dict[str, str]
+    folder: str
+    blocked: list[int] | None = None  # signals; None: as they are
+    numbers: list[int] | None = None  # of open files besides standard output and error
+    is_rank: bool = False
+
+
+def _send(channel: socket.socket, task: Task, files: Sequence[int]) -> None:
+    socket.send_fds(channel, [json.dumps(vars(task)).encode()], files)
+
+
+def _receive(channel: socket.socket) -> tuple[Task, list[int]] | None:
+    """None at the end."""
+    data, files, _, _ = socket.recv_fds(channel, _LARGEST, 16)
+    return (Task(**json.loads(data)), files) if data else None
+
+
+def main() -> None:
+    import_all()
+    with socket.socket(fileno=int(sys.argv[1])) as requests:
+        ordered = _serve(requests)
+    if ordered is None:
+        return
+    sys.stdout.flush()
+    blanks = list[tuple[int, socket.socket]]()
+    launcher = _blank_rank(blanks)
+    if launcher is None:
+        task, files = ordered
+        _become(task, files, [channel.fileno() for _, channel in blanks])
+        spawn.subprocess = SimpleNamespace(Popen=partial(Rank, blanks), DEVNULL=subprocess.DEVNULL)
+    else:
+        blanks.clear()
+        received = _receive(launcher)
+        if received is None:
+            return
+        task, files = received
+        answer = _above(1000, launcher.detach())  # none of the numbers that the task's files get
+        _become(task, files, [answer])
+        os.close(answer)
+    _run(task.arguments)
+
+
+def import_all() -> None:
+    from megatron_rl.rollout import environment
+
+    environment.prepare()
+    gc.disable()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.enable()
+    gc.freeze()  # vLLM collects garbage several times as it starts; what was imported is none
+
+
+def _serve(requests: socket.socket) -> tuple[Task, list[int]] | None:
+    """Returns in every fork that a request asks for, with its task; in the process itself at the end."""
+    while (ordered := _receive(requests)) is not None:
+        task, (stdout, stderr, status) = ordered
+        if os.fork() == 0:  # its child becomes the launcher, and it says how that ends
+            launcher = os.fork()
+            if launcher == 0:
+                return task, [stdout, stderr]
+            os.write(status, f"{launcher}\n".encode())
+            os.write(status, f"{os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])}\n".encode())
+            os._exit(0)
+        for file in (stdout, stderr, status):
+            os.close(file)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+    return None
+
+
+def _blank_rank(blanks: list[tuple[int, socket.socket]]) -> socket.socket | None:
+    """Fills the list with forks that wait for a task. In such a fork: where the task will come from."""
+    launcher = os.getpid()
+    for _ in range(RANKS):
+        own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != launcher:
+                os._exit(1)
+            return its
+        its.close()
+        blanks.append((pid, own))
+    return None
+
+
+class Rank:
+    """What `runtime.spawn` takes for the `subprocess.Popen` of a rank."""
+
+    def __init__(self, blanks: list[tuple[int, socket.socket]], command: list[str], **given: Any) -> None:
+        self.pid, channel = blanks.pop(0)
+        self.returncode: int | None = None
+        self._reaping = threading.Lock()
+        stdout, stderr = (
+            file if isinstance(file, int) else file.fileno() for file in (given["stdout"], given["stderr"])
+        )
+        blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+        numbers = list(given["pass_fds"])
+        task = Task(command[1:], given["env"], os.getcwd(), blocked, numbers, is_rank=True)
+        with channel:
+            _send(channel, task, [stdout, stderr, *numbers])
+            channel.recv(1)  # returns once it has its streams, its session and its environment
+
+    def wait(self) -> int:
+        with self._reaping:
+            if self.returncode is None:
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+# ------------------------------------------------------------------------------------------------------------- in a fork
+def _become(task: Task, files: list[int], kept: Sequence[int]) -> None:
+    """Streams, files, session, environment and names of a new process with this task."""
+    wanted = [1, 2, *(task.numbers or [])]
+    null = os.open(os.devnull, os.O_RDONLY)
+    for file in map(int, os.listdir("/proc/self/fd")):
+        if file > 2 and file not in (*files, *kept, null):
+            with contextlib.suppress(OSError):  # the folder itself was open while it was listed
+                os.close(file)
+    high = [_above(1000, file) for file in (null, *files)]
+    for file, number in zip(high, (0, *wanted), strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    if task.is_rank:
+        os.setsid()
+    if task.blocked is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, task.blocked)
+    os.chdir(task.folder)
+    os.environ.clear()
+    os.environ.update(task.environment)
+    tempfile.tempdir = None  # it may be another now
+    unbuffered = bool(task.environment.get("PYTHONUNBUFFERED"))
+    sys.stdout, sys.stderr = _stream(1, "strict", unbuffered), _stream(2, "backslashreplace", True)
+    _show(["python", *task.arguments], task.environment)
+
+
+def _stream(file: int, errors: str, unbuffered: bool) -> TextIO:
+    binary = io.FileIO(file, "w", closefd=False)
+    buffer = binary if unbuffered else io.BufferedWriter(binary)
+    return io.TextIOWrapper(buffer, "utf-8", errors, line_buffering=unbuffered, write_through=unbuffered)
+
+
+def _above(number: int, file: int) -> int:
+    moved = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, number)
+    os.close(file)
+    return moved
+
+
+def _show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Puts them where /proc/<pid>/cmdline and environ are read: the memory in which the system gave this process its own."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end, begin_environment, end_environment = map(int, fields[45:49])
+    for start, size, words in (
+        (begin, end - begin, arguments),
+        (begin_environment, end_environment - begin_environment, [f"{k}={v}" for k, v in environment.items()]),
+    ):
+        text = "\0".join([*words, ""]).encode()
+        assert len(text) < size, "no room"
+        ctypes.memmove(start, text.ljust(size, b"\0"), size)
+
+
+def _run(arguments: list[str]) -> None:
+    """As `python ARGUMENTS`: a module after -m, or a script."""
+    if arguments[0] == "-m":
+        sys.argv, sys.path[0] = arguments[1:], os.getcwd()
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
