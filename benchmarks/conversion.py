@@ -62,7 +62,7 @@ def make_model(folder: Path, gigabytes: float) -> tuple[int, int]:
         family = family_for(config)
         description = family.describe(config)
         held = [
-            _Tensor(tensor.name, tensor.name, tensor.sizes(description.dims), torch.bfloat16)
+            _Tensor(tensor.name, tensor.name, tensor.sizes(description.dims), "BF16")
             for rule in family.weights(description)
             for tensor in rule.hf
         ]
@@ -72,12 +72,12 @@ def make_model(folder: Path, gigabytes: float) -> tuple[int, int]:
     noise = memoryview(os.urandom(2**25 + 2**16))
     header, offsets = _header(held)
     with WriteBehind(folder / "model.safetensors") as file:
-        file.write_at(header, 0)
+        file.write([header])
         for number, tensor in enumerate(held):
             at = offsets[tensor.name]
             for start in range(0, tensor.nbytes, 2**25):
                 shift = (number * 31 + start // 2**25 * 7) % 2**16
-                file.write_at(noise[shift : shift + min(2**25, tensor.nbytes - start)], at + start)
+                file.write([noise[shift : shift + min(2**25, tensor.nbytes - start)]], at=at + start)
     return total, max(tensor.nbytes for tensor in held)
 
 

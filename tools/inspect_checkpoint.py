@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -24,8 +23,7 @@ from megatron_rl.checkpoint.convert.global_tensors import TorchDist
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import HFFolder, SourceModel, config_folder, is_megatron, megatron_folder
 from megatron_rl.models import read_hf_config
-from megatron_rl.models.files import DTYPES, WeightSource
-from megatron_rl.models.shards import tensor_bytes
+from megatron_rl.models.files import DTYPE_NAMES, DTYPES, WeightSource
 from megatron_rl.runtime import exit_codes
 
 _SHOWN = 20  # tensors of a comparison, unless --tensors
@@ -139,23 +137,19 @@ def _hf_tensors(folder: Path) -> Iterator[TensorLine]:
     files = HFFolder(folder)
     for name in sorted(files.names(), key=_natural):
         entry = files.entry(name)
-        yield TensorLine(name, entry.shape, _text(DTYPES[entry.dtype]), entry.nbytes, "model", 1)
+        yield TensorLine(name, entry.shape, DTYPES[entry.dtype].name, entry.nbytes, "model", 1)
 
 
 def _megatron_tensors(checkpoint: TorchDist) -> Iterator[TensorLine]:
     for name in sorted(checkpoint.tensors, key=_natural):
         tensor = checkpoint.tensors[name]
         part = "optimizer" if name.startswith(("optimizer.", "chained_")) else "model"
-        nbytes = tensor_bytes(tensor.shape, tensor.dtype)
-        yield TensorLine(name, tensor.shape, _text(tensor.dtype), nbytes, part, len(tensor.chunks))
+        nbytes = math.prod(tensor.shape) * DTYPES[DTYPE_NAMES[tensor.dtype]].itemsize
+        yield TensorLine(name, tensor.shape, tensor.dtype, nbytes, part, len(tensor.chunks))
 
 
 def _natural(name: str) -> tuple[tuple[bool, int, str], ...]:
     return tuple((part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split("."))
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ----------------------------------------------------------------------------------------------------------- difference

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MANIFEST, TENSORS = "manifest.json", "tensors.json"
 FORMAT = 1
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
 _BLOCK = 2**22
 Row = tuple[str, Sequence[int], str, int, int, str]
 
@@ -73,7 +73,7 @@ class TensorInfo:
 
 
 def digest(data: bytes | memoryview) -> str:
-    return blake3(data).hexdigest(length=_DIGEST_BYTES)
+    return blake3(data).hexdigest(length=DIGEST_BYTES)
 
 
 class Writable(Protocol):
@@ -96,7 +96,7 @@ class Hashing:
         self._hash = blake3()
 
     def digest(self) -> str:
-        return self._hash.hexdigest(length=_DIGEST_BYTES)
+        return self._hash.hexdigest(length=DIGEST_BYTES)
 
     def write(self, data: ReadableBuffer) -> int:
         view = memoryview(data).cast("B") if not isinstance(data, bytes) else data
@@ -275,7 +275,7 @@ def digest_at(file: BinaryIO, offset: int, length: int) -> str:
     while length and (block := file.read(min(length, _BLOCK))):
         hash_.update(block)
         length -= len(block)
-    return hash_.hexdigest(length=_DIGEST_BYTES)
+    return hash_.hexdigest(length=DIGEST_BYTES)
 
 
 def _own_digest(content: Mapping[str, object]) -> str:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.gather import StandIns
+from megatron_rl.checkpoint.index import BACKEND
 from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
@@ -193,7 +194,7 @@ def finish(snapshot: Snapshot, folder: Path, shares: Sequence[Sequence[Written]]
     stored = {index: torch_dist.StorageInfo(at.file, at.offset, at.length) for index, at in places}
     torch_dist.write_index(folder, snapshot.metadata, stored)
     (folder / "common.pt").write_bytes(snapshot.common)
-    manifest.write_json(folder / "metadata.json", torch_dist.BACKEND)
+    manifest.write_json(folder / "metadata.json", BACKEND)
     tensors = {name: _described(entry) for name, entry in snapshot.metadata.state_dict_metadata.items()}
     pieces = sorted((w.piece for w in everything), key=lambda piece: (piece.file, piece.offset))
     manifest.write(folder, about, tensors, pieces)

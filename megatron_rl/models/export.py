@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,17 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.models.family import Family
-from megatron_rl.models.files import save_tensors, shard_names, whole_folder, write_index, write_json
+from megatron_rl.models.files import copy_companions, save_tensors, shard_names, whole_folder, write_index, write_json
 from megatron_rl.models.gather import iter_hf_weights
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.parallel import ParallelGroups
 
 SHARD_BYTES = 5 * 10**9
-# Everything besides weights and config.json that belongs to a model: tokenizer, generation config, chat template.
-_COMPANIONS = (
-    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("*.model", "tekken.json", "chat_template*", "additional_chat_templates", "LICENSE*"),
-)
 
 
 def export_hf(
@@ -94,19 +88,3 @@ def _write(
         config[key] = str(dtypes.pop()).removeprefix("torch.")
     write_json(folder / "config.json", config)
     copy_companions(source, folder)
-
-
-def companions(source: Path) -> dict[str, Path]:
-    """Tokenizer, generation config, chat templates and licence of a model folder: every file by its name in the folder.
-
-    A link that leads nowhere is among them, so that copying it fails: a model without its tokenizer is no copy.
-    """
-    found = [path for pattern in _COMPANIONS for path in source.glob(pattern)]
-    files = [file for path in found for file in (path.rglob("*") if path.is_dir() else [path]) if not file.is_dir()]
-    return {file.relative_to(source).as_posix(): file for file in files}
-
-
-def copy_companions(source: Path, folder: Path) -> None:
-    for name, path in companions(source).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder / name)

@@ -1,4 +1,7 @@
-"""Hugging Face folders on disk: lazy reads from sharded safetensors, and folders that appear whole or not at all."""
+"""Hugging Face folders on disk: lazy reads from sharded safetensors, and folders that appear whole or not at all.
+
+Importing it loads no torch: what only moves values handles them as numpy arrays of unsigned integers with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +14,62 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+import numpy as np
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from megatron_rl.runtime.disk import sync, sync_tree
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 INDEX = "model.safetensors.index.json"
+# Everything beside the weights and config.json that belongs to a model: tokenizer, generation config, chat template.
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "tekken.json",
+    "chat_template*",
+    "additional_chat_templates",
+    "LICENSE*",
+)
+Bits = np.ndarray[tuple[int, ...], np.dtype[np.unsignedinteger]]
+
+
+@dataclass(frozen=True)
+class DType:
+    name: str  # torch's, without `torch.`
+    itemsize: int  # bytes
+
+    @property
+    def bits(self) -> np.dtype[np.unsignedinteger]:
+        """Unsigned integers of the same size."""
+        return np.dtype(f"u{self.itemsize}")
+
+
 # The format's names of dtypes.
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "F64": DType("float64", 8),
+    "F32": DType("float32", 4),
+    "F16": DType("float16", 2),
+    "BF16": DType("bfloat16", 2),
+    "F8_E4M3": DType("float8_e4m3fn", 1),
+    "F8_E5M2": DType("float8_e5m2", 1),
+    "F8_E8M0": DType("float8_e8m0fnu", 1),
+    "I64": DType("int64", 8),
+    "I32": DType("int32", 4),
+    "I16": DType("int16", 2),
+    "I8": DType("int8", 1),
+    "U8": DType("uint8", 1),
+    "BOOL": DType("bool", 1),
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
 _BLOCK = 2**26  # bytes read at once where only some columns are wanted
 _LARGEST_READ = 2**30  # Linux reads at most 2 GiB - 4 KiB in one call
 
@@ -100,21 +132,31 @@ class SafetensorsFolder:
         """Entries [start, stop) along `dim` (0 or 1) of a tensor, in the file's dtype."""
         entry = self.entry(name)
         rows, *rest = entry.shape
-        row_bytes = entry.nbytes // rows if rows else 0
-        dtype = DTYPES[entry.dtype]
+        bits = DTYPES[entry.dtype].bits
+        if dim == 0:
+            out = np.empty((min(stop, rows) - start, *rest), bits)
+            self.read_into(out, name, start)
+            return as_tensor(out, entry.dtype)
+        out = np.empty((rows, stop - start, *rest[1:]), bits)
+        block = max(1, _BLOCK // max(entry.nbytes // max(rows, 1), 1))
+        for first in range(0, rows, block):
+            part = np.empty((min(block, rows - first), *rest), bits)
+            self.read_into(part, name, first)
+            out[first : first + block] = part[:, start:stop]
+        return as_tensor(out, entry.dtype)
+
+    def read_into(self, out: Bits, name: str, start: int = 0) -> None:
+        """Fills `out`, contiguous, with a tensor's rows from `start` on."""
+        entry = self.entry(name)
+        if out.size == 0:
+            return
+        view, offset = out.data.cast("B"), entry.offset + start * (entry.nbytes // entry.shape[0])
         with self._files[name].open("rb", buffering=0) as file:
-            if dim == 0:
-                stop = min(stop, rows)
-                out = torch.empty((stop - start, *rest), dtype=dtype)
-                self._read_into(out, name, file, entry.offset + start * row_bytes)
-                return out
-            out = torch.empty((rows, stop - start, *rest[1:]), dtype=dtype)
-            block = max(1, _BLOCK // max(row_bytes, 1))
-            for first in range(0, rows, block):
-                part = torch.empty((min(block, rows - first), *rest), dtype=dtype)
-                self._read_into(part, name, file, entry.offset + first * row_bytes)
-                out[first : first + block].copy_(part[:, start:stop])
-            return out
+            while view:
+                count = os.preadv(file.fileno(), [view[:_LARGEST_READ]], offset)
+                if count == 0:
+                    raise ValueError(f"{self._files[name]} ends in the middle of {name}: the file was cut short")
+                view, offset = view[count:], offset + count
 
     def entry(self, name: str) -> Entry:
         path = self._files[name]
@@ -123,16 +165,6 @@ class SafetensorsFolder:
         if name not in self._entries[path]:
             raise ValueError(f"{path} does not hold {name}, although the folder's index lists it there")
         return self._entries[path][name]
-
-    def _read_into(self, target: Tensor, name: str, file: BinaryIO, offset: int) -> None:
-        if target.numel() == 0:
-            return
-        view = target.view(-1).view(torch.uint8).numpy().data
-        while view:
-            count = os.preadv(file.fileno(), [view[:_LARGEST_READ]], offset)
-            if count == 0:
-                raise ValueError(f"{self._files[name]} ends in the middle of {name}: the file was cut short")
-            view, offset = view[count:], offset + count
 
     def _indexed(self) -> dict[str, Path]:
         index = self.folder / INDEX
@@ -202,12 +234,37 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
+def as_tensor(bits: Bits, dtype: str) -> Tensor:
+    """The values that they are the bits of, in the same memory; `dtype` as the format names it."""
+    import torch
+
+    return torch.from_numpy(bits).view(getattr(torch, DTYPES[dtype].name))
+
+
+def as_bits(values: Tensor) -> Bits:
+    """The bits of values, in their memory where that is contiguous."""
+    import torch
+
+    return values.contiguous().view(getattr(torch, f"uint{values.itemsize * 8}")).numpy()
+
+
+def cast_bits(bits: Bits, dtype: str, to: str) -> Bits:
+    """The bits of the same values in another dtype; both as the format names them."""
+    if dtype == to:
+        return bits
+    import torch
+
+    return as_bits(as_tensor(bits, dtype).to(getattr(torch, DTYPES[to].name)))
+
+
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file with the permissions of its folder (the library's own are the owner's alone).
 
     Raises:
         OSError: the file cannot be written, for example because the disk is full.
     """
+    from safetensors.torch import save_file
+
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -231,6 +288,23 @@ def write_index(folder: Path, files: Mapping[str, Sequence[str]], total: int) ->
 
 def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def companions(source: Path) -> dict[str, Path]:
+    """Tokenizer, generation config, chat templates and licence of a model folder: every file by its name in the folder.
+
+    A link that leads nowhere is among them, so that copying it fails: a model without its tokenizer is no copy.
+    """
+    found = [path for pattern in _COMPANIONS for path in source.glob(pattern)]
+    files = [file for path in found for file in (path.rglob("*") if path.is_dir() else [path]) if not file.is_dir()]
+    return {file.relative_to(source).as_posix(): file for file in files}
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies them to another folder."""
+    for name, path in companions(source).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
 
 
 @contextmanager

@@ -21,14 +21,6 @@ from megatron_rl.seams import replaced
 READ_METADATA, LOAD_BYTES = "self args kwargs", "self read_item value"  # parameters of what is replaced
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # NCCL's collectives are in one of their own
 
-# metadata.json of Megatron-Core beside torch's `.metadata`
-BACKEND = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-
 
 def write_index(folder: Path, metadata: Metadata, stored: Mapping[MetadataIndex, StorageInfo]) -> None:
     """Writes `.metadata` for items that another writer than torch's has written."""

@@ -18,7 +18,8 @@ from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.models.export import companions, export_hf
+from megatron_rl.models.export import export_hf
+from megatron_rl.models.files import companions
 from megatron_rl.models.hf_config import JSON, HFConfig
 from megatron_rl.runtime import device, provenance
 from megatron_rl.runtime.distributed import Grid

@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import as_tree, changes
 from megatron_rl.config.schema import OptimizerConfig
 from megatron_rl.models import HFConfig
-from megatron_rl.models.export import companions
+from megatron_rl.models.files import companions
 from megatron_rl.runtime import disk
 from megatron_rl.trainer.checkpoints import State, model_facts
 from megatron_rl.trainer.run import Run

@@ -12,7 +12,6 @@ from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.source import SourceModel, config_folder, megatron_folder
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
-from megatron_rl.checkpoint.convert.verify import Logits, compare, compare_logits
 from megatron_rl.runtime.disk import size_text
 
 Say = Callable[[str], None]
@@ -58,6 +57,8 @@ def convert(options: argparse.Namespace, say: Say) -> None:
 
 def verify(task: ToMegatron | ToHF, target: Path, workers: int, say: Say) -> None:
     """Raises Mismatch where the result is not what the source says."""
+    from megatron_rl.checkpoint.convert.verify import Logits, compare, compare_logits
+
     try:
         compared = compare(task, target, workers)
         total = size_text(sum(c.nbytes for c in compared))

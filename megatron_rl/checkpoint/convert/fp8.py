@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.hf_config import JSON
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 BLOCK = 128
-DTYPE = torch.float8_e4m3fn
-LARGEST = torch.finfo(DTYPE).max
+DTYPE = "F8_E4M3"
+LARGEST = 448.0  # that e4m3 holds
 SCALE = "_scale_inv"  # appended to the weight's name
 
 
@@ -27,8 +29,10 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a value is not finite.
     """
+    import torch
+
     rows, columns = weight.shape
-    values = torch.empty(weight.shape, dtype=DTYPE)
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(scales_shape((rows, columns)), dtype=torch.float32)
     for index in range(scales.shape[0]):  # a row of blocks at a time: fp32 copies stay small
         part = weight[index * BLOCK : (index + 1) * BLOCK].float()
@@ -40,7 +44,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
             raise ValueError("it has values that are not finite")
         scale[scale == 0] = 1.0
         scaled = (blocks / scale[None, :, None]).clamp(-LARGEST, LARGEST).view(BLOCK, -1)
-        values[index * BLOCK : (index + 1) * BLOCK] = scaled[: part.shape[0], :columns].to(DTYPE)
+        values[index * BLOCK : (index + 1) * BLOCK] = scaled[: part.shape[0], :columns].to(torch.float8_e4m3fn)
         scales[index] = scale
     return values, scales
 

@@ -1,42 +1,44 @@
 """Megatron-Core's distributed checkpoints read as what they are: global tensors in chunks.
 
-No process group, no model: one chunk at a time comes off the disk.
+No process group, no model, no torch: one chunk at a time comes off the disk, and its bytes are read once. Values are unsigned
+integers with the same bits.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
 from pathlib import Path
 from typing import BinaryIO, cast
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+import numpy as np
+from blake3 import blake3
 
-from megatron_rl.checkpoint import manifest, unpickle
+from megatron_rl.checkpoint import index, manifest
+from megatron_rl.checkpoint.convert import archive
+from megatron_rl.checkpoint.index import Stored
+from megatron_rl.models.files import DTYPE_NAMES, DTYPES, Bits
 
-
-@dataclass(frozen=True)
-class Stored:
-    """One chunk on the disk; `digest` where the checkpoint lists checksums."""
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    file: str
-    offset: int
-    length: int
-    digest: str | None
+_STEP = 2**24  # bytes of a chunk in memory, where it is not wanted whole
 
 
-@dataclass(frozen=True)
-class GlobalTensor:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: list[Stored]
+class Memory:
+    """Memory that is used again: the kernel takes as long to find new memory as to copy into it."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def array(self, shape: Sequence[int], bits: np.dtype[np.unsignedinteger]) -> Bits:
+        """An array of any content, in the same memory as the last one."""
+        nbytes = math.prod(shape) * bits.itemsize
+        if nbytes > self._bytes.nbytes:
+            self._bytes = np.empty(0, np.uint8)  # frees it first
+            self._bytes = np.empty(nbytes, np.uint8)
+        return self._bytes[:nbytes].view(bits).reshape(shape)
 
 
 class TorchDist:
@@ -48,56 +50,34 @@ class TorchDist:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        if not (self.folder / ".metadata").is_file():
+        if not (self.folder / index.METADATA).is_file():
             raise ValueError(f"{self.folder} holds no Megatron checkpoint of format torch_dist: it has no .metadata")
-        metadata = unpickle.read_metadata(self.folder)
-        self.listed = (self.folder / manifest.TENSORS).is_file()
-        digests: dict[tuple[str, int], str] = {}
-        if self.listed:
+        self.tensors = index.read_tensors(self.folder)
+        self._digests: dict[tuple[str, int], str] = {}
+        if (self.folder / manifest.TENSORS).is_file():
             problem = manifest.missing(self.folder)
             if problem is not None:
                 raise ValueError(f"{self.folder}: {problem}")
-            digests = {(p.file, p.offset): p.digest for p in manifest.read_tensors(self.folder)[1]}
-        self.tensors: dict[str, GlobalTensor] = {}
-        self.objects: set[str] = set()
+            self._digests = {(p.file, p.offset): p.digest for p in manifest.read_tensors(self.folder)[1]}
         self._by_lead: dict[str, dict[tuple[int, ...], list[Stored]]] = {}
-        self._last: tuple[Stored, Tensor] | None = None
+        self._kept: dict[Stored, Bits] = {}
+        self._memory = Memory()
         try:
-            self._place(metadata, digests)
-        except (AttributeError, LookupError, TypeError) as error:  # its parts do not go together
-            raise ValueError(f"{self.folder / '.metadata'} is damaged: {error!r}") from error
+            self._check()
+        except TypeError as error:  # its parts do not go together
+            raise ValueError(f"{self.folder / index.METADATA} is damaged: {error!r}") from error
 
-    def _place(self, metadata: Metadata, digests: dict[tuple[str, int], str]) -> None:
-        """Indexes the chunks of every tensor by file."""
+    def _check(self) -> None:
         sizes: dict[str, int] = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                self.tensors[name] = GlobalTensor(tuple(entry.size), entry.properties.dtype, [])
-            else:
-                self.objects.add(name)
-        chunk_sizes = {
-            (name, tuple(chunk.offsets)): tuple(chunk.sizes)
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-            for chunk in entry.chunks
-        }
-        for index, info in metadata.storage_data.items():
-            if index.fqn not in self.tensors:
-                continue
-            if info.relative_path not in sizes:
-                sizes[info.relative_path] = self._file_size(info.relative_path, index.fqn)
-            if info.offset + info.length > sizes[info.relative_path]:
-                raise ValueError(
-                    f"{self.folder / info.relative_path} is cut short: it has {sizes[info.relative_path]} bytes, and "
-                    f"tensor {index.fqn} ends at byte {info.offset + info.length}"
-                )
-            start = tuple(index.offset)
-            digest = digests.get((info.relative_path, info.offset))
-            size = chunk_sizes[index.fqn, start]
-            self.tensors[index.fqn].chunks.append(
-                Stored(start, size, info.relative_path, info.offset, info.length, digest)
-            )
         for name, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                if chunk.file not in sizes:
+                    sizes[chunk.file] = self._file_size(chunk.file, name)
+                if chunk.offset + chunk.length > sizes[chunk.file]:
+                    raise ValueError(
+                        f"{self.folder / chunk.file} is cut short: it has {sizes[chunk.file]} bytes, and "
+                        f"tensor {name} ends at byte {chunk.offset + chunk.length}"
+                    )
             held = sum(math.prod(chunk.size) for chunk in tensor.chunks)
             if held != math.prod(tensor.shape):
                 raise ValueError(
@@ -110,62 +90,95 @@ class TorchDist:
             raise ValueError(f"{path} is missing: it holds tensor {tensor}, among others")
         return path.stat().st_size
 
-    def read(
-        self, name: str, lead: tuple[int, ...] = (), start: Sequence[int] = (), stop: Sequence[int] = ()
-    ) -> Tensor:
-        """Values of a tensor: at the leading indices `lead`, in the box from `start` to `stop` (default: everything)."""
-        tensor = self.tensors[name]
-        rest = tensor.shape[len(lead) :]
-        start, stop = tuple(start) or (0,) * len(rest), tuple(stop) or rest
-        out: Tensor | None = None
-        for chunk in self.overlapping(name, lead):
+    def bits(self, name: str) -> np.dtype[np.unsignedinteger]:
+        return DTYPES[DTYPE_NAMES[self.tensors[name].dtype]].bits
+
+    def read(self, name: str, lead: tuple[int, ...], start: Sequence[int], out: Bits) -> None:
+        """Fills `out` with values of a tensor: at the leading indices `lead`, in the box that begins at `start`.
+
+        Chunks that give only a part of themselves are kept until a read has no use for them.
+        """
+        chunks = self.overlapping(name, lead)
+        self._kept = {chunk: values for chunk, values in self._kept.items() if chunk in chunks}
+        covered = 0
+        for chunk in chunks:
             offsets, sizes = chunk.start[len(lead) :], chunk.size[len(lead) :]
             low = [max(a, b) for a, b in zip(start, offsets, strict=True)]
-            high = [min(a, b + s) for a, b, s in zip(stop, offsets, sizes, strict=True)]
+            high = [min(a + n, b + s) for a, n, b, s in zip(start, out.shape, offsets, sizes, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            values = self.load(name, chunk)
+            part = out[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
+            covered += part.size
+            if part.size == math.prod(chunk.size) and part.flags.c_contiguous and chunk not in self._kept:
+                self._load(name, chunk, part.reshape(chunk.size))
+                continue
+            if chunk not in self._kept:
+                self._kept[chunk] = np.empty(chunk.size, self.bits(name))
+                self._load(name, chunk, self._kept[chunk])
+            values = self._kept[chunk]
             for number, first in zip(lead, chunk.start, strict=False):
                 values = values[number - first]
-            part = values[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
-            if tuple(low) == start and tuple(high) == stop:
-                return part
-            if out is None:
-                out = torch.empty([b - a for a, b in zip(start, stop, strict=True)], dtype=tensor.dtype)
-            out[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))].copy_(part)
-        return (
-            torch.empty([b - a for a, b in zip(start, stop, strict=True)], dtype=tensor.dtype) if out is None else out
-        )
+            part[...] = values[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
+        if covered != out.size:
+            raise ValueError(f"{self.folder}: the chunks of tensor {name} overlap, or do not cover it")
 
-    def load(self, name: str, chunk: Stored) -> Tensor:
-        """One chunk, whole; the last one is kept, since several tensors may be parts of it."""
-        if self._last is not None and self._last[0] == chunk:
-            return self._last[1]
-        self._last = None
-        path = self.folder / chunk.file
-        with path.open("rb") as file:
-            if chunk.digest is not None and chunk.digest != manifest.digest_at(file, chunk.offset, chunk.length):
-                raise ValueError(
-                    f"{path} is damaged in tensor {name}: the checksum of bytes {chunk.offset} and on does not fit"
-                )
+    def _load(self, name: str, chunk: Stored, out: Bits) -> None:
+        """One chunk, whole, into memory of its size that is contiguous."""
+        flat, at = out.reshape(-1), 0
+        for values in self.stored(name, chunk):
+            flat[at : at + values.size] = values
+            at += values.size
+
+    def stored(self, name: str, chunk: Stored) -> Iterator[Bits]:
+        """A chunk's values in their order, some at a time; they hold until the next are asked for.
+
+        Raises:
+            ValueError: it is damaged; a checksum that does not fit is known after the last value.
+        """
+        path, wanted, bits = self.folder / chunk.file, self.tensors[name].dtype, self.bits(name)
+        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="checksum") as pool:
             try:
-                values = torch.load(
-                    cast(BinaryIO, _Slice(file, chunk.offset, chunk.length)), map_location="cpu", weights_only=True
-                )
-            except (RuntimeError, *unpickle.DAMAGE) as error:
+                saved = archive.read(cast(BinaryIO, _Slice(file, chunk.offset, chunk.length)))
+                if saved.size != chunk.size or saved.dtype != wanted:
+                    raise ValueError(f"it holds {saved.size} {saved.dtype} where .metadata says {chunk.size} {wanted}")
+                saved.check(chunk.length, bits.itemsize)
+            except (*archive.DAMAGE, *index.DAMAGE) as error:
                 raise ValueError(f"{path} is damaged in tensor {name}: {error}") from error
-        wanted = self.tensors[name].dtype
-        if tuple(values.shape) != chunk.size or values.dtype != wanted:
+            start, end = chunk.offset + saved.offset, chunk.offset + saved.offset + saved.nbytes
+            digest = blake3(os.pread(file.fileno(), saved.offset, chunk.offset))
+            step = _STEP if saved.is_plain else max(saved.nbytes, 1)
+            for at in range(start, end, step):
+                block = self._memory.array([min(step, end - at) // bits.itemsize], bits)
+                _fill(block, file, at)
+                hashing = pool.submit(digest.update, block.data.cast("B"))
+                yield block if saved.is_plain else saved.strided(block)
+                hashing.result()
+            digest.update(os.pread(file.fileno(), chunk.offset + chunk.length - end, end))
+        found = digest.hexdigest(length=manifest.DIGEST_BYTES)
+        if found != self._digests.get((chunk.file, chunk.offset), found):
             raise ValueError(
-                f"{path} is damaged in tensor {name}: it holds {tuple(values.shape)} {values.dtype} where .metadata says "
-                f"{chunk.size} {wanted}"
+                f"{path} is damaged in tensor {name}: the checksum of bytes {chunk.offset} and on does not fit"
             )
-        self._last = (chunk, values)
-        return values
+
+    def rows(self, name: str, lead: tuple[int, ...], start: Sequence[int], shape: Sequence[int]) -> list[Stored]:
+        """The chunks that hold the box of this shape one after the other, in its order; the last may hold more rows. Empty
+        where chunks are cut otherwise."""
+        found, row = [], start[0]
+        for chunk in sorted(self.overlapping(name, lead), key=lambda chunk: chunk.start):
+            offsets, sizes = chunk.start[len(lead) :], chunk.size[len(lead) :]
+            if not row <= offsets[0] < start[0] + shape[0]:
+                continue
+            if (offsets[0], *offsets[1:], *sizes[1:]) != (row, *start[1:], *shape[1:]):
+                return []
+            if math.prod(chunk.size) != math.prod(sizes):
+                return []
+            found.append(chunk)
+            row += sizes[0]
+        return found if row >= start[0] + shape[0] else []
 
     def forget(self) -> None:
-        """Frees the chunk that was read last."""
-        self._last = None
+        """Frees the chunks that are kept."""
+        self._kept = {}
 
     def overlapping(self, name: str, lead: tuple[int, ...]) -> list[Stored]:
         if name not in self._by_lead:
@@ -176,6 +189,15 @@ class TorchDist:
                     found.setdefault(place, []).append(chunk)
             self._by_lead[name] = found
         return self._by_lead[name].get(lead, [])
+
+
+def _fill(out: Bits, file: BinaryIO, offset: int) -> None:
+    view = out.data.cast("B")
+    while view:
+        count = os.preadv(file.fileno(), [view], offset)
+        if count == 0:
+            raise ValueError(f"{file.name} ends early: it was cut short")
+        view, offset = view[count:], offset + count
 
 
 class _Slice(RawIOBase):

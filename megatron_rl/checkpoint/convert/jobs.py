@@ -248,9 +248,9 @@ def _start_worker(function: Callable[[Any, Progress], Any], queue: SimpleQueue[i
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    import torch
-
-    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for torch, where the task imports it
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def _call(item: Item) -> Any:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from megatron_rl.checkpoint.convert import archive
 from megatron_rl.checkpoint.convert.layout import Layout, padded
 from megatron_rl.checkpoint.convert.source import BRIDGE_TRACKER, TRACKER, SourceModel
+
+if TYPE_CHECKING:
+    import torch
 
 MEGATRON_LM, BRIDGE = "megatron-lm", "bridge"
 FOLDERS = {None: "", MEGATRON_LM: "release", BRIDGE: "iter_0000000"}
@@ -30,17 +33,21 @@ _LM_NAMES = {
 }
 
 
-def common_state(program: str | None, model: SourceModel, layout: Layout, dtype: torch.dtype) -> dict[str, object]:
-    """The content of `common.pt`."""
-    if program is None:
-        return {}
+def write_common(program: str | None, folder: Path, model: SourceModel, layout: Layout, dtype: str) -> None:
+    """What Megatron-Core's `load_common_state_dict` returns."""
     state: dict[str, object] = {"checkpoint_version": 3.0, "iteration": 0}
-    return state | {"args": _arguments(model, layout, dtype)} if program == MEGATRON_LM else state
+    if program == MEGATRON_LM:
+        import torch
+
+        torch.save(state | {"args": _arguments(model, layout, dtype)}, folder / "common.pt")
+    else:
+        (folder / "common.pt").write_bytes(archive.of_object({} if program is None else state))
 
 
-def write_beside(program: str | None, folder: Path, model: SourceModel, layout: Layout, dtype: torch.dtype) -> None:
+def write_beside(program: str | None, folder: Path, model: SourceModel, layout: Layout, dtype: str) -> None:
     """Files in the folder of the tensors."""
     if program == BRIDGE:
+        import torch
         import yaml
 
         (folder / "run_config.yaml").write_text(yaml.safe_dump(_run_config(model, layout, dtype)), encoding="utf-8")
@@ -52,6 +59,8 @@ def write_trackers(program: str | None, root: Path) -> None:
     if program == MEGATRON_LM:
         (root / TRACKER).write_text(FOLDERS[program])
     elif program == BRIDGE:
+        import torch
+
         torch.save(_train_state(), root / BRIDGE_TRACKER)
 
 
@@ -78,9 +87,11 @@ def how_to_load(program: str | None, target: Path, model: SourceModel) -> str | 
     )
 
 
-def _arguments(model: SourceModel, layout: Layout, dtype: torch.dtype) -> argparse.Namespace:
+def _arguments(model: SourceModel, layout: Layout, dtype: str) -> argparse.Namespace:
     """Megatron-LM's arguments of the model (`--use-checkpoint-args` takes them, other loads compare some), as its parser
     names them."""
+    import torch
+
     shape, gpt, dims = model.description.transformer, model.description.model, model.description.dims
     named = {
         name: shape[name]
@@ -120,9 +131,9 @@ def _arguments(model: SourceModel, layout: Layout, dtype: torch.dtype) -> argpar
         padded_vocab_size=padded(model.description, layout.tensor)["padded_vocab"],
         tokenizer_type="HuggingFaceTokenizer",
         tokenizer_model=str(model.folder.resolve()),
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        params_dtype=dtype,
+        bf16=dtype == "bfloat16",
+        fp16=dtype == "float16",
+        params_dtype=getattr(torch, dtype),
         data_parallel_random_init=False,
         ckpt_format="torch_dist",
         no_save_optim=True,
@@ -140,7 +151,7 @@ def _arguments(model: SourceModel, layout: Layout, dtype: torch.dtype) -> argpar
     )
 
 
-def _run_config(model: SourceModel, layout: Layout, dtype: torch.dtype) -> dict[str, object]:
+def _run_config(model: SourceModel, layout: Layout, dtype: str) -> dict[str, object]:
     """Bridge's run_config.yaml as far as it describes the model; it fills in its defaults."""
     shape, gpt, source = dict(model.description.transformer), dict(model.description.model), str(model.folder.resolve())
     activation = shape.pop("activation_func")
@@ -154,9 +165,9 @@ def _run_config(model: SourceModel, layout: Layout, dtype: torch.dtype) -> dict[
         "make_vocab_size_divisible_by": 1,
         "seq_length": length,
         "hf_model_id": source,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "params_dtype": {"_target_": str(dtype), "_call_": False},
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+        "params_dtype": {"_target_": f"torch.{dtype}", "_call_": False},
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "expert_model_parallel_size": layout.expert,
@@ -178,6 +189,8 @@ def _run_config(model: SourceModel, layout: Layout, dtype: torch.dtype) -> dict[
 
 def _train_state() -> dict[str, torch.Tensor]:
     """Bridge's state of a training that has not begun."""
+    import torch
+
     counts = ("step", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
     return {
         **{name: torch.tensor(0, dtype=torch.int32) for name in counts},

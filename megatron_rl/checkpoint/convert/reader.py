@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from megatron_rl.checkpoint.convert.global_tensors import TorchDist
+from megatron_rl.checkpoint.convert.global_tensors import Memory, TorchDist
 from megatron_rl.checkpoint.convert.layout import aliases, global_name, known_names, leading
 from megatron_rl.models.family import Family, ModelDescription
-from megatron_rl.models.files import DTYPE_NAMES
+from megatron_rl.models.files import DTYPE_NAMES, DTYPES, Bits, as_tensor
 from megatron_rl.models.rules import DIM_FIELDS, Rule, Sharding, shard_shape, shard_slices
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What training writes beside the model; the fp32 weights of the distributed and of the plain optimizer.
 MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
@@ -91,35 +96,53 @@ class MegatronModel:
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Entries [start, stop) along `dim` of a Hugging Face tensor."""
-        rule, index, place = self._place[name]
         shape = list(self.shape(name))
-        low, high = [0] * len(shape), shape.copy()
-        low[dim], high[dim] = start, min(stop, shape[dim])
-        out: Tensor | None = None
-        at = 0
+        shape[dim] = min(stop, shape[dim]) - start
+        out = np.empty(shape, DTYPES[self.dtype(name)].bits)
+        self.read_into(out, name, dim, start)
+        return as_tensor(out, self.dtype(name))
+
+    def read_into(self, out: Bits, name: str, dim: int = 0, start: int = 0) -> None:
+        """Fills `out`, contiguous, with entries of a Hugging Face tensor from `start` along `dim` on."""
+        rule, index, place = self._place[name]
+        low = [start if axis == dim else 0 for axis in range(out.ndim)]
+        axis, at, stop = rule.dim, 0, low[rule.dim] + out.shape[rule.dim]
         for piece in shard_slices(rule, self._description.dims, 0, 1):
             first, at = at, at + piece.length
-            a, b = max(piece.start, low[rule.dim]), min(piece.stop, high[rule.dim])
-            if piece.tensor != index or a >= b:
-                continue
-            begin, end = low.copy(), high.copy()
-            begin[rule.dim], end[rule.dim] = first + a - piece.start, first + b - piece.start
-            part = self._box(rule, place, begin, end)
-            if part.shape == tuple(y - x for x, y in zip(low, high, strict=True)):
-                return part
-            if out is None:
-                out = torch.empty([y - x for x, y in zip(low, high, strict=True)], dtype=part.dtype)
-            out.narrow(rule.dim, a - low[rule.dim], b - a).copy_(part)
-        assert out is not None, f"{name}: empty slice"
-        return out
+            a, b = max(piece.start, low[axis]), min(piece.stop, stop)
+            if piece.tensor == index and a < b:
+                begin = low.copy()
+                begin[axis] = first + a - piece.start
+                part = out[(slice(None),) * axis + (slice(a - low[axis], b - low[axis]),)]
+                self._read_box(rule, place, begin, part)
 
-    def _box(self, rule: Rule, place: _Place, begin: list[int], end: list[int]) -> Tensor:
-        if len(place.names) == 1:
-            return self._checkpoint.read(place.names[0], place.lead, begin, end)
-        half = shard_shape(rule, self._description.dims, 1)[0] // 2  # gate and up are tensors of their own
-        which = begin[0] // half
-        begin[0], end[0] = begin[0] - which * half, end[0] - which * half
-        return self._checkpoint.read(place.names[which], place.lead, begin, end)
+    def parts(self, name: str, memory: Memory) -> Iterator[Bits]:
+        """A whole Hugging Face tensor in its order, some values at a time where the chunks allow it; they hold until the next
+        are asked for."""
+        rule, index, place = self._place[name]
+        shape, begin = self.shape(name), [0] * len(self.shape(name))
+        if len(place.names) == 1 and rule.sharding is not Sharding.QKV:
+            before = [
+                piece.length for piece in shard_slices(rule, self._description.dims, 0, 1) if piece.tensor < index
+            ]
+            begin[rule.dim] = sum(before)
+            left = math.prod(shape)
+            for chunk in (chunks := self._checkpoint.rows(place.names[0], place.lead, begin, shape)):
+                for values in self._checkpoint.stored(place.names[0], chunk):
+                    yield values[:left]
+                    left -= min(left, values.size)
+            if chunks:
+                return
+        out = memory.array(shape, DTYPES[self.dtype(name)].bits)
+        self.read_into(out, name)
+        yield out
+
+    def _read_box(self, rule: Rule, place: _Place, begin: list[int], out: Bits) -> None:
+        which = 0
+        if len(place.names) > 1:  # gate and up are tensors of their own
+            half = shard_shape(rule, self._description.dims, 1)[0] // 2
+            which, begin[0] = divmod(begin[0], half)
+        self._checkpoint.read(place.names[which], place.lead, begin, out)
 
     # ------------------------------------------------------------------------------------------------ finding tensors
     def _find_prefix(self, family: Family) -> str:
@@ -203,7 +226,9 @@ class MegatronModel:
                 rows, columns = self._checkpoint.tensors[place.names[0]].shape
                 for row in range(vocab, rows, 4096):
                     end = min(rows, row + 4096)
-                    if self._checkpoint.read(place.names[0], (), (row, 0), (end, columns)).count_nonzero():
+                    values = np.empty((end - row, columns), self._checkpoint.bits(place.names[0]))
+                    self._checkpoint.read(place.names[0], (), (row, 0), values)
+                    if (values << 1).any():  # -0 is zero too
                         raise ValueError(
                             f"{self.folder}: tensor {place.names[0]} has {rows} rows, of which those from "
                             f"vocab_size = {vocab} of config.json on are not zero, as padding is here. If config.json is "

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from blake3 import blake3
+
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.models import HFConfig, family_for, read_hf_config
-from megatron_rl.models.export import companions
 from megatron_rl.models.family import Family, ModelDescription
-from megatron_rl.models.files import SafetensorsFolder, WeightSource
+from megatron_rl.models.files import Bits, SafetensorsFolder, WeightSource, companions
 
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its `iter_<n>` folders
 BRIDGE_TRACKER = "latest_train_state.pt"  # of Megatron-Bridge, likewise
@@ -104,17 +105,39 @@ def config_folder(checkpoint: Path, given: Path | None) -> Path:
 
 
 class HFFolder(SafetensorsFolder):
-    """A Hugging Face folder; where it has checksums (what this package exports has), `check` compares them."""
+    """A Hugging Face folder; where it has checksums (what this package exports has), they are compared with what is read.
 
-    def check(self, name: str) -> None:
-        """Raises ValueError where a tensor's bytes are not those that were written."""
+    A checksum is taken of a tensor's rows as they are read, one after the other; `check_begun` reads what was left out.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self._begun: dict[str, tuple[int, blake3]] = {}  # bytes read, from the first on, and their checksum
+
+    def read_into(self, out: Bits, name: str, start: int = 0) -> None:
+        super().read_into(out, name, start)
         piece = self._pieces.get(name)
         if piece is None:
             return
-        path = self.file_of(name)
-        with path.open("rb") as file:
-            if manifest.digest_at(file, piece.offset, piece.length) != piece.digest:
-                raise ValueError(f"{path} is damaged in tensor {name}: its checksum does not fit")
+        done, digest = self._begun.setdefault(name, (0, blake3()))
+        if start * (piece.length // self.entry(name).shape[0]) == done < piece.length:
+            digest.update(out.data.cast("B"))
+            self._begun[name] = (done + out.nbytes, digest)
+            if done + out.nbytes == piece.length:
+                self._compare(name, digest.hexdigest(length=manifest.DIGEST_BYTES))
+
+    def check_begun(self) -> None:
+        """Raises ValueError where bytes of a tensor of which something was read are not those that were written."""
+        for name, (done, _) in self._begun.items():
+            piece = self._pieces[name]
+            if done < piece.length:
+                with self.file_of(name).open("rb") as file:
+                    self._compare(name, manifest.digest_at(file, piece.offset, piece.length))
+        self._begun = {}
+
+    def _compare(self, name: str, digest: str) -> None:
+        if digest != self._pieces[name].digest:
+            raise ValueError(f"{self.file_of(name)} is damaged in tensor {name}: its checksum does not fit")
 
     @functools.cached_property
     def _pieces(self) -> dict[str, manifest.StoredChunk]:

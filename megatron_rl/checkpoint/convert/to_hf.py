@@ -8,30 +8,37 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
 import megatron_rl
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert import fp8
+from megatron_rl.checkpoint.convert.global_tensors import Memory
 from megatron_rl.checkpoint.convert.jobs import Identity, Progress, made_by
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import SourceModel, fingerprint
 from megatron_rl.checkpoint.convert.to_megatron import CASTS
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import StoredChunk
-from megatron_rl.models.export import copy_companions
 from megatron_rl.models.files import (
-    DTYPE_NAMES,
     DTYPES,
+    Bits,
     SafetensorsFolder,
     WeightSource,
+    as_bits,
+    as_tensor,
+    cast_bits,
+    copy_companions,
     shard_names,
     write_index,
     write_json,
 )
 from megatron_rl.models.rules import Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -76,16 +83,16 @@ class ToHF:
         held = self._plan.files[file]
         header, offsets = _header(held)
         pieces: dict[str, StoredChunk] = {}
+        memory = Memory()
         with WriteBehind(folder / file) as out:
-            out.write_at(header, 0)
-            for name in dict.fromkeys(tensor.source for tensor in held):
-                for key, values in self._produced(name):
-                    data = values.contiguous().view(-1).view(torch.uint8).numpy().data
-                    out.write_at(data, offsets[key])
-                    pieces[key] = StoredChunk(
-                        key, (0,) * values.dim(), file, offsets[key], values.nbytes, manifest.digest(data)
-                    )
-                    progress(values.nbytes)
+            out.write([header])
+            for tensor in held:
+                at = offsets[tensor.name]
+                digest = out.write((part.data for part in self._parts(tensor, memory)), at=at)
+                pieces[tensor.name] = StoredChunk(
+                    tensor.name, (0,) * len(tensor.shape), file, at, tensor.nbytes, digest
+                )
+                progress(tensor.nbytes)
         return [pieces[tensor.name] for tensor in held]
 
     def finish(self, folder: Path, pieces: Sequence[StoredChunk]) -> None:
@@ -100,10 +107,10 @@ class ToHF:
             config["quantization_config"] = fp8.quantization_config(plan.model.family, plan.model.description)
             config[key] = "bfloat16"
         elif len(dtypes) == 1:
-            config[key] = str(dtypes.pop()).removeprefix("torch.")
+            config[key] = DTYPES[dtypes.pop()].name
         write_json(folder / "config.json", config)
         copy_companions(self.config, folder)
-        listed = {t.name: manifest.TensorInfo(t.shape, str(t.dtype).removeprefix("torch.")) for t in tensors}
+        listed = {t.name: manifest.TensorInfo(t.shape, DTYPES[t.dtype].name) for t in tensors}
         manifest.write(folder, made_by(self, plan.model.family.name), listed, pieces)
 
     # ------------------------------------------------------------------------------------------------- verification
@@ -115,25 +122,29 @@ class ToHF:
         plan = self._plan
         tensor = plan.tensors[name]
         if plan.scaled(tensor.source):
-            return dict(self._produced(tensor.source))[name][start:stop]
-        return plan.source.read(name, 0, start, stop).to(tensor.dtype)
+            [values] = self._parts(tensor, Memory())
+            return as_tensor(values[start:stop], tensor.dtype)
+        values = np.empty((stop - start, *tensor.shape[1:]), DTYPES[plan.source.dtype(name)].bits)
+        plan.source.read_into(values, name, 0, start)
+        return as_tensor(cast_bits(values, plan.source.dtype(name), tensor.dtype), tensor.dtype)
 
     def result(self, target: Path) -> WeightSource:
         return SafetensorsFolder(target)
 
-    def _produced(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the file that come from a tensor of the model."""
-        plan = self._plan
-        weight = plan.source.read(name, 0, 0, plan.source.shape(name)[0])
-        if not plan.scaled(name):
-            yield name, weight.to(plan.tensors[name].dtype)
+    def _parts(self, tensor: _Tensor, memory: Memory) -> Iterator[Bits]:
+        """The values of a tensor of the result, some at a time; they hold until the next are asked for."""
+        source, name = self._plan.source, tensor.source
+        if not self._plan.scaled(name):
+            for part in source.parts(name, memory):
+                yield cast_bits(part, source.dtype(name), tensor.dtype)
             return
+        values = memory.array(source.shape(name), DTYPES[source.dtype(name)].bits)
+        source.read_into(values, name)
         try:
-            values, scales = fp8.quantise(weight)
+            quantised, scales = fp8.quantise(as_tensor(values, source.dtype(name)))
         except ValueError as error:
-            raise ValueError(f"{name} in {plan.source.file_of(name)} cannot be stored in FP8: {error}") from None
-        yield name, values
-        yield name + fp8.SCALE, scales
+            raise ValueError(f"{name} in {source.file_of(name)} cannot be stored in FP8: {error}") from None
+        yield as_bits(quantised if tensor.name == name else scales)
 
 
 @dataclass(frozen=True)
@@ -143,11 +154,11 @@ class _Tensor:
     name: str
     source: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str  # as safetensors names it
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -185,20 +196,20 @@ def _made_of(rule: Rule, source: MegatronModel, dtype: str) -> Iterator[list[_Te
         if dtype == "fp8" and rule.is_projection:
             yield [
                 _Tensor(name, name, shape, fp8.DTYPE),
-                _Tensor(name + fp8.SCALE, name, fp8.scales_shape(shape), torch.float32),
+                _Tensor(name + fp8.SCALE, name, fp8.scales_shape(shape), "F32"),
             ]
         else:
-            cast = torch.bfloat16 if dtype == "fp8" else CASTS.get(dtype)
-            yield [_Tensor(name, name, shape, cast or DTYPES[source.dtype(name)])]
+            cast = CASTS.get("bf16" if dtype == "fp8" else dtype)
+            yield [_Tensor(name, name, shape, cast or source.dtype(name))]
 
 
 def _header(held: Sequence[_Tensor]) -> tuple[bytes, dict[str, int]]:
     """A safetensors file's header, and where in the file each tensor goes (wider dtypes first, which keeps all aligned)."""
     entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     at, begins = 0, {}
-    for tensor in sorted(held, key=lambda tensor: -tensor.dtype.itemsize):
+    for tensor in sorted(held, key=lambda tensor: -DTYPES[tensor.dtype].itemsize):
         entries[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
+            "dtype": tensor.dtype,
             "shape": list(tensor.shape),
             "data_offsets": [at, at + tensor.nbytes],
         }

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import functools
-import io
-import pickle
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+import numpy as np
 
 import megatron_rl
-from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.convert import programs
+from megatron_rl.checkpoint import index, manifest
+from megatron_rl.checkpoint.convert import archive, programs
+from megatron_rl.checkpoint.convert.global_tensors import Memory
 from megatron_rl.checkpoint.convert.jobs import Identity, Progress, made_by
 from megatron_rl.checkpoint.convert.layout import Layout, TensorChunk, aliases, chunks, global_name, padded, state_names
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import HFFolder, SourceModel, fingerprint
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
-from megatron_rl.checkpoint.manifest import Hashing, StoredChunk
-from megatron_rl.models.export import copy_companions
-from megatron_rl.models.files import DTYPE_NAMES, DTYPES, INDEX, WeightSource
-from megatron_rl.models.load import check_names, check_tensors, check_tied
-from megatron_rl.seams import torch_dist
+from megatron_rl.checkpoint.manifest import StoredChunk
+from megatron_rl.models.files import (
+    DTYPE_NAMES,
+    DTYPES,
+    INDEX,
+    Bits,
+    WeightSource,
+    as_tensor,
+    cast_bits,
+    copy_companions,
+)
+from megatron_rl.models.fit import check_names, check_tensors
 
-CASTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CASTS = {"bf16": "BF16", "fp32": "F32"}
+_STEP = 2**24  # bytes of a chunk in memory
 _STATES = "_extra_state"  # the one empty state that all names of extra states point to
 
 
@@ -76,39 +79,31 @@ class ToMegatron:
         return [(name, sum(map(plan.nbytes, held))) for name, held in plan.files.items()]
 
     def write(self, file: str, folder: Path, progress: Progress) -> list[StoredChunk]:
-        plan = self._plan
-        pieces, checked = [], set()
-        matrix = functools.lru_cache(1)(lambda name: plan.source.read(name, 0, 0, plan.source.shape(name)[0]))
-        with WriteBehind(folder / file) as raw:
-            out = Hashing(raw)
+        plan, pieces = self._plan, []
+        filling = _Filling(plan.source)
+        with WriteBehind(folder / file) as out:
             for chunk in plan.files[file]:
-                for tensor in chunk.rule.hf:
-                    if tensor.name not in checked:
-                        plan.source.check(tensor.name)
-                        checked.add(tensor.name)
+                dtype = plan.dtypes[chunk.name]
+                head, tail = archive.around(DTYPES[dtype].name, chunk.size, DTYPES[dtype].itemsize)
                 offset = out.position
-                out.begin()
-                values = assemble(chunk, plan.source, matrix).to(plan.dtypes[chunk.name]).view(chunk.size)
-                try:
-                    torch.save(values, cast(BinaryIO, out))
-                except RuntimeError as error:  # torch's writer does not say why
-                    raise (out.failure or error) from None
-                pieces.append(StoredChunk(chunk.name, chunk.start, file, offset, out.position - offset, out.digest()))
+                digest = out.write(chain([head], (part.data for part in filling.parts(chunk, dtype)), [tail]))
+                pieces.append(StoredChunk(chunk.name, chunk.start, file, offset, out.position - offset, digest))
                 progress(plan.nbytes(chunk))
+        plan.source.check_begun()
         return pieces
 
     def finish(self, folder: Path, pieces: Sequence[StoredChunk]) -> None:
         plan = self._plan
         state = _write_state(folder, f"__{len(plan.files)}_0.distcp")
-        (folder / ".metadata").write_bytes(pickle.dumps(_index(plan, pieces, state)))
-        dtype = plan.dtypes[global_name(plan.model.family.embedding)]
-        torch.save(programs.common_state(self.program, plan.model, self.layout, dtype), folder / "common.pt")
+        _write_index(folder, plan, pieces, state)
+        dtype = DTYPES[plan.dtypes[global_name(plan.model.family.embedding)]].name
+        programs.write_common(self.program, folder, plan.model, self.layout, dtype)
         programs.write_beside(self.program, folder, plan.model, self.layout, dtype)
-        manifest.write_json(folder / "metadata.json", torch_dist.BACKEND)
+        manifest.write_json(folder / "metadata.json", index.BACKEND)
         copy_companions(self.hf, folder)
         (folder / "config.json").write_bytes((self.hf / "config.json").read_bytes())
         tensors = {
-            chunk.name: manifest.TensorInfo(chunk.shape, str(plan.dtypes[chunk.name]).removeprefix("torch."))
+            chunk.name: manifest.TensorInfo(chunk.shape, DTYPES[plan.dtypes[chunk.name]].name)
             for held in plan.files.values()
             for chunk in held
         }
@@ -132,7 +127,10 @@ class ToMegatron:
     def expected(self, name: str, start: int, stop: int) -> Tensor:
         """Expected rows [start, stop) of a Hugging Face tensor, read back from the result."""
         source = self._plan.source
-        return source.read(name, 0, start, stop).to(CASTS.get(self.dtype) or DTYPES[source.dtype(name)])
+        dtype = CASTS.get(self.dtype) or source.dtype(name)
+        values = np.empty((stop - start, *source.shape(name)[1:]), DTYPES[source.dtype(name)].bits)
+        source.read_into(values, name, start)
+        return as_tensor(cast_bits(values, source.dtype(name), dtype), dtype)
 
     def result(self, target: Path) -> WeightSource:
         folder = target / self.inside
@@ -145,10 +143,10 @@ class _Plan:
     model: SourceModel
     source: HFFolder
     files: dict[str, list[TensorChunk]]
-    dtypes: dict[str, torch.dtype]  # by global name
+    dtypes: dict[str, str]  # by global name, as safetensors names them
 
     def nbytes(self, chunk: TensorChunk) -> int:
-        return chunk.numel * self.dtypes[chunk.name].itemsize
+        return chunk.numel * DTYPES[self.dtypes[chunk.name]].itemsize
 
 
 def _planned(task: ToMegatron) -> _Plan:
@@ -163,6 +161,8 @@ def _planned(task: ToMegatron) -> _Plan:
     for rule in model.family.weights(model.description):
         check_tensors(rule, source, model.description.dims)
     if model.description.tied and model.family.output.hf[0].name in source.names():
+        from megatron_rl.models.load import check_tied
+
         check_tied(source, model.family)
     everything = list(chunks(model.family, model.description, task.layout))
     dtypes = _dtypes(everything, source, model, task.dtype)
@@ -171,7 +171,7 @@ def _planned(task: ToMegatron) -> _Plan:
     files: list[list[TensorChunk]] = []
     size, last = 0, None
     for chunk in everything:
-        nbytes, group = chunk.numel * dtypes[chunk.name].itemsize, (chunk.stage, chunk.expert_rank)
+        nbytes, group = chunk.numel * DTYPES[dtypes[chunk.name]].itemsize, (chunk.stage, chunk.expert_rank)
         if group != last or size + nbytes > task.file_bytes:
             files.append([])
             size, last = 0, group
@@ -180,7 +180,7 @@ def _planned(task: ToMegatron) -> _Plan:
     return _Plan(model, source, {f"__{n}_0.distcp": held for n, held in enumerate(files)}, dtypes)
 
 
-def _dtypes(held: Sequence[TensorChunk], source: HFFolder, model: SourceModel, dtype: str) -> dict[str, torch.dtype]:
+def _dtypes(held: Sequence[TensorChunk], source: HFFolder, model: SourceModel, dtype: str) -> dict[str, str]:
     """The dtype of every global tensor.
 
     Raises:
@@ -199,7 +199,7 @@ def _dtypes(held: Sequence[TensorChunk], source: HFFolder, model: SourceModel, d
                     f"Megatron parameter, has {first}; if that is meant, choose one with --dtype"
                 )
     said = str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "")
-    config_dtype = DTYPE_NAMES.get(getattr(torch, said, None)) if said else None  # type: ignore[arg-type]
+    config_dtype = DTYPE_NAMES.get(said)
     if len({kind for kind, _ in found.values()}) > 1 and config_dtype is not None:
         for kind, name in found.values():
             if kind not in (config_dtype, "F32"):
@@ -207,54 +207,70 @@ def _dtypes(held: Sequence[TensorChunk], source: HFFolder, model: SourceModel, d
                     f"{name} in {source.file_of(name)} has dtype {kind}, but config.json says {said}; "
                     "if that is meant, choose a dtype for all with --dtype"
                 )
-    return {name: DTYPES[kind] for name, (kind, _) in found.items()}
+    return {name: kind for name, (kind, _) in found.items()}
 
 
-def assemble(chunk: TensorChunk, source: WeightSource, matrix: Callable[[str], Tensor]) -> Tensor:
-    """The values of a chunk, in the source's dtype.
-    `matrix`: reads a whole tensor, and keeps the last: one after the other, chunks are columns of the same.
-    """
-    rule = chunk.rule
-    parts = list(_parts(chunk, source, matrix))
-    if len(parts) == 1 and tuple(parts[0].shape) == chunk.matrix:
-        return parts[0]
-    out = torch.zeros(chunk.matrix, dtype=DTYPES[source.dtype(rule.hf[0].name)])
-    at = 0
-    for part in parts:
-        out.narrow(rule.dim, at, part.shape[rule.dim]).copy_(part)
-        at += part.shape[rule.dim]
-    return out
+class _Filling:
+    """Chunks from a source's tensors, one after the other in the same memory."""
 
+    def __init__(self, source: HFFolder) -> None:
+        self._source, self._memory = source, Memory()
+        self._columns, self._columns_of = Memory(), ""
 
-def _parts(chunk: TensorChunk, source: WeightSource, matrix: Callable[[str], Tensor]) -> Iterator[Tensor]:
-    rule = chunk.rule
-    for piece in chunk.slices:
-        name = rule.hf[piece.tensor].name
+    def parts(self, chunk: TensorChunk, dtype: str) -> Iterator[Bits]:
+        """The values of a chunk, some rows at a time; they hold until the next are asked for."""
+        bits, rule = DTYPES[dtype].bits, chunk.rule
+        rows, *rest = chunk.matrix
+        pieces = [(rule.hf[piece.tensor].name, piece.start, piece.length) for piece in chunk.slices]
         if rule.dim == 1:
-            yield matrix(name)[:, piece.start : piece.stop].contiguous()
-        else:
-            yield source.read(name, 0, piece.start, piece.stop)
+            [(name, first, columns)] = pieces
+            kind = self._source.dtype(name)
+            pieces = [(name, 0, rows)]
+            if chunk.matrix != self._source.shape(name):  # other chunks are other columns of the same matrix
+                for at, count in _steps(rows, rest, bits):
+                    part = self._memory.array((count, columns), DTYPES[kind].bits)
+                    part[...] = self._matrix(name)[at : at + count, first : first + columns]
+                    yield cast_bits(part, kind, dtype)
+                return
+        for name, first, length in pieces:
+            kind = self._source.dtype(name)
+            for at, count in _steps(length, rest, bits):
+                part = self._memory.array((count, *rest), DTYPES[kind].bits)
+                self._source.read_into(part, name, first + at)
+                yield cast_bits(part, kind, dtype)
+        padding = rows - sum(length for _, _, length in pieces)
+        if padding:
+            yield np.zeros((padding, *rest), bits)
+
+    def _matrix(self, name: str) -> Bits:
+        matrix = self._columns.array(self._source.shape(name), DTYPES[self._source.dtype(name)].bits)
+        if name != self._columns_of:
+            self._source.read_into(matrix, name)
+            self._columns_of = name
+        return matrix
+
+
+def _steps(rows: int, rest: Sequence[int], bits: np.dtype[np.unsignedinteger]) -> Iterator[tuple[int, int]]:
+    """Rows in stretches of `_STEP` bytes: first, count."""
+    step = max(1, _STEP // (math.prod(rest) * bits.itemsize))
+    return ((at, min(step, rows - at)) for at in range(0, rows, step))
 
 
 def _write_state(folder: Path, file: str) -> StoredChunk:
-    buffer = io.BytesIO()
-    torch.save([None], buffer)
-    data = buffer.getvalue()
+    """The empty extra state."""
+    data = archive.of_object([None])
     (folder / file).write_bytes(data)
     return StoredChunk(_STATES, (), file, 0, len(data), manifest.digest(data))
 
 
-def _index(plan: _Plan, pieces: Sequence[StoredChunk], state: StoredChunk) -> Metadata:
+def _write_index(folder: Path, plan: _Plan, pieces: Sequence[StoredChunk], state: StoredChunk) -> None:
     """Megatron-Core's index: every global tensor under each of its names, and the extra states."""
-    tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, torch_dist.StorageInfo] = {}
-    by_place = {(p.name, p.start): torch_dist.StorageInfo(p.file, p.offset, p.length) for p in (*pieces, state)}
+    tensors: dict[str, index.GlobalTensor] = {}
+    places = {(p.name, p.start): p for p in pieces}
     for chunk in (chunk for held in plan.files.values() for chunk in held):
+        place = places[chunk.name, chunk.start]
         for name in (chunk.name, *aliases(chunk.rule)):
-            properties = TensorProperties(dtype=plan.dtypes[chunk.name])
-            entry = tensors.setdefault(name, TensorStorageMetadata(properties, torch.Size(chunk.shape), []))
-            entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.start), torch.Size(chunk.size)))
-            places[MetadataIndex(name, torch.Size(chunk.start))] = by_place[chunk.name, chunk.start]
-    states = {name: BytesStorageMetadata() for name in state_names(plan.model.family, plan.model.description)}
-    places |= {MetadataIndex(name): by_place[state.name, state.start] for name in states}
-    return Metadata({**tensors, **states}, storage_data=places)
+            entry = tensors.setdefault(name, index.GlobalTensor(chunk.shape, DTYPES[plan.dtypes[chunk.name]].name, []))
+            entry.chunks.append(index.Stored(chunk.start, chunk.size, place.file, place.offset, place.length))
+    states = state_names(plan.model.family, plan.model.description)
+    index.write(folder, tensors, dict.fromkeys(states, (state.file, state.offset, state.length)))

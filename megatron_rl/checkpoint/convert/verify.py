@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from megatron_rl.checkpoint.convert.jobs import Progress, ProgressBar, in_parall
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.models.files import DTYPES, WeightSource
-from megatron_rl.models.shards import tensor_bytes
 from megatron_rl.runtime import memory
 from megatron_rl.runtime.disk import size_text
 
@@ -62,7 +62,7 @@ def compare(task: Verifiable, target: Path, workers: int) -> list[Compared]:
     if set(names) != source.names():
         wrong = sorted(set(names) ^ source.names())
         raise ValueError(f"{target} does not hold the tensors of the source; first {wrong[0]}, {len(wrong)} in all")
-    sizes = {name: tensor_bytes(source.shape(name), DTYPES[source.dtype(name)]) for name in names}
+    sizes = {name: math.prod(source.shape(name)) * DTYPES[source.dtype(name)].itemsize for name in names}
     share = -(-len(names) // (max(1, workers) * 4))
     groups = [names[at : at + share] for at in range(0, len(names), share)]
     bar = ProgressBar(list(sizes.items()), set(), "verifying")
@@ -98,7 +98,7 @@ class _Comparison:
 
 def _compare(task: Verifiable, source: WeightSource, name: str) -> Compared:
     shape, dtype = source.shape(name), DTYPES[source.dtype(name)]
-    nbytes = tensor_bytes(shape, dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
     rows = max(1, shape[0] * _BLOCK // max(nbytes, 1)) if not name.endswith("_scale_inv") else shape[0]
     if dtype.itemsize == 1:
         rows = shape[0]  # FP8 blocks are made from whole tensors
@@ -146,7 +146,7 @@ def compare_logits(hf: Path, megatron: Path, config: Path, dtype: str, master: b
         return "logits are not compared for FP8, whose rounding changes them; every scale and value was"
     model = SourceModel.read(config)
     parameters = sum(
-        tensor_bytes(tensor.sizes(model.description.dims), torch.float32)
+        4 * math.prod(tensor.sizes(model.description.dims))
         for rule in model.family.weights(model.description)
         for tensor in rule.hf
     )

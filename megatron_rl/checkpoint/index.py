@@ -1,0 +1,252 @@
+"""The index `.metadata` of a distributed checkpoint: which tensors it has, and where their chunks lie. Needs no torch.
+
+It is a pickle of torch's classes. Every name in it is compared with a list before it is looked up: unpickled freely, it could
+run any code. Conversion reads it into records of its own, and writes it, without importing torch, which takes as long as
+converting two gigabytes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+METADATA = ".metadata"
+# metadata.json of Megatron-Core beside torch's `.metadata`
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+# What `pickle` raises on bytes that are no pickle, or a damaged one.
+DAMAGE = (
+    *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError),
+    *(OverflowError, MemoryError),
+)
+_INDEX = "torch.distributed.checkpoint.metadata"
+_OLD_INDEX = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.1 and older had two of them
+_KNOWN = {
+    *((_INDEX, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((_INDEX, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    (_INDEX, "_MEM_FORMAT_ENCODING"),
+    # Megatron-Core's writers keep the ranks' plans there: plain records and an enumeration.
+    *(("torch.distributed.checkpoint.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType")),
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+    *((_OLD_INDEX, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
+    *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("pathlib", "PosixPath"),  # the folder it was written to
+}
+_TORCH_VALUES = re.compile(
+    r"bool|b?float\d+\w*|u?int\d+|complex\d+|(contiguous|preserve)_format|channels_last(_3d)?"
+)  # names of dtypes and memory formats
+
+
+class UnpickleError(ValueError):
+    """A file that is damaged, or that names a class or function which has no place in a checkpoint; the message says which
+    file and which class. Nothing that it names was called."""
+
+
+class Listed(pickle.Unpickler):
+    """`source` says in an error which file it is."""
+
+    def __init__(self, file: BinaryIO, source: str) -> None:
+        super().__init__(file)
+        self._source = source
+
+
+class _Index(Listed):
+    """Makes the objects of torch's index, and no others."""
+
+    def find_class(self, module: str, name: str) -> object:
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
+        if (module, name) in _KNOWN:
+            return super().find_class(module, name)
+        if module == "torch" and _TORCH_VALUES.fullmatch(name):
+            return super().find_class(module, name)
+        raise unknown(self._source, f"{module}.{name}")
+
+
+class _Record:
+    """Stands for an object of one of torch's classes: its attributes, or else what it is made from."""
+
+    def __init__(self, *made_from: object) -> None:
+        self.made_from = made_from
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.made_from = state if isinstance(state, tuple) else (state,)
+
+
+class _Records(_Index):
+    """The same index without torch."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if module == "torch":
+            if _TORCH_VALUES.fullmatch(name):
+                return name
+            return tuple if name == "Size" else super().find_class(module, name)
+        if (module, name) in _KNOWN and module.startswith("torch."):
+            return _Record
+        return super().find_class(module, name)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A chunk of a tensor as it lies on the disk: `length` bytes of `file` from `offset` on are an archive of torch's."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class GlobalTensor:
+    """`dtype` as torch names it, without `torch.`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: list[Stored]
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The index of a distributed checkpoint as torch's objects.
+
+    Raises:
+        UnpickleError: it names something else than torch's classes for it, is damaged, or points at files outside the folder.
+    """
+    return _read(folder, _Index)
+
+
+def read_tensors(folder: Path) -> dict[str, GlobalTensor]:
+    """Its tensors by name, without torch.
+
+    Raises:
+        UnpickleError: as `read_metadata`.
+    """
+    metadata: Any = _read(folder, _Records)  # of `_Record`s
+    tensors: dict[str, GlobalTensor] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    try:
+        for name, entry in metadata.state_dict_metadata.items():
+            if hasattr(entry, "chunks"):
+                tensors[name] = GlobalTensor(tuple(entry.size), entry.properties.made_from[0], [])
+                sizes |= {(name, tuple(chunk.offsets)): tuple(chunk.sizes) for chunk in entry.chunks}
+        for index, info in metadata.storage_data.items():
+            if index.fqn in tensors:
+                start = tuple(index.offset)
+                stored = Stored(start, sizes[index.fqn, start], info.relative_path, info.offset, info.length)
+                tensors[index.fqn].chunks.append(stored)
+    except (AttributeError, LookupError, TypeError) as error:  # its parts do not go together
+        raise UnpickleError(f"{folder / METADATA} is damaged: {error!r}") from error
+    return tensors
+
+
+def _read(folder: Path, reader: type[_Index]) -> Metadata:
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata: Metadata = reader(file, str(path)).load()
+    except UnpickleError:
+        raise
+    except DAMAGE as error:
+        raise UnpickleError(f"{path} cannot be read: {error!r}") from error
+    entries, places = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
+    if not (isinstance(entries, dict) and isinstance(places, dict)):
+        raise UnpickleError(f"{path} cannot be read: it is not the index of a distributed checkpoint")
+    for info in places.values():
+        name = getattr(info, "relative_path", None)
+        if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise UnpickleError(f"{path} points at a file outside the checkpoint: {name!r}")
+    return metadata
+
+
+def unknown(source: str, name: str) -> UnpickleError:
+    return UnpickleError(
+        f"{source} names {name}, which is not one of the classes that a checkpoint is made of: reading the file freely could "
+        "run any code. Nothing was run; do not use checkpoints from where this one came from"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- writing
+def write(folder: Path, tensors: Mapping[str, GlobalTensor], objects: Mapping[str, tuple[str, int, int]]) -> None:
+    """Writes `.metadata`.
+
+    Args:
+        objects: what is no tensor, by name: file, offset, length.
+    """
+    entries, places = [], []
+    for name, tensor in tensors.items():
+        layout = _named("torch.serialization", "_get_layout") + tuple_of(text("torch.strided")) + b"R"
+        memory = _named(_INDEX, "_MEM_FORMAT_ENCODING") + tuple_of(number(0)) + b"R"
+        properties = tuple_of(_named("torch", tensor.dtype), layout, b"\x89", memory, b"\x89")
+        chunks = [
+            _made(_INDEX, "ChunkStorageMetadata", offsets=_size(c.start), sizes=_size(c.size)) for c in tensor.chunks
+        ]
+        entry = {
+            "properties": _named(_INDEX, "TensorProperties") + b")\x81" + properties + b"b",
+            "size": _size(tensor.shape),
+            "chunks": b"](" + b"".join(chunks) + b"e",
+        }
+        entries.append((text(name), _made(_INDEX, "TensorStorageMetadata", **entry)))
+        places += [_place(name, _size(c.start), c.file, c.offset, c.length) for c in tensor.chunks]
+    for name, (file, offset, length) in objects.items():
+        entries.append((text(name), _named(_INDEX, "BytesStorageMetadata") + b")\x81"))
+        places.append(_place(name, b"N", file, offset, length))
+    parts = {"state_dict_metadata": _dict(entries), "planner_data": b"N", "storage_data": _dict(places)}
+    data = _made(_INDEX, "Metadata", **parts, storage_meta=b"N", version=b"N")
+    (folder / METADATA).write_bytes(b"\x80\x02" + data + b".")
+
+
+def _place(name: str, start: bytes, file: str, offset: int, length: int) -> tuple[bytes, bytes]:
+    where = {"relative_path": text(file), "offset": number(offset), "length": number(length)}
+    return (
+        _made(_INDEX, "MetadataIndex", fqn=text(name), offset=start, index=b"N"),
+        _made("torch.distributed.checkpoint.filesystem", "_StorageInfo", **where),
+    )
+
+
+# Pickles, by protocol 2: each of these returns the code that leaves one object.
+def number(value: int) -> bytes:
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def text(value: str) -> bytes:
+    data = value.encode()
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+def tuple_of(*items: bytes) -> bytes:
+    return b"(" + b"".join(items) + b"t"
+
+
+def _named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def _size(values: Sequence[int]) -> bytes:
+    return _named("torch", "Size") + tuple_of(tuple_of(*map(number, values))) + b"R"
+
+
+def _dict(items: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"}(" + b"".join(key + value for key, value in items) + b"u"
+
+
+def _made(module: str, name: str, **state: bytes) -> bytes:
+    """An object without its constructor, by its attributes."""
+    return _named(module, name) + b")\x81" + _dict((text(key), value) for key, value in state.items()) + b"b"
