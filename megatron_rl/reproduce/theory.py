@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from megatron_rl.data import RewardTable
+from megatron_rl.methods.groups import Groups
 from megatron_rl.methods.numerics import above, below, bounded_exp
+from megatron_rl.methods.weights.dgpo import dgpo
 
 LN_METHODS = ("grpo", "cispo", "ce", "ce_eq31", "dgpo")
 
 
 # --------------------------------------------------------------------------------------------------------------- DGPO
+def dgpo_constants(
+    pi_old: Tensor, *, n: int, m: int, eps_low: float = 0.2, eps_high: float = 0.2
+) -> tuple[Tensor, Tensor]:
+    """C_left and C_right of DGPO Eq. 9, which make the probability-gradient weight continuous at both bounds."""
+    left = (1 - eps_low) ** -n * pi_old ** -(n + 1)
+    right = (1 + eps_high) ** (1 / m) * pi_old ** (1 / m - 1)
+    return left, right
+
+
+def dgpo_probability_weight(
+    pi: Tensor, pi_old: Tensor, advantages: Tensor, *, n: int, m: int, eps_low: float = 0.2, eps_high: float = 0.2
+) -> Tensor:
+    """W of DGPO Eq. 9, the weight of the gradient of pi itself; F = W pi is what the gradient weight `dgpo` gives."""
+    log_ratio = pi.log() - pi_old.log()
+    return dgpo(log_ratio, advantages, n=n, m=m, eps_low=eps_low, eps_high=eps_high) / pi
+
+
 def aspo_eq6(
     log_ratio: Tensor,
     advantages: Tensor,
@@ -60,7 +81,30 @@ def ln_bias(method: str, gamma: float, n: int = 1, r0: float = 0.8, beta1: float
     raise ValueError(f"no left-boundary bias for {method!r}; there are {', '.join(LN_METHODS)}")
 
 
+def scaled_learning_rate(base_lr: float, base_params: float, params: float) -> float:
+    """DGPO's rule for model sizes: base_lr sqrt(base_params / params)."""
+    return base_lr * math.sqrt(base_params / params)
+
+
 # ---------------------------------------------------------------------------------------------------------- shrinkage
+def js1_lambda(table: RewardTable) -> float:
+    """Plug-in of Proposition 2, v / (s + v), for the one-level baseline; 0 without variance within groups."""
+    groups = Groups(table)
+    of_mean = groups.std(groups.centred, ddof=1)[:, 0].square() / groups.count.clamp(min=1)
+    v = float(of_mean[groups.present].mean())
+    means = groups.centred.mean[:, 0][groups.present]
+    s = float(means.var()) if len(means) > 1 else 0.0
+    return v / (s + v) if v else 0.0
+
+
+def js1_baseline(table: RewardTable, shrinkage: float) -> Tensor:
+    """Eq. 9: (1 - lambda) mean_i + lambda (mean over all rollouts), float64 [n]; not independent of the own reward."""
+    groups = Groups(table)
+    means = groups.centred.mean[:, 0]
+    overall = (means * groups.count).sum() / groups.count.sum()
+    return (1 - shrinkage) * means + shrinkage * overall
+
+
 def oracle_lambda(n: int, m: int, mean_variance: float, variance_of_means: float) -> float:
     """Theorem 1: (n - 1) / n v2 / (s2 + v2), v2 = E[sigma^2(x)] / (m - 1), s2 = Var[mu(x)]; 0 where both are 0."""
     v2 = mean_variance / (m - 1)
@@ -71,6 +115,11 @@ def oracle_lambda(n: int, m: int, mean_variance: float, variance_of_means: float
 def awpo_kappa_min(eps_mix: float) -> float:
     """Eq. 9: what the gate guarantees for sigma_out / sigma_mix."""
     return (1 - eps_mix) / eps_mix
+
+
+def awpo_clip_radius(w_mix: Sequence[float], eps_min: float = 0.18, eps_max: float = 0.20) -> float:
+    """Eq. 24: the radius shrinks as more judge signal is mixed in."""
+    return eps_min + (1 - math.fsum(w_mix) / len(w_mix)) * (eps_max - eps_min)
 
 
 def awpo_decomposition(outcome: Tensor, reasoning: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,6 +20,7 @@ from megatron_rl.algorithms.correction import correction_metrics
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.shaping import add_column, overlong_penalty
 from megatron_rl.config.algorithm import CorrectionFilterConfig
+from megatron_rl.reproduce.theory import awpo_clip_radius
 
 OUTCOME = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
 JUDGE = torch.tensor([[0.1, 0.0, 0.2], [0.2, 0.1, 0.0], [0.0, 1.0, 0.5], [0.3, 0.1, 0.2]], dtype=torch.float64)
@@ -154,6 +155,12 @@ def test_overlong_penalty_takes_the_whole_budget_and_one_token() -> None:
 def test_an_added_column_has_the_tables_dtype() -> None:
     table = RewardTable(torch.zeros(1, 2, 1, dtype=torch.float64), ("r",))
     assert add_column(table, "kl", torch.tensor([[1, 2]]), 1.0).values.dtype == torch.float64
+
+
+def test_awpos_clip_radius_shrinks_with_the_mean_weight() -> None:
+    """AWPO v2 Eq. 24 at weights of 0.5 and 0.1, with its default bounds."""
+    assert awpo_clip_radius([0.5, 0.1]) == pytest.approx(0.18 + 0.7 * 0.02, rel=1e-12)
+    assert awpo_clip_radius([1.0, 1.0, 1.0]) == pytest.approx(0.18, rel=1e-12)
 
 
 def test_resolution_counts_what_differs_in_the_sixth_decimal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -10,30 +11,45 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algorithms import make_gradient_weight
+from megatron_rl.algorithms import RewardTable, make_gradient_weight
 from megatron_rl.reproduce import theory as t
 
 CASES = json.loads((Path(__file__).parent / "golden_theory.json").read_text())
+
+
+def table(rewards: list[list[float]]) -> RewardTable:
+    width = max(map(len, rewards))
+    values = torch.tensor([[*group, *[math.nan] * (width - len(group))] for group in rewards], dtype=torch.float64)
+    return RewardTable(values[:, :, None], ("r",), ~values.isnan())
 
 
 def run(fn: str, kwargs: dict[str, Any]) -> Any:
     tensors = {
         key: torch.tensor(kwargs[key], dtype=torch.float64) for key in ("pi", "pi_old", "adv", "w") if key in kwargs
     }
-    rest = {key: value for key, value in kwargs.items() if key not in tensors}
+    rest = {key: value for key, value in kwargs.items() if key not in tensors and key != "rewards"}
     match fn:
         case "ln_bias":
             return t.ln_bias(**kwargs)
-        case "w_dgpo":  # W of Eq. 9, the weight of the gradient of pi itself: F = W pi
-            ratio = tensors["pi"].log() - tensors["pi_old"].log()
-            return (make_gradient_weight("dgpo", **rest)(ratio, tensors["adv"]) / tensors["pi"]).tolist()
+        case "dgpo_constants":
+            return [each.tolist() for each in t.dgpo_constants(tensors["pi_old"], **rest)]
+        case "w_dgpo":
+            return t.dgpo_probability_weight(tensors["pi"], tensors["pi_old"], tensors["adv"], **rest).tolist()
         case "f_aspo_eq6":
             weight = t.aspo_eq6(tensors["w"].log(), tensors["adv"], **rest)
             return {"F": weight.tolist(), "coef": (weight * tensors["adv"]).tolist()}
+        case "lr_scale":
+            return t.scaled_learning_rate(**kwargs)
+        case "js1_lambda":
+            return t.js1_lambda(table(kwargs["rewards"]))
+        case "js1_baseline":
+            return t.js1_baseline(table(kwargs["rewards"]), kwargs["lam"]).tolist()
         case "shrinkage_oracle_lambda":
             return t.oracle_lambda(kwargs["n"], kwargs["m"], kwargs["mean_sigma2"], kwargs["var_mu"])
         case "awpo_kappa_min":
             return t.awpo_kappa_min(**kwargs)
+        case "awpo_clip_radius":
+            return t.awpo_clip_radius(**kwargs)
     raise NotImplementedError(fn)
 
 
@@ -126,6 +142,8 @@ def test_shrinkage_without_noise_is_zero() -> None:
     """Also where the prompts' means do not differ, 0 / 0 in the formulas."""
     assert t.oracle_lambda(4, 3, 0.0, 0.0) == t.oracle_lambda(4, 3, 0.0, 2.0) == 0.0
     assert t.oracle_lambda(4, 3, 2.0, 0.0) == pytest.approx(3 / 4)
+    assert t.js1_lambda(table([[1.0, 1.0], [0.0, 0.0]])) == t.js1_lambda(table([[1.0], [1.0]])) == 0.0
+    assert t.js1_lambda(table([[1.0, 0.0]])) == 1.0  # one prompt: its mean has no spread
 
 
 def test_dgpos_bias_is_that_of_n_1() -> None:
