@@ -1,21 +1,18 @@
-"""Conversion against copying: throughput beside `cp` of the same bytes on the same disk, and peak memory.
+"""Conversion against copying: throughput of the whole commands beside `cp -r` of the same bytes on the same disk.
 
-python -m benchmarks.conversion [--gigabytes 4.5] [--workers 1 2] [--folder DIR] [--json FILE]
+python -m benchmarks.conversion [--gigabytes 4.5] [--folder DIR] [--json FILE]
 
-Makes a Qwen3 model in bf16 (its values are noise), copies its folder with `cp`, converts it to Megatron and back, and
-copies again. Every time ends when the bytes are on the disk: the conversion syncs its files itself, after `cp` the folder's
-file system is synced. Shares are of the fastest copy: what else the machine does can only slow a copy down. CPU seconds
-are of all processes of a conversion, without imports. Goals: at least 60 % of cp's throughput, at most four times the
-largest tensor plus 1 GB of memory.
+Makes a Qwen3 model in bf16 (its values are noise), copies its folder with `cp -r` (the first copy is thrown away), runs
+both `tools/convert_*.py` for two layouts, and copies again after each. Sources are
+in the page cache, and every time ends after `sync -f`. Shares are of the fastest copy: what else the machine does can only
+slow a copy down. Goals: at least 60 % of cp's throughput, at most four times the largest tensor plus 1 GB of memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -25,17 +22,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.checkpoint.convert import jobs
-from megatron_rl.checkpoint.convert.layout import Layout
-from megatron_rl.checkpoint.convert.to_hf import ToHF, _header, _Tensor
-from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
+from megatron_rl.checkpoint.convert.to_hf import _header, _Tensor
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.models import family_for
 
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+LAYOUTS = {"1 x 1 x 1": [], "TP 2 x PP 3": ["--tensor", "2", "--pipeline", "3"]}
 SHARE, TENSORS, EXTRA = 0.6, 4, 10**9  # the goals
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -92,46 +87,43 @@ def copy(source: Path, target: Path) -> tuple[float, float]:
     return copied, done
 
 
-def convert(task: ToMegatron | ToHF, target: Path, workers: int) -> tuple[float, float, int]:
-    """Seconds, CPU seconds of all processes that convert, and the largest resident memory in bytes of any of them."""
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    child = context.Process(target=_convert, args=(task, target, workers, results))
-    child.start()
-    child.join()
-    if child.exitcode != 0:
-        raise RuntimeError(f"the conversion ended with exit code {child.exitcode}")
-    return results.get()
+def convert(tool: str, arguments: Sequence[str], target: Path) -> tuple[float, float, int]:
+    """Wall-clock and CPU seconds of a whole command until all is on the disk, and its largest resident memory in bytes."""
+    begin = time.perf_counter()
+    command = [sys.executable, str(TOOLS / tool), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}")
+    subprocess.run(["sync", "-f", str(target)], check=True)
+    return time.perf_counter() - begin, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
 
 
-def _convert(task: ToMegatron | ToHF, target: Path, workers: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    begin, before = time.perf_counter(), _cpu_seconds()
-    jobs.run(task, target, workers, print)
-    seconds, cpu = time.perf_counter() - begin, _cpu_seconds() - before
-    kilobytes = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    results.put((seconds, cpu, kilobytes * 1024))
+def warm(folder: Path) -> None:
+    """Reads a folder into the page cache."""
+    for path in folder.iterdir():
+        with path.open("rb", buffering=0) as file:
+            while file.read(2**24):
+                pass
 
 
-def _cpu_seconds() -> float:
-    """Of this process and those of its children that have ended."""
-    return sum(os.times()[:4])
-
-
-def measure(root: Path, gigabytes: float, workers: Sequence[int]) -> dict[str, Any]:
-    source = root / "hf"
+def measure(root: Path, gigabytes: float) -> dict[str, Any]:
+    source, there, back = root / "hf", root / "megatron", root / "back"
     total, largest = make_model(source, gigabytes)
+    warm(source)
+    copy(source, root / "copy")  # the first finds a cold machine
     copies = [copy(source, root / "copy")]
     rows: list[dict[str, Any]] = []
-    for count in workers:
-        there, back = root / f"megatron-{count}", root / f"back-{count}"
-        tasks: list[tuple[str, ToMegatron | ToHF, Path]] = [
-            ("HF to Megatron", ToMegatron(source, Layout(), file_bytes=10**9), there),
-            ("Megatron to HF", ToHF(there, there, file_bytes=10**9), back),
+    for layout, options in LAYOUTS.items():
+        commands = [
+            ("HF to Megatron", "convert_hf_to_megatron.py", ["--hf", str(source), "--megatron", str(there), *options]),
+            ("Megatron to HF", "convert_megatron_to_hf.py", ["--megatron", str(there), "--hf", str(back)]),
         ]
-        for name, task, target in tasks:
-            seconds, cpu, memory = convert(task, target, count)
-            rows.append({"what": name, "workers": count, "seconds": seconds, "cpu_seconds": cpu, "peak_bytes": memory})
+        for (name, tool, arguments), read, target in zip(commands, (source, there), (there, back), strict=True):
+            warm(read)
+            seconds, cpu, memory = convert(tool, arguments, target)
+            rows.append({"what": name, "layout": layout, "seconds": seconds, "cpu_seconds": cpu, "peak_bytes": memory})
             copies.append(copy(source, root / "copy"))
         shutil.rmtree(there)
         shutil.rmtree(back)
@@ -157,25 +149,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=4.5, help="of the model, at least (default 4.5)")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], metavar="N")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; takes three times the model for a while")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="conversion-") as folder:
-        found = measure(Path(folder), args.gigabytes, args.workers)
+        found = measure(Path(folder), args.gigabytes)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     console = Console(highlight=False)
     console.print(f"{found['bytes'] / 1e9:.2f} GB, largest tensor {found['largest_tensor'] / 1e9:.2f} GB")
     console.print("cp and sync: " + ", ".join(f"{found['bytes'] / s / 1e9:.2f}" for s in found["cp_seconds"]) + " GB/s")
     peak_title = f"peak GB (goal {found['memory_goal'] / 1e9:.1f})"
-    table = Table("", "workers", "GB/s", f"of cp (goal {SHARE:.0%})", "CPU s per GB", peak_title)
+    table = Table("", "layout", "GB/s", f"of cp (goal {SHARE:.0%})", "CPU s per GB", peak_title)
     good = True
     for row in found["rows"]:
         good &= row["share_of_cp"] >= SHARE and row["peak_bytes"] <= found["memory_goal"]
         share, peak = f"{row['share_of_cp']:.0%}", f"{row['peak_bytes'] / 1e9:.2f}"
         cpu = f"{row['cpu_seconds_per_gb']:.2f}"
-        table.add_row(row["what"], str(row["workers"]), f"{row['gb_per_s']:.2f}", share, cpu, peak)
+        table.add_row(row["what"], row["layout"], f"{row['gb_per_s']:.2f}", share, cpu, peak)
     console.print(table)
     return 0 if good else 1
 
