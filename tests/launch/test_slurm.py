@@ -172,7 +172,7 @@ def test_a_persons_cancel_is_the_jobs_end(cluster: Cluster, tmp_path: Path) -> N
     job.finish("CANCELLED")
     wait_until(lambda: not cluster.processes_on("n1"), 60, "the end of the job's processes")
     assert cluster.job(job.number)["Restarts"] == "0"
-    assert "decided by Slurm" in cluster.output(job.number)
+    assert "Slurm has decided" in cluster.output(job.number)
 
 
 def test_ranks_of_a_node_are_neighbours_whatever_the_clusters_default(cluster: Cluster, tmp_path: Path) -> None:
