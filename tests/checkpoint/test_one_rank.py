@@ -3,7 +3,9 @@ of this folder do it with several ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pickle
 import random
 import re
 import shutil
@@ -23,7 +25,9 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.checkpoint import gather, manifest, store
 from megatron_rl.checkpoint import snapshot as snapshots
 from megatron_rl.checkpoint.convert.layout import state_names
+from megatron_rl.checkpoint.convert.reader import MASTERS
 from megatron_rl.checkpoint.convert.source import SourceModel
+from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.config.schema import CreateModelConfig
@@ -168,6 +172,30 @@ def test_the_model_alone(root: Path, actor: Actor) -> None:
     store.load_model(root / PLAIN.name / "step_2", actor.chunks)
     want = contents(root / PLAIN.name / "step_2")["output_layer.weight"]
     assert torch.equal(dict(actor.iter_hf_weights())["lm_head.weight"], want[: SHAPE.vocab_size])
+
+
+def renamed(source: Path, target: Path, name: str, other: str) -> Path:
+    """A copy without the list of tensors, whose index has a tensor under another name."""
+    shutil.copytree(source, target)
+    (target / manifest.TENSORS).unlink()
+    metadata = pickle.loads((target / ".metadata").read_bytes())
+    metadata.state_dict_metadata[other] = metadata.state_dict_metadata.pop(name)
+    for index in [index for index in metadata.storage_data if index.fqn == name]:
+        metadata.storage_data[type(index)(other, index.offset)] = metadata.storage_data.pop(index)
+    (target / ".metadata").write_bytes(pickle.dumps(metadata))
+    return target
+
+
+@pytest.mark.parametrize("layout", [BF16, BF16_PLAIN], ids=lambda layout: layout.name)
+def test_a_conversion_of_the_masters_refuses_one_that_no_weight_has(root: Path, tmp_path: Path, layout: Layout) -> None:
+    """Other state of the optimizer is none of its business."""
+    saved, _ = manifest.read_tensors(root / layout.name / STEP)
+    prefix = next(prefix for prefix in MASTERS if any(name.startswith(prefix) for name in saved))
+    for name in (f"optimizer.state.exp_avg.{VICTIM}", prefix + VICTIM):
+        folder = renamed(root / layout.name / STEP, tmp_path / name, name, f"{name}.more")
+        refused = pytest.raises(ValueError, match=f"it holds unexpected {re.escape(name)}.more")
+        with refused if name.startswith(prefix) else contextlib.nullcontext():
+            ToHF(folder, root / layout.model, master=True).names()
 
 
 def test_a_conversion_has_every_extra_state_that_a_model_asks_for(root: Path, actor: Actor) -> None:
