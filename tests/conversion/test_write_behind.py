@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,23 @@ def test_a_file_system_without_direct_writes_will_do(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(write_behind.os, "open", refusing)
     test_the_file_holds_what_was_written(tmp_path)
+
+
+def test_a_direct_write_that_the_file_system_refuses_goes_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one with larger pages does, and any with what is left of a write that it cut within a page."""
+    written, refused = os.pwrite, []
+
+    def refusing(file: int, data: memoryview, offset: int) -> int:
+        if threading.current_thread() is not threading.main_thread() and offset not in refused:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return written(file, data, offset)
+
+    monkeypatch.setattr(write_behind.os, "pwrite", refusing)
+    test_the_file_holds_what_was_written(tmp_path)
+    assert refused
 
 
 @pytest.mark.parametrize("writes_after", [0, 5])

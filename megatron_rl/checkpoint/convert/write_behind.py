@@ -111,5 +111,10 @@ class WriteBehind:
 
     def _put(self, data: memoryview, offset: int) -> None:
         while data:
-            count = os.pwrite(self._direct, data, offset)
+            try:
+                count = os.pwrite(self._direct, data, offset)
+            except OSError as error:  # a file system of larger pages, or the rest of a write that was cut within one
+                if error.errno != errno.EINVAL:
+                    raise
+                count = os.pwrite(self._file, data, offset)
             data, offset = data[count:], offset + count
