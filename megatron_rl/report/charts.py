@@ -52,7 +52,11 @@ CHARTS = (
     Chart("Advantage spread", ("advantage/std",)),
     Chart("Shrinkage λ", ("shrinkage/lambda",)),
     Chart("AWPO: share of the mixed advantage", ("awpo/w_mix",), at_least=1.0),
-    Chart("Trainer and engine: |Δ log-prob|", ("sync/logprob_max_diff", "mismatch/abs_log_ratio"), log=True),
+    Chart(
+        "Trainer and engine: |Δ log-prob|",
+        ("sync/logprob_mean_diff", "sync/logprob_max_diff", "mismatch/abs_log_ratio"),
+        log=True,
+    ),
     Chart("Tokens per second, whole step", ("perf/tokens_per_s",)),
     Chart("Peak memory, GiB", ("memory/host_peak_gib", "memory/device_peak_gib")),
 )

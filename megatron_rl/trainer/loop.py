@@ -85,7 +85,7 @@ def step(run: Run) -> None:
 
     seconds = run.timer.take()
     metrics = estimate.metrics | reward_metrics(table) | response_metrics(drawn.rollouts) | learned
-    metrics |= run.checkpoints.metrics() | {"sync/logprob_max_diff": difference}
+    metrics |= run.checkpoints.metrics() | difference.metrics()
     metrics |= throughput(drawn.rollouts, seconds) | seconds | run.timer.memory.metrics()
     if (config.trainer.eval_every and number % config.trainer.eval_every == 0) or number == config.trainer.steps:
         metrics |= evaluate(run, number)

@@ -17,7 +17,7 @@ from megatron_rl.rewards import Scorer, ScoringStats
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.sync import WeightSync
+from megatron_rl.rollout.sync import SyncDifference, WeightSync
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.step_timer import StepTimer
@@ -91,11 +91,11 @@ class Sampler:
         self.sync.push()
         self.engine.wake_cache()
 
-    def check_sync(self, rollouts: Sequence[Rollout] | None = None) -> float:
-        """Largest difference of log-probs from the actor's over a few rollouts; None: over the recipe's first prompts.
+    def check_sync(self, rollouts: Sequence[Rollout] | None = None) -> SyncDifference:
+        """Differences of log-probs from the actor's over a few rollouts; None: over the recipe's first prompts.
 
         Raises:
-            SyncError: it is above `rollout.sync_tolerance`.
+            SyncError: they are above `rollout.sync_tolerance`.
         """
         count = self.config.rollout.sync_check_rollouts
         if rollouts is None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 CODE = [
     path
-    for folder in ("methods", "algorithms", "actor", "evaluation", "rewards", "trainer", "runtime")
+    for folder in ("methods", "algorithms", "actor", "evaluation", "rewards", "rollout", "trainer", "runtime")
     for path in sorted((ROOT / "megatron_rl" / folder).rglob("*.py"))
 ]
 NAME = re.compile(r"(?:[a-z_]+|\*)(/[\w@*]+)+")
@@ -30,7 +30,8 @@ mismatch/kl_k1 mismatch/kl_k3 mismatch/log_perplexity_gap old_policy/kl_k1 old_p
 perf/tokens_per_s perf/total_tokens prompt_length/mean ratio/max ratio/mean region_share/HN region_share/HP region_share/LN
 region_share/LP region_share/M region_weight/M response_length/max response_length/mean response_length/truncated_share
 reward/correct reward/format reward/mean reward/std reward_group_std/correct reward_group_std/format
-reward_signal_share/correct reward_signal_share/format rollouts/sampled sync/logprob_max_diff timing_s/estimate
+reward_signal_share/correct reward_signal_share/format rollouts/sampled sync/logprob_mean_diff sync/logprob_p99_diff
+sync/logprob_max_diff timing_s/estimate
 timing_s/generate timing_s/old_log_prob timing_s/reward timing_s/step timing_s/switch timing_s/sync timing_s/sync_check
 timing_s/update
 """

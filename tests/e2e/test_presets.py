@@ -88,7 +88,7 @@ def test_filters_drop_what_the_engine_rounds_otherwise(steps: dict[str, dict[str
 
 
 def test_a_tensor_changed_on_its_way_is_named(faults: dict[str, str]) -> None:
-    assert "more than rollout.sync_tolerance = 0.0003" in faults["sent"]
+    assert "rollout.sync_tolerance = 3e-05 allows" in faults["sent"]
     assert f"The first tensor that was changed on its way to the engine is {inside.SENT}." in faults["sent"]
     assert faults["pushed again"].startswith("good")
 

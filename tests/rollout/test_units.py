@@ -1,9 +1,11 @@
 """Seeds, fingerprints and shards: what can be checked without an engine."""
 
+import numpy as np
+import pytest
 import torch
 
 from megatron_rl.rollout.sampling import rollout_seed
-from megatron_rl.rollout.sync import _fingerprint, _holds
+from megatron_rl.rollout.sync import SyncDifference, _fingerprint, _holds
 
 
 def test_a_seed_belongs_to_one_rollout():
@@ -34,3 +36,26 @@ def test_an_engine_shard_is_found_along_either_dimension():
     padded[:2] = full[4:]
     assert _holds(padded, full, 1, 2)  # a vocabulary of 6 rows, padded to 8 over two ranks
     assert not _holds(full + 1, full, 0, 1)
+
+
+def test_two_kernels_in_bf16_may_differ_much_at_single_tokens():
+    random = np.random.default_rng(0)
+    heavy_tailed = np.abs(random.standard_t(2, 20_000)) * 0.01
+    heavy_tailed[:3] = 1.5
+    difference = SyncDifference.of(heavy_tailed)
+    assert difference.largest >= 1.5
+    assert difference.mean < 0.05
+    assert difference.within(0.05)
+    assert not difference.within(0.01)
+
+
+def test_a_few_wrong_tokens_are_seen_by_the_percentile():
+    differences = np.full(1000, 1e-3)
+    differences[:11] = 2.0
+    assert SyncDifference.of(differences).mean < 0.05
+    assert not SyncDifference.of(differences).within(0.05)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_difference_that_is_not_finite_is_never_within(value: float):
+    assert not SyncDifference.of(np.array([*[0.0] * 500, value])).within(1e6)
