@@ -1,6 +1,7 @@
 # make train: the quick start. make test: lint, types and tests. make fuzz: odd input for longer.
 # make docs: the documentation as a site.
 # All but docs set up .venv first, once, and again when the requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
+# make te-setup: Transformer Engine's Python, for the tests that run it on a CPU, in .te.
 #
 #   PYTHON       the interpreter for .venv; 3.11
 #   TORCH_INDEX  where to look for torch first; for PyTorch's own CPU builds https://download.pytorch.org/whl/cpu
@@ -27,7 +28,7 @@ TORCH := $(shell sed -n '/^torch==/p' requirements/cpu.txt)
 # The tests start hundreds of processes of this package, which would compile it each time.
 COMPILE := python -m compileall -qq -j 0
 
-.PHONY: setup launch-setup train test fuzz lint bench docs clean
+.PHONY: setup launch-setup te-setup train test fuzz lint bench docs clean
 
 setup: $(STAMP)
 
@@ -63,10 +64,19 @@ $(LAUNCH_STAMP): requirements/launch.txt pyproject.toml
 launch-install = .venv-launch/bin/uv --quiet pip install --python .venv-launch/bin/python $(1) || \
 	{ echo "uv could not install this; trying pip"; .venv-launch/bin/python -m pip --quiet --disable-pip-version-check install $(1); }
 
+# Not into .venv: Megatron-Core takes Transformer Engine's layers where it finds them.
+TE_STAMP := .te/.installed
+te-setup: $(TE_STAMP)
+
+$(TE_STAMP): requirements/te-python.txt | $(STAMP)
+	@rm -rf .te
+	@$(PIP) --no-deps --require-hashes --target .te -r requirements/te-python.txt
+	@touch $@
+
 train: setup
 	@$(BIN)/megatron-rl train recipes/cpu/quickstart.yaml $(ARGS)
 
-test: lint
+test: lint te-setup
 	@$(BIN)/$(COMPILE) megatron_rl
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
@@ -99,5 +109,5 @@ docs: .venv-docs/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-launch .venv-docs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-launch .venv-docs .te build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Mixtures of experts: which expert a token goes to, and the order of tokens by expert."""
