@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.multiprocessing as mp
 
-_IMPORTED = (
+IMPORTED = (
     "megatron_rl.actor.actor",
     "megatron_rl.checkpoint.store",
     "megatron.core.models.gpt",
@@ -19,5 +19,5 @@ _IMPORTED = (
 
 def start(function: Callable[..., None], world: int, *arguments: object) -> None:
     """Runs `function(rank, *arguments)` in `world` processes; raises what one raised."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTED))
     mp.start_processes(function, arguments, nprocs=world, start_method="forkserver")
