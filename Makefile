@@ -1,11 +1,14 @@
 # make train: the quick start. make test: lint, types and tests. make fuzz: odd input for longer.
 # make docs: the documentation as a site.
-# All but docs set up .venv first, once, and again when the requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
+# make setup-gpu: .venv on a GPU node, for CUDA 13, with Transformer Engine.
+# All others but docs set up .venv first, once, and again when the requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
 # make te-setup: Transformer Engine's Python, for the tests that run it on a CPU, in .te.
 #
 #   PYTHON       the interpreter for .venv; 3.11
 #   TORCH_INDEX  where to look for torch first; for PyTorch's own CPU builds https://download.pytorch.org/whl/cpu
 #   FUZZ_SECONDS how long each fuzzer of `make fuzz` runs; 60. A case that fails is printed with the command to try it again
+#   NO_DRIVER    1: setup-gpu where there is no card, for an image
+#   CUDA_HOME    for setup-gpu: a CUDA 13 toolkit; /usr/local/cuda
 #   ARGS         overrides for `make train` (make train ARGS="algorithm.preset=gdpo trainer.steps=5"), or pytest's
 #                arguments for `make test`
 
@@ -28,11 +31,12 @@ TORCH := $(shell sed -n '/^torch==/p' requirements/cpu.txt)
 # The tests start hundreds of processes of this package, which would compile it each time.
 COMPILE := python -m compileall -qq -j 0
 
-.PHONY: setup launch-setup te-setup train test fuzz lint bench docs clean
+.PHONY: setup setup-gpu launch-setup te-setup train test fuzz lint bench docs clean
 
 setup: $(STAMP)
 
 $(STAMP): $(REQUIREMENTS) requirements/check.py pyproject.toml
+	@test ! -e .venv/.gpu || { echo "this .venv is for GPUs, and what it was made from has changed: run make setup-gpu"; exit 1; }
 	@echo "setting up .venv (a minute or two)"
 	@command -v $(PYTHON) > /dev/null || { echo "no $(PYTHON) found; install Python 3.11, or name it: make setup PYTHON=..."; exit 1; }
 	@$(PYTHON) -m venv .venv
@@ -46,6 +50,32 @@ $(STAMP): $(REQUIREMENTS) requirements/check.py pyproject.toml
 	@touch $@
 
 install = $(UV) $(1) || { echo "uv could not install this; trying pip"; $(PIP) $(1); }
+
+# On a GPU node. Transformer Engine's PyTorch part is compiled here, against this torch: without NVTE_PYTORCH_FORCE_BUILD it
+# would first look for a wheel on GitHub. It needs the headers of CUDA's toolkit and of the NVIDIA wheels that torch brought.
+# `make train` and the rest then use this .venv: the stamp is that of `setup`.
+CUDA_HOME ?= /usr/local/cuda
+NO_DRIVER ?=
+CHECK_GPU := requirements/check_gpu.py $(if $(NO_DRIVER),--no-driver)
+NVIDIA = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+paths = $(subst $() ,:,$(foreach part,cu13 cudnn nccl,$(NVIDIA)/$(part)/$(1)))
+
+setup-gpu:
+	@test -e .venv/.gpu || test ! -e .venv || { echo "there is a .venv for CPUs here: make clean first"; exit 1; }
+	@CUDA_HOME=$(CUDA_HOME) $(PYTHON) $(CHECK_GPU) before
+	@echo "setting up .venv for CUDA 13"
+	@$(PYTHON) -m venv .venv
+	@touch .venv/.gpu
+	@$(PIP) uv==0.13.8
+	@$(call install,-r requirements/gpu.txt)
+	@echo "compiling Transformer Engine's PyTorch part (minutes)"
+	@export CUDA_HOME=$(CUDA_HOME) NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE && \
+		export CPATH=$(call paths,include)$${CPATH:+:$$CPATH} LIBRARY_PATH=$(call paths,lib)$${LIBRARY_PATH:+:$$LIBRARY_PATH} && \
+		$(UV) --no-build-isolation -r requirements/gpu.txt -r requirements/transformer-engine.txt
+	@$(call install,--no-deps --no-build-isolation --editable .)
+	@$(BIN)/$(COMPILE) .venv/lib || true
+	@$(BIN)/python $(CHECK_GPU) installed
+	@touch $(STAMP)
 
 # For `megatron-rl launch`: NeMo-Run in an environment of its own, without torch.
 LAUNCH_STAMP := .venv-launch/.installed

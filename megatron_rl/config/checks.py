@@ -194,7 +194,13 @@ def _check_layout(config: Config, world: int, machine: Machine) -> Iterator[str]
 
 def _check_machine(config: Config, machine: Machine, command: str) -> Iterator[str]:
     local = machine.local_world_size or config.launch.processes or 1
-    if machine.gpus and local > machine.gpus:
+    if machine.gpus and machine.local_world_size and local > machine.gpus:
+        yield (
+            f"the launcher started {local} processes on this machine, and this one sees {machine.gpus} GPUs: each must see "
+            "those of all (vLLM takes the one with the number LOCAL_RANK); start one process per GPU, without "
+            "--gpus-per-task and --gpu-bind, and with the same CUDA_VISIBLE_DEVICES for all"
+        )
+    elif machine.gpus and local > machine.gpus:
         yield (
             f"{local} processes need a GPU each and this machine offers {machine.gpus}; make the layout smaller "
             "(actor.parallel, rollout.tensor_parallel), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"

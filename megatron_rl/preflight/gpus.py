@@ -1,4 +1,4 @@
-"""Health of this node's GPUs, from nvidia-smi and the kernel log."""
+"""Health of this node's GPUs, from nvidia-smi and the kernel log; and whether a process sees those that it needs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from megatron_rl.config.checks import count_gpus
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.findings import FAILED, WARNING, Problems
 from megatron_rl.runtime.disk import size_text
 
 _ANSWER = 60.0  # seconds within which nvidia-smi and dmesg answer
+_DRIVER = 580  # the oldest for CUDA 13, which torch, vLLM and Transformer Engine are built for
 
 # What the driver writes to the kernel log about a GPU, by NVIDIA's numbers: those that are not a program's own fault.
 _XID = re.compile(r"^(?:\[ *(\d+)\.\d+\] )?NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)", re.MULTILINE)
@@ -42,7 +44,42 @@ def check_gpus(config: Config) -> Problems:
     elif code:
         yield FAILED, f"nvidia-smi fails: {next(iter((rows + errors).strip().splitlines()), code)}"
     else:
+        yield from driver_problems(_said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")[1])
         yield from gpu_problems(rows, config.rollout.memory_fraction, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def check_devices(config: Config) -> Problems:
+    """This process sees the GPUs of all processes of its node: vLLM takes the one with the number LOCAL_RANK among them."""
+    present = count_gpus()
+    if not present:
+        return
+    import torch
+
+    seen, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not seen:
+        yield (
+            FAILED,
+            f"torch {torch.__version__} can use none of the {present} GPUs here: it is a build for CPUs, or the driver is "
+            f"older than {_DRIVER}; hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU",
+        )
+    elif seen < local:
+        yield (
+            FAILED,
+            f"a process sees {seen} of the GPUs of its node, on which {local} processes run, and vLLM takes the one with the "
+            "number LOCAL_RANK: every process must see all of them; start without --gpus-per-task and --gpu-bind, and with "
+            "the same CUDA_VISIBLE_DEVICES for all",
+        )
+
+
+def driver_problems(rows: str) -> Problems:
+    """From nvidia-smi's lines, one driver version per GPU."""
+    for version in dict.fromkeys(rows.split()):
+        if version.partition(".")[0].isdigit() and int(version.partition(".")[0]) < _DRIVER:
+            yield (
+                FAILED,
+                f"the NVIDIA driver is {version}, and CUDA 13 needs {_DRIVER} or newer: have it updated (where NVIDIA's "
+                "compatibility libraries are installed instead: launch.preflight=off)",
+            )
 
 
 def _said(*command: str) -> tuple[int | None, str, str]:

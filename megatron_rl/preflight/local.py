@@ -297,7 +297,7 @@ PER_NODE: dict[str, Callable[[Config], Problems]] = {
     "endpoints": check_endpoints,
     "gpus": gpus.check_gpus,
 }
-PER_RANK: dict[str, Callable[[Config], Problems]] = {"limits": check_limits}
+PER_RANK: dict[str, Callable[[Config], Problems]] = {"limits": check_limits, "devices": gpus.check_devices}
 
 
 def survey(config: Config, first_of_node: bool) -> tuple[list[tuple[str, str, str]], dict[str, dict[str, str]]]:

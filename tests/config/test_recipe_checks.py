@@ -163,6 +163,11 @@ def test_another_launchers_world_is_taken_as_it_is(recipe) -> None:
     ("overrides", "machine", "message"),
     [
         (["launch.processes=4"], Machine(gpus=2), "4 processes need a GPU each and this machine offers 2"),
+        (
+            ["launch.processes=null"],
+            Machine(gpus=1, world_size=2, local_world_size=2),
+            "the launcher started 2 processes on this machine, and this one sees 1 GPUs: each must see those of all",
+        ),
         (["actor.fp8={}"], CPU, "set actor.fp8=null"),
         (["actor.offload=true"], CPU, "set actor.offload=false"),
         (["model.create.head_dim=16"], CPU, r"model.create.head_dim` \(16\) is none of the sizes .*: 32, 64,"),

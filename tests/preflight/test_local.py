@@ -278,6 +278,28 @@ def test_a_driver_that_hangs_does_not_hang_the_check(
     assert list(gpus.check_gpus(config)) == [(FAILED, "nvidia-smi fails: Unable to determine the device handle")]
 
 
+def test_a_process_must_see_all_gpus_of_its_node(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    assert list(gpus.check_devices(config)) == []
+    monkeypatch.setattr(gpus, "count_gpus", lambda: 8)
+    [(level, text)] = gpus.check_devices(config)
+    assert (level, "can use none of the 8 GPUs here: it is a build for CPUs" in text) == (FAILED, True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    [(level, text)] = gpus.check_devices(config)
+    assert (level, "sees 1 of the GPUs of its node, on which 8 processes run" in text) == (FAILED, True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert list(gpus.check_devices(config)) == []
+    assert local.PER_RANK["devices"] is gpus.check_devices
+
+
+def test_an_old_driver_is_named_with_the_minimum() -> None:
+    assert list(gpus.driver_problems("580.65.06\n580.65.06\n")) == []
+    [(level, text)] = gpus.driver_problems("535.183.01\n535.183.01\n")
+    assert (level, "is 535.183.01, and CUDA 13 needs 580 or newer" in text) == (FAILED, True)
+
+
 def test_a_check_that_cannot_be_made_is_a_finding(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(config: Config) -> local.Problems:
         raise OSError(5, "Input/output error", "/scratch")
