@@ -31,7 +31,7 @@ TORCH := $(shell sed -n '/^torch==/p' requirements/cpu.txt)
 # The tests start hundreds of processes of this package, which would compile it each time.
 COMPILE := python -m compileall -qq -j 0
 
-.PHONY: setup setup-gpu launch-setup te-setup train test fuzz lint bench docs clean
+.PHONY: setup setup-gpu launch-setup te-setup train test fuzz lint bench bench-peers docs clean
 
 setup: $(STAMP)
 
@@ -108,7 +108,7 @@ train: setup
 
 test: lint te-setup
 	@$(BIN)/$(COMPILE) megatron_rl
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadscope --no-loadscope-reorder)
 
 # Every module of tests/fuzz with a main part: recipes, completions, checkpoints, ... FUZZ=recipes picks one.
 FUZZ_SECONDS ?= 60
@@ -125,6 +125,16 @@ lint: setup
 bench: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step $(ARGS)
 
+# TRL and verl on top of .venv's packages, in an environment of their own.
+bench-peers: setup .venv-peers/.installed
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
+
+.venv-peers/.installed: requirements/peers.txt
+	@$(PYTHON) -m venv .venv-peers
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/peers.txt
+	@touch $@
+
 # The pages as a searchable site in build/site, in an environment of its own. A link that leads nowhere is an error.
 PAGES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE Makefile mkdocs.yml docs recipes megatron_rl slurm tools benchmarks requirements tests .ci
 
@@ -139,5 +149,5 @@ docs: .venv-docs/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-launch .venv-docs .te build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-launch .venv-docs .venv-peers .te build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,11 +7,37 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # Searched anew in every run, but with the same examples each time where CI decides by them.
 settings.register_profile("ci", derandomize=True, print_blob=True)
 if os.environ.get("MEGATRON_RL_CI"):
     settings.load_profile("ci")
+
+
+# `make test` runs two folders at a time. A folder's tests share worlds and engines, so they stay in one process. The Slurm
+# tests wait more than they compute, so they start first; the short folders fill up at the end.
+_FIRST = ("launch", "checkpoint", "rewards", "recipes", "e2e", "actor")
+
+
+def _folder(nodeid: str) -> str:
+    return nodeid.split("/")[1]
+
+
+class _ByFolder(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return _folder(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return _ByFolder(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        order = {folder: place for place, folder in enumerate(_FIRST)}
+        items.sort(key=lambda item: order.get(_folder(item.nodeid), len(order)))
 
 
 @pytest.fixture(scope="module", autouse=True)

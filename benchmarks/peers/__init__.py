@@ -1,0 +1,1 @@
+"""Against TRL and verl themselves, in the environment of `make bench-peers`."""
