@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl.actor import build
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
+from megatron_rl.actor.offload import Offload
 from megatron_rl.actor.packing import MicroBatch, pack, plan
 from megatron_rl.actor.schedule import learning_rate
 from megatron_rl.actor.variance import GradientParts
@@ -28,7 +29,7 @@ from megatron_rl.models.load import load_hf_weights
 from megatron_rl.models.parallel import ParallelGroups
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
-from megatron_rl.seams.megatron import Chunk, Optimizer, return_hidden_states
+from megatron_rl.seams.megatron import Chunk, Optimizer, clip_gradients, return_hidden_states, tensors_of
 
 # (number of the micro-batch, log-probs, entropy or None) -> (loss, metrics). The loss is this micro-batch's share of the
 # minibatch's loss, already divided by the whole minibatch's denominators. All tensors are float32 [scored tokens].
@@ -78,6 +79,7 @@ class Actor:
         )
         self.reference: list[dict[str, Tensor]] | None = None
         self._optimizer: Optimizer | None = None
+        self._offload = Offload()
         self.optimizer_config = self.config.optimizer
         self.optimizer_steps = 0  # optimizer steps taken; the learning rate is a function of it
         self.total_optimizer_steps = 0
@@ -99,7 +101,16 @@ class Actor:
     def optimizer(self) -> Optimizer:
         if self._optimizer is None:
             raise RuntimeError("there is no optimizer yet; call start_optimizer first")
+        self._offload.wait()
         return self._optimizer
+
+    def optimizer_state(self) -> list[Tensor]:
+        """Moments and master weights: what the optimizer holds besides the model's own weights and views of them."""
+        from megatron.core.fp8_utils import is_float8tensor
+
+        weights = (p for chunk in self.chunks for p in chunk.parameters() if not is_float8tensor(p))
+        shared = {weight.untyped_storage().data_ptr() for weight in weights}
+        return [t for t in tensors_of(self.optimizer) if t.untyped_storage().data_ptr() not in shared]
 
     # ---------------------------------------------------------------------------------------------- micro-batches
     def micro_batches(self, batch: TokenBatch, rows: Sequence[int] | None = None) -> list[MicroBatch]:
@@ -178,8 +189,9 @@ class Actor:
                 f"the gradient norm is {grad_norm} at optimizer step {self.optimizer_steps + 1}: a log-prob, a reward or "
                 "a weight is not finite. The weights were not changed; the last checkpoint is good"
             )
-        _, norm, _ = self.optimizer.step()
-        return float(norm if norm is not None else grad_norm)
+        clip_gradients(self.optimizer, grad_norm)
+        self.optimizer.step_with_ready_grads()  # `step` would prepare the gradients and take their norm again
+        return grad_norm
 
     def reduce(self, parts: Sequence[Metrics]) -> Metrics:
         """The metrics of all micro-batches of all data-parallel ranks, added in rank order, on every rank."""
@@ -291,17 +303,21 @@ class Actor:
 
     # ------------------------------------------------------------------------------------------------ GPU memory
     def offload(self) -> None:
-        """GPU: gradients are freed and the optimizer's state moves to the host, so that the engine has the room."""
-        if device.has_gpu() and self.config.offload:
+        """Gradients are freed and the optimizer's state moves to the host, so that the engine has the room."""
+        if not self.config.offload:
+            return
+        with device.megatron():
             for chunk in self.ddp_chunks:
                 chunk.offload_grad_buffers()
-            if self.has_optimizer:
-                self.optimizer.offload_to_cpu()
+        if self.has_optimizer:
+            self._offload.out(self.optimizer_state())
+        device.empty_cache()
 
     def onload(self) -> None:
-        """Undoes `offload`."""
-        if device.has_gpu() and self.config.offload:
-            if self.has_optimizer:
-                self.optimizer.restore_from_cpu()
+        """Undoes `offload`. The optimizer's state is copied while log-probs and gradients are computed."""
+        if not self.config.offload:
+            return
+        self._offload.back()
+        with device.megatron():
             for chunk in self.ddp_chunks:
                 chunk.restore_grad_buffers()

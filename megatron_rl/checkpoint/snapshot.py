@@ -144,7 +144,7 @@ class Snapshotter:
         """Host memory for the tensor's values."""
         buffer = self._buffers.get(index)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.has_gpu())
+            buffer = device.host_buffer(tensor.shape, tensor.dtype)
             self._buffers[index] = buffer
         return buffer
 

@@ -209,6 +209,12 @@ def _check_machine(config: Config, machine: Machine, command: str) -> Iterator[s
         yield "`actor.fp8` needs a GPU with Transformer Engine and this machine has no GPU; set actor.fp8=null"
     if config.actor.offload and not machine.gpus:
         yield "`actor.offload` moves state off a GPU and this machine has none; set actor.offload=false"
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    if machine.gpus and has_te and config.model.dtype == "float32" and config.actor.parallel.context > 1:
+        yield (
+            f"`actor.parallel.context` is {config.actor.parallel.context}, and Transformer Engine has no attention for "
+            "`model.dtype` float32 over several ranks; set model.dtype=bfloat16, or actor.parallel.context=1"
+        )
     if not machine.gpus and (command != "sft" or config.tasks.eval):
         yield from check_cpu_engine(config)
 

@@ -168,6 +168,10 @@ class RolloutConfig:
     memory_fraction: PositiveShare = key(0.6, "GPU: share of the device's memory for the engine while it is awake")
     cpu_cache_gib: Annotated[float, Range(0.001, 1e6)] = key(1.0, "CPU: KV cache per process")
     max_concurrent: Count = key(512, "sequences decoded together by one engine")
+    async_scheduling: bool = key(
+        True,
+        "GPU: vLLM prepares a batch while the device computes the one before; false: to see whether a hang lies there",
+    )
     sync_check_rollouts: Count = key(4, "rollouts compared after every weight sync")
     sync_tolerance: Annotated[float, Range(above=0, high=1e6)] | None = key(
         None,

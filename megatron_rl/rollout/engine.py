@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.sampling import Sampling
@@ -25,6 +25,10 @@ from megatron_rl.seams import vllm as seam
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+
+
+class EngineError(RuntimeError):
+    """The engine cannot be trusted to draw from the weights that it was given."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +76,12 @@ class Engine:
 
         # One more than a rollout has, where the model allows it: scoring a rollout draws one token more, then dropped.
         max_length = self.config.max_prompt_tokens + self.config.max_tokens + 1
-        max_length = min(max_length, model_of(read_hf_config(folder)).description.max_positions)
+        model = model_of(read_hf_config(folder))
+        max_length = min(max_length, model.description.max_positions)
         self.max_scored = max_length - 1  # longest sequence that `score` takes, in tokens
-        if device.has_gpu():
-            options: dict[str, object] = {
-                "gpu_memory_utilization": self.config.memory_fraction,
-                "enable_sleep_mode": True,
-            }
-        else:
-            options = {
-                "enforce_eager": True,
-                "worker_cls": "megatron_rl.rollout.cpu_worker.ColocatedCpuWorker",
-                "kv_cache_memory_bytes": int(self.config.cpu_cache_gib * 2**30),
-                "enable_chunked_prefill": False,  # a prompt read in two parts rewinds its seed, which no CPU generator can
-            }
+        options = (
+            gpu_options(self.config, bool(model.dims["experts"])) if device.has_gpu() else cpu_options(self.config)
+        )
         gc.freeze()
         with environment.engine_start(grid):
             self.llm = LLM(
@@ -147,7 +143,12 @@ class Engine:
         `version`: optimizer steps behind these weights; rollouts drawn from them carry it.
         """
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        self.llm.reset_prefix_cache()
+        if not self.llm.reset_prefix_cache():
+            raise EngineError(
+                "vLLM kept its cached prefixes after a weight sync, because a request still holds a part of its cache; "
+                "responses would mix keys and values of old weights with new ones. rollout.async_scheduling=false shows "
+                "whether a batch was still under way"
+            )
         self.version = version
 
     def parameters(self) -> dict[str, Tensor]:
@@ -182,6 +183,28 @@ class Engine:
     def shutdown(self) -> None:
         """Must come before the process group is destroyed."""
         seam.shutdown(self.llm)
+
+
+def gpu_options(config: RolloutConfig, has_experts: bool) -> dict[str, object]:
+    """vLLM's options on a GPU."""
+    # Other kernels for experts reorder the weights, or keep tensors that are garbage after sleep; Triton's keep them plain.
+    experts = {"moe_backend": "triton"} if has_experts else {}
+    return {
+        "gpu_memory_utilization": config.memory_fraction,
+        "enable_sleep_mode": True,
+        "async_scheduling": config.async_scheduling,
+        **experts,
+    }
+
+
+def cpu_options(config: RolloutConfig) -> dict[str, object]:
+    """vLLM's options on a CPU."""
+    return {
+        "enforce_eager": True,
+        "worker_cls": "megatron_rl.rollout.cpu_worker.ColocatedCpuWorker",
+        "kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30),
+        "enable_chunked_prefill": False,  # a prompt read in two parts rewinds its seed, which no CPU generator can
+    }
 
 
 def _parameters(request: Request) -> SamplingParams:

@@ -19,6 +19,8 @@ def prepare() -> None:
     """Call before vLLM is imported. Settings that the user has made in the environment win."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # vLLM 0.32 would choose by itself: its second runner where Triton is. Samplers differ, and with them what a seed draws.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1" if device.has_gpu() else "0")
     # On a CPU vLLM warns at length about what we chose (eager, no Triton) and what a laptop lacks (tcmalloc, libiomp).
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if device.has_gpu() else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

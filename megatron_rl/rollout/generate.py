@@ -6,12 +6,8 @@ import hashlib
 from collections.abc import Callable, Container, Sequence
 
 from megatron_rl.data import Rollout, Sample
-from megatron_rl.rollout.engine import Engine, Request
+from megatron_rl.rollout.engine import Engine, EngineError, Request
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
-
-
-class EngineError(RuntimeError):
-    """The ranks of one engine have drawn different tokens."""
 
 
 def generate(

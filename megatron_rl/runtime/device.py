@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -44,3 +45,14 @@ def megatron() -> contextlib.AbstractContextManager[object]:
 def synchronize() -> None:
     if has_gpu():
         torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    """GPU: gives what torch keeps for later use back to the device, where vLLM maps its memory."""
+    if has_gpu():
+        torch.cuda.empty_cache()
+
+
+def host_buffer(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Host memory, not filled; pinned where there is a GPU, so that copies run at the bus's speed and without waiting."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=has_gpu())

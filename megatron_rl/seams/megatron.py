@@ -14,6 +14,7 @@ from megatron_rl.seams import check_parameters, replaced
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+    from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
 
 State = dict[Any, Any]  # (part of) a sharded state dictionary: dictionaries and lists of it, tensors, numbers
@@ -91,6 +92,8 @@ class BucketRanges(TypedDict):
 class OptimizerPart(Protocol):
     """One of Megatron's optimizers; the last four of the distributed one only."""
 
+    config: OptimizerConfig
+    get_parameters: Callable[[], list[Tensor]]
     optimizer: torch.optim.Optimizer
     buffers: Sequence[Buffer]
     gbuf_ranges: Sequence[dict[tuple[torch.dtype, torch.dtype], list[BucketRanges]]]
@@ -105,11 +108,9 @@ class Optimizer(Protocol):
     zero_grad: Callable[[], None]
     prepare_grads: Callable[[], bool]
     get_grad_norm: Callable[[], float]
-    step: Callable[[], tuple[bool, float | None, int | None]]
+    step_with_ready_grads: Callable[[], bool]
     sharded_state_dict: Callable[..., State]
     load_state_dict: Callable[[State], None]
-    offload_to_cpu: Callable[[], None]
-    restore_from_cpu: Callable[[], None]
 
 
 # --------------------------------------------------------------------------------------------------------------- model
@@ -181,6 +182,16 @@ def optimizer_parts(optimizer: Optimizer) -> list[OptimizerPart]:
     return parts
 
 
+def tensors_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Moments, and what the optimizer steps: master weights, or the model's own weights where it has none."""
+    for part in optimizer_parts(optimizer):
+        inner = part.optimizer
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+        for group in inner.param_groups:
+            yield from group["params"]
+
+
 def initialize_adam(optimizer: Optimizer) -> None:
     """Gives torch's Adam its zero state now instead of at the first step.
 
@@ -194,6 +205,17 @@ def initialize_adam(optimizer: Optimizer) -> None:
                 for parameter in group["params"]:
                     zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
                     inner.state[parameter] = {"step": torch.zeros(()), **zeros}
+
+
+def clip_gradients(optimizer: Optimizer, norm: float) -> None:
+    """Scales the prepared gradients down to `clip_grad`, as `ChainedOptimizer.step` does between norm and step."""
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    for part in optimizer_parts(optimizer):
+        config, parameters = part.config, part.get_parameters()
+        if parameters and config.clip_grad > 0:
+            decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, config.clip_grad, norm, use_decoupled_grad=decoupled)
 
 
 def states_of(part: OptimizerPart, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -64,6 +64,9 @@ class Attempt:
             raise OwnedError(refusal)
         assert self.watchdog is not None
         if grid.is_main:
+            from megatron_rl.rollout import environment
+
+            environment.prepare()  # so that what it sets for vLLM is written down
             provenance.write(self.watchdog.attempt)
             disk.replace(self.watchdog.attempt / "recipe.yaml", to_yaml(self.config))
         return grid

@@ -6,11 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_rl.actor.actor import Actor
 from megatron_rl.config.schema import Config
 from megatron_rl.runtime import device
 from megatron_rl.runtime.memory import GIB
-from megatron_rl.seams.megatron import optimizer_parts
 from megatron_rl.trainer.run import Run
 
 
@@ -20,7 +18,7 @@ def memory_parts(run: Run) -> dict[str, float]:
     parts = {
         "actor's weights": _gib(p for chunk in actor.chunks for p in chunk.parameters()),
         "gradients": _gib(b.grad_data for c in actor.ddp_chunks for b in [*c.buffers, *c.expert_parallel_buffers]),
-        "optimizer state": _gib(_optimizer_state(actor)),
+        "optimizer state": _gib(actor.optimizer_state() if actor.has_optimizer else ()),
     }
     if actor.reference is not None:
         parts["reference policy, on the host"] = _gib(t for chunk in actor.reference for t in chunk.values())
@@ -38,17 +36,6 @@ def _gib(tensors: Iterable[torch.Tensor]) -> float:
     """Tensors that share memory count once; those that were offloaded have none."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values()) / GIB
-
-
-def _optimizer_state(actor: Actor) -> Iterable[torch.Tensor]:
-    if not actor.has_optimizer:
-        return
-    for part in optimizer_parts(actor.optimizer):
-        inner = part.optimizer
-        for state in inner.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-        # the master copies of the weights
-        yield from (p for group in inner.param_groups for p in group["params"] if p.dtype == torch.float32)
 
 
 def remedies(phase: str, config: Config) -> list[str]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,6 +178,17 @@ def test_what_this_machine_lacks(recipe, overrides: list[str], machine: Machine,
     checked = check(recipe(*overrides), machine=machine)  # fine in itself: it may be meant for another machine
     with pytest.raises(ConfigError, match=message):
         check_machine(checked, machine)
+
+
+def test_float32_over_context_parallel_ranks_needs_plain_layers(recipe, tmp_path: Path, monkeypatch: Any) -> None:
+    machine = Machine(gpus=2)
+    overrides = ["actor.parallel.context=2", "model.dtype=float32"]
+    check_machine(check(recipe(*overrides), machine=machine), machine)
+    (tmp_path / "transformer_engine").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"`actor.parallel.context` is 2, .* set model.dtype=bfloat16, or"):
+        check_machine(check(recipe(*overrides), machine=machine), machine)
+    check_machine(check(recipe("actor.parallel.context=2", "model.dtype=bfloat16"), machine=machine), machine)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ def main(run_dir: Path) -> None:
 
 def damage_sync(run: Any) -> dict[str, str]:
     """What the sync says about each kind of damage, and `good` in between and at the end."""
+    from megatron_rl.rollout.engine import EngineError, Request
+    from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.rollout.sync import SyncError
 
     tokens = [sample.prompt_ids for sample in run.sampler.prompts.train[:4]]
@@ -119,6 +121,14 @@ def damage_sync(run: Any) -> dict[str, str]:
     faults["not a number"] = verdict()
     run.sampler.sync.push()
     faults["pushed at last"] = verdict()
+    engine = run.sampler.engine
+    engine.submit([Request(("", 0), tokens[0], Sampling(1.0, 1.0, max_tokens=4), seed=1)])
+    engine.step()
+    try:
+        run.sampler.sync.push()
+    except EngineError as error:
+        faults["a request under way"] = str(error)
+    list(engine.drain())
     return faults
 
 

@@ -87,6 +87,10 @@ def test_filters_drop_what_the_engine_rounds_otherwise(steps: dict[str, dict[str
     assert "correction/weight" not in steps["grpo"]
 
 
+def test_weights_that_come_while_a_request_holds_the_cache_are_refused(faults: dict[str, str]) -> None:
+    assert "would mix keys and values of old weights with new ones" in faults["a request under way"]
+
+
 def test_a_tensor_changed_on_its_way_is_named(faults: dict[str, str]) -> None:
     assert "rollout.sync_tolerance = 3e-05 allows" in faults["sent"]
     assert f"The first tensor that was changed on its way to the engine is {inside.SENT}." in faults["sent"]

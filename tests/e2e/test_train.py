@@ -69,7 +69,9 @@ def test_the_run_folder_is_complete(straight: Finished) -> None:
     assert (folder / "report.html").stat().st_size > 10_000
     logs = folder / "logs" / "attempt_1"
     assert sorted(path.name for path in logs.glob("*.log")) == ["rank_0.log", "rank_1.log"]
-    assert json.loads((logs / "environment.json").read_text())["versions"]["megatron-core"]
+    written = json.loads((logs / "environment.json").read_text())
+    assert written["versions"]["megatron-core"]
+    assert written["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # on a CPU
     assert not (folder / "postmortem").exists()
     status = read_status(folder)
     assert (status.state, status.step, status.checkpoint) == ("finished", STEPS, f"step_{STEPS}")

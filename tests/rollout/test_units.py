@@ -1,9 +1,14 @@
 """Seeds, fingerprints and shards: what can be checked without an engine."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
 
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.rollout import environment
+from megatron_rl.rollout.engine import gpu_options
 from megatron_rl.rollout.sampling import rollout_seed
 from megatron_rl.rollout.sync import SyncDifference, _fingerprint, _holds
 
@@ -59,3 +64,23 @@ def test_a_few_wrong_tokens_are_seen_by_the_percentile():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_difference_that_is_not_finite_is_never_within(value: float):
     assert not SyncDifference.of(np.array([*[0.0] * 500, value])).within(1e6)
+
+
+def test_vllm_takes_the_options_of_a_gpu():
+    from vllm import EngineArgs
+
+    config = RolloutConfig(memory_fraction=0.7, async_scheduling=False)
+    args = EngineArgs(model="any", **gpu_options(config, has_experts=True))
+    assert (args.moe_backend, args.async_scheduling, args.gpu_memory_utilization) == ("triton", False, 0.7)
+    assert EngineArgs(model="any", **gpu_options(RolloutConfig(), has_experts=False)).moe_backend == "auto"
+
+
+def test_vllms_runner_is_chosen_here(monkeypatch: pytest.MonkeyPatch):
+    for has_gpu, chosen in ((True, "1"), (False, "0")):
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+        monkeypatch.setattr(environment.device, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
+        environment.prepare()
+        assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == chosen
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    environment.prepare()
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1", "the user's"

@@ -1,0 +1,63 @@
+"""Device memory given up for a while: its contents wait in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from megatron_rl.runtime import device
+
+
+class Offload:
+    """Empties tensors' memory into host buffers, and fills it again. The tensors, and views of them, stay the same objects.
+
+    The host buffers are made once and used again, pinned on a GPU. Copies run on a stream of their own: `back` does not wait
+    for them, `wait` makes the current stream do so. On a CPU the same happens in order.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = defaultdict(list)  # host buffers by size in bytes
+        self._away: list[tuple[UntypedStorage, Tensor]] = []
+        self._stream = torch.cuda.Stream() if device.has_gpu() else None
+
+    def out(self, tensors: Iterable[Tensor]) -> None:
+        """Moves all memory that the tensors lie in to the host; of those on this process's device, and once each."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.device == device.device()}
+        storages.pop(0, None)  # empty, or away already
+        with self._copying():
+            for storage in storages.values():
+                free = self._free[storage.nbytes()]
+                host = free.pop() if free else device.host_buffer((storage.nbytes(),), torch.uint8)
+                host.copy_(_bytes(storage), non_blocking=True)
+                self._away.append((storage, host))
+        device.synchronize()
+        for storage, _ in self._away:
+            storage.resize_(0)
+
+    def back(self) -> None:
+        """Starts to fill what `out` emptied. Whoever reads it calls `wait` before."""
+        for storage, host in self._away:
+            storage.resize_(host.nbytes)
+        with self._copying():
+            for storage, host in self._away:
+                _bytes(storage).copy_(host, non_blocking=True)
+                self._free[host.nbytes].append(host)  # written next by `out`, on the same stream
+        self._away = []
+
+    def wait(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _copying(self) -> contextlib.AbstractContextManager[object]:
+        if self._stream is None:
+            return contextlib.nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,125 @@
+"""Optimizer steps in one process: what Megatron's own `step` does, with one pass over the gradients; state on the host in
+between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.actor.actor import Actor
+from megatron_rl.config.schema import CreateModelConfig
+from megatron_rl.models.create import create_model
+from megatron_rl.seams import megatron
+from tests.checkpoint import ranks
+from tests.checkpoint.ranks import Layout
+
+from .layouts import SHAPE
+
+KINDS = [Layout(dtype=dtype, distributed=sharded) for dtype in ("float32", "bfloat16") for sharded in (True, False)]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "1")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("update")
+    create_model(folder / Layout().model, CreateModelConfig(**{**vars(SHAPE), "layers": 2, "init_std": 0.15}), seed=5)
+    return folder
+
+
+@pytest.fixture
+def actor(root: Path, kind: Layout) -> Iterator[Actor]:
+    try:
+        yield ranks.make_actor(root, kind)
+    finally:
+        ranks.close()
+
+
+def learned(actor: Actor) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Two optimizer steps: metrics, and every weight and number of the optimizer afterwards."""
+    metrics = ranks.learn(actor, seed=1)
+    tensors = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
+    for i, part in enumerate(megatron.optimizer_parts(actor.optimizer)):
+        for j, state in enumerate(part.optimizer.state.values()):
+            tensors |= {f"{i} {j} {name}": value.clone() for name, value in state.items()}
+    return metrics, tensors
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@each_kind
+def test_a_step_is_megatrons_with_one_pass_over_the_gradients(root: Path, kind: Layout) -> None:
+    def megatrons(self: Actor) -> float:
+        success, norm, _ = self.optimizer.step()  # type: ignore[attr-defined]
+        assert success
+        return float(norm)
+
+    results = []
+    for step in (Actor._step, megatrons):
+        actor = ranks.make_actor(root, kind)
+        actor.optimizer_config.clip_grad = 0.01
+        for part in megatron.optimizer_parts(actor.optimizer):
+            part.config.clip_grad = 0.01  # in force
+        prepare = mock.Mock(side_effect=actor.optimizer.prepare_grads)
+        actor.optimizer.prepare_grads = prepare
+        with mock.patch.object(Actor, "_step", step):
+            results.append(learned(actor))
+        assert prepare.call_count == 2, "one per optimizer step"
+        ranks.close()
+    (metrics, tensors), (expected_metrics, expected) = results
+    assert metrics["actor/grad_norm"] > 0.01
+    assert metrics == expected_metrics
+    assert same(tensors, expected)
+
+
+@each_kind
+def test_offloaded_state_comes_back_bit_for_bit(root: Path, kind: Layout) -> None:
+    results = []
+    for offload in (False, True):
+        actor = ranks.make_actor(root, kind)
+        actor.config.offload = offload
+        tensors: dict[str, Tensor] = {}
+        for _ in range(3):
+            actor.offload()
+            actor.offload()  # before the engine starts, and when it takes the device
+            if offload:
+                check_away(actor)
+            actor.onload()
+            metrics, tensors = learned(actor)
+        buffers = [buffer.data_ptr() for free in actor._offload._free.values() for buffer in free]
+        results.append((metrics, tensors, len(buffers)))
+        ranks.close()
+    (metrics, tensors, none), (offloaded_metrics, offloaded_tensors, made) = results
+    assert metrics == offloaded_metrics
+    assert same(tensors, offloaded_tensors)
+    assert none == 0
+    assert 0 < made <= len(offloaded_tensors), "made once, not in each of three rounds"
+
+
+def check_away(actor: Actor) -> None:
+    """The optimizer's state and the gradients take no memory, and the weights are whole: a sync reads them."""
+    state = [s for part in megatron.optimizer_parts(actor.optimizer) for s in part.optimizer.state.values()]
+    assert all(
+        s["exp_avg"].untyped_storage().nbytes() == s["exp_avg_sq"].untyped_storage().nbytes() == 0 for s in state
+    )
+    assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for c in actor.ddp_chunks for buffer in c.buffers)
+    assert all(torch.isfinite(weight).all() for _, weight in actor.iter_hf_weights())
