@@ -27,6 +27,7 @@ from megatron_rl.models.files import WeightSource
 from megatron_rl.models.gather import iter_hf_weights
 from megatron_rl.models.load import load_hf_weights
 from megatron_rl.models.parallel import ParallelGroups
+from megatron_rl.models.proof import ShardProof
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.seams.megatron import Chunk, Optimizer, clip_gradients, return_hidden_states, tensors_of
@@ -272,6 +273,10 @@ class Actor:
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, in the same order."""
         return iter_hf_weights(self.chunks, self.family, self.hf_config, self.parallel)
+
+    def shard_proof(self) -> ShardProof:
+        """What compares full tensors under Hugging Face's names with this rank's own shards."""
+        return ShardProof(self.chunks, self.family, self.hf_config, self.parallel)
 
     def load_hf(self, weights: str | Path | WeightSource) -> None:
         """Replaces every weight by those of a Hugging Face folder; before an optimizer takes its master copy of them."""

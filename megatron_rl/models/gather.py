@@ -138,7 +138,7 @@ def _gather(
     )
     for tasks, axes in classes:
         if all(axis.size == 1 for axis in (*axes, parallel.pp)):
-            shards.update({task.key: [[_values(local[task.key].parameter)]] for task in tasks})
+            shards.update({task.key: [[values(local[task.key].parameter)]] for task in tasks})
         elif tasks:
             flat = _over_stages(tasks, local, parallel.pp, device)
             for axis in axes:
@@ -156,7 +156,8 @@ def _gather(
             yield from merge_shards(task.rule.at(layer, rank * experts + expert), group, task.dims).items()
 
 
-def _values(parameter: nn.Parameter) -> Tensor:
+def values(parameter: nn.Parameter) -> Tensor:
+    """A parameter's numbers: FP8 ones dequantised."""
     from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
     return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
@@ -169,7 +170,7 @@ def _over_stages(tasks: Sequence[_Task], local: dict[Key, LocalWeight], pp: Axis
     for index, task in enumerate(tasks):
         if task.stage == pp.rank:
             target = flat[at : at + tensor_bytes(task.shape, task.dtype)].view(task.dtype).view(task.shape)
-            target.copy_(_values(local[task.key].parameter))
+            target.copy_(values(local[task.key].parameter))
         at += task.nbytes
         if pp.size > 1 and (index + 1 == len(tasks) or tasks[index + 1].stage != task.stage):
             dist.broadcast(flat[first:at], group=pp.group, group_src=task.stage)

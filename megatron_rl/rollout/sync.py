@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -60,18 +60,19 @@ class WeightSync:
         given = config.rollout.sync_tolerance
         defaults = _DEFAULT_TOLERANCE_OF_EXPERTS if actor.description.dims["experts"] else _DEFAULT_TOLERANCE
         self.tolerance = given if given is not None else defaults[config.model.dtype]
-        self._sent: dict[str, tuple[float, float]] = {}
 
     def push(self) -> None:
-        """Every weight from the actor into the engine."""
-        self._sent = {}
-        self.engine.load_weights(self._recorded(self.actor.iter_hf_weights()), self.actor.optimizer_steps)
+        """Every weight from the actor into the engine, compared on the way with what the actor's ranks hold.
 
-    def _recorded(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Notes a fingerprint of each tensor as the engine is given it; compared only when a check fails."""
-        for name, tensor in weights:
-            self._sent[name] = _fingerprint(tensor)
-            yield name, tensor
+        Raises:
+            SyncError: on all ranks, where a tensor did not come or is another one; names the first.
+        """
+        proof = self.actor.shard_proof()
+        self.engine.load_weights(proof.watching(self.actor.iter_hf_weights()), self.actor.optimizer_steps)
+        by_rank = self.grid.all_gather((proof.wrong(), proof.missing()))
+        for number, what in enumerate(("that was changed on its way to the engine", "that was not sent to the engine")):
+            if first := next((names[number][0] for names in by_rank if names[number]), None):
+                raise SyncError(f"a weight sync went wrong. The first tensor {what} is {first}.")
 
     def check(self, sequences: Sequence[Sequence[int]]) -> SyncDifference:
         """How far the engine's log-probs are from the actor's, over all tokens but the first of each sequence.
@@ -115,25 +116,20 @@ class WeightSync:
         return scores
 
     def _diagnose(self, by_rank: Sequence[SyncDifference]) -> str:
-        """Names the first tensor that is not what the actor holds: in what was sent, in what the engine keeps, and in the
-        copies that it computes with."""
+        """Names the first tensor that is not what the actor holds, in what the engine keeps and in the copies that it
+        computes with. What was sent has been compared by `push`."""
         bad_ranks = [rank for rank, difference in enumerate(by_rank) if not difference.within(self.tolerance)]
         bad_engines = sorted({rank // self.engine.config.tensor_parallel for rank in bad_ranks})
         where = f"Engines affected: {bad_engines} of {self.engine.engines}."
-        sent_bad, kept_bad = None, None
+        kept_bad = None
         kept, packed = self.engine.parameters(), self.engine.packed_weights()
         tp_rank, tp = self.grid.rank % self.engine.config.tensor_parallel, self.engine.config.tensor_parallel
         for name, tensor in self.actor.iter_hf_weights():
-            if sent_bad is None and name in self._sent and self._sent[name] != _fingerprint(tensor):
-                sent_bad = name
             held = packed[name]() if name in packed else kept.get(name)
             if kept_bad is None and held is not None and not _holds(held, tensor, tp_rank, tp):
                 kept_bad = name
-        sent_bad = next((name for name in self.grid.all_gather(sent_bad) if name), None)
         kept_bad = next((name for name in self.grid.all_gather(kept_bad) if name), None)
         stale = [name for names in self.grid.all_gather(self.engine.stale_layers()) for name in names]
-        if sent_bad:
-            return f"{where} The first tensor that was changed on its way to the engine is {sent_bad}."
         if kept_bad:
             copy = ", in the copy that vLLM packs for the CPU's kernels" if kept_bad in packed else ""
             return (
@@ -151,18 +147,6 @@ class WeightSync:
             "compute differently. Compare their kernels and dtypes (model.dtype, actor.fp8), or raise rollout.sync_tolerance "
             "if the difference is expected."
         )
-
-
-_FINGERPRINT_ELEMENTS = 2**16  # of a tensor, evenly spaced: a full pass over 235B parameters would cost seconds
-
-
-def _fingerprint(tensor: Tensor) -> tuple[float, float]:
-    """Two sums over the tensor (over evenly spaced elements of a large one) that a change or a shift changes."""
-    flat = tensor.detach().reshape(-1)
-    flat = flat[:: -(-flat.numel() // _FINGERPRINT_ELEMENTS)].double()
-    weights = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
-    sums = torch.stack([flat.sum(), flat @ weights]).tolist()
-    return sums[0], sums[1]
 
 
 def _holds(held: Tensor, full: Tensor, tp_rank: int, tp: int) -> bool:

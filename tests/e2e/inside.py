@@ -99,12 +99,18 @@ def damage_sync(run: Any) -> dict[str, str]:
         for name, tensor in weights:
             yield name, tensor * 1.5 if name == SENT else tensor
 
+    def without(weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        return ((name, tensor) for name, tensor in weights if name != KEPT)
+
     whole = run.learner.actor.iter_hf_weights
     faults = {}
-    run.learner.actor.iter_hf_weights = lambda: corrupted(whole())
-    run.sampler.sync.push()
+    for fault, send in (("sent", corrupted), ("not sent", without)):
+        run.learner.actor.iter_hf_weights = lambda send=send: send(whole())
+        try:
+            run.sampler.sync.push()
+        except SyncError as error:
+            faults[fault] = str(error)
     run.learner.actor.iter_hf_weights = whole
-    faults["sent"] = verdict()
     run.sampler.sync.push()
     faults["pushed again"] = verdict()
     for name, (layer, first) in PACKED.items():
