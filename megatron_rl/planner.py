@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Model
 from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
 
 GIB = 2**30
-GENERATE, UPDATE, SYNC = "generate", "update", "sync"
-PHASES = (GENERATE, UPDATE, SYNC)
+GENERATE, UPDATE, SYNC, CHECK = "generate", "update", "sync", "check"
+PHASES = (GENERATE, UPDATE, SYNC, CHECK)
 
 # CUDA context, NCCL's buffers, cuBLAS workspaces, the allocator's fragmentation, CUDA graphs kept through vLLM's sleep.
 RESERVE_GIB = 5.0
@@ -138,17 +138,21 @@ def activation_bytes_per_token(
     return dtype_bytes * (4 * hidden / split + attention + mlp)
 
 
-def _activations(model: Model, config: Config, dtype_bytes: int) -> float:
-    """Bytes on the stage that holds most, as a rule the first: it has as many micro-batches under way as there are stages."""
-    parallel = config.actor.parallel
-    tokens = config.actor.tokens_per_microbatch / parallel.context
-    per_layer = activation_bytes_per_token(
+def _layer_bytes_per_token(model: Model, parallel: ParallelConfig, dtype_bytes: int) -> float:
+    return activation_bytes_per_token(
         model,
         tensor=parallel.tensor,
         sequence=parallel.sequence,
         expert_tensor=parallel.expert_tensor,
         dtype_bytes=dtype_bytes,
     )
+
+
+def _activations(model: Model, config: Config, dtype_bytes: int) -> float:
+    """Bytes on the stage that holds most, as a rule the first: it has as many micro-batches under way as there are stages."""
+    parallel = config.actor.parallel
+    tokens = config.actor.tokens_per_microbatch / parallel.context
+    per_layer = _layer_bytes_per_token(model, parallel, dtype_bytes)
     stages = stage_layers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
     # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
     layers: float = max(count * (len(stages) - stage) for stage, count in enumerate(stages))
@@ -158,6 +162,25 @@ def _activations(model: Model, config: Config, dtype_bytes: int) -> float:
         kept = dtype_bytes * model.dims["hidden"] / (parallel.tensor if parallel.sequence else 1)
         return tokens * (kept * layers + per_layer)
     return tokens * per_layer * layers  # `selective` drops attention scores, which fused attention never keeps
+
+
+def _check_workspace(model: Model, config: Config, data_parallel: int, dtype_bytes: int) -> float:
+    """The actor's forward pass over the rollouts of the sync check: one layer's activations and a tile of logits."""
+    rollouts = math.ceil(config.rollout.sync_check_rollouts / data_parallel)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
+    tokens = min(config.actor.tokens_per_microbatch, rollouts * longest) / config.actor.parallel.context
+    per_token = _layer_bytes_per_token(model, config.actor.parallel, dtype_bytes)
+    return tokens * per_token + 1.5 * config.actor.logits_mib * 2**20
+
+
+def _sync_workspace(model: Model, engine_tensor: int, dtype_bytes: int) -> float:
+    """What is gathered and not yet in the engine. vLLM keeps a layer's full tensors until the last of them has come, then
+    makes its shard of them anew beside the old one."""
+    dims = model.dims
+    matrices = 3 * dims["experts"] * dims["expert_ffn"] if dims["experts"] else 2 * dims["ffn"]
+    layer = matrices * dims["hidden"] * dtype_bytes
+    largest = dims["vocab"] * dims["hidden"] * dtype_bytes
+    return max(3 * max(_SYNC_BUCKET, largest), layer + layer / engine_tensor + 2 * _SYNC_BUCKET)
 
 
 def _head_workspace(model: Model, config: Config) -> float:
@@ -226,21 +249,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
     """The plan of a checked recipe on `world` GPUs of `gpu_bytes` each."""
     actor, parallel, engine_tp = config.actor, config.actor.parallel, config.rollout.tensor_parallel
     width = 4 if config.model.dtype == "float32" else 2
-    fullest = max(
-        (
-            actor_parameters(
-                model,
-                tensor=parallel.tensor,
-                pipeline=parallel.pipeline,
-                virtual_pipeline=parallel.virtual_pipeline,
-                expert=parallel.expert,
-                expert_tensor=parallel.expert_tensor,
-                stage=stage,
-            )
-            for stage in range(parallel.pipeline)
-        ),
-        key=lambda parameters: parameters.total,
-    )
+    fullest = _fullest_rank(model, parallel)
     replicas = world // (parallel.tensor * parallel.pipeline)
     weights = fullest.total * width
     # Hopper multiplies FP8 matrices in one orientation only: Transformer Engine keeps a weight twice in FP8, by rows and by
@@ -259,7 +268,6 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         "actor.parallel.pipeline",
         *["actor.parallel.expert"] * bool(model.dims["experts"]),
     )
-    gather = 3 * max(_SYNC_BUCKET, model.dims["vocab"] * model.dims["hidden"] * width)
     components = [
         Component("actor: weights", weights, PHASES, split),
         Component("actor: FP8 copies of the weights", fp8_copies, PHASES, ("actor.fp8.param_gather",)),
@@ -279,10 +287,17 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
             ("actor.logits_mib",),
             estimate=True,
         ),
-        Component("engine: weights", engine_weights, (GENERATE, SYNC), ("rollout.tensor_parallel",)),
-        Component("engine: workspace", ENGINE_WORKSPACE_GIB * GIB, (GENERATE,), (), estimate=True),
-        Component("engine: KV cache", max(0.0, cache), (GENERATE,), ("rollout.memory_fraction",)),
-        Component("sync: gathered tensors", gather, (SYNC,), ()),
+        Component("engine: weights", engine_weights, (GENERATE, SYNC, CHECK), ("rollout.tensor_parallel",)),
+        Component("engine: workspace", ENGINE_WORKSPACE_GIB * GIB, (GENERATE, CHECK), (), estimate=True),
+        Component("engine: KV cache", max(0.0, cache), (GENERATE, CHECK), ("rollout.memory_fraction",)),
+        Component("sync: gathered tensors", _sync_workspace(model, engine_tp, width), (SYNC,), ()),
+        Component(
+            "sync check: the actor's forward pass",
+            _check_workspace(model, config, replicas // parallel.context, width),
+            (CHECK,),
+            ("actor.tokens_per_microbatch", "rollout.sync_check_rollouts"),
+            estimate=True,
+        ),
         Component("reserve: CUDA, NCCL, fragmentation", RESERVE_GIB * GIB, PHASES, (), estimate=True),
     ]
     reference = config.algorithm.kl.coef > 0 or config.algorithm.kl.reward_coef > 0
@@ -300,6 +315,22 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
         host_bytes_per_gpu=(optimizer if actor.offload else 0) + (weights if reference else 0),
     )
+
+
+def _fullest_rank(model: Model, parallel: ParallelConfig) -> Parameters:
+    stages = (
+        actor_parameters(
+            model,
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
+            expert=parallel.expert,
+            expert_tensor=parallel.expert_tensor,
+            stage=stage,
+        )
+        for stage in range(parallel.pipeline)
+    )
+    return max(stages, key=lambda parameters: parameters.total)
 
 
 def _optimizer_bytes(config: Config, parameters: Parameters, world: int, width: int) -> float:

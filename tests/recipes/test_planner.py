@@ -15,6 +15,7 @@ from megatron_rl.config.published import published_config, published_names
 from megatron_rl.config.schema import ActorConfig, Config, FP8Config, ModelConfig, ParallelConfig, RolloutConfig
 from megatron_rl.models import model_of
 from megatron_rl.planner import (
+    CHECK,
     GENERATE,
     GIB,
     SYNC,
@@ -188,6 +189,27 @@ def test_offload_takes_gradients_and_optimizer_out_of_the_engines_phases() -> No
         assert resident.peak(phase) - offloaded.peak(phase) == pytest.approx(state)
     assert resident.peak(UPDATE) == offloaded.peak(UPDATE)
     assert offloaded.host_bytes_per_gpu == pytest.approx(12 * 8_190_735_360 / 8)
+
+
+def part(plan: Plan, name: str) -> float:
+    [found] = [part.bytes for part in plan.components if part.name.startswith(name)]
+    return found
+
+
+def test_a_sync_holds_a_layers_experts_whole_until_the_last_has_come() -> None:
+    experts = 128 * 3 * 4096 * 1536 * 2  # of a layer of Qwen3-235B-A22B, bytes
+    assert experts < part(plan_for("Qwen3-235B-A22B", 128), "sync: gathered") < 2 * experts + GIB
+    embedding = 151_936 * 4096 * 2
+    assert part(plan_for("Qwen3-8B"), "sync: gathered") == 3 * embedding
+
+
+def test_the_sync_check_runs_the_actor_beside_the_whole_engine() -> None:
+    small, large = (plan_for("Qwen3-8B", tokens_per_microbatch=tokens) for tokens in (8192, 32768))
+    assert small.peak(CHECK) == pytest.approx(small.peak(GENERATE) + part(small, "sync check"))
+    # Of four rollouts each of eight data-parallel ranks scores one at most, of 8,192 tokens.
+    assert part(small, "sync check") == part(large, "sync check")
+    layer = activation_bytes_per_token(small.model, tensor=1, sequence=False)
+    assert part(small, "sync check") == 8192 * layer + 1.5 * 64 * 2**20
 
 
 def test_fp8_copies_come_on_top_unless_the_parameters_are_fp8() -> None:
