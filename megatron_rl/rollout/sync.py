@@ -13,6 +13,7 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 
 # Of the mean over tokens. Two sets of kernels in bf16 differ by a heavy-tailed error, whose largest value over thousands of
@@ -110,6 +111,7 @@ class WeightSync:
         ):
             for local, row in enumerate(micro.rows):
                 own[row] = log_probs[micro.sequence_ids == local].cpu().numpy()
+        device.empty_cache()  # the engine generates next, and finds what the actor's pass took free
         scores: dict[int, np.ndarray] = {}
         for part in self.grid.all_gather(own if self.grid.reports_loss else {}):
             scores.update(part)
