@@ -27,6 +27,10 @@ COMMANDS = {
     "convert": ("convert", "Hugging Face folders to Megatron checkpoints and back, losing nothing"),
     "launch": ("launch", "runs, chains and sweeps through NeMo-Run: here, or on a Slurm cluster"),
     "preflight": ("preflight", "whether these machines are fit for the recipe; names the node that is not"),
+    "selftest": (
+        "selftest",
+        "every part of the stack on this node, smallest first, with figures; the first thing to run on a GPU",
+    ),
     "status": ("status", "what a run is doing, or why it stopped, and how to continue"),
     "report": ("report", "one page on a run, or several side by side: findings, curves, times, rollouts"),
 }

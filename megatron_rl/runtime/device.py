@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,8 +14,22 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+_plain = False  # inside `plain_layers`
+
+
 def has_transformer_engine() -> bool:
-    return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
+    return has_gpu() and not _plain and importlib.util.find_spec("transformer_engine") is not None
+
+
+@contextlib.contextmanager
+def plain_layers() -> Iterator[None]:
+    """While entered, models are built of the plain layers, which is what Transformer Engine's are compared with."""
+    global _plain
+    _plain = True
+    try:
+        yield
+    finally:
+        _plain = False
 
 
 def index() -> int:

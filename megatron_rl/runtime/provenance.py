@@ -60,7 +60,7 @@ def surroundings() -> dict[str, object]:
         "platform": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": _gpus(),
+        "gpus": gpus(),
         "versions": versions(),
         "command": sys.argv,
         "environment": {
@@ -71,7 +71,7 @@ def surroundings() -> dict[str, object]:
     }
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
     """`name, driver, memory` of every GPU of this machine, as nvidia-smi tells."""
     if shutil.which("nvidia-smi") is None:
         return []

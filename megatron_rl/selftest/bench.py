@@ -1,0 +1,164 @@
+"""What the steps share: small models, a recipe, sequences, and the two ways to run an actor on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.actor import Actor
+from megatron_rl.algorithms.metrics import Metrics
+from megatron_rl.checkpoint.convert import open_weights
+from megatron_rl.config import Config, Machine, check, load_recipe
+from megatron_rl.config.checks import count_gpus
+from megatron_rl.config.schema import CreateModelConfig, ParallelConfig
+from megatron_rl.data import TokenBatch
+from megatron_rl.models import read_hf_config
+from megatron_rl.models.create import random_weights, write_tokenizer
+from megatron_rl.models.files import save_tensors
+from megatron_rl.models.qwen3 import created_config
+from megatron_rl.runtime import device, distributed
+from megatron_rl.runtime.distributed import Grid
+
+Figures = dict[str, float | str]
+
+# Sizes that FP8 takes; weights that are far enough from zero for attention not to be uniform.
+SHAPE = CreateModelConfig(hidden_size=256, heads=4, kv_heads=2, head_dim=64, ffn_size=512, init_std=0.08)
+RECIPE = """
+seed: 0
+tasks:
+  train:
+    chain_sum:
+      source: reasoning_gym
+      name: chain_sum
+      params: {min_terms: 4, max_terms: 6, min_digits: 1, max_digits: 1}
+      prompt: "{expression:compact}="
+      size: 256
+      demonstrations: chain_sum_steps
+rewards:
+  correct: {reward: puzzle, params: {after: "#", partial: false}}
+  length: {reward: format, params: {pattern: "[0-9]*"}}  # a model that knows nothing gets this one now and then
+rollout: {group_size: 4, max_prompt_tokens: 16, max_tokens: 56, cpu_cache_gib: 0.25, memory_fraction: 0.5}
+actor: {optimizer: {lr: 1.0e-3}}
+sft: {steps: 3, batch_size: 16, log_every: 1, optimizer: {lr: 1.0e-3}}
+trainer: {steps: 3, prompts_per_step: 8, eval_every: 0}
+checkpoint: {every: 0, export: false}
+"""
+
+
+class Surprise(Exception):
+    """A step's figures are not what they must be; the message has both."""
+
+
+class LeftOut(Exception):
+    """The card cannot do what a step is about; the message says what it lacks."""
+
+
+@dataclass
+class Bench:
+    """One step's place: a folder of its own, and the ranks that it has."""
+
+    folder: Path
+    tensor: int = 1  # tensor parallelism of actor and engine
+
+    @property
+    def gpu(self) -> bool:
+        return device.has_gpu()
+
+    @property
+    def dtype(self) -> str:
+        """What everybody runs on GPUs; on a CPU what shows the smallest fault."""
+        return "bfloat16" if self.gpu else "float32"
+
+    @cached_property
+    def grid(self) -> Grid:
+        parallel = ParallelConfig(tensor=self.tensor, sequence=self.tensor > 1)
+        return distributed.initialize(parallel, timeout_minutes=3)
+
+    def model(self, shape: CreateModelConfig, experts: int = 0, weights: bool = True) -> Path:
+        """A Qwen3 model folder, random; with `experts` a mixture, four of which take each token."""
+        import transformers
+
+        folder = self.folder / f"model_{experts}"
+        if self.grid.is_main:
+            folder.mkdir(parents=True)
+            fields = created_config(shape)
+            if experts:
+                fields |= {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": experts, "num_experts_per_tok": 4}
+                fields |= {"moe_intermediate_size": shape.ffn_size // 4, "norm_topk_prob": True}
+            kind = transformers.Qwen3MoeConfig if experts else transformers.Qwen3Config
+            kind(**fields).save_pretrained(folder)
+            write_tokenizer(folder, shape)
+            if weights:
+                save_tensors(folder / "model.safetensors", random_weights(folder, shape.init_std, seed=0))
+        self.grid.barrier()
+        return folder
+
+    def recipe(self, model: Path, name: str, *overrides: str) -> Config:
+        """The steps' recipe for this model, its run folder `name` in the step's."""
+        path = self.folder / "recipe.yaml"
+        if self.grid.is_main:
+            (self.folder / name).mkdir()
+            path.write_text(RECIPE, encoding="utf-8")
+        self.grid.barrier()
+        own = [f"run_dir={self.folder / name}", f"model.path={model}", f"model.dtype={self.dtype}"]
+        own += [f"actor.parallel.tensor={self.tensor}", f"rollout.tensor_parallel={self.tensor}"]
+        own += [f"actor.parallel.sequence={str(self.tensor > 1).lower()}"]
+        world = self.grid.world
+        machine = Machine(gpus=count_gpus(), world_size=world, local_world_size=world)
+        return check(load_recipe(path, [*own, *overrides]), machine=machine, model=read_hf_config(model))
+
+    def actor(self, config: Config) -> Actor:
+        folder = Path(str(config.model.path))
+        return Actor(config, self.grid, folder, open_weights(folder))
+
+
+def sequences(vocab: int, lengths: Sequence[int] = (37, 129, 61, 203)) -> list[np.ndarray]:
+    """Random tokens; lengths that are multiples of nothing."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(2, vocab, length) for length in lengths]
+
+
+def scores(actor: Actor, tokens: Sequence[np.ndarray]) -> Tensor:
+    """Log-probs of all tokens but the first of each sequence, in their order; float32 on the host."""
+    micro_batches = actor.micro_batches(TokenBatch.continuations((ids[:1], ids[1:]) for ids in tokens))
+    found: dict[int, Tensor] = {}
+    for micro, (log_probs, _) in zip(micro_batches, actor.log_probs(micro_batches, 1.0), strict=True):
+        for local, row in enumerate(micro.rows):
+            found[row] = log_probs[micro.sequence_ids == local].float().cpu()
+    return torch.cat([found[row] for row in range(len(tokens))])
+
+
+def update(actor: Actor, tokens: Sequence[np.ndarray]) -> float:
+    """One optimizer step towards these sequences; the gradient norm."""
+    micro_batches = actor.micro_batches(TokenBatch.continuations((ids[:1], ids[1:]) for ids in tokens))
+    count = sum(len(ids) - 1 for ids in tokens)
+
+    def loss(number: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
+        return -log_probs.sum() / count, Metrics()
+
+    return actor.update(micro_batches, loss, temperature=1.0).grad_norm
+
+
+def weights(actor: Actor) -> dict[str, Tensor]:
+    """A copy on the host, float32, by Hugging Face name."""
+    return {name: tensor.float().to("cpu", copy=True) for name, tensor in actor.iter_hf_weights()}
+
+
+def need_capability(least: tuple[int, int], what: str) -> None:
+    """Raises LeftOut."""
+    own = torch.cuda.get_device_capability()
+    if own < least:
+        raise LeftOut(f"{what} needs compute capability {least[0]}.{least[1]}, and the card has {own[0]}.{own[1]}")
+
+
+def expect(name: str, value: float, at_most: float, what: str) -> float:
+    """Raises Surprise: `value` is above, or not a number."""
+    if not value <= at_most:
+        raise Surprise(f"{name} is {value:.3g}, and {at_most:g} is the most that {what}")
+    return value

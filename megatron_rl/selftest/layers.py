@@ -1,0 +1,178 @@
+"""Steps without an engine: what is installed, Transformer Engine's layers against torch's, the actor against transformers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.build import DTYPES
+from megatron_rl.config.checks import count_gpus
+from megatron_rl.models.layers import packed_attention
+from megatron_rl.runtime import device, provenance
+from megatron_rl.selftest.bench import (
+    SHAPE,
+    Bench,
+    Figures,
+    Surprise,
+    expect,
+    need_capability,
+    scores,
+    sequences,
+    update,
+    weights,
+)
+
+# Mean difference of a log-prob that two right implementations have.
+_ROUNDING = {"float32": 1e-5, "bfloat16": 0.03}
+_HOPPER = (9, 0)  # blockwise FP8 needs it
+
+
+def versions(bench: Bench) -> Figures:
+    figures: Figures = dict(provenance.versions())
+    for name in ("megatron.core", "vllm", "transformer_engine.pytorch"):
+        if name != "transformer_engine.pytorch" or device.has_transformer_engine():
+            importlib.import_module(name)
+    if not bench.gpu:
+        if count_gpus():
+            raise Surprise(f"{count_gpus()} GPUs are here, and torch {torch.__version__} can use none of them")
+        return figures
+    card = torch.cuda.get_device_properties(0)
+    figures |= {"card": card.name, "GPUs": float(torch.cuda.device_count()), "memory GiB": card.total_memory / 2**30}
+    figures |= {"capability": f"{card.major}.{card.minor}", "CUDA": str(torch.version.cuda)}
+    figures |= {"cuDNN": str(torch.backends.cudnn.version()), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    figures["drivers"] = "; ".join(provenance.gpus())
+    return figures
+
+
+def linear(bench: Bench) -> Figures:
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    torch.manual_seed(0)
+    layer = te.Linear(512, 256, bias=False, params_dtype=torch.bfloat16)
+    x = torch.randn(256, 512, device=device.device(), dtype=torch.bfloat16)
+    upstream = torch.randn(256, 256, device=device.device(), dtype=torch.bfloat16)
+    recipes = {"bf16": None} | (
+        {"FP8 blockwise": Float8BlockScaling()} if torch.cuda.get_device_capability() >= _HOPPER else {}
+    )
+    figures: Figures = {}
+    for name, recipe in recipes.items():
+        own = x.clone().requires_grad_()
+        layer.weight.grad = None
+        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            out = layer(own)
+        out.backward(upstream)
+        weight = layer.weight.detach().float()
+        want = (x.float() @ weight.t(), upstream.float() @ weight, upstream.float().t() @ x.float())
+        assert own.grad is not None
+        assert layer.weight.grad is not None
+        for part, got, right in zip(
+            ("output", "input gradient", "weight gradient"), (out, own.grad, layer.weight.grad), want, strict=True
+        ):
+            error = float((got.detach().float() - right).norm() / right.norm())
+            most = 0.01 if recipe is None else 0.08
+            figures[f"{name} {part} error"] = expect(
+                f"{name}: relative error of the {part}", error, most, "rounding makes"
+            )
+    return figures
+
+
+def attention(bench: Bench) -> Figures:
+    from transformer_engine.pytorch import DotProductAttention
+
+    torch.manual_seed(0)
+    lengths, heads, groups, size = (37, 129, 403), 8, 2, 64
+    offsets = torch.tensor([0, *np.cumsum(lengths)], device=device.device())
+    query, key, value = (
+        torch.randn(sum(lengths), count, size, device=device.device(), dtype=torch.bfloat16)
+        for count in (heads, groups, groups)
+    )
+    core = DotProductAttention(heads, size, num_gqa_groups=groups, attn_mask_type="padding_causal", qkv_format="thd")
+    small, longest = offsets.int(), max(lengths)
+    out = core(query, key, value, cu_seqlens_q=small, cu_seqlens_kv=small, max_seqlen_q=longest, max_seqlen_kv=longest)
+    want = packed_attention(query.float(), key.float(), value.float(), offsets, longest, None).flatten(1)
+    difference = float((out.float() - want).abs().max())
+    return {"max difference": expect("the largest difference", difference, 0.03, "bf16 rounding makes")}
+
+
+def actor(bench: Bench) -> Figures:
+    figures: Figures = {}
+    for kind, experts in (("dense", 0), ("experts", 16)):
+        folder = bench.model(SHAPE, experts)
+        config = bench.recipe(folder, kind)
+        tokens = sequences(SHAPE.vocab_size)
+        own = bench.actor(config)
+        found = scores(own, tokens)
+        most = _ROUNDING[bench.dtype]
+        difference = (found - _transformers_scores(folder, bench.dtype, tokens)).abs().mean().item()
+        figures[f"{kind} vs transformers"] = expect(
+            f"{kind}: the mean difference of a log-prob from transformers'", difference, most, "rounding makes"
+        )
+        if device.has_transformer_engine():
+            with device.plain_layers():
+                plain = bench.actor(config)
+                difference = (found - scores(plain, tokens)).abs().mean().item()
+                figures[f"{kind} vs plain layers"] = expect(
+                    f"{kind}: the mean difference of a log-prob from the plain layers'",
+                    difference,
+                    most,
+                    "rounding makes",
+                )
+                plain.start_optimizer(config.actor.optimizer, 10)
+                plain_norm, before = update(plain, tokens), weights(own)
+                there = weights(plain)
+            own.start_optimizer(config.actor.optimizer, 10)
+            off = abs(update(own, tokens) / plain_norm - 1)
+            figures[f"{kind} gradient norm off by"] = expect(
+                f"{kind}: the gradient norm's relative difference from the plain layers'", off, 0.02, "rounding makes"
+            )
+            here = weights(own)
+            moved = _cosine(
+                {name: here[name] - before[name] for name in here}, {name: there[name] - before[name] for name in here}
+            )
+            figures[f"{kind} 1 - cosine of the updates"] = expect(
+                f"{kind}: 1 - cosine of the two weight updates", 1 - moved, 0.1, "rounding makes"
+            )
+    return figures
+
+
+def _cosine(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    one, other = (torch.cat([tensor.flatten() for tensor in part.values()]).double() for part in (a, b))
+    return float(one @ other / (one.norm() * other.norm()))
+
+
+def _transformers_scores(folder: Path, dtype: str, tokens: Sequence[np.ndarray]) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device.device())
+    found = []
+    with torch.no_grad():
+        for ids in tokens:
+            row = torch.as_tensor(ids, device=device.device())
+            logits = model(row[None]).logits[0, :-1].float()
+            found.append(torch.log_softmax(logits, -1).gather(1, row[1:, None])[:, 0].cpu())
+    return torch.cat(found)
+
+
+def fp8(bench: Bench) -> Figures:
+    need_capability((8, 9), "FP8")
+    folder = bench.model(SHAPE)
+    tokens = sequences(SHAPE.vocab_size)
+    want = scores(bench.actor(bench.recipe(folder, "bf16")), tokens)
+    figures: Figures = {}
+    recipes = ("blockwise", "tensorwise") if torch.cuda.get_device_capability() >= _HOPPER else ("tensorwise",)
+    for recipe in recipes:
+        config = bench.recipe(folder, recipe, f"actor.fp8.recipe={recipe}")
+        own = bench.actor(config)
+        difference = (scores(own, tokens) - want).abs().mean().item()
+        figures[f"{recipe} vs bf16"] = expect(
+            f"{recipe}: the mean difference of a log-prob from bf16's", difference, 0.2, "FP8 makes"
+        )
+        own.start_optimizer(config.actor.optimizer, 10)
+        figures[f"{recipe} gradient norm"] = update(own, tokens)  # raises where it is not finite
+    return figures

@@ -1,0 +1,105 @@
+"""The steps, in their order; what each needs, and what is most likely wrong where it fails. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Need = Literal["", "GPU", "Transformer Engine", "FP8"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One question, answered by processes of its own, so that what breaks in one step does not spoil the next."""
+
+    name: str
+    function: str  # module of this package, and the function in it
+    question: str
+    cause: str  # the likely one, and what to do
+    need: Need = ""
+    processes: int = 1  # on a node with GPUs, one each
+    minutes: float = 4.0  # after which it counts as hung
+
+
+_SLEEP = (
+    "the engine's memory after sleep and reload: a tensor that is named as held wrongly is one that vLLM's reload does not "
+    "fill (rollout/engine.py, docs/mismatch.md); CUDA_LAUNCH_BLOCKING=1 shows where a kernel fails"
+)
+_SPEED = "out of memory: another process holds the card, or the card has less than 80 GB; else the option's own kernels"
+
+STEPS = (
+    Step(
+        "versions",
+        "layers.versions",
+        "are all parts there, and do they load?",
+        "the installation: make clean setup-gpu, and read its last lines; a driver older than 580 cannot load CUDA 13",
+    ),
+    Step(
+        "linear",
+        "layers.linear",
+        "does a linear layer of Transformer Engine compute what torch computes, in bf16 and FP8?",
+        "cuBLAS or cuDNN of another version than the one that Transformer Engine was compiled with: run make setup-gpu again",
+        need="Transformer Engine",
+    ),
+    Step(
+        "attention",
+        "layers.attention",
+        "does its attention over packed sequences compute what ours does?",
+        "the attention backend: NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 names it; NVTE_FLASH_ATTN=0 or "
+        "NVTE_FUSED_ATTN=0 chooses another",
+        need="Transformer Engine",
+    ),
+    Step(
+        "actor",
+        "layers.actor",
+        "do the actor's log-probs equal those of transformers, and with Transformer Engine those of the plain layers?",
+        "the weight map (models/) where `transformers` differs, a Transformer Engine layer where the "
+        "plain layers do: compare them layer by layer",
+    ),
+    Step(
+        "checkpoint",
+        "training.checkpoint",
+        "does a run that resumes, also from step 0, end where an unbroken one does?",
+        "the optimizer's state, with Transformer Engine FusedAdam's: checkpoint/gather.py, checkpoint/store.py",
+    ),
+    Step(
+        "engine",
+        "training.engine",
+        "does the engine answer the same after sleep, reload and wake, and give its memory back?",
+        _SLEEP,
+    ),
+    Step("engine-moe", "training.engine_of_experts", "the same with experts; how long is a reload per tensor?", _SLEEP),
+    Step(
+        "rl",
+        "training.rl",
+        "three RL steps: do actor and engine agree after each?",
+        "where the sync check failed: rollout.sync_tolerance, which is not calibrated on GPUs, if the mean is just "
+        "above it; else docs/mismatch.md",
+    ),
+    Step(
+        "rl-offload",
+        "training.rl_offload",
+        "the same with gradients and optimizer state off the card while the engine generates",
+        "actor.offload (actor/actor.py): compare with the step `rl`, which does the same without it",
+        need="GPU",
+    ),
+    Step(
+        "rl-ranks",
+        "training.rl_ranks",
+        "three RL steps on two ranks, with tensor and sequence parallelism",
+        "NCCL between these cards (NCCL_DEBUG=INFO), or processes that do not see all GPUs: megatron-rl preflight",
+        processes=2,
+    ),
+    Step(
+        "fp8",
+        "layers.fp8",
+        "FP8 updates, blockwise and by tensor: how far are the log-probs from bf16's?",
+        "shapes that FP8 does not take (rows or columns that are no multiple of 16 or 128), or the card lacks the recipe",
+        need="FP8",
+    ),
+    Step("speed", "speed.update", "updates of an 8B-shaped stack: share of the card's peak (MFU)", _SPEED),
+    Step("speed-recompute", "speed.update_recompute", "the same with full recompute", _SPEED, need="GPU"),
+    Step("speed-fp8", "speed.update_fp8", "the same in blockwise FP8", _SPEED, need="FP8"),
+    Step("offload", "speed.offload", "GB/s of the offload, each way", _SPEED, need="GPU"),
+    Step("decode", "speed.decode", "tokens/s of the engine, with and without seeds; seconds of a weight sync", _SPEED),
+)

@@ -1,0 +1,50 @@
+"""One process of one step: `python -m megatron_rl.selftest.rank STEP FOLDER`, with the world in its environment."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from megatron_rl.runtime import exit_codes, stop
+from megatron_rl.selftest.plan import STEPS
+
+
+def main(name: str, folder: Path) -> int:
+    """Rank 0 writes `result.json`: `figures`, or `error` and what was known until then."""
+    [step] = [step for step in STEPS if step.name == name]
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save
+    stop.let_through()
+    signal.alarm(int(60 * step.minutes))  # ends a process that hangs, wherever it does
+    os.dup2(2, 1)  # the terminal is the command's own; what libraries say is in the step's log
+    import torch
+
+    from megatron_rl.runtime import distributed
+    from megatron_rl.selftest.bench import Bench, LeftOut, Surprise
+    from megatron_rl.trainer.main import quiet_known_warnings
+
+    quiet_known_warnings()
+    torch.manual_seed(0)
+    module, _, function = step.function.partition(".")
+    try:
+        figures = getattr(importlib.import_module(f"megatron_rl.selftest.{module}"), function)(Bench(folder))
+        distributed.shutdown()
+        result, code = {"figures": figures}, exit_codes.OK
+    except LeftOut as reason:
+        result, code = {"left_out": str(reason)}, exit_codes.OK
+    except Exception as error:
+        traceback.print_exc()
+        text = str(error) if isinstance(error, Surprise) else f"{type(error).__name__}: {error}"
+        result, code = {"error": text}, exit_codes.FAILED
+    if os.environ["RANK"] == "0":
+        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    sys.stderr.flush()
+    os._exit(code)  # what libraries do at exit is not asked here, and may hang after an error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,152 @@
+"""Steps with whole runs: checkpoint and resume, the engine's sleep and wake, RL."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_rl.rollout.engine import Request
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.runtime import device
+from megatron_rl.selftest.bench import SHAPE, Bench, Figures, Surprise, expect, weights
+from megatron_rl.trainer.loop import train
+from megatron_rl.trainer.run import Run, build_run
+from megatron_rl.trainer.sft import sft
+
+_LEAK = 0.25  # GiB that a cycle of sleep and wake may keep
+_GIB = 2**30
+
+
+def checkpoint(bench: Bench) -> Figures:
+    """Fine-tuning, which needs no engine: three steps from the checkpoint of step 0, and two more from that of step 1."""
+    folder = bench.model(SHAPE)
+    kept = ("checkpoint.every=1", "checkpoint.keep=9")
+    config = bench.recipe(folder, "unbroken", *kept)
+    first = build_run(config, bench.grid, Path(config.run_dir), "sft")
+    first.learner.actor.start_optimizer(config.sft.optimizer, config.sft.steps)
+    start = weights(first.learner.actor)
+    first.checkpoints.save(first.state)  # the optimizer has not taken a step yet
+    first.checkpoints.finish()
+    sft(first, "auto")
+    config = bench.recipe(folder, "resumed", *kept)
+    second = build_run(config, bench.grid, Path(config.run_dir), "sft")
+    sft(second, str(bench.folder / "unbroken" / "checkpoints" / "step_1"))
+    one, other = weights(first.learner.actor), weights(second.learner.actor)
+    moved = max(float((one[name] - start[name]).abs().mean()) for name in one)
+    apart = {name: float((one[name] - other[name]).abs().mean()) / moved for name in one}
+    worst = max(apart, key=lambda name: apart[name])
+    first.close()
+    second.close()
+    most = 0.02 if bench.gpu else 0.0  # attention's backward pass adds in any order on a GPU
+    if not moved > 0:
+        raise Surprise("three steps of fine-tuning have not changed the weights")
+    text = f"the mean difference of {worst} from an unbroken run's, as a share of what training moved,"
+    return {"resumed vs unbroken": expect(text, apart[worst], most, "a right resume leaves")}
+
+
+def engine(bench: Bench) -> Figures:
+    return _cycles(bench, experts=0)
+
+
+def engine_of_experts(bench: Bench) -> Figures:
+    return _cycles(bench, experts=128 if bench.gpu else 16)
+
+
+def _cycles(bench: Bench, experts: int) -> Figures:
+    """Start; greedy answers; twice sleep, reload and wake; the same answers, and no memory lost."""
+    shape = replace(SHAPE, layers=4, ffn_size=1024) if bench.gpu else SHAPE
+    config = bench.recipe(bench.model(shape, experts), "run")
+    run = build_run(config, bench.grid, Path(config.run_dir))
+    run.learner.start()
+    begin = time.perf_counter()
+    run.start_engine()
+    figures: Figures = {"start s": time.perf_counter() - begin}
+    before = _greedy(run)
+    asleep, awake = list[float](), list[float]()
+    for _ in range(2):
+        run.hand_device_to_actor()
+        asleep.append(_free())
+        begin = time.perf_counter()
+        run.hand_device_to_engine()
+        device.synchronize()
+        seconds = time.perf_counter() - begin
+        awake.append(_free())
+        difference = run.sampler.check_sync()
+        if _greedy(run) != before:
+            raise Surprise("the engine's greedy answers are others after sleep, reload and wake, with the same weights")
+    figures |= difference.metrics()
+    tensors = sum(1 for _ in run.learner.actor.iter_hf_weights())
+    figures |= {"tensors": float(tensors), "reload ms per tensor": 1000 * seconds / tensors}
+    if bench.gpu:
+        figures |= {"free GiB asleep": asleep[-1], "free GiB awake": awake[-1]}
+        freed = asleep[-1] - awake[-1]
+        if freed < 1:
+            raise Surprise(f"sleep has given back {freed:.2f} GiB of the engine's share of the card")
+        for name, free in (("asleep", asleep), ("awake", awake)):
+            expect(f"memory in GiB lost per cycle, {name},", free[0] - free[1], _LEAK, "a cycle may keep")
+    run.close()
+    return figures
+
+
+def _greedy(run: Run) -> list[tuple[int, ...]]:
+    """The engine's most likely answers to the first prompts."""
+    prompts = [sample.prompt_ids for sample in run.sampler.prompts.train[:8]]
+    run.sampler.engine.submit([Request(("", i), ids, Sampling(0.0, 1.0, 32)) for i, ids in enumerate(prompts)])
+    answers = {completion.request.name: tuple(completion.ids) for completion in run.sampler.engine.drain()}
+    return [answers["", i] for i in range(len(prompts))]
+
+
+def _free() -> float:
+    """GiB of the card that no process holds; 0 on a CPU."""
+    return torch.cuda.mem_get_info()[0] / _GIB if device.has_gpu() else 0.0
+
+
+def rl(bench: Bench) -> Figures:
+    return _rl(bench)
+
+
+def rl_offload(bench: Bench) -> Figures:
+    return _rl(bench, "actor.offload=true")
+
+
+def rl_ranks(bench: Bench) -> Figures:
+    return _rl(replace(bench, tensor=2))
+
+
+_SHOWN = {
+    "sync/logprob_mean_diff": "sync mean difference",
+    "sync/logprob_p99_diff": "sync 99th percentile",
+    "sync/logprob_max_diff": "sync largest difference",
+    "mismatch/kl_k3": "mismatch KL",
+    "timing_s/generate": "generate s",
+    "timing_s/update": "update s",
+    "timing_s/sync": "sync s",
+    "timing_s/step": "step s",
+}
+
+
+def _rl(bench: Bench, *overrides: str) -> Figures:
+    """Three steps; the last one's metrics, and of the sync's differences the largest."""
+    config = bench.recipe(bench.model(SHAPE), "run", *overrides)
+    run = build_run(config, bench.grid, Path(config.run_dir))
+    train(run, "never")
+    run.close()
+    bench.grid.barrier()
+    lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if "timing_s/step" in row]
+    if len(rows) != config.trainer.steps:
+        raise Surprise(f"{len(rows)} of {config.trainer.steps} steps are in metrics.jsonl")
+    if not any(row.get("actor/grad_norm", 0.0) > 0 for row in rows):
+        raise Surprise("no step had a gradient: the rewards of every group were equal")
+    figures: Figures = {}
+    for name, shown in _SHOWN.items():
+        values = [row[name] for row in rows if name in row]
+        if values:
+            figures[shown] = max(values) if name.startswith("sync/") else values[-1]
+    return figures | {
+        name: value for name, value in rows[-1].items() if name in ("memory/device_peak_gib", "memory/host_peak_gib")
+    }

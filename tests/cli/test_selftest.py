@@ -1,0 +1,84 @@
+"""`megatron-rl selftest` on a CPU: the steps that need no GPU run, on the real stack; a fault makes its step fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.commands import selftest
+from megatron_rl.runtime.spawn import Outcome
+from megatron_rl.selftest.plan import STEPS
+from megatron_rl.selftest.report import FAILED, OK, Result
+from tests import warm
+
+GPU_ONLY = {"linear", "attention", "rl-offload", "fp8", "speed-recompute", "speed-fp8", "offload"}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one whole self-test."""
+    folder = tmp_path_factory.mktemp("selftest") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selftest, "run_ranks", warm.run_ranks)
+        assert cli.main(["selftest", "--keep-going", "--run-dir", str(folder)]) == 0, (folder / "report.md").read_text()
+    return folder
+
+
+@pytest.mark.engine
+def test_the_steps_that_need_no_gpu_are_right_on_a_cpu(page: Path) -> None:
+    report = (page / "report.md").read_text()
+    for step in STEPS:
+        verdict = "left out" if step.name in GPU_ONLY else "ok"
+        assert f"| `{step.name}` | {verdict} |" in report
+    assert "no figure on this page is one of a GPU" in report
+    figures = {path.parent.name: json.loads(path.read_text())["figures"] for path in page.glob("*/result.json")}
+    assert figures["actor"]["experts vs transformers"] < 1e-5
+    assert figures["checkpoint"] == {"resumed vs unbroken": 0.0}
+    assert figures["engine-moe"]["tensors"] > figures["engine"]["tensors"]
+    assert figures["rl-ranks"]["sync mean difference"] < 1e-5
+    assert figures["decode"]["sync s"] > 0
+    assert "MFU of bf16's peak" not in figures["speed"]
+
+
+@pytest.mark.engine
+def test_a_fault_fails_its_step_with_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def faulty(command: Sequence[str], processes: int, log_dir: Path, environment: Mapping[str, str]) -> Outcome:
+        return warm.run_ranks([*command[:2], "tests.cli.faulty_rank", *command[3:]], processes, log_dir, environment)
+
+    monkeypatch.setattr(selftest, "run_ranks", faulty)
+    arguments = ["selftest", "--only", "checkpoint", "engine", "--keep-going", "--run-dir", str(tmp_path / "run")]
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr().out
+    assert "from an unbroken run's, as a share of what training moved, is " in said
+    assert "SyncError: after a weight sync the engine's log-probs differ from the actor's" in said
+    assert "the first that the engine holds otherwise is model.layers.1.input_layernorm.weight" in said
+    assert "checkpoint, engine failed; report: " in said
+
+
+def test_it_stops_at_the_first_surprise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = lambda step, folder, gpus: Result(step, FAILED if step.name == "actor" else OK, text="it is wrong")  # noqa: E731
+    monkeypatch.setattr(selftest, "_run", wrong)
+    assert cli.main(["selftest", "--run-dir", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED    actor" in said
+    assert "likely: the weight map" in said
+    assert "checkpoint" not in said
+    assert cli.main(["selftest", "--run-dir", str(tmp_path / "run")]) == 2, "the folder is there"
+
+
+def test_what_a_node_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {step.name: step for step in STEPS}
+    monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: object())
+    assert [name for name, step in steps.items() if selftest._missing(step, gpus=1)] == ["rl-ranks"]
+    assert not any(selftest._missing(step, gpus=2) for step in STEPS)
+    monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: None)
+    lacking = [name for name, step in steps.items() if selftest._missing(step, gpus=2)]
+    assert lacking == ["linear", "attention", "fp8", "speed-fp8"]
