@@ -24,6 +24,7 @@ MAIN_GRADIENT = "main_grad"  # attribute of a parameter: its view of the gradien
 OUTPUT_LAYER = "input_ weight runtime_gather_output"
 FINALIZE = "model num_tokens pg_collection force_all_reduce"
 SHARDED_KEYS = "sharded_state_dict keep_only_main_replica"
+INITIALIZE, REMAINDERS = "initialize_state", "store_param_remainders"  # of Transformer Engine's `FusedAdam`
 # Of `DistributedOptimizer`, with their names.
 GET_STATES = ("_get_main_param_and_optimizer_states", "self model_param")
 SET_STATES = ("_set_main_param_and_optimizer_states", "self model_param tensors")
@@ -193,18 +194,24 @@ def tensors_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def initialize_adam(optimizer: Optimizer) -> None:
-    """Gives torch's Adam its zero state now instead of at the first step.
+    """Gives Adam its zero state now instead of at the first step: checkpoints read and restore it before any was taken.
 
-    Megatron's checkpoint code reads and restores it before any step was taken, and expects the `step` entry that its own
-    initialisation, written for the fused Adam of Transformer Engine and Apex, leaves out.
+    Megatron's own initialisation leaves out the `step` entry that its checkpoint code expects of torch's Adam, and calls that
+    of Transformer Engine's fused Adam, where moments are kept in other types, without an argument that it has since 2.0.
     """
     for part in optimizer_parts(optimizer):
         inner = part.optimizer
-        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            for group in inner.param_groups:
-                for parameter in group["params"]:
+        torchs = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+        if not torchs and not hasattr(inner, INITIALIZE):
+            continue  # without parameters
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if torchs:
                     zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
                     inner.state[parameter] = {"step": torch.zeros(()), **zeros}
+                else:
+                    remainders = getattr(inner, REMAINDERS) and parameter.dtype == torch.bfloat16
+                    getattr(inner, INITIALIZE)(parameter, store_param_remainders=remainders)
 
 
 def clip_gradients(optimizer: Optimizer, norm: float) -> None:

@@ -40,6 +40,7 @@ class Layout:
     expert: int = 1  # ranks that the experts are spread over
     expert_tensor: int = 1  # ranks that each expert is cut over
     recompute: str = "none"
+    dtype: str = "float32"
 
     @property
     def model(self) -> str:
@@ -82,7 +83,7 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
     from megatron_rl.runtime import distributed
 
     config = Config(run_dir=str(root / "run"))
-    config.model.dtype = "float32"
+    config.model.dtype = layout.dtype
     config.actor.parallel = ParallelConfig(
         tensor=layout.tensor,
         pipeline=layout.pipeline,

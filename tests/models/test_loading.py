@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import subprocess
 from pathlib import Path
@@ -204,42 +203,6 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path, folder: Path, para
     export_hf(tmp_path / "m", chunks, family_for(config), config, parallel, folder)
     assert (tmp_path / "m" / WEIGHTS).exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([kept.name, "m"])
-
-
-def test_transformer_engines_names(folder: Path, parallel: ParallelGroups) -> None:
-    """Its layer spec fuses norms into the linear layers behind them, which moves their parameters."""
-    fused = {
-        "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-        "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-    }
-    (chunk,) = load(folder, parallel)
-    renamed = module_tree(
-        {re.sub("|".join(fused), lambda m: fused[m[0]], name): value for name, value in chunk.named_parameters()}
-    )
-    renamed.pre_process = renamed.post_process = True
-    for number, layer in renamed.decoder.layers.named_children():
-        layer.layer_number = int(number) + 1
-    renamed.decoder.layers = torch.nn.ModuleList(renamed.decoder.layers.children())
-    config = read_hf_config(folder)
-    found = dict(iter_hf_weights([renamed], family_for(config), config, parallel))
-    source = load_file(folder / WEIGHTS)
-    assert any("layer_norm_weight" in name for name, _ in renamed.named_parameters())
-    assert found.keys() == source.keys()
-    assert all(torch.equal(found[name], value) for name, value in source.items())
-
-
-def module_tree(parameters: dict[str, torch.nn.Parameter]) -> Any:
-    """A module that holds these parameters under these names."""
-    root = torch.nn.Module()
-    for name, value in parameters.items():
-        *path, last = name.split(".")
-        module = root
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, torch.nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(last, value)
-    return root
 
 
 def test_a_failed_export_leaves_nothing_and_keeps_the_old_folder(

@@ -1,11 +1,17 @@
-"""What one process with Transformer Engine computes in the tests of this folder."""
+"""What ranks with Transformer Engine compute in the tests of this folder."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from megatron_rl.runtime import device
+from tests.checkpoint import ranks
+from tests.checkpoint.ranks import Layout
+from tests.models import layouts as models
 
 
 def layer_norm_linear() -> None:
@@ -33,3 +39,85 @@ def layer_norm_linear() -> None:
             torch.testing.assert_close(x.grad, same.grad, **close)
             for name, parameter in module.named_parameters():
                 torch.testing.assert_close(parameter.grad, own[name].grad, **close)
+
+
+def fused_adam() -> None:
+    """Transformer Engine's Adam against torch's, over steps of a changing rate, with weight decay."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    values, options = torch.randn(40, generator=torch.Generator().manual_seed(0)), {"betas": (0.9, 0.95), "eps": 1e-6}
+    own, want = values.clone().requires_grad_(), values.clone().requires_grad_()
+    with device.megatron():
+        fused = FusedAdam([own], lr=0.0, weight_decay=0.1, **options)
+    plain = torch.optim.AdamW([want], lr=0.0, weight_decay=0.1, **options)
+    for step in range(1, 6):
+        for parameter, optimizer in ((own, fused), (want, plain)):
+            optimizer.param_groups[0]["lr"] = 0.1 * step
+            parameter.grad = values * step
+            with device.megatron():
+                optimizer.step()
+    torch.testing.assert_close(own, want, rtol=1e-5, atol=1e-6)
+
+
+def permutation() -> None:
+    """Tokens to their experts and back by the fused functions that the dispatcher calls, against a loop; with gradients."""
+    from transformer_engine.pytorch import moe_permute_with_probs, moe_sort_chunks_by_index, moe_unpermute
+
+    torch.manual_seed(0)
+    tokens, experts = 7, 4
+    routed = torch.rand(tokens, experts) < 0.5
+    probs = torch.rand(tokens, experts) * routed
+    x = torch.randn(tokens, 16, requires_grad=True)
+    weights = probs.clone().requires_grad_()
+    places = [(token, expert) for expert in range(experts) for token in range(tokens) if routed[token, expert]]
+    with device.megatron():
+        rows, permuted_probs, order = moe_permute_with_probs(x, probs, routed, num_out_tokens=len(places))
+        back = moe_unpermute(rows, order, merging_probs=weights, restore_shape=x.shape)
+        torch.autograd.backward((back * torch.arange(16)).sum())
+        chunks = moe_sort_chunks_by_index(rows.detach(), torch.tensor([2, 1, len(places) - 3]), torch.tensor([2, 0, 1]))
+    assert torch.equal(rows, torch.stack([x[token] for token, _ in places]))
+    assert torch.equal(permuted_probs, torch.stack([probs[place] for place in places]))
+    torch.testing.assert_close(back, x * probs.sum(1, keepdim=True))
+    torch.testing.assert_close(x.grad, torch.arange(16) * probs.sum(1, keepdim=True))
+    torch.testing.assert_close(weights.grad, (x.detach() * torch.arange(16)).sum(1, keepdim=True) * routed)
+    assert torch.equal(chunks, torch.cat([rows[3:], rows[:2], rows[2:3]]))
+
+
+def router() -> None:
+    """The fused choice of experts against softmax and topk, with gradients."""
+    from transformer_engine.pytorch.router import fused_topk_with_score_function
+
+    for before in (True, False):
+        logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        same = logits.detach().clone().requires_grad_()
+        with device.megatron():
+            probs, chosen = fused_topk_with_score_function(logits, 3, before, None, None, None, "softmax", None)
+            torch.autograd.backward((probs * torch.arange(8)).sum())
+        best = same.topk(3, dim=1).indices
+        scores = same.softmax(1).gather(1, best) if before else same.gather(1, best).softmax(1)
+        want = torch.zeros(6, 8).scatter(1, best, scores)
+        (want * torch.arange(8)).sum().backward()
+        assert torch.equal(chosen, want > 0)
+        torch.testing.assert_close(probs, want)
+        torch.testing.assert_close(logits.grad, same.grad)
+
+
+def load_and_export(root: str, layouts: list[models.Layout]) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    models.check(rank, world, f"{root}/rendezvous-{world}", root, layouts)
+
+
+def save_before_the_first_update(root: str, layouts: list[Layout]) -> None:
+    """Of every layout: a checkpoint at step 0, updates, another optimizer, back to step 0; from there as `save_trained`."""
+    for layout in layouts:
+        actor, folder = ranks.make_actor(Path(root), layout), Path(root) / "again" / layout.name
+        saver = ranks.save(actor, folder, 0)
+        ranks.learn(actor, 5)
+        actor.start_optimizer(actor.optimizer_config, ranks.UPDATES)
+        ranks.learn(actor, 6)
+        ranks.load(actor, folder / "step_0", 0)
+        ranks.learn(actor, 0)
+        ranks.learn(actor, 1)
+        ranks.save(actor, folder, 2, saver)
+        assert [outcome.error for outcome in saver.outcomes()] == [None, None]
+        ranks.close()

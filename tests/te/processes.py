@@ -19,10 +19,7 @@ from tests.actor.processes import free_port, run_rank
 
 
 def spawn(function: Callable[..., None], world: int, *arguments: object) -> None:
-    """Runs `function(*arguments)` on `world` ranks that find each other by the environment; raises what one raised.
-
-    The function's module must not import pytest, which takes as long as the function itself.
-    """
+    """Runs `function(*arguments)` on `world` ranks that find each other by the environment; raises what one raised."""
     requests = _start()
     requests.send((function, world, arguments))
     failure = requests.recv()

@@ -1,14 +1,18 @@
-"""Transformer Engine's modules and optimizer compute on a CPU what torch's do."""
+"""Transformer Engine's modules and optimizer compute on a CPU what torch's functions do."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
 from tests.te import inside
 from tests.te.processes import spawn
 
-pytestmark = pytest.mark.ranks
 
-
-def test_norm_and_linear_in_one() -> None:
-    spawn(inside.layer_norm_linear, 1)
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "check", [inside.layer_norm_linear, inside.fused_adam, inside.permutation, inside.router], ids=lambda f: f.__name__
+)
+def test_an_operator(check: Callable[[], None]) -> None:
+    spawn(check, 1)

@@ -17,7 +17,7 @@ def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> Tensor:
     rows = b.reshape(-1, b.shape[-1])
     columns = a.reshape(-1, a.shape[-1])
     product = (rows.T if transb else rows) @ (columns.T if transa else columns)
-    return product if transb else product.view(*b.shape[:-1], -1)
+    return product if transb else product.view(*b.shape[:-1], product.shape[-1])
 
 
 def generic_gemm(

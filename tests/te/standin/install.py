@@ -37,7 +37,8 @@ def install() -> None:
     compiled = _module(_COMPILED, attention, capability, enums, gemm, norm, optimizer, quantize, rope, router, rows)
     vars(compiled)["__getattr__"] = _missing
     _module(f"{_TRITON}.permutation", permutation)
-    for name in (_TRITON, f"{_TRITON}.cross_entropy", f"{_TRITON}.pad", _ONNX):
+    _module(_TRITON)
+    for name in (f"{_TRITON}.cross_entropy", f"{_TRITON}.pad", _ONNX):
         vars(_module(name))["__getattr__"] = _missing
     for name, answer in _CUDA.items():
         setattr(torch.cuda, name, functools.partial(_always, answer))
@@ -98,7 +99,7 @@ def _use_in_the_project() -> None:
     is_cuda = torch.Tensor.is_cuda.__get__
 
     class TransformerEngineOnCpu(MegatronOnCpu):
-        """Tensors say that they are CUDA's, which Transformer Engine's Python asserts before each operator."""
+        """Tensors say to Transformer Engine's Python, and to nothing else, that they are CUDA's: it asserts that."""
 
         def __torch_function__(
             self,
@@ -107,7 +108,7 @@ def _use_in_the_project() -> None:
             args: tuple[Any, ...] = (),
             kwargs: dict[str, object] | None = None,
         ) -> object:
-            if func == is_cuda:
+            if func == is_cuda and sys._getframe(1).f_globals["__name__"].startswith("transformer_engine"):
                 return True
             return super().__torch_function__(func, types, args, kwargs)
 

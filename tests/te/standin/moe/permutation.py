@@ -1,6 +1,7 @@
 """Tokens into the order of their experts and back: `transformer_engine.pytorch.triton.permutation`.
 
-A map of rows is [tokens, experts] here: where the token's copy for an expert lies in the permuted order, -1 where none is.
+A map of rows is [tokens, 2 experts + 1], as Transformer Engine's Python counts on. Here its first columns say where the
+token's copy for an expert lies in the permuted order, and all that is left is -1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> T
     """Rows of the permuted order lie by expert, then by token."""
     routed = routing_map.bool()
     order = routed.T.flatten().cumsum(0).view(num_experts, num_tokens).T - 1
-    return torch.where(routed, order, -1).int()
+    rows = torch.full((num_tokens, 2 * num_experts + 1), -1, dtype=torch.int32)
+    rows[:, :num_experts] = torch.where(routed, order, -1)
+    return rows
 
 
 def _pairs(row_id_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
