@@ -114,5 +114,5 @@ def _use_in_the_project() -> None:
 
     # Otherwise a mode is left during the backward pass, where Transformer Engine names CUDA too.
     torch.autograd.has_torch_function = lambda arguments: False  # type: ignore[attr-defined]
-    device.has_transformer_engine = lambda: True
+    device.has_transformer_engine = lambda: not device._plain
     device.megatron = TransformerEngineOnCpu
