@@ -28,7 +28,7 @@ TWO = [
     Layout("dense, TP 2 sequence", tensor=2, sequence=True),
     Layout("tied, TP 2 sequence", tensor=2, sequence=True, tied=True),
     Layout("tied, PP 2", pipeline=2, tied=True),
-    Layout("dense, DP 2 recompute full", recompute="full"),
+    Layout("dense, DP 2"),
     Layout("experts, EP 2", experts=True, expert=2),
     Layout("experts, TP 2 sequence EP 2", experts=True, tensor=2, sequence=True, expert=2),
     Layout("experts, PP 2", experts=True, pipeline=2),
