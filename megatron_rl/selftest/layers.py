@@ -101,49 +101,34 @@ def attention(bench: Bench) -> Figures:
 
 
 def actor(bench: Bench) -> Figures:
+    return compare_actors(bench, "dense", 0) | compare_actors(bench, "experts", 16)
+
+
+def compare_actors(bench: Bench, kind: str, experts: int) -> Figures:
+    folder = bench.model(SHAPE, experts)
+    config, tokens = bench.recipe(folder, kind), sequences(SHAPE.vocab_size)
     figures: Figures = {}
-    for kind, experts in (("dense", 0), ("experts", 16)):
-        folder = bench.model(SHAPE, experts)
-        config = bench.recipe(folder, kind)
-        tokens = sequences(SHAPE.vocab_size)
-        own = bench.actor(config)
-        found = scores(own, tokens)
-        most = _ROUNDING[bench.dtype]
-        difference = (found - _transformers_scores(folder, bench.dtype, tokens)).abs().mean().item()
-        figures[f"{kind} vs transformers"] = expect(
-            f"{kind}: the mean difference of a log-prob from transformers'", difference, most, "rounding makes"
-        )
-        if device.has_transformer_engine():
-            with device.plain_layers():
-                plain = bench.actor(config)
-                difference = (found - scores(plain, tokens)).abs().mean().item()
-                figures[f"{kind} vs plain layers"] = expect(
-                    f"{kind}: the mean difference of a log-prob from the plain layers'",
-                    difference,
-                    most,
-                    "rounding makes",
-                )
-                plain.start_optimizer(config.actor.optimizer, 10)
-                plain_norm, before = update(plain, tokens), weights(own)
-                there = weights(plain)
-            own.start_optimizer(config.actor.optimizer, 10)
-            off = abs(update(own, tokens) / plain_norm - 1)
-            figures[f"{kind} gradient norm off by"] = expect(
-                f"{kind}: the gradient norm's relative difference from the plain layers'", off, 0.02, "rounding makes"
-            )
-            here = weights(own)
-            moved = _cosine(
-                {name: here[name] - before[name] for name in here}, {name: there[name] - before[name] for name in here}
-            )
-            figures[f"{kind} 1 - cosine of the updates"] = expect(
-                f"{kind}: 1 - cosine of the two weight updates", 1 - moved, 0.1, "rounding makes"
-            )
+
+    def record(what: str, value: float, at_most: float) -> None:
+        figures[f"{kind}: {what}"] = expect(f"{kind}: {what}", value, at_most, "rounding makes")
+
+    own, most = bench.actor(config), _ROUNDING[bench.dtype]
+    found = scores(own, tokens)
+    theirs = _transformers_scores(folder, bench.dtype, tokens)
+    record("mean difference from transformers", float((found - theirs).abs().mean()), most)
+    if not device.has_transformer_engine():
+        return figures
+    own.start_optimizer(config.actor.optimizer, 10)
+    before, norm, here = weights(own), update(own, tokens), weights(own)
+    with device.plain_layers():
+        plain = bench.actor(config)
+        record("mean difference from the plain layers", float((found - scores(plain, tokens)).abs().mean()), most)
+        plain.start_optimizer(config.actor.optimizer, 10)
+        record("difference of the gradient norm, relative,", abs(norm / update(plain, tokens) - 1), 0.02)
+        there = weights(plain)
+    moved, want = (torch.cat([(new[name] - before[name]).flatten() for name in new]) for new in (here, there))
+    record("1 - cosine of the updates", 1 - float(torch.cosine_similarity(moved, want, dim=0)), 0.1)
     return figures
-
-
-def _cosine(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    one, other = (torch.cat([tensor.flatten() for tensor in part.values()]).double() for part in (a, b))
-    return float(one @ other / (one.norm() * other.norm()))
 
 
 def _transformers_scores(folder: Path, dtype: str, tokens: Sequence[np.ndarray]) -> Tensor:

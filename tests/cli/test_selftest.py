@@ -36,7 +36,7 @@ def test_the_steps_that_need_no_gpu_are_right_on_a_cpu(page: Path) -> None:
         assert f"| `{step.name}` | {verdict} |" in report
     assert "no figure on this page is one of a GPU" in report
     figures = {path.parent.name: json.loads(path.read_text())["figures"] for path in page.glob("*/result.json")}
-    assert figures["actor"]["experts vs transformers"] < 1e-5
+    assert figures["actor"]["experts: mean difference from transformers"] < 1e-5
     assert figures["checkpoint"] == {"resumed vs unbroken": 0.0}
     assert figures["engine-moe"]["tensors"] > figures["engine"]["tensors"]
     assert figures["rl-ranks"]["sync mean difference"] < 1e-5

@@ -121,3 +121,14 @@ def save_before_the_first_update(root: str, layouts: list[Layout]) -> None:
         ranks.save(actor, folder, 2, saver)
         assert [outcome.error for outcome in saver.outcomes()] == [None, None]
         ranks.close()
+
+
+def selftest(folder: Path) -> None:
+    """The steps of `megatron-rl selftest` that compare Transformer Engine's layers with torch's and with the plain ones."""
+    from megatron_rl.selftest import layers
+    from megatron_rl.selftest.bench import Bench
+
+    figures = layers.actor(Bench(folder))
+    with device.megatron():
+        figures |= layers.attention(Bench(folder))
+    assert len(figures) == 9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,3 +17,8 @@ from tests.te.processes import spawn
 )
 def test_an_operator(check: Callable[[], None]) -> None:
     spawn(check, 1)
+
+
+@pytest.mark.ranks
+def test_the_selftests_comparisons(tmp_path: Path) -> None:
+    spawn(inside.selftest, 1, tmp_path)
