@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from megatron_rl.runtime import device
 
+_BLOCK = 2**28  # bytes of pinned memory made at once; torch rounds what it pins up to a power of two
+_ALIGNMENT = 256  # bytes
+
 
 class Offload:
-    """Empties tensors' memory into host buffers, and fills it again. The tensors, and views of them, stay the same objects.
+    """Empties tensors' memory into host memory, and fills it again. The tensors, and views of them, stay the same objects.
 
-    The host buffers are made once and used again, pinned on a GPU. Copies run on a stream of their own: `back` does not wait
+    The host memory is made once and used again, pinned on a GPU. Copies run on a stream of their own: `back` does not wait
     for them, `wait` makes the current stream do so. On a CPU the same happens in order.
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = defaultdict(list)  # host buffers by size in bytes
-        self._away: list[tuple[UntypedStorage, Tensor]] = []
+        self._blocks: list[Tensor] = []
+        self._used = 0  # bytes of them
+        self._away: list[tuple[UntypedStorage, list[Tensor]]] = []  # with the pieces of host memory that hold it
         self._stream = torch.cuda.Stream() if device.has_gpu() else None
 
     def out(self, tensors: Iterable[Tensor]) -> None:
@@ -30,9 +33,9 @@ class Offload:
         storages.pop(0, None)  # empty, or away already
         with self._copying():
             for storage in storages.values():
-                free = self._free[storage.nbytes()]
-                host = free.pop() if free else device.host_buffer((storage.nbytes(),), torch.uint8)
-                host.copy_(_bytes(storage), non_blocking=True)
+                host = list(self._take(storage.nbytes()))
+                for piece, part in zip(host, _split(storage, host), strict=True):
+                    piece.copy_(part, non_blocking=True)
                 self._away.append((storage, host))
         device.synchronize()
         for storage, _ in self._away:
@@ -41,12 +44,23 @@ class Offload:
     def back(self) -> None:
         """Starts to fill what `out` emptied. Whoever reads it calls `wait` before."""
         for storage, host in self._away:
-            storage.resize_(host.nbytes)
+            storage.resize_(sum(piece.nbytes for piece in host))
         with self._copying():
             for storage, host in self._away:
-                _bytes(storage).copy_(host, non_blocking=True)
-                self._free[host.nbytes].append(host)  # written next by `out`, on the same stream
-        self._away = []
+                for piece, part in zip(host, _split(storage, host), strict=True):
+                    part.copy_(piece, non_blocking=True)
+        self._away, self._used = [], 0  # the next `out` writes it on the same stream, so after these copies
+
+    def _take(self, count: int) -> Iterator[Tensor]:
+        """The next `count` bytes of host memory, block by block."""
+        self._used = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        while count:
+            number, at = divmod(self._used, _BLOCK)
+            if number == len(self._blocks):
+                self._blocks.append(device.host_buffer((_BLOCK,), torch.uint8))
+            piece = self._blocks[number][at : at + count]
+            yield piece
+            self._used, count = self._used + piece.nbytes, count - piece.nbytes
 
     def wait(self) -> None:
         if self._stream is not None:
@@ -59,5 +73,7 @@ class Offload:
         return torch.cuda.stream(self._stream)
 
 
-def _bytes(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _split(storage: UntypedStorage, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The bytes of a storage, cut as the pieces are."""
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole.split([piece.nbytes for piece in pieces])
