@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.schema import Config, ParallelConfig
+from megatron_rl.config.actor import ParallelConfig
+from megatron_rl.config.schema import Config
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Model
 from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
@@ -154,14 +155,42 @@ def _activations(model: Model, config: Config, dtype_bytes: int) -> float:
     tokens = config.actor.tokens_per_microbatch / parallel.context
     per_layer = _layer_bytes_per_token(model, parallel, dtype_bytes)
     stages = stage_layers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
-    # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
-    layers: float = max(count * (len(stages) - stage) for stage, count in enumerate(stages))
-    if parallel.virtual_pipeline > 1:  # interleaving: 1 + (p - 1) / (p v) times that (section 4.2.3)
-        layers = max(stages) * (len(stages) + (len(stages) - 1) / parallel.virtual_pipeline)
-    if config.actor.recompute == "full":  # each layer's input, and one layer while it is computed again
+    kept = per_layer
+    if config.actor.recompute == "full":  # each layer's input
         kept = dtype_bytes * model.dims["hidden"] / (parallel.tensor if parallel.sequence else 1)
-        return tokens * (kept * layers + per_layer)
-    return tokens * per_layer * layers  # `selective` drops attention scores, which fused attention never keeps
+    elif config.actor.recompute == "selective":
+        kept = per_layer - _recomputed(model, config, dtype_bytes)
+
+    def of_stage(layers: int) -> float:
+        """Bytes per token of one micro-batch's activations in a stage of so many layers."""
+        again = layers
+        if config.actor.recompute == "full" and config.actor.recompute_layers is not None:
+            again = min(layers, config.actor.recompute_layers * parallel.virtual_pipeline)
+        return kept * again + per_layer * (layers - again)
+
+    # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
+    under_way = max(of_stage(count) * (len(stages) - stage) for stage, count in enumerate(stages))
+    if parallel.virtual_pipeline > 1:  # interleaving: 1 + (p - 1) / (p v) times that (section 4.2.3)
+        under_way = of_stage(max(stages)) * (len(stages) + (len(stages) - 1) / parallel.virtual_pipeline)
+    once = per_layer if config.actor.recompute != "none" else 0  # a layer while it is computed again
+    return tokens * (under_way + once)
+
+
+def _recomputed(model: Model, config: Config, dtype_bytes: int) -> float:
+    """Of `activation_bytes_per_token`, what selective recomputation does not keep. An estimate.
+
+    Fused attention keeps no scores (`core_attn`), and Transformer Engine fuses every norm but the one before experts.
+    """
+    dims, parallel, modules = model.dims, config.actor.parallel, set(config.actor.recompute_modules)
+    split = parallel.tensor if parallel.sequence else 1
+    if not dims["experts"]:
+        return dtype_bytes * 3 * dims["ffn"] / parallel.tensor if "mlp" in modules else 0
+    numbers = dims["hidden"] if "layernorm" in modules else 0
+    if "moe" in modules:
+        numbers += dims["top_k"] * (2 * dims["hidden"] * parallel.expert_tensor + 3 * dims["expert_ffn"])
+    elif "moe_act" in modules:
+        numbers += dims["top_k"] * dims["expert_ffn"]
+    return dtype_bytes * numbers / split
 
 
 def _check_workspace(model: Model, config: Config, data_parallel: int, dtype_bytes: int) -> float:
@@ -334,8 +363,8 @@ def _fullest_rank(model: Model, parallel: ParallelConfig) -> Parameters:
 
 
 def _optimizer_bytes(config: Config, parameters: Parameters, world: int, width: int) -> float:
-    """Adam's two fp32 moments, and an fp32 master copy where parameters are bf16; sharded over the ranks that share them."""
-    each = 8 if width == 4 else 12
+    """Adam's two moments, and an fp32 master copy where parameters are bf16; sharded over the ranks that share them."""
+    each = 8 if width == 4 or config.actor.optimizer.moments == "bfloat16" else 12
     if not config.actor.optimizer.distributed:
         return each * parameters.total
     parallel = config.actor.parallel

@@ -17,10 +17,12 @@ from megatron_rl.actor import build
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.actor.offload import Offload
 from megatron_rl.actor.packing import MicroBatch, pack, plan
+from megatron_rl.actor.routing import Pass, expert_load, layer_routings
 from megatron_rl.actor.schedule import learning_rate
 from megatron_rl.actor.variance import GradientParts
 from megatron_rl.algorithms.metrics import Metrics
-from megatron_rl.config.schema import Config, OptimizerConfig
+from megatron_rl.config.actor import OptimizerConfig
+from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
 from megatron_rl.models import family_for, padded_vocab_size, read_hf_config
 from megatron_rl.models.files import WeightSource
@@ -72,12 +74,19 @@ class Actor:
                     return_hidden_states(chunk)
             self.load_hf(weights or folder)
             fp8_params = self.config.fp8 is not None and self.config.fp8.param_gather
-            self.ddp_chunks = build.wrap_for_training(self.chunks, self.config.optimizer.distributed, fp8_params)
+            measures = config.logging.gradient_variance_every > 0  # it needs this rank's gradients, not yet summed
+            overlap = self.config.overlap if self.config.overlap is not None else device.has_gpu() and not measures
+            self.ddp_chunks = build.wrap_for_training(
+                self.chunks, self.config.optimizer.distributed, fp8_params, overlap
+            )
+        self._gathers_later = overlap and self.config.optimizer.distributed
         self.vocab_shard = VocabShard(
             start=grid.tp_rank * padded_vocab_size(vocab_size, grid.tp) // grid.tp,
             vocab_size=vocab_size,
             group=self.parallel.tp.group,
         )
+        self._replays = self.config.moe.routing_replay != "none"
+        self._routings = layer_routings(self.chunks, self._replays)
         self.reference: list[dict[str, Tensor]] | None = None
         self._optimizer: Optimizer | None = None
         self._offload = Offload()
@@ -151,10 +160,13 @@ class Actor:
         temperature: float,
         with_entropy: bool = False,
         part_size: Callable[[MicroBatch], float] | None = None,
+        more: bool = False,
     ) -> UpdateResult:
         """One optimizer step on a minibatch, gradients summed over micro-batches and data-parallel ranks.
 
         Args:
+            more: another update follows, and nothing else reads the weights before: with `actor.overlap` they are
+                gathered in its forward pass.
             part_size: where given, the gradient's variance is measured; see `GradientParts`.
 
         Raises:
@@ -178,6 +190,8 @@ class Actor:
             group["lr"] = rate
         with device.megatron():
             grad_norm = self._step()
+            for chunk in self.ddp_chunks if self._gathers_later and not more else ():
+                chunk.start_param_sync(force_sync=True)
         self.optimizer_steps += 1
         variance, count = parts.result(self.grid, grad_norm) if parts is not None else (None, 0)
         return UpdateResult(self.reduce(collected), grad_norm, rate, variance, count)
@@ -194,6 +208,13 @@ class Actor:
         self.optimizer.step_with_ready_grads()  # `step` would prepare the gradients and take their norm again
         return grad_norm
 
+    def expert_load(self) -> dict[str, float]:
+        """How evenly the updates since the last call used the experts, on every rank; {} where the model has none."""
+        dims = self.description.dims
+        if not dims["experts"]:
+            return {}
+        return expert_load(self._routings, dims["layers"], dims["experts"], device.device())
+
     def reduce(self, parts: Sequence[Metrics]) -> Metrics:
         """The metrics of all micro-batches of all data-parallel ranks, added in rank order, on every rank."""
         own = sum(parts, Metrics()) if self.grid.reports_loss else Metrics()
@@ -209,8 +230,16 @@ class Actor:
         """Megatron's pipeline schedule over the micro-batches; what `finish` reports, on the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        for routing in self._routings:
+            routing.reset()
+
         def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Chunk) -> tuple[Tensor, Callable[..., Any]]:
             number, micro = next(iterator)
+            if self._routings:
+                chosen = micro.chosen_experts if self._replays else None
+                now = Pass(chosen, self._scored_here(micro), updates=not forward_only)
+                for routing in self._routings:
+                    routing.given = now
             if parts is not None:
                 parts.start()
             return model(**micro.model_inputs()), partial(finish, number, micro)
@@ -228,6 +257,12 @@ class Actor:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+
+    def _scored_here(self, micro: MicroBatch) -> Tensor:
+        """Which of this rank's tokens predict a scored one, bool; with sequence parallelism its tokens are cut once more."""
+        scored = torch.zeros(len(micro.tokens), dtype=torch.bool, device=micro.tokens.device)
+        scored[micro.predictors] = True
+        return scored.chunk(self.grid.tp)[self.grid.tp_rank] if self.config.parallel.sequence else scored
 
     def _score(
         self, micro: MicroBatch, hidden: Tensor, temperature: float, with_entropy: bool
@@ -300,9 +335,11 @@ class Actor:
             for name, parameter in chunk.named_parameters():
                 current.append((parameter, parameter.detach().clone()))
                 parameter.data.copy_(reference[name])
+        replays, self._replays = self._replays, False  # its router is another one
         try:
             yield
         finally:
+            self._replays = replays
             for parameter, value in current:
                 parameter.data.copy_(value)
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_rl.actor import fp8
-from megatron_rl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.actor import ActorConfig, MoEConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Family, ModelDescription, padded_vocab_size
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import (
     Chunk,
     Optimizer,
+    allow_fused_accumulation,
     initialize_adam,
     reduce_gradients_of_experts,
     sum_gradients_undivided,
@@ -39,11 +40,8 @@ def transformer_config(description: ModelDescription, actor: ActorConfig, dtype:
     activation = description.transformer["activation_func"]
     parallel, on_gpu = actor.parallel, device.has_gpu()
     transformer_engine = device.has_transformer_engine()
-    recompute: dict[str, str | int] = {}
-    if actor.recompute == "selective":
-        recompute = {"recompute_granularity": "selective"}
-    elif actor.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if transformer_engine:
+        allow_fused_accumulation()
     return TransformerConfig(
         **(description.transformer | {"activation_func": ACTIVATIONS[str(activation)]}),
         tensor_model_parallel_size=parallel.tensor,
@@ -62,21 +60,51 @@ def transformer_config(description: ModelDescription, actor: ActorConfig, dtype:
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the only one that takes sequences of varying length
         calculate_per_token_loss=True,
         use_cpu_initialization=not on_gpu,
         # Every weight is loaded later, but only initialisation marks weights as sharded over tensor-parallel ranks; without
         # the mark the gradient norm silently leaves out every rank but the first.
         perform_initialization=True,
-        gradient_accumulation_fusion=False,
+        # The weight gradient's matrix product adds to the fp32 sum itself: no bf16 gradient of each micro-batch in between.
+        gradient_accumulation_fusion=transformer_engine,
         masked_softmax_fusion=False,
         bias_activation_fusion=transformer_engine and activation == "silu",  # fused for SiLU only
         bias_dropout_fusion=transformer_engine,
         apply_rope_fusion=transformer_engine,
         persist_layer_norm=False,
-        **recompute,
+        **_recomputation(actor),
+        **_mixture_of_experts(actor.moe, transformer_engine),
         **fp8.megatron_options(actor.fp8),
     )
+
+
+def _recomputation(actor: ActorConfig) -> dict[str, str | int | list[str]]:
+    """Megatron's options for what is computed again in the backward pass; none where everything is kept."""
+    if actor.recompute == "none":
+        return {}
+    options: dict[str, str | int | list[str]] = {"recompute_granularity": actor.recompute}
+    if actor.recompute == "selective":
+        return options | {"recompute_modules": list(actor.recompute_modules)}
+    if actor.recompute_layers is None:
+        return options | {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return options | {"recompute_method": "block", "recompute_num_layers": actor.recompute_layers}
+
+
+def _mixture_of_experts(moe: MoEConfig, transformer_engine: bool) -> dict[str, str | bool]:
+    """Megatron's options for experts beside those of the family; the dispatcher also where there are none.
+
+    Without the fused permutation a token's experts are added up by atomic additions, in an order that changes from run to
+    run on a GPU: two passes over the same tokens would differ.
+    """
+    deepep = moe.dispatcher == "deepep"
+    return {
+        # These two take sequences of varying length; Megatron refuses the third whatever the model.
+        "moe_token_dispatcher_type": "flex" if deepep else "alltoall",
+        **({"moe_flex_dispatcher_backend": "deepep"} if deepep else {}),
+        "moe_grouped_gemm": transformer_engine,
+        "moe_permute_fusion": transformer_engine,
+        "moe_router_fusion": transformer_engine and moe.routing_replay == "none",  # the kernel chooses by itself
+    }
 
 
 def _uneven_stages(layers: int, parallel: ParallelConfig) -> dict[str, int]:
@@ -110,16 +138,22 @@ def build_model(family: Family, description: ModelDescription, actor: ActorConfi
     return chunks
 
 
-def wrap_for_training(chunks: list[Chunk], distributed_optimizer: bool, param_gather_fp8: bool) -> list[Chunk]:
-    """Megatron's `DistributedDataParallel` around each chunk: flat gradient buffers, gradients summed in fp32."""
+def wrap_for_training(
+    chunks: list[Chunk], distributed_optimizer: bool, param_gather_fp8: bool, overlap: bool = False
+) -> list[Chunk]:
+    """Megatron's `DistributedDataParallel` around each chunk: flat gradient buffers, gradients summed in fp32.
+
+    Args:
+        overlap: see `actor.overlap`. Weights are sharded, and gathered, by the distributed optimizer only.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
         check_for_nan_in_grad=False,  # reported by name in Actor.update, with the step's context
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and distributed_optimizer,
         fp8_param_gather=param_gather_fp8,
     )
     ddp_chunks = [
@@ -140,6 +174,7 @@ def build_optimizer(
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
+    moments = DTYPES[config.moments]
     optimizer: Optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -154,6 +189,11 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=config.distributed,
             fp8_recipe=fp8_recipe,
+            use_precision_aware_optimizer=moments != torch.float32,
+            exp_avg_dtype=moments,
+            exp_avg_sq_dtype=moments,
+            # Checkpoints hold whole fp32 masters, so that they load whatever the optimizer keeps them in.
+            store_param_remainders=False,
         ),
         ddp_chunks,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ class MicroBatch:
     own: Tensor  # int64 [own]: which scored tokens these are; without context parallelism all, in order
     targets: Tensor  # int64 [scored tokens]
     sequence_ids: Tensor  # int64 [scored tokens]: index into `rows`
+    chosen_experts: dict[int, Tensor] = field(default_factory=dict)  # see `actor.routing`
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of Megatron's model."""

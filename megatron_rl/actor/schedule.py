@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_rl.config.schema import OptimizerConfig
+from megatron_rl.config.actor import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

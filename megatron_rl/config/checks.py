@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
+from megatron_rl.config.actor import OptimizerConfig
+from megatron_rl.config.actor_checks import check_actor, check_actor_machine
 from megatron_rl.config.algorithm_checks import check_method_choice
 from megatron_rl.config.keys import problems as out_of_range
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
-from megatron_rl.config.schema import PHASES, Config, OptimizerConfig
+from megatron_rl.config.schema import PHASES, Config
 from megatron_rl.config.shape import ConfigError
 from megatron_rl.models import HFConfig
 from megatron_rl.names import did_you_mean, show
@@ -89,6 +91,7 @@ def check(
         problems += [
             *_check_layout(config, world, machine),
             *(_check_batch(config, world) if command != "evaluate" else ()),
+            *check_actor(config),
             *_check_gradient_variance(config, world),
             *_check_trainer(config, command),
             *check_method_choice(config),
@@ -205,10 +208,8 @@ def _check_machine(config: Config, machine: Machine, command: str) -> Iterator[s
             f"{local} processes need a GPU each and this machine offers {machine.gpus}; make the layout smaller "
             "(actor.parallel, rollout.tensor_parallel), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
         )
-    if config.actor.fp8 is not None and not machine.gpus:
-        yield "`actor.fp8` needs a GPU with Transformer Engine and this machine has no GPU; set actor.fp8=null"
-    if config.actor.offload and not machine.gpus:
-        yield "`actor.offload` moves state off a GPU and this machine has none; set actor.offload=false"
+    if not machine.gpus:
+        yield from check_actor_machine(config)
     has_te = importlib.util.find_spec("transformer_engine") is not None
     if machine.gpus and has_te and config.model.dtype == "float32" and config.actor.parallel.context > 1:
         yield (

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_rl.config.actor import ParallelConfig
+from megatron_rl.config.actor_checks import check_actor_model
 from megatron_rl.config.keys import problems
 from megatron_rl.config.published import published_config
-from megatron_rl.config.schema import Config, CreateModelConfig, ParallelConfig
+from megatron_rl.config.schema import Config, CreateModelConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.qwen3 import created_config
@@ -190,6 +192,7 @@ def _check_layout(config: Config, model: Model) -> Iterator[str]:
                 yield f"`actor.parallel.{name}` is {value}, but the model has no experts; set it to 1"
     elif experts % parallel.expert:
         yield f"the model's {experts} experts must be a multiple of `actor.parallel.expert` ({parallel.expert})"
+    yield from check_actor_model(config, dims)
     yield from _check_length(config, model.description.max_positions)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
 
+from megatron_rl.config.actor import ActorConfig, OptimizerConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.keys import (
     Count,
@@ -18,7 +19,6 @@ from megatron_rl.config.keys import (
     Finite,
     Minutes,
     NonNegative,
-    Positive,
     PositiveShare,
     Ranks,
     Share,
@@ -29,8 +29,6 @@ from megatron_rl.config.keys import (
     key,
 )
 from megatron_rl.parameters import Range
-
-Schedule = Literal["constant", "linear", "cosine"]
 
 
 # ------------------------------------------------------------------------------------------------------------ model
@@ -178,72 +176,6 @@ class RolloutConfig:
         "largest mean difference of a log-prob; the 99th percentile may be 10 times it. null: 3e-5 in fp32; in bf16 "
         "0.05, with experts 0.1",
     )
-
-
-# ------------------------------------------------------------------------------------------------------------ actor
-@dataclass
-class ParallelConfig:
-    tensor: Ranks = key(1)
-    pipeline: Ranks = key(
-        1,
-        "stages. Layers that do not divide over them: the stages between the first and the last hold as many as "
-        "the fullest has to, the first and the last share the rest (94 over 8: 11, six times 12, 11; 5 over 4: 2, "
-        "1, 1, 1)",
-    )
-    virtual_pipeline: Ranks = key(1, "model chunks per pipeline stage; each stage's layers are a multiple of it")
-    context: Ranks = key(
-        1,
-        "context parallelism: this many ranks share the tokens of each sequence, so each holds 1/context of a "
-        "micro-batch's activations",
-    )
-    expert: Ranks = key(
-        1,
-        "expert parallelism: ranks that a layer's experts are spread over. `expert` × `expert_tensor` must divide "
-        "the ranks of a pipeline stage, tensor × context × data",
-    )
-    expert_tensor: Ranks = key(
-        1,
-        "ranks that each expert's matrices are cut over, independent of `tensor`: "
-        "[layouts.md](layouts.md#the-layouts-of-recipesscale)",
-    )
-    sequence: bool = key(False, "sequence parallelism; needs `tensor` > 1")
-
-
-@dataclass
-class OptimizerConfig:
-    lr: Positive = key(1e-6)
-    min_lr: NonNegative = key(0.0, "where `linear` and `cosine` end")
-    schedule: Schedule = key("constant", "over all optimizer steps of the run")
-    warmup_steps: Annotated[int, Range(low=0)] = key(0, "optimizer steps of linear warm-up")
-    betas: list[Annotated[float, Range(0, below=1)]] = key([0.9, 0.95])
-    eps: Positive = key(1e-8)
-    weight_decay: NonNegative = key(0.0, "decoupled, as in AdamW; of all parameters, norms and biases included")
-    clip_grad: NonNegative = key(1.0, "largest gradient norm")
-    distributed: bool = key(True, "Megatron's DistributedOptimizer: state sharded over data-parallel ranks")
-
-
-@dataclass
-class FP8Config:
-    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = key(
-        "blockwise", "compute capability from 8.9, 8.9, 9.0, 10.0"
-    )
-    format: Literal["e4m3", "hybrid"] = key("e4m3")
-    param_gather: bool = key(False, "keep the parameters themselves in FP8")
-
-
-@dataclass
-class ActorConfig:
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    tokens_per_microbatch: Tokens = key(
-        8192,
-        "packed tokens in one forward pass, per data-parallel rank (its context-parallel ranks share them); must "
-        "hold the longest sequence",
-    )
-    logits_mib: Count = key(64, "MiB of float32 logits that exist at once, on each rank")
-    recompute: Literal["none", "selective", "full"] = key("none", "activation recomputation")
-    offload: bool = key(False, "GPU: gradients and optimizer state leave the device while the engine generates")
-    fp8: FP8Config | None = key(None, "GPU with Transformer Engine: the section below")
 
 
 # ---------------------------------------------------------------------------------------------------------- trainer

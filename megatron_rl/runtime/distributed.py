@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.runtime import device, rendezvous
 
 T = TypeVar("T")

@@ -56,6 +56,7 @@ class Chunk(nn.Module):
     sharded_state_dict: Callable[..., State]
     shared_embedding_or_output_weight: Callable[[], Tensor]
     no_sync: Callable[[], contextlib.AbstractContextManager[None]]
+    start_param_sync: Callable[..., None]
     zero_grad_buffer: Callable[[], None]
     offload_grad_buffers: Callable[[], None]
     restore_grad_buffers: Callable[[], None]
@@ -130,6 +131,16 @@ def return_hidden_states(chunk: Chunk) -> None:
     chunk.output_layer.forward = pass_through
 
 
+def allow_fused_accumulation() -> None:
+    """Lets Transformer Engine's layers add to the fp32 gradients without APEX, which Megatron's own layers would need for it.
+
+    The only such layer is the output layer, whose forward pass is replaced (`return_hidden_states`).
+    """
+    from megatron.core.tensor_parallel import layers
+
+    layers._grad_accum_fusion_available = True
+
+
 def reduce_gradients_of_experts(chunk: Chunk) -> None:
     """Has the gradients of experts summed over the ranks that hold the same experts.
 
@@ -146,6 +157,16 @@ def reduce_gradients_of_experts(chunk: Chunk) -> None:
         if isinstance(module, MoELayer):
             for parameter in module.experts.parameters():
                 parameter.allreduce = False
+
+
+def routers(chunk: Chunk) -> Iterator[tuple[int, nn.Module]]:
+    """(number of the layer in the whole model, from 1; its router) of every mixture of experts in a chunk."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    for layer in chunk.decoder.layers:
+        for module in layer.modules():
+            if isinstance(module, MoELayer):
+                yield layer.layer_number, module.router
 
 
 def sum_gradients_undivided(config: TransformerConfig) -> None:

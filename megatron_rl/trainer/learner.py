@@ -94,8 +94,9 @@ class Learner:
         variance of the first update's gradient.
 
         The old policy's log-probs are recomputed by the actor, in the packing that the update uses, before the first step:
-        the ratio is then exactly 1 on the first minibatch, and the engine's rounding does not enter the loss. Those of the
-        first minibatch are the ones that its update computes, where nothing needs them earlier.
+        the engine's rounding does not enter the loss. Those of the first minibatch are the ones that its update computes,
+        where nothing needs them earlier: the ratio is then exactly 1. A pass of their own gives the same numbers, but for
+        kernels that do not repeat theirs: a GPU's experts without Transformer Engine, FP8 with `recipe=delayed`.
         """
         if not len(batch):
             return {"actor/updates": 0.0}
@@ -105,8 +106,9 @@ class Learner:
         norms: list[float] = []
         variance: dict[str, float] = {}
         with self.timer("update"):
-            for _ in range(self.config.trainer.epochs):
-                for part in parts:
+            epochs = self.config.trainer.epochs
+            for epoch in range(epochs):
+                for number, part in enumerate(parts):
                     size = _part_size(self.algorithm.config.aggregation) if measure_variance and not norms else None
                     result = self.actor.update(
                         part.micro_batches,
@@ -114,6 +116,7 @@ class Learner:
                         self.config.rollout.temperature,
                         self.algorithm.needs_entropy or _awaits_old(part),
                         size,
+                        more=(epoch, number) != (epochs - 1, len(parts) - 1),
                     )
                     if size is not None:
                         variance = _variance_metrics(result)
@@ -125,6 +128,7 @@ class Learner:
         return (
             metrics.values()
             | variance
+            | self.actor.expert_load()
             | {
                 "actor/grad_norm": float(np.mean(norms)),
                 "actor/grad_norm_max": max(norms),

@@ -13,7 +13,7 @@ import yaml
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import as_tree, changes
-from megatron_rl.config.schema import OptimizerConfig
+from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.models import HFConfig
 from megatron_rl.models.files import companions
 from megatron_rl.runtime import disk

@@ -22,8 +22,9 @@ from megatron_rl.algorithms import (
     list_gradient_weights,
     make_algorithm,
 )
+from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.algorithm import Aggregation, Ratio
-from megatron_rl.config.schema import Config, CreateModelConfig, OptimizerConfig
+from megatron_rl.config.schema import Config, CreateModelConfig
 from megatron_rl.data import TokenBatch
 
 SHAPE = CreateModelConfig(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
-from megatron_rl.config.schema import Config, CreateModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.actor import OptimizerConfig, ParallelConfig
+from megatron_rl.config.schema import Config, CreateModelConfig
 from megatron_rl.data import TokenBatch, TrainBatch
 from megatron_rl.models.create import create_model
 from tests.models import tiny
@@ -39,8 +40,9 @@ class Layout:
     experts: bool = False  # a mixture of experts
     expert: int = 1  # ranks that the experts are spread over
     expert_tensor: int = 1  # ranks that each expert is cut over
-    recompute: str = "none"
     dtype: str = "float32"
+    replay: bool = False  # of the experts that tokens went to when the old log-probs were computed
+    actor: dict[str, Any] = field(default_factory=dict)  # further keys of the recipe's `actor`
 
     @property
     def model(self) -> str:
@@ -95,7 +97,9 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
     )
     config.actor.optimizer = OptimizerConfig(**{**vars(LINEAR_ADAM), "distributed": layout.distributed})
     config.actor.tokens_per_microbatch = layout.tokens_per_microbatch
-    config.actor.recompute = layout.recompute
+    config.actor.moe.routing_replay = "old_log_probs" if layout.replay else "none"
+    for key, value in layout.actor.items():
+        setattr(config.actor, key, value)
     config.actor.logits_mib = 1
     config.trainer.minibatches = 2
     config.rollout.temperature = 0.8

@@ -26,9 +26,18 @@ CORRECTED = {
     "correction": {"weight": "token", "filters": [{"level": "geometric", "low": 0.8, "high": 1.3}]},
 }
 ALONE = [Layout("alone", modes=MODES), Layout("alone corrected", section=CORRECTED), Layout("alone tied", tied=True)]
-ALONE += [Layout("alone experts", experts=True)]
+ALONE += [Layout("alone experts", experts=True), Layout("alone replayed", experts=True, replay=True)]
 ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", tokens_per_microbatch=52)]
-ONE += [Layout(f"recompute {what}", recompute=what) for what in ("selective", "full")]
+SELECTIVE, FULL, OVERLAP = {"recompute": "selective"}, {"recompute": "full"}, {"overlap": True}
+ONE += [
+    Layout("recompute feed-forwards", actor=SELECTIVE),
+    Layout("recompute attention", actor={**SELECTIVE, "recompute_modules": ["core_attn"]}),
+    Layout("recompute experts", experts=True, actor=SELECTIVE),
+    Layout("recompute experts, replayed", experts=True, replay=True, actor=SELECTIVE),
+    Layout("recompute full, replayed", experts=True, replay=True, actor=FULL),
+    Layout("recompute full", actor=FULL),
+    Layout("recompute two layers", actor={**FULL, "recompute_layers": 2}),
+]
 TWO = [
     Layout("TP 2", tensor=2, modes=MODES),
     Layout("TP 2 corrected", tensor=2, section=CORRECTED),
@@ -38,11 +47,16 @@ TWO = [
     Layout("DP 2 corrected", section=CORRECTED),
     Layout("DP 2 tied", tied=True),
     Layout("DP 2 plain optimizer", distributed=False),
+    Layout("DP 2 overlap tied", tied=True, actor=OVERLAP),
+    Layout("DP 2 overlap plain optimizer", distributed=False, actor=OVERLAP),
+    Layout("EP 2 overlap", experts=True, expert=2, actor=OVERLAP),
     Layout("DP 2 large micro-batches", tokens_per_microbatch=4096),
     Layout("EP 2", experts=True, expert=2),
-    Layout("EP 2 recompute full", experts=True, expert=2, recompute="full"),
-    Layout("TP 2 sequence recompute full", tensor=2, sequence=True, recompute="full"),
+    Layout("EP 2 recompute full", experts=True, expert=2, actor=FULL),
+    Layout("TP 2 sequence recompute full", tensor=2, sequence=True, actor=FULL),
     Layout("DP 2 experts", experts=True),
+    Layout("TP 2 EP 2 replayed", tensor=2, sequence=True, experts=True, expert=2, replay=True),
+    Layout("PP 2 virtual 2 replayed, recompute full", pipeline=2, virtual=2, experts=True, replay=True, actor=FULL),
     Layout("TP 2 EP 2 whole experts", tensor=2, sequence=True, experts=True, expert=2),
     Layout(
         "TP 2 EP 2 whole experts, plain optimizer", tensor=2, sequence=True, experts=True, expert=2, distributed=False
@@ -67,6 +81,7 @@ FOUR = [
     Layout("PP 4 uneven tied", pipeline=4, tied=True),  # 1, 2, 2 and 1 layers
     Layout("TP 2 sequence CP 2 tied", tensor=2, sequence=True, context=2, tied=True),
     Layout("PP 2 CP 2", pipeline=2, context=2),
+    Layout("PP 2 virtual 3 DP 2 overlap tied", pipeline=2, virtual=3, tied=True, actor=OVERLAP),
     Layout("CP 2 DP 2 plain optimizer", context=2, distributed=False),
     Layout("PP 2 DP 2 corrected", pipeline=2, section=CORRECTED),
     Layout("TP 2 EP 2 ETP 2", tensor=2, sequence=True, experts=True, expert=2, expert_tensor=2),
@@ -101,7 +116,13 @@ def _start(root: Path, model: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("layout", ONE + TWO + FOUR, ids=lambda layout: layout.name)
 def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> None:
     results, start = _load(root, layout.name), _start(root, layout.model)
-    kind = " corrected" if layout.section else " tied" if layout.tied else " experts" if layout.experts else ""
+    names = {
+        " corrected": bool(layout.section),
+        " tied": layout.tied,
+        " replayed": layout.replay,
+        " experts": layout.experts,
+    }
+    kind = next((name for name, applies in names.items() if applies), "")
     wanted = _load(root, f"alone{kind}")
     assert set(results) == set(layout.modes)
     for mode, result in results.items():
@@ -134,3 +155,12 @@ def test_the_comparison_sees_what_it_is_for(root: Path) -> None:
     corrected = _load(root, "alone corrected")["seq-mean-token-mean"]["metrics"]
     assert 0.1 < corrected["correction/dropped_share"] < 0.9
     assert 0.01 < corrected["correction/truncated_share"] < 0.99
+
+
+@pytest.mark.ranks
+def test_replay_keeps_tokens_at_their_experts(root: Path) -> None:
+    """The first update is the same, and moves some tokens' experts, so the second differs; the load is measured in both."""
+    routed, replayed = (_load(root, f"alone {kind}")["seq-mean-token-mean"] for kind in ("experts", "replayed"))
+    assert any(distance(replayed["weights"][name], weight) > TOLERANCE for name, weight in routed["weights"].items())
+    for result in (routed, replayed):
+        assert 1 < result["metrics"]["experts/load"] < result["metrics"]["experts/load_max"] < 8 / 3

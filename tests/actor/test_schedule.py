@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.actor.schedule import learning_rate
-from megatron_rl.config.schema import OptimizerConfig
+from megatron_rl.config.actor import OptimizerConfig
 
 
 def rates(steps: int, **changes: object) -> list[float]:

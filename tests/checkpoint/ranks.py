@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_rl.actor.actor import Actor
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.saver import Saver
-from megatron_rl.config.schema import Config, OptimizerConfig, ParallelConfig
+from megatron_rl.config.actor import OptimizerConfig, ParallelConfig
+from megatron_rl.config.schema import Config
 from megatron_rl.runtime import distributed
 from tests.actor.layouts import make_batch
 

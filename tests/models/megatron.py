@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from torch import nn
 
 from megatron_rl.actor.build import build_model
-from megatron_rl.config.schema import ActorConfig, ParallelConfig
+from megatron_rl.config.actor import ActorConfig, ParallelConfig
 from megatron_rl.models import Family, ModelDescription
 from megatron_rl.models.parallel import ParallelGroups
 from megatron_rl.runtime import device

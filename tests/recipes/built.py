@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.actor import build
-from megatron_rl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.models import model_of
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import optimizer_parts

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.config.actor import ActorConfig, FP8Config, ParallelConfig
 from megatron_rl.config.published import published_config, published_names
-from megatron_rl.config.schema import ActorConfig, Config, FP8Config, ModelConfig, ParallelConfig, RolloutConfig
+from megatron_rl.config.schema import Config, ModelConfig, RolloutConfig
 from megatron_rl.models import model_of
 from megatron_rl.planner import (
     CHECK,
@@ -236,6 +237,22 @@ def test_full_recomputation_keeps_one_input_per_layer() -> None:
     hidden = model.dims["hidden"]
     inputs = 2 * tokens * hidden * model.dims["layers"]
     assert inputs < activations < inputs + 2 * tokens * (4 * hidden + 4 * model.dims["ffn"] + 6 * 4096)
+
+
+def test_recomputation_of_some_layers_or_parts_lies_between_all_and_none() -> None:
+    def activations(**actor: Any) -> float:
+        return next(p.bytes for p in plan_for("Qwen3-8B", **actor).components if p.name == "actor: activations")
+
+    dims, tokens, none = model_of(model_config("Qwen3-8B")).dims, 8192, activations(tokens_per_microbatch=8192)
+    full = activations(recompute="full", tokens_per_microbatch=tokens)
+    layer = none / dims["layers"]
+    kept = (full - layer) / dims["layers"]
+    some = activations(recompute="full", recompute_layers=10, tokens_per_microbatch=tokens)
+    assert some == pytest.approx(10 * kept + (dims["layers"] - 10) * layer + layer)
+    parts = activations(recompute="selective", tokens_per_microbatch=tokens)
+    assert parts == pytest.approx(dims["layers"] * (layer - 2 * 3 * dims["ffn"] * tokens) + layer)
+    nothing = activations(recompute="selective", recompute_modules=["core_attn"], tokens_per_microbatch=tokens)
+    assert nothing == none + layer
 
 
 def test_experts_that_are_cut_keep_the_tokens_of_all_ranks_that_share_them() -> None:

@@ -191,7 +191,7 @@ def megatron_logits(folder: Path, config: Path, tokens: Tensor, master: bool = F
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_rl.actor.build import build_model
-    from megatron_rl.config.schema import ActorConfig
+    from megatron_rl.config.actor import ActorConfig
     from megatron_rl.models.load import load_hf_weights
     from megatron_rl.models.parallel import ParallelGroups
     from megatron_rl.runtime import device

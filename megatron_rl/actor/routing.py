@@ -1,0 +1,97 @@
+"""Which experts each token goes to: taken over from one pass of a micro-batch to its next ones, and counted.
+
+Between the pass for the old log-probs and the update the weights change, and with them some tokens' experts: their ratio
+then says more about the router than about the policy. Replayed, a token keeps the experts of its first pass (R2 in
+Zheng et al. 2025, Stabilizing Reinforcement Learning with LLMs); how much each of them weighs is computed anew, and has a
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rl.seams.megatron import Chunk, routers
+
+Chosen = dict[int, Tensor]  # layer, from 1 -> int16 [this rank's tokens, experts per token]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass of a micro-batch.
+
+    Attributes:
+        chosen: the micro-batch's, replayed where it has a layer's and else filled in; None: routed as the weights say.
+        counted: bool [this rank's tokens], those whose experts are counted in an update.
+        updates: a backward pass follows, which may repeat this one.
+    """
+
+    chosen: Chosen | None
+    counted: Tensor
+    updates: bool
+
+
+class LayerRouting:
+    """One router's choices. In the place of Megatron's `RouterReplay`, whose lists do not know micro-batches or stages."""
+
+    def __init__(self, layer: int, router: nn.Module, replay: bool) -> None:
+        self.layer = layer
+        self.load: Tensor | int = 0  # int64 [experts]: tokens that updates sent to each
+        self.given: Pass  # set before each forward pass
+        self._now: Pass
+        self._repeated: deque[Pass] = deque()
+        router.register_forward_pre_hook(self._enter)
+        router.register_forward_hook(self._count)
+        if replay:
+            router.router_replay = self  # type: ignore[assignment]
+
+    def reset(self) -> None:
+        """Before each series of micro-batches: an update that failed may have left some."""
+        self._repeated.clear()
+
+    def _enter(self, router: nn.Module, inputs: object) -> None:
+        """A layer to be computed again runs without gradients first; backward passes come in the order of forward passes."""
+        self._now = self._repeated.popleft() if self._repeated and torch.is_grad_enabled() else self.given
+        if self._now.updates and not torch.is_grad_enabled():
+            self._repeated.append(self._now)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and experts, [tokens, topk] each; called by Megatron's router."""
+        chosen = self._now.chosen
+        if chosen is None:
+            return choose(scores, topk, num_groups, group_topk)
+        if self.layer not in chosen:
+            chosen[self.layer] = choose(scores, topk, num_groups, group_topk)[1].to(torch.int16)
+        experts = chosen[self.layer].long()
+        return scores.gather(1, experts), experts
+
+    def _count(self, router: nn.Module, inputs: object, output: tuple[Tensor, Tensor]) -> None:
+        if torch.is_grad_enabled():  # once for each token of an update, also where the layer runs twice
+            self.load = self.load + (output[1] & self._now.counted[:, None]).sum(dim=0)
+
+
+def layer_routings(chunks: Sequence[Chunk], replay: bool) -> list[LayerRouting]:
+    """Of every router on this rank."""
+    return [LayerRouting(layer, router, replay) for chunk in chunks for layer, router in routers(chunk)]
+
+
+def expert_load(routings: Sequence[LayerRouting], layers: int, experts: int, device: torch.device) -> dict[str, float]:
+    """Metrics of how evenly the updates since the last call used the experts; every rank calls it."""
+    counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+    for routing in routings:
+        counts[routing.layer - 1] = routing.load
+        routing.load = 0
+    torch.distributed.all_reduce(counts)
+    busiest = counts.amax(dim=1) / counts.double().mean(dim=1)
+    return {"experts/load": float(busiest.mean()), "experts/load_max": float(busiest.max())}

@@ -1,0 +1,123 @@
+"""The recipe's section `actor`: layout, optimizer, precision, memory and speed of what is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from megatron_rl.config.keys import Count, CountOrNone, NonNegative, Positive, Ranks, Tokens, key
+from megatron_rl.parameters import Range
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass
+class ParallelConfig:
+    tensor: Ranks = key(1)
+    pipeline: Ranks = key(
+        1,
+        "stages. Layers that do not divide over them: the stages between the first and the last hold as many as "
+        "the fullest has to, the first and the last share the rest (94 over 8: 11, six times 12, 11; 5 over 4: 2, "
+        "1, 1, 1)",
+    )
+    virtual_pipeline: Ranks = key(1, "model chunks per pipeline stage; each stage's layers are a multiple of it")
+    context: Ranks = key(
+        1,
+        "context parallelism: this many ranks share the tokens of each sequence, so each holds 1/context of a "
+        "micro-batch's activations",
+    )
+    expert: Ranks = key(
+        1,
+        "expert parallelism: ranks that a layer's experts are spread over. `expert` × `expert_tensor` must divide "
+        "the ranks of a pipeline stage, tensor × context × data",
+    )
+    expert_tensor: Ranks = key(
+        1,
+        "ranks that each expert's matrices are cut over, independent of `tensor`: "
+        "[layouts.md](layouts.md#the-layouts-of-recipesscale)",
+    )
+    sequence: bool = key(False, "sequence parallelism; needs `tensor` > 1")
+
+
+@dataclass
+class OptimizerConfig:
+    lr: Positive = key(1e-6)
+    min_lr: NonNegative = key(0.0, "where `linear` and `cosine` end")
+    schedule: Schedule = key("constant", "over all optimizer steps of the run")
+    warmup_steps: Annotated[int, Range(low=0)] = key(0, "optimizer steps of linear warm-up")
+    betas: list[Annotated[float, Range(0, below=1)]] = key([0.9, 0.95])
+    eps: Positive = key(1e-8)
+    weight_decay: NonNegative = key(0.0, "decoupled, as in AdamW; of all parameters, norms and biases included")
+    clip_grad: NonNegative = key(1.0, "largest gradient norm")
+    distributed: bool = key(True, "Megatron's DistributedOptimizer: state sharded over data-parallel ranks")
+    moments: Literal["float32", "bfloat16"] = key(
+        "float32",
+        "dtype of Adam's two moments between updates; `bfloat16` (Transformer Engine, bf16 models, `distributed`) is 8 "
+        "instead of 12 bytes of state per parameter. Within an update they are fp32 in either case",
+    )
+
+
+@dataclass
+class FP8Config:
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = key(
+        "blockwise", "compute capability from 8.9, 8.9, 9.0, 10.0"
+    )
+    format: Literal["e4m3", "hybrid"] = key("e4m3")
+    param_gather: bool = key(False, "keep the parameters themselves in FP8")
+    bf16_ends: CountOrNone = key(
+        0, "so many layers at the beginning and as many at the end of the model compute in bf16; not with `delayed`"
+    )
+
+
+Recomputed = Literal["layernorm", "core_attn", "mlp", "moe", "moe_act"]
+
+
+@dataclass
+class MoEConfig:
+    """Mixtures of experts. The router computes in fp32 and has no auxiliary loss; with Transformer Engine all experts of a
+    rank are one grouped matrix product, and routing and permutation are fused kernels."""
+
+    dispatcher: Literal["alltoall", "deepep"] = key(
+        "alltoall",
+        "what brings tokens to their experts: NCCL's all-to-all, or DeepEP's kernels (GPU; package `deep_ep`), made for "
+        "experts on several nodes. `deepep` needs `expert` × `expert_tensor` > 1",
+    )
+    routing_replay: Literal["none", "old_log_probs"] = key(
+        "none",
+        "`old_log_probs`: in the updates each token goes to the experts that it went to when the old log-probs were "
+        "computed, whatever the router says since; `none`: to those that the router chooses",
+    )
+
+
+@dataclass
+class ActorConfig:
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    tokens_per_microbatch: Tokens = key(
+        8192,
+        "packed tokens in one forward pass, per data-parallel rank (its context-parallel ranks share them); must "
+        "hold the longest sequence",
+    )
+    logits_mib: Count = key(64, "MiB of float32 logits that exist at once, on each rank")
+    recompute: Literal["none", "selective", "full"] = key(
+        "none",
+        "what is computed again in the backward pass instead of kept: parts of every layer (`recompute_modules`), or "
+        "whole layers (`recompute_layers`)",
+    )
+    recompute_modules: list[Recomputed] = key(
+        ["mlp", "moe"],
+        "`selective`: which parts. `mlp`: dense feed-forwards; `moe`: router, exchange of tokens and experts; "
+        "`core_attn`: attention scores, which fused attention never keeps. With Transformer Engine also `moe_act`: the "
+        "experts' activation only; `layernorm`: the norm before experts",
+    )
+    recompute_layers: Count | None = key(
+        None, "`full`: the first so many layers of each model chunk; null: all. Of the others everything is kept"
+    )
+    overlap: bool | None = key(
+        None,
+        "data-parallel communication under computation: gradients are summed while the backward pass goes on, weights "
+        "gathered in the next forward pass; null: on a GPU, unless `logging.gradient_variance_every` measures",
+    )
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    offload: bool = key(False, "GPU: gradients and optimizer state leave the device while the engine generates")
+    fp8: FP8Config | None = key(None, "GPU with Transformer Engine: the section below")

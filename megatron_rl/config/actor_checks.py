@@ -1,0 +1,75 @@
+"""What must hold between the keys of `actor`, beside the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.actor import OptimizerConfig
+from megatron_rl.config.schema import Config
+from megatron_rl.models.rules import Dims
+
+
+def check_actor(config: Config) -> Iterator[str]:
+    """Yields a sentence per combination of keys that Megatron-Core or Transformer Engine refuses, or that does nothing."""
+    actor, parallel = config.actor, config.actor.parallel
+    if actor.moe.dispatcher == "deepep" and parallel.expert * parallel.expert_tensor == 1:
+        yield (
+            "`actor.moe.dispatcher=deepep` exchanges tokens between ranks, and every rank has all experts whole; raise "
+            "`actor.parallel.expert`, or set dispatcher=alltoall"
+        )
+    if actor.recompute == "selective" and not actor.recompute_modules:
+        yield "`actor.recompute=selective` needs `actor.recompute_modules`, which is empty; name one, or set recompute=none"
+    for key, optimizer in _optimizers(config):
+        if optimizer.moments == "bfloat16" and not (optimizer.distributed and config.model.dtype == "bfloat16"):
+            yield (
+                f"`{key}.moments=bfloat16` needs {key}.distributed=true and model.dtype=bfloat16 (they are "
+                f"{str(optimizer.distributed).lower()} and {config.model.dtype}); set them, or moments=float32"
+            )
+    if actor.fp8 is not None and actor.fp8.bf16_ends and actor.fp8.recipe == "delayed":
+        yield "`actor.fp8.bf16_ends` cannot go with recipe=delayed, whose scales span all layers; set it to 0"
+    if actor.overlap and config.logging.gradient_variance_every:
+        yield (
+            "`logging.gradient_variance_every` needs gradients that are not summed over ranks yet; set it to 0, or "
+            "`actor.overlap` to null or false"
+        )
+
+
+def _optimizers(config: Config) -> tuple[tuple[str, OptimizerConfig], ...]:
+    return ("actor.optimizer", config.actor.optimizer), ("sft.optimizer", config.sft.optimizer)
+
+
+def check_actor_machine(config: Config) -> Iterator[str]:
+    """Yields a sentence per key of `actor` that needs a GPU; for a machine without one."""
+    actor = config.actor
+    if actor.fp8 is not None:
+        yield "`actor.fp8` needs a GPU with Transformer Engine and this machine has no GPU; set actor.fp8=null"
+    if actor.offload:
+        yield "`actor.offload` moves state off a GPU and this machine has none; set actor.offload=false"
+    if actor.moe.dispatcher == "deepep":
+        yield "`actor.moe.dispatcher=deepep` needs GPUs and this machine has none; set it to alltoall"
+    for key, optimizer in _optimizers(config):
+        if optimizer.moments != "float32":
+            yield f"`{key}.moments=bfloat16` needs Transformer Engine and so a GPU; set it to float32 here"
+    if actor.recompute == "selective":
+        for name in sorted({"layernorm", "moe_act"} & set(actor.recompute_modules)):
+            yield f"`actor.recompute_modules` has {name}, which needs Transformer Engine and so a GPU; leave it out here"
+
+
+def check_actor_model(config: Config, dims: Dims) -> Iterator[str]:
+    """Yields a sentence per key of `actor` that the model's shape rules out."""
+    actor, experts = config.actor, bool(dims["experts"])
+    if actor.recompute == "selective" and actor.recompute_modules:
+        here = {"layernorm", "core_attn"} | ({"moe", "moe_act"} if experts else {"mlp"})
+        if not here & set(actor.recompute_modules):
+            yield (
+                f"`actor.recompute_modules` ({', '.join(actor.recompute_modules)}) names nothing that this model has; it has "
+                f"{', '.join(sorted(here))}"
+            )
+    if actor.moe.dispatcher == "deepep" and not experts:
+        yield "`actor.moe.dispatcher=deepep` is for experts, and the model has none; set it to alltoall"
+    most = dims["layers"] // actor.parallel.pipeline
+    if actor.fp8 is not None and actor.fp8.bf16_ends > most:
+        yield (
+            f"`actor.fp8.bf16_ends` ({actor.fp8.bf16_ends}) must be at most {most}, the model's {dims['layers']} layers over "
+            f"{actor.parallel.pipeline} pipeline stages"
+        )

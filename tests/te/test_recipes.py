@@ -1,0 +1,85 @@
+"""Every recipe that names a GPU builds with Transformer Engine: configuration, FP8 recipe, model, buffers and optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config import load_recipe
+from megatron_rl.config.published import published_config
+from tests.recipes.test_recipes import RECIPES, header, runnable
+from tests.te.processes import spawn
+from tests.te.recipes import build_configurations, build_stages
+
+Case = tuple[str, int, dict[str, Any], dict[str, Any]]  # recipe, GPUs, its `actor`, the model's config.json
+
+
+@functools.cache
+def _cases() -> list[Case]:
+    cases = list[Case]()
+    for name in runnable():
+        config = load_recipe(RECIPES / name)
+        machine = re.match(r"(\d+) nodes? x (\d+) H100", header(name).get("Hardware", ""))
+        if config.model.path is None or machine is None:
+            continue
+        model = published_config(Path(config.model.path).name)
+        assert model is not None, name
+        cases.append((name, int(machine[1]) * int(machine[2]), dataclasses.asdict(config.actor), model))
+    return cases
+
+
+def _layouts() -> dict[tuple[int, str, str], str]:
+    """Those that differ in more than numbers of tokens or of the optimizer, with a small model, and a recipe of each."""
+    found: dict[tuple[int, str, str], str] = {}
+    for name, world, actor, model in _cases():
+        kept = {
+            key: value for key, value in actor.items() if key not in ("optimizer", "tokens_per_microbatch", "offload")
+        }
+        small = _small(model, actor["parallel"]["pipeline"] * actor["parallel"]["virtual_pipeline"])
+        found.setdefault((world, json.dumps(kept), json.dumps(small)), name)
+    return found
+
+
+def _small(config: dict[str, Any], chunks: int) -> dict[str, Any]:
+    """The model with a layer per chunk and narrow matrices, but for what must divide over ranks."""
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 32,
+        "head_dim": 32,
+        "vocab_size": 512,
+    }
+    sizes |= {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": chunks,
+        "max_position_embeddings": 4096,
+    }
+    kept = (
+        "architectures",
+        "model_type",
+        "num_experts",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "tie_word_embeddings",
+    )
+    sizes |= {"rope_theta": 10000, "rms_norm_eps": 1e-6}
+    kept += ("hidden_act",)
+    return {key: sizes.get(key, value) for key, value in config.items() if key in (*kept, *sizes)}
+
+
+def test_configurations_build() -> None:
+    names = [name for name, *_ in _cases()]
+    assert {"scale/qwen3-235b-a22b-fp8.yaml", "scale/qwen3-8b.yaml"} <= set(names)
+    spawn(build_configurations, 1, json.dumps([(actor, model) for _, _, actor, model in _cases()]))
+
+
+@pytest.mark.parametrize(("world", "actor", "small"), [pytest.param(*key, id=name) for key, name in _layouts().items()])
+def test_models_and_optimizers_build(world: int, actor: str, small: str) -> None:
+    spawn(build_stages, 1, world, actor, small)
