@@ -152,8 +152,8 @@ class Engine:
         self.version = version
 
     def parameters(self) -> dict[str, Tensor]:
-        """The engine's own parameters on this rank, for diagnosis."""
-        [named] = self.llm.apply_model(lambda model: dict(model.named_parameters()))
+        """The engine's own parameters on this rank, and views of their parts by Hugging Face name, for diagnosis."""
+        [named] = self.llm.apply_model(lambda model: dict(model.named_parameters()) | seam.parts(model))
         return named
 
     def packed_weights(self) -> dict[str, Callable[[], Tensor]]:

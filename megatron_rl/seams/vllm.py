@@ -62,6 +62,31 @@ def quiet_reload_messages() -> None:
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_ReloadNoise())
 
 
+def parts(model: nn.Module) -> dict[str, Tensor]:
+    """Views of what vLLM keeps in one parameter, by Hugging Face name: parts of fused layers, matrices of single experts.
+
+    Not of weights that a CPU has packed: linear layers are emptied there, and experts in the kernel's order. On a GPU
+    Triton's kernels for experts (`rollout.engine.gpu_options`) leave them as they came.
+    """
+    fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        layer: Any = module
+        prefix, _, last = name.rpartition(".")
+        sizes = getattr(layer, "output_partition_sizes", None)
+        if sizes is not None and len(fused.get(last, ())) == len(sizes) and layer.weight.numel():
+            rows = layer.weight.detach().split(list(sizes))
+            found |= {f"{prefix}.{part}.weight": shard for part, shard in zip(fused[last], rows, strict=True)}
+        if hasattr(layer, "w13_weight") and layer.w13_weight.device.type != "cpu":
+            experts = name.partition(".experts")[0] + ".experts"
+            for number, (gate_up, down) in enumerate(
+                zip(layer.w13_weight.detach(), layer.w2_weight.detach(), strict=True)
+            ):
+                each = {"gate_proj": gate_up.chunk(2)[0], "up_proj": gate_up.chunk(2)[1], "down_proj": down}
+                found |= {f"{experts}.{number}.{part}.weight": shard for part, shard in each.items()}
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------- packed copies
 def unpack_experts(model: nn.Module) -> None:
     """Before a reload: has vLLM set up its expert layers again, packing included, which it does only without a kernel."""

@@ -92,3 +92,24 @@ def test_weights_are_read_back_by_hugging_face_name(model: Any) -> None:
     assert weights.keys() == {*parts, "attn.o_proj.weight"}
     for name, weight in (parts | {"attn.o_proj.weight": single}).items():
         assert torch.equal(weights[name], weight), name
+
+
+def test_parts_of_fused_layers_and_experts_have_hugging_faces_names() -> None:
+    """As on a GPU, where nothing is packed; `meta` stands for its memory."""
+    model: Any = nn.Module()
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    model.attn = nn.Module()
+    model.attn.qkv_proj = layer(torch.arange(16.0).view(8, 2), keeps_weight=True, parts=(4, 2, 2))
+    model.mlp = nn.Module()
+    model.mlp.experts = nn.Module()
+    model.mlp.experts.routed_experts = kept = nn.Module()
+    kept.w13_weight = nn.Parameter(torch.empty(3, 10, 4, device="meta"))
+    kept.w2_weight = nn.Parameter(torch.empty(3, 4, 5, device="meta"))
+    found = packed.parts(model)
+    rows = {name: found.pop(f"attn.{name}.weight")[:, 0].tolist() for name in ("q_proj", "k_proj", "v_proj")}
+    assert rows == {"q_proj": [0, 2, 4, 6], "k_proj": [8, 10], "v_proj": [12, 14]}
+    places = {name: (tuple(view.shape), view.storage_offset()) for name, view in found.items()}
+    assert len(places) == 9
+    assert places["mlp.experts.1.gate_proj.weight"] == ((5, 4), 40)
+    assert places["mlp.experts.1.up_proj.weight"] == ((5, 4), 60)
+    assert places["mlp.experts.2.down_proj.weight"] == ((4, 5), 40)
