@@ -109,9 +109,13 @@ class Actor:
 
     @property
     def optimizer(self) -> Optimizer:
+        self._offload.wait()
+        return self._started_optimizer()
+
+    def _started_optimizer(self) -> Optimizer:
+        """With its state perhaps still on the way from the host."""
         if self._optimizer is None:
             raise RuntimeError("there is no optimizer yet; call start_optimizer first")
-        self._offload.wait()
         return self._optimizer
 
     def optimizer_state(self) -> list[Tensor]:
@@ -181,7 +185,7 @@ class Actor:
         with device.megatron():
             for chunk in self.ddp_chunks:
                 chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            self._started_optimizer().zero_grad()
         parts = GradientParts(self.ddp_chunks, micro_batches, part_size) if part_size is not None else None
         with parts.measuring() if parts is not None else contextlib.nullcontext():
             collected = self._run(micro_batches, backward_from, forward_only=False, parts=parts)

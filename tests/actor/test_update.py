@@ -3,8 +3,10 @@ between."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -126,3 +128,17 @@ def check_away(actor: Actor) -> None:
     )
     assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for c in actor.ddp_chunks for buffer in c.buffers)
     assert all(torch.isfinite(weight).all() for _, weight in actor.iter_hf_weights())
+
+
+def test_state_that_comes_back_is_waited_for_after_the_backward_pass(root: Path) -> None:
+    actor, order = ranks.make_actor(root, Layout()), list[str]()
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: (order.append(name), function(*args, **options))[1]
+
+    actor._run = noted("run", actor._run)  # type: ignore[method-assign]
+    actor._offload.wait = noted("wait", actor._offload.wait)  # type: ignore[method-assign]
+    ranks.learn(actor, seed=1)
+    ranks.close()
+    # The second minibatch's old log-probs, then two updates.
+    assert [name for name, _ in groupby(order)] == ["run", "wait", "run", "wait"]
