@@ -56,16 +56,13 @@ class Surprise(Exception):
     """A step's figures are not what they must be; the message has both."""
 
 
-class LeftOut(Exception):
-    """The card cannot do what a step is about; the message says what it lacks."""
-
-
 @dataclass
 class Bench:
-    """One step's place: a folder of its own, and the ranks that it has."""
+    """One step's place: a folder of its own, its ranks, and its overrides."""
 
     folder: Path
     tensor: int = 1  # tensor parallelism of actor and engine
+    overrides: tuple[str, ...] = ()
 
     @property
     def gpu(self) -> bool:
@@ -112,7 +109,9 @@ class Bench:
         own += [f"actor.parallel.sequence={str(self.tensor > 1).lower()}"]
         world = self.grid.world
         machine = Machine(gpus=count_gpus(), world_size=world, local_world_size=world)
-        return check(load_recipe(path, [*own, *overrides]), machine=machine, model=read_hf_config(model))
+        return check(
+            load_recipe(path, [*own, *self.overrides, *overrides]), machine=machine, model=read_hf_config(model)
+        )
 
     def actor(self, config: Config) -> Actor:
         folder = Path(str(config.model.path))
@@ -149,13 +148,6 @@ def update(actor: Actor, tokens: Sequence[np.ndarray]) -> float:
 def weights(actor: Actor) -> dict[str, Tensor]:
     """A copy on the host, float32, by Hugging Face name."""
     return {name: tensor.float().to("cpu", copy=True) for name, tensor in actor.iter_hf_weights()}
-
-
-def need_capability(least: tuple[int, int], what: str) -> None:
-    """Raises LeftOut."""
-    own = torch.cuda.get_device_capability()
-    if own < least:
-        raise LeftOut(f"{what} needs compute capability {least[0]}.{least[1]}, and the card has {own[0]}.{own[1]}")
 
 
 def expect(name: str, value: float, at_most: float, what: str) -> float:

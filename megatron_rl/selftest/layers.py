@@ -20,16 +20,15 @@ from megatron_rl.selftest.bench import (
     Figures,
     Surprise,
     expect,
-    need_capability,
     scores,
     sequences,
     update,
     weights,
 )
+from megatron_rl.selftest.plan import HOPPER
 
 # Mean difference of a log-prob that two right implementations have.
 _ROUNDING = {"float32": 1e-5, "bfloat16": 0.03}
-_HOPPER = (9, 0)  # blockwise FP8 needs it
 
 
 def versions(bench: Bench) -> Figures:
@@ -58,7 +57,7 @@ def linear(bench: Bench) -> Figures:
     x = torch.randn(256, 512, device=device.device(), dtype=torch.bfloat16)
     upstream = torch.randn(256, 256, device=device.device(), dtype=torch.bfloat16)
     recipes = {"bf16": None} | (
-        {"FP8 blockwise": Float8BlockScaling()} if torch.cuda.get_device_capability() >= _HOPPER else {}
+        {"FP8 blockwise": Float8BlockScaling()} if torch.cuda.get_device_capability() >= HOPPER else {}
     )
     figures: Figures = {}
     for name, recipe in recipes.items():
@@ -145,13 +144,11 @@ def _transformers_scores(folder: Path, dtype: str, tokens: Sequence[np.ndarray])
 
 
 def fp8(bench: Bench) -> Figures:
-    need_capability((8, 9), "FP8")
     folder = bench.model(SHAPE)
     tokens = sequences(SHAPE.vocab_size)
     want = scores(bench.actor(bench.recipe(folder, "bf16")), tokens)
     figures: Figures = {}
-    recipes = ("blockwise", "tensorwise") if torch.cuda.get_device_capability() >= _HOPPER else ("tensorwise",)
-    for recipe in recipes:
+    for recipe in ("blockwise", "tensorwise"):
         config = bench.recipe(folder, recipe, f"actor.fp8.recipe={recipe}")
         own = bench.actor(config)
         difference = (scores(own, tokens) - want).abs().mean().item()

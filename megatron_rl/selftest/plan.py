@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Need = Literal["", "GPU", "Transformer Engine", "FP8"]
+Need = Literal["", "GPU", "Transformer Engine", "FP8"]  # FP8: blockwise, on Hopper
+
+
+HOPPER = (9, 0)  # compute capability
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,8 @@ class Step:
     question: str
     cause: str  # the likely one, and what to do
     need: Need = ""
-    processes: int = 1  # on a node with GPUs, one each
+    overrides: tuple[str, ...] = ()  # of the step's recipe
+    processes: int = 1  # tensor-parallel ranks of actor and engine; on a node with GPUs, one each
     minutes: float = 4.0  # after which it counts as hung
 
 
@@ -26,6 +30,14 @@ _SLEEP = (
     "fill (rollout/engine.py, docs/mismatch.md); CUDA_LAUNCH_BLOCKING=1 shows where a kernel fails"
 )
 _SPEED = "out of memory: another process holds the card, or the card has less than 80 GB; else the option's own kernels"
+# Of the actor, each measured against the step `speed`.
+_OPTIONS: dict[str, tuple[Need, tuple[str, ...]]] = {
+    "selective": ("GPU", ("actor.recompute=selective",)),
+    "full": ("GPU", ("actor.recompute=full",)),
+    "fp8": ("FP8", ("actor.fp8.recipe=blockwise",)),
+    "fp8-tensorwise": ("FP8", ("actor.fp8.recipe=tensorwise",)),
+    "fp8-full": ("FP8", ("actor.fp8.recipe=blockwise", "actor.recompute=full")),
+}
 
 STEPS = (
     Step(
@@ -78,14 +90,15 @@ STEPS = (
     ),
     Step(
         "rl-offload",
-        "training.rl_offload",
+        "training.rl",
         "the same with gradients and optimizer state off the card while the engine generates",
-        "actor.offload (actor/actor.py): compare with the step `rl`, which does the same without it",
+        "actor.offload (actor/offload.py): compare with the step `rl`, which does the same without it",
         need="GPU",
+        overrides=("actor.offload=true",),
     ),
     Step(
         "rl-ranks",
-        "training.rl_ranks",
+        "training.rl",
         "three RL steps on two ranks, with tensor and sequence parallelism",
         "NCCL between these cards (NCCL_DEBUG=INFO), or processes that do not see all GPUs: megatron-rl preflight",
         processes=2,
@@ -98,8 +111,17 @@ STEPS = (
         need="FP8",
     ),
     Step("speed", "speed.update", "updates of an 8B-shaped stack: share of the card's peak (MFU)", _SPEED),
-    Step("speed-recompute", "speed.update_recompute", "the same with full recompute", _SPEED, need="GPU"),
-    Step("speed-fp8", "speed.update_fp8", "the same in blockwise FP8", _SPEED, need="FP8"),
-    Step("offload", "speed.offload", "GB/s of the offload, each way", _SPEED, need="GPU"),
+    *(
+        Step(f"speed-{name}", "speed.update", f"the same with {', '.join(overrides)}", _SPEED, need, overrides)
+        for name, (need, overrides) in _OPTIONS.items()
+    ),
+    Step(
+        "offload",
+        "speed.offload",
+        "GB/s of the offload, each way",
+        _SPEED,
+        need="GPU",
+        overrides=("actor.offload=true",),
+    ),
     Step("decode", "speed.decode", "tokens/s of the engine, with and without seeds; seconds of a weight sync", _SPEED),
 )

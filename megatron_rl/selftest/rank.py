@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from megatron_rl.runtime import exit_codes, stop
-from megatron_rl.selftest.plan import STEPS
+from megatron_rl.selftest.plan import HOPPER, STEPS
 
 
 def main(name: str, folder: Path) -> int:
@@ -24,18 +24,22 @@ def main(name: str, folder: Path) -> int:
     import torch
 
     from megatron_rl.runtime import distributed
-    from megatron_rl.selftest.bench import Bench, LeftOut, Surprise
+    from megatron_rl.selftest.bench import Bench, Surprise
     from megatron_rl.trainer.main import quiet_known_warnings
 
     quiet_known_warnings()
     torch.manual_seed(0)
     module, _, function = step.function.partition(".")
+    result, code = {}, exit_codes.OK
     try:
-        figures = getattr(importlib.import_module(f"megatron_rl.selftest.{module}"), function)(Bench(folder))
-        distributed.shutdown()
-        result, code = {"figures": figures}, exit_codes.OK
-    except LeftOut as reason:
-        result, code = {"left_out": str(reason)}, exit_codes.OK
+        if step.need == "FP8" and torch.cuda.get_device_capability() < HOPPER:
+            result = {
+                "left_out": f"blockwise FP8 needs compute capability 9.0: {torch.cuda.get_device_name()} has less"
+            }
+        else:
+            bench = Bench(folder, step.processes, step.overrides)
+            result = {"figures": getattr(importlib.import_module(f"megatron_rl.selftest.{module}"), function)(bench)}
+            distributed.shutdown()
     except Exception as error:
         traceback.print_exc()
         text = str(error) if isinstance(error, Surprise) else f"{type(error).__name__}: {error}"

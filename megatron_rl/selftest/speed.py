@@ -19,7 +19,7 @@ from megatron_rl.rollout.engine import Engine, Request
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sync import WeightSync
 from megatron_rl.runtime import device
-from megatron_rl.selftest.bench import SHAPE, Bench, Figures, need_capability, sequences
+from megatron_rl.selftest.bench import SHAPE, Bench, Figures, sequences
 from megatron_rl.selftest.bench import update as step
 
 # Qwen3-8B's layers, 8 of its 36; with its output layer tied to the embedding, so that training it fits into 80 GB.
@@ -67,7 +67,7 @@ class RandomWeights:
 
 
 def _shape(bench: Bench) -> CreateModelConfig:
-    return _8B if bench.gpu else replace(SHAPE, layers=2, max_positions=1024)
+    return _8B if bench.gpu else replace(SHAPE, max_positions=1024, tie_embeddings=True)
 
 
 def _tokens(bench: Bench, vocab: int) -> list[np.ndarray]:
@@ -96,22 +96,9 @@ def flops(shape: CreateModelConfig, lengths: list[int]) -> float:
 
 
 def update(bench: Bench) -> Figures:
-    return _update(bench)
-
-
-def update_recompute(bench: Bench) -> Figures:
-    return _update(bench, "actor.recompute=full")
-
-
-def update_fp8(bench: Bench) -> Figures:
-    need_capability((9, 0), "blockwise FP8")
-    return _update(bench, "actor.fp8.recipe=blockwise")
-
-
-def _update(bench: Bench, *overrides: str) -> Figures:
     """Optimizer steps on 16,384 packed tokens, after one that warms up; the fastest."""
     shape = _shape(bench)
-    actor, config = _actor(bench, *overrides)
+    actor, config = _actor(bench)
     actor.start_optimizer(config.actor.optimizer, 10)
     tokens = _tokens(bench, shape.vocab_size)
     seconds = []
@@ -133,7 +120,7 @@ def _update(bench: Bench, *overrides: str) -> Figures:
 
 def offload(bench: Bench) -> Figures:
     """The optimizer's state to the host and back, copies that overlap waited for; the second time, when buffers are there."""
-    actor, config = _actor(bench, "actor.offload=true")
+    actor, config = _actor(bench)
     actor.start_optimizer(config.actor.optimizer, 10)
     step(actor, _tokens(bench, _8B.vocab_size))
     gigabytes = sum(tensor.nbytes for tensor in actor.optimizer_state()) / 1e9

@@ -105,18 +105,6 @@ def _free() -> float:
     return torch.cuda.mem_get_info()[0] / _GIB if device.has_gpu() else 0.0
 
 
-def rl(bench: Bench) -> Figures:
-    return _rl(bench)
-
-
-def rl_offload(bench: Bench) -> Figures:
-    return _rl(bench, "actor.offload=true")
-
-
-def rl_ranks(bench: Bench) -> Figures:
-    return _rl(replace(bench, tensor=2))
-
-
 _SHOWN = {
     "sync/logprob_mean_diff": "sync mean difference",
     "sync/logprob_p99_diff": "sync 99th percentile",
@@ -129,9 +117,9 @@ _SHOWN = {
 }
 
 
-def _rl(bench: Bench, *overrides: str) -> Figures:
+def rl(bench: Bench) -> Figures:
     """Three steps; the last one's metrics, and of the sync's differences the largest."""
-    config = bench.recipe(bench.model(SHAPE), "run", *overrides)
+    config = bench.recipe(bench.model(SHAPE), "run")
     run = build_run(config, bench.grid, Path(config.run_dir))
     train(run, "never")
     run.close()

@@ -15,7 +15,7 @@ from megatron_rl.selftest.plan import STEPS
 from megatron_rl.selftest.report import FAILED, OK, Result
 from tests import warm
 
-GPU_ONLY = {"linear", "attention", "rl-offload", "fp8", "speed-recompute", "speed-fp8", "offload"}
+GPU_ONLY = {step.name for step in STEPS if step.need}
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.engine
 def test_the_steps_that_need_no_gpu_are_right_on_a_cpu(page: Path) -> None:
     report = (page / "report.md").read_text()
+    assert {"linear", "rl-offload", "speed-full", "offload"} < GPU_ONLY
     for step in STEPS:
         verdict = "left out" if step.name in GPU_ONLY else "ok"
         assert f"| `{step.name}` | {verdict} |" in report
@@ -81,4 +82,4 @@ def test_what_a_node_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(selftest._missing(step, gpus=2) for step in STEPS)
     monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: None)
     lacking = [name for name, step in steps.items() if selftest._missing(step, gpus=2)]
-    assert lacking == ["linear", "attention", "fp8", "speed-fp8"]
+    assert lacking == ["linear", "attention", "fp8", "speed-fp8", "speed-fp8-tensorwise", "speed-fp8-full"]
