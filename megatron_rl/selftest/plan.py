@@ -33,7 +33,9 @@ _SPEED = "out of memory: another process holds the card, or the card has less th
 # Of the actor, each measured against the step `speed`.
 _OPTIONS: dict[str, tuple[Need, tuple[str, ...]]] = {
     "selective": ("GPU", ("actor.recompute=selective",)),
+    "half": ("GPU", ("actor.recompute=full", "actor.recompute_layers=4")),
     "full": ("GPU", ("actor.recompute=full",)),
+    "bf16-moments": ("Transformer Engine", ("actor.optimizer.moments=bfloat16",)),
     "fp8": ("FP8", ("actor.fp8.recipe=blockwise",)),
     "fp8-tensorwise": ("FP8", ("actor.fp8.recipe=tensorwise",)),
     "fp8-full": ("FP8", ("actor.fp8.recipe=blockwise", "actor.recompute=full")),

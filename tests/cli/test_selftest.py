@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.commands import selftest
+from megatron_rl.config import Machine, check, check_machine, load_recipe
 from megatron_rl.runtime.spawn import Outcome
 from megatron_rl.selftest.plan import STEPS
 from megatron_rl.selftest.report import FAILED, OK, Result
@@ -81,5 +82,16 @@ def test_what_a_node_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, step in steps.items() if selftest._missing(step, gpus=1)] == ["rl-ranks"]
     assert not any(selftest._missing(step, gpus=2) for step in STEPS)
     monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: None)
-    lacking = [name for name, step in steps.items() if selftest._missing(step, gpus=2)]
-    assert lacking == ["linear", "attention", "fp8", "speed-fp8", "speed-fp8-tensorwise", "speed-fp8-full"]
+    lacking = {name for name, step in steps.items() if selftest._missing(step, gpus=2)}
+    assert lacking >= {"linear", "attention", "fp8", "speed-fp8", "speed-bf16-moments"}
+    assert not lacking & {"actor", "rl-offload", "speed", "speed-full", "offload"}
+
+
+def test_the_options_of_every_step_are_a_recipes(tmp_path: Path) -> None:
+    from megatron_rl.selftest.bench import RECIPE
+
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    for step in STEPS:
+        own = [f"run_dir={tmp_path / 'run'}", "model.create.layers=8", *step.overrides]
+        machine = Machine(gpus=2, world_size=1, local_world_size=1)
+        check_machine(check(load_recipe(tmp_path / "recipe.yaml", own), machine=machine), machine)
