@@ -132,3 +132,17 @@ def selftest(folder: Path) -> None:
     with device.megatron():
         figures |= layers.attention(Bench(folder))
     assert len(figures) == 9
+
+
+def learn_offloaded(root: str, layouts: list[Layout]) -> None:
+    """Four updates as `save_trained` makes them, with the optimizer's state on the host before and between."""
+    for layout in layouts:
+        actor, folder = ranks.make_actor(Path(root), layout), Path(root) / "offloaded" / layout.name
+        actor.config.offload = True
+        for seed in (0, 1):
+            actor.offload()
+            assert not any(tensor.untyped_storage().nbytes() for tensor in actor.optimizer_state() if seed)
+            actor.onload()
+            ranks.learn(actor, seed)
+        ranks.save(actor, folder, 2)
+        ranks.close()

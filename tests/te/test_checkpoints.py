@@ -35,6 +35,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "again").mkdir()
     spawn(save_trained, 2, str(folder), SAVED)
     spawn(inside.save_before_the_first_update, 2, str(folder), SAVED[:3])
+    (folder / "offloaded").mkdir()
+    spawn(inside.learn_offloaded, 2, str(folder), SAVED[::2])
     spawn(resume_at, 2, str(folder), SAME + OTHER)
     return folder
 
@@ -46,6 +48,13 @@ def test_back_to_step_0_by_another_optimizer(root: Path, layout: Layout) -> None
     assert moments
     assert not any(tensor.any() for tensor in moments)
     want, own = contents(root / layout.name / "step_2"), contents(root / "again" / layout.name / "step_2")
+    assert own.keys() == want.keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in want.items())
+
+
+@pytest.mark.parametrize("layout", SAVED[::2], ids=lambda layout: layout.name)
+def test_state_that_was_on_the_host_in_between_is_the_same(root: Path, layout: Layout) -> None:
+    want, own = contents(root / layout.name / "step_2"), contents(root / "offloaded" / layout.name / "step_2")
     assert own.keys() == want.keys()
     assert all(torch.equal(own[name], tensor) for name, tensor in want.items())
 
