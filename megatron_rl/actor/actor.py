@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.actor import build
+from megatron_rl.actor import build, fp8
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.actor.offload import Offload
 from megatron_rl.actor.packing import MicroBatch, pack, plan
@@ -33,6 +33,7 @@ from megatron_rl.models.proof import ShardProof
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.seams.megatron import Chunk, Optimizer, clip_gradients, return_hidden_states, tensors_of
+from megatron_rl.seams.transformer_engine import holding, keep_rounded
 
 # (number of the micro-batch, log-probs, entropy or None) -> (loss, metrics). The loss is this micro-batch's share of the
 # minibatch's loss, already divided by the whole minibatch's denominators. All tensors are float32 [scored tokens].
@@ -99,6 +100,7 @@ class Actor:
         """A fresh optimizer; `total_steps` optimizer steps are what the learning-rate schedule spans."""
         recipe = self.config.fp8.recipe if self.config.fp8 else None
         with device.megatron():
+            keep_rounded(parameter for chunk in self.chunks for parameter in chunk.parameters())
             self._optimizer = build.build_optimizer(self.ddp_chunks, config, self.dtype, recipe)
         self.optimizer_config, self.total_optimizer_steps, self.optimizer_steps = config, total_steps, 0
 
@@ -136,8 +138,8 @@ class Actor:
         lengths = [len(tokens) for tokens in batch.tokens]
         multiple = self.grid.pp if self.config.parallel.virtual_pipeline > 1 else 1
         shares = plan(lengths, rows, self.grid.dp, self.config.tokens_per_microbatch, multiple)
-        # Sequence parallelism cuts tokens over TP ranks; FP8 matrix products want multiples of 16.
-        tokens_multiple = (self.grid.tp if self.config.parallel.sequence else 1) * (16 if self.config.fp8 else 1)
+        # Sequence parallelism cuts tokens over TP ranks.
+        tokens_multiple = (self.grid.tp if self.config.parallel.sequence else 1) * fp8.rows_multiple(self.config.fp8)
         return [
             pack(part, batch, device.device(), tokens_multiple, self.grid.cp, self.grid.cp_rank)
             for part in shares[self.grid.dp_rank]
@@ -335,17 +337,18 @@ class Actor:
         if self.reference is None:
             raise RuntimeError("no reference policy was kept; call keep_reference() first")
         current = []
-        for chunk, reference in zip(self.chunks, self.reference, strict=True):
-            for name, parameter in chunk.named_parameters():
-                current.append((parameter, parameter.detach().clone()))
-                parameter.data.copy_(reference[name])
+        with torch.no_grad():
+            for chunk, reference in zip(self.chunks, self.reference, strict=True):
+                for name, parameter in chunk.named_parameters():
+                    current.append(holding(parameter))
+                    parameter.copy_(reference[name])
         replays, self._replays = self._replays, False  # its router is another one
         try:
             yield
         finally:
             self._replays = replays
-            for parameter, value in current:
-                parameter.data.copy_(value)
+            for restore in current:
+                restore()
 
     # ------------------------------------------------------------------------------------------------ GPU memory
     def offload(self) -> None:

@@ -9,6 +9,13 @@ from megatron_rl.runtime import device
 
 # Compute capability each recipe needs: Hopper is 9.0, Blackwell 10.0.
 _NEEDS = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+# Rows that share a scale, which no rank may cut where sequence parallelism gathers FP8 rows; matrix products want 16.
+_ROWS = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+
+
+def rows_multiple(config: FP8Config | None) -> int:
+    """What the number of a rank's tokens is padded to for `actor.fp8`; 1 where it is null."""
+    return 1 if config is None else _ROWS[config.recipe]
 
 
 def megatron_options(config: FP8Config | None) -> dict[str, str | bool | int]:

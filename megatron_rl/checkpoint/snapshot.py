@@ -90,6 +90,7 @@ class Snapshotter:
         An earlier snapshot must not be in use any more: its memory is written over.
         """
         from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+        from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
         grid = self._grid
         stand_ins = StandIns()
@@ -109,6 +110,8 @@ class Snapshotter:
             if not isinstance(data, Tensor):
                 items.append((item.index, bytes(data.getbuffer())))
                 continue
+            if is_float8tensor(data):  # stored in the dtype that it stands for; Megatron loads it so
+                data = dequantize_fp8_tensor(data)
             if not self._copied and data.device.type == "cpu" and data not in stand_ins:
                 items.append((item.index, data.detach()))
                 continue

@@ -63,7 +63,9 @@ class FP8Config:
         "blockwise", "compute capability from 8.9, 8.9, 9.0, 10.0"
     )
     format: Literal["e4m3", "hybrid"] = key("e4m3")
-    param_gather: bool = key(False, "keep the parameters themselves in FP8")
+    param_gather: bool = key(
+        False, "keep the parameters themselves in FP8; not with `mxfp8`, and with `actor.optimizer.distributed` only"
+    )
     bf16_ends: CountOrNone = key(
         0, "so many layers at the beginning and as many at the end of the model compute in bf16; not with `delayed`"
     )

@@ -27,10 +27,27 @@ def check_actor(config: Config) -> Iterator[str]:
             )
     if actor.fp8 is not None and actor.fp8.bf16_ends and actor.fp8.recipe == "delayed":
         yield "`actor.fp8.bf16_ends` cannot go with recipe=delayed, whose scales span all layers; set it to 0"
+    yield from _check_fp8(config)
     if actor.overlap and config.logging.gradient_variance_every:
         yield (
             "`logging.gradient_variance_every` needs gradients that are not summed over ranks yet; set it to 0, or "
             "`actor.overlap` to null or false"
+        )
+
+
+def _check_fp8(config: Config) -> Iterator[str]:
+    fp8 = config.actor.fp8
+    if fp8 is None or not fp8.param_gather:
+        return
+    if fp8.recipe == "mxfp8":
+        yield (
+            "`actor.fp8.param_gather` does not go with `actor.fp8.recipe=mxfp8`: Megatron-Core's buffers cannot hold its "
+            "parameters; set param_gather to false, or recipe to blockwise or tensorwise"
+        )
+    if not config.actor.optimizer.distributed:
+        yield (
+            "`actor.fp8.param_gather` needs `actor.optimizer.distributed`: the plain optimizer knows no parameters in FP8; "
+            "set one of them to the other's value"
         )
 
 

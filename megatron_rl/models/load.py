@@ -15,6 +15,7 @@ from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import LocalWeight, local_weights, split_axis
 from megatron_rl.models.parallel import ParallelGroups
 from megatron_rl.models.rules import Dims, Rule, Sharding, shard_shape, shard_slices
+from megatron_rl.seams.transformer_engine import keep_exact
 
 
 @torch.no_grad()
@@ -79,6 +80,7 @@ def _fill(weight: LocalWeight, files: WeightSource, dims: Dims, rank: int, tp: i
     target.narrow(rule.dim, at, target.shape[rule.dim] - at).zero_()
     if target is not weight.parameter:
         weight.parameter.copy_(target)  # quantises
+        keep_exact(weight.parameter, target)
 
 
 def _writable(parameter: nn.Parameter) -> Tensor:

@@ -160,6 +160,15 @@ def test_on_gpus_one_process_each(recipe) -> None:
     )
 
 
+def test_parameters_in_fp8_need_buffers_that_hold_them(recipe) -> None:
+    check(recipe("actor.fp8={param_gather: true}"), machine=CPU)
+    check(recipe("actor.fp8={recipe: mxfp8}"), machine=CPU)
+    [mxfp8] = problems(recipe("actor.fp8={recipe: mxfp8, param_gather: true}"))
+    assert "set param_gather to false" in mxfp8
+    [plain] = problems(recipe("actor.fp8={param_gather: true}", "actor.optimizer.distributed=false"))
+    assert "`actor.fp8.param_gather` needs `actor.optimizer.distributed`" in plain
+
+
 def test_another_launchers_world_is_taken_as_it_is(recipe) -> None:
     outer = Machine(world_size=4, local_world_size=2)
     assert check(recipe("actor.parallel.tensor=2"), machine=outer).launch.processes is None

@@ -12,8 +12,8 @@ from tests.te.standin.enums import DType
 
 def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> Tensor:
     """fp32; cuBLAS counts columns first, so of tensors in torch's order it is op(b) @ op(a)."""
-    a = quantize.dequantize(a, columnwise=not transa).float()
-    b = quantize.dequantize(b, columnwise=transb).float()
+    a = quantize.operand(a, columnwise=not transa).float()
+    b = quantize.operand(b, columnwise=transb).float()
     rows = b.reshape(-1, b.shape[-1])
     columns = a.reshape(-1, a.shape[-1])
     product = (rows.T if transb else rows) @ (columns.T if transa else columns)
@@ -50,7 +50,7 @@ def generic_gemm(
     product = alpha * _product(A, transA, B, transB)
     bias_grad = None
     if bias is not None and grad:
-        of = quantize.dequantize(B, columnwise=transB).float()
+        of = quantize.operand(B, columnwise=transB).float()
         bias_grad = of.reshape(-1, of.shape[-1]).sum(0).to(bias_type.torch)
     elif bias is not None and bias.numel():
         product = product + bias.float()
@@ -88,7 +88,7 @@ def te_general_grouped_gemm(
     outs = D[0].split([len(product) for product in products]) if single_output else D
     for out, product, b, own in zip(outs, products, B, bias, strict=True):
         if own.numel() and grad:
-            own.copy_(quantize.dequantize(b, columnwise=transb).float().sum(0))
+            own.copy_(quantize.operand(b, columnwise=transb).float().sum(0))
         elif own.numel():
             product = product + own.float()
         out.copy_(out.float() + product if accumulate else product)

@@ -42,6 +42,7 @@ def install() -> None:
         vars(_module(name))["__getattr__"] = _missing
     for name, answer in _CUDA.items():
         setattr(torch.cuda, name, functools.partial(_always, answer))
+    torch.version.cuda = "13.0"
     import transformer_engine.common as common
 
     common.load_framework_extension = lambda framework: None

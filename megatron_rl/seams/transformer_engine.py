@@ -1,0 +1,48 @@
+"""Transformer Engine: what is private of it. Written for 2.11.0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+# Of an FP8 parameter: its values before they were rounded, in host memory. Megatron-Core's distributed optimizer takes its
+# fp32 masters from them by this getter, once, and clears them; the getter stays.
+EXACT, GET_EXACT = "_high_precision_init_val", "get_high_precision_init_val"
+GET_PARTS, SET_PARTS = "prepare_for_saving", "restore_from_saved"  # of an FP8 tensor
+
+
+def keep_exact(parameter: Tensor, values: Tensor) -> None:
+    """Has an optimizer built later begin with `values`, of which an FP8 parameter holds the rounded ones."""
+    if hasattr(parameter, GET_EXACT):
+        setattr(parameter, EXACT, values.cpu())
+
+
+def keep_rounded(parameters: Iterable[Tensor]) -> None:
+    """Has another optimizer begin with what FP8 parameters hold, where an earlier one has cleared their exact values."""
+    for parameter in parameters:
+        if hasattr(parameter, GET_EXACT) and not hasattr(parameter, EXACT):
+            setattr(parameter, EXACT, parameter.detach().dequantize().cpu())
+
+
+def holding(parameter: Tensor) -> Callable[[], None]:
+    """Copies a parameter; what is returned gives it these values back, bit for bit.
+
+    A clone of an FP8 tensor shares its scales, which other values that are quantised into the tensor overwrite.
+    """
+    own: list[Tensor | None] = [parameter.data]
+    if hasattr(parameter, GET_PARTS):
+        own = getattr(parameter, GET_PARTS)()[0]  # data and scales, taken out
+        getattr(parameter, SET_PARTS)(own)
+    copies = [part if part is None else part.clone() for part in own]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for part, copy in zip(own, copies, strict=True):
+            if part is not None and copy is not None:
+                part.copy_(copy)
+        if hasattr(parameter, SET_PARTS):
+            getattr(parameter, SET_PARTS)(own)
+
+    return restore
