@@ -276,6 +276,8 @@ def test_a_driver_that_hangs_does_not_hang_the_check(
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho Unable to determine the device handle\nexit 255\n")
     monkeypatch.setattr(gpus, "_ANSWER", 10.0)
     assert list(gpus.check_gpus(config)) == [(FAILED, "nvidia-smi fails: Unable to determine the device handle")]
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\ncase "$*" in *driver_version*) echo 535.183.01 ;; esac\n')
+    assert [text[:35] for _, text in gpus.check_gpus(config)] == ["the NVIDIA driver is 535.183.01, an"]
 
 
 def test_a_process_must_see_all_gpus_of_its_node(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
