@@ -32,7 +32,14 @@ from megatron_rl.models.parallel import ParallelGroups
 from megatron_rl.models.proof import ShardProof
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
-from megatron_rl.seams.megatron import Chunk, Optimizer, clip_gradients, return_hidden_states, tensors_of
+from megatron_rl.seams.megatron import (
+    Chunk,
+    Optimizer,
+    clip_gradients,
+    gather_weights,
+    return_hidden_states,
+    tensors_of,
+)
 from megatron_rl.seams.transformer_engine import holding, keep_rounded
 
 # (number of the micro-batch, log-probs, entropy or None) -> (loss, metrics). The loss is this micro-batch's share of the
@@ -196,8 +203,8 @@ class Actor:
             group["lr"] = rate
         with device.megatron():
             grad_norm = self._step()
-            for chunk in self.ddp_chunks if self._gathers_later and not more else ():
-                chunk.start_param_sync(force_sync=True)
+            if self._gathers_later and not more:
+                gather_weights(self.ddp_chunks)
         self.optimizer_steps += 1
         variance, count = parts.result(self.grid, grad_norm) if parts is not None else (None, 0)
         return UpdateResult(self.reduce(collected), grad_norm, rate, variance, count)

@@ -197,6 +197,18 @@ def before_gradients_are_summed(config: TransformerConfig, call: Callable[[], No
         config.finalize_model_grads_func = finalize
 
 
+def gather_weights(ddp_chunks: Sequence[Chunk]) -> None:
+    """Gathers what the distributed optimizer has left sharded for the next forward pass to gather.
+
+    Megatron-Core does so too, but leaves FP8 parameters with their old column-wise data, which the backward pass reads.
+    """
+    from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
+
+    for chunk in ddp_chunks:
+        chunk.start_param_sync(force_sync=True)
+        post_all_gather_processing([weight for weight in chunk.parameters() if is_float8tensor(weight)])
+
+
 # ----------------------------------------------------------------------------------------------------------- optimizer
 def optimizer_parts(optimizer: Optimizer) -> list[OptimizerPart]:
     """Megatron's optimizers of dense and of expert parameters, or the only one."""

@@ -39,6 +39,7 @@ class Case:
     param_gather: bool = False
     tensor: int = 1
     format: str = "e4m3"
+    overlap: bool = False  # of data-parallel communication with computation, as on a GPU
 
 
 def write_models(root: Path) -> None:
@@ -73,6 +74,7 @@ def make_actor(root: str, case: Case) -> Actor:
     config.model.dtype = "bfloat16"
     config.actor.parallel = ParallelConfig(tensor=case.tensor, sequence=case.tensor > 1)
     config.actor.tokens_per_microbatch = 96
+    config.actor.overlap = case.overlap
     config.actor.optimizer = OptimizerConfig(lr=1e-3)
     if case.recipe is not None:
         config.actor.fp8 = FP8Config(recipe=case.recipe, format=case.format, param_gather=case.param_gather)
@@ -182,7 +184,7 @@ def _parameters(root: str, case: Case) -> None:
         assert torch.equal(master, value.float().view(-1)), case
     assert update(actor) > 0
 
-    folder = Path(root) / f"exported-{case.recipe}-{case.experts}"
+    folder = Path(root) / f"exported-{case.recipe}-{case.experts}-{case.overlap}"
     folder.mkdir()
     save_file(exported, folder / "model.safetensors")
     actor.load_hf(folder)

@@ -52,7 +52,7 @@ def test_steps_of_mxfp8(root: str, tensor: int) -> None:
 def test_parameters_in_fp8(root: str) -> None:
     """The optimizer's masters are the loaded values, also of a second optimizer; export, loading and reference are exact."""
     both = [Case(recipe, experts, param_gather=True) for recipe in HOPPER[:2] for experts in (False, True)]
-    spawn(fp8.parameters, 1, root, both)
+    spawn(fp8.parameters, 1, root, [*both, Case("blockwise", param_gather=True, overlap=True)])
 
 
 @pytest.mark.parametrize("param_gather", [False, True])
