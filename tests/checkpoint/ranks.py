@@ -38,6 +38,7 @@ class Layout:
     distributed: bool = True
     model: str = "model-False"
     dtype: str = "float32"
+    moments: str = "float32"
 
     @property
     def name(self) -> str:
@@ -45,7 +46,7 @@ class Layout:
         order = "-sequence" if self.sequence else ""
         return (
             f"{self.model}-tp{self.tensor}{order}-pp{self.pipeline}x{self.virtual}-cp{self.context}-ep{self.expert}"
-            f"x{self.expert_tensor}-{kind}-{self.dtype}"
+            f"x{self.expert_tensor}-{kind}-{self.dtype}{'-moments' if self.moments != 'float32' else ''}"
         )
 
 
@@ -61,7 +62,9 @@ def make_actor(root: Path, layout: Layout) -> Actor:
         expert_tensor=layout.expert_tensor,
         sequence=layout.sequence,
     )
-    config.actor.optimizer = OptimizerConfig(lr=1e-3, schedule="linear", distributed=layout.distributed)
+    config.actor.optimizer = OptimizerConfig(
+        lr=1e-3, schedule="linear", distributed=layout.distributed, moments=layout.moments
+    )
     config.actor.tokens_per_microbatch = 96
     config.actor.logits_mib = 1
     config.trainer.minibatches = 2

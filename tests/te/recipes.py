@@ -45,6 +45,16 @@ def build_stages(world: int, actor: str, small: str) -> None:
         _build_stage(config, model.family, model.description, stage * per_stage, world)
 
 
+def build_with_deepep(world: int, actor: str, small: str) -> None:
+    """The same with `dispatcher: deepep`. Its package is not here, and two of its names have to be for that."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    values = json.loads(actor)
+    values["moe"]["dispatcher"] = "deepep"
+    token_dispatcher.fused_dispatch, token_dispatcher.set_deepep_num_sms = build_with_deepep, int
+    build_stages(world, json.dumps(values), small)
+
+
 def _actor(values: dict[str, Any]) -> ActorConfig:
     from omegaconf import OmegaConf
 

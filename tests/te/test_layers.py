@@ -23,6 +23,7 @@ TOLERANCE = 1e-5  # relative, fp32
 # weight is the difference of rounded weights.
 CHANGE, METRIC = 0.15, 0.2
 ALONE = [Layout("dense"), Layout("tied", tied=True), Layout("experts", experts=True)]
+ALONE += [Layout("experts replayed", experts=True, replay=True)]
 ALONE += [Layout("dense bf16", dtype=BF16), Layout("experts bf16", experts=True, dtype=BF16)]
 TWO = [
     Layout("dense, TP 2 sequence", tensor=2, sequence=True),
@@ -32,6 +33,14 @@ TWO = [
     Layout("experts, EP 2", experts=True, expert=2),
     Layout("experts, TP 2 sequence EP 2", experts=True, tensor=2, sequence=True, expert=2),
     Layout("experts, PP 2", experts=True, pipeline=2),
+    Layout("tied, DP 2 overlap", tied=True, actor={"overlap": True}),
+    Layout(
+        "experts, EP 2 overlap, norm and activation again",
+        experts=True,
+        expert=2,
+        actor={"overlap": True, "recompute": "selective", "recompute_modules": ["layernorm", "moe_act"]},
+    ),
+    Layout("experts replayed, EP 2 recompute", experts=True, expert=2, replay=True, actor={"recompute": "full"}),
     Layout("dense bf16, TP 2 sequence", tensor=2, sequence=True, dtype=BF16),
     Layout("experts bf16, EP 2", experts=True, expert=2, dtype=BF16),
 ]

@@ -15,7 +15,7 @@ from megatron_rl.config import load_recipe
 from megatron_rl.config.published import published_config
 from tests.recipes.test_recipes import RECIPES, header, runnable
 from tests.te.processes import spawn
-from tests.te.recipes import build_configurations, build_stages
+from tests.te.recipes import build_configurations, build_stages, build_with_deepep
 
 Case = tuple[str, int, dict[str, Any], dict[str, Any]]  # recipe, GPUs, its `actor`, the model's config.json
 
@@ -83,3 +83,8 @@ def test_configurations_build() -> None:
 @pytest.mark.parametrize(("world", "actor", "small"), [pytest.param(*key, id=name) for key, name in _layouts().items()])
 def test_models_and_optimizers_build(world: int, actor: str, small: str) -> None:
     spawn(build_stages, 1, world, actor, small)
+
+
+def test_deepep_builds() -> None:
+    [layout] = [key for key, name in _layouts().items() if name == "scale/qwen3-235b-a22b.yaml"]
+    spawn(build_with_deepep, 1, *layout)
