@@ -17,7 +17,7 @@ from megatron_rl.runtime import device
 def build_configurations(cases: str) -> None:
     """Megatron's configuration and Transformer Engine's FP8 recipe of each [`actor`, the model's config.json], as JSON."""
     from megatron.core.enums import Fp8Recipe
-    from megatron.core.fp8_utils import get_fp8_recipe
+    from megatron.core.fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
 
     for actor, model in json.loads(cases):
         config = _actor(actor)
@@ -29,6 +29,11 @@ def build_configurations(cases: str) -> None:
         if config.fp8 is not None:
             recipe = get_fp8_recipe(found)
             assert recipe.float8_block_scaling() == (found.fp8_recipe == Fp8Recipe.blockwise), recipe
+            config.fp8.bf16_ends = 2
+            with device.megatron():
+                found = build.transformer_config(model_of(model).description, config, build.DTYPES["bfloat16"])
+            exact = [layer for layer in range(found.num_layers) if is_first_last_bf16_layer(found, layer)]
+            assert exact == [0, 1, found.num_layers - 2, found.num_layers - 1]
 
 
 def build_stages(world: int, actor: str, small: str) -> None:
