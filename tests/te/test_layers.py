@@ -19,9 +19,9 @@ from tests.te.processes import spawn
 
 BF16 = "bfloat16"
 TOLERANCE = 1e-5  # relative, fp32
-# bf16, relative (measured: 0.09 and 0.12, of the largest ratio): each way rounds at other places, and an update's change of a
+# bf16, relative (measured: 0.09 and 0.17, of the largest ratio): each way rounds at other places, and an update's change of a
 # weight is the difference of rounded weights.
-CHANGE, METRIC = 0.15, 0.2
+CHANGE, METRIC = 0.15, 0.3
 ALONE = [Layout("dense"), Layout("tied", tied=True), Layout("experts", experts=True)]
 ALONE += [Layout("experts replayed", experts=True, replay=True)]
 ALONE += [Layout("dense bf16", dtype=BF16), Layout("experts bf16", experts=True, dtype=BF16)]
