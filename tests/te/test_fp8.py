@@ -49,6 +49,11 @@ def test_steps_of_mxfp8(root: str, tensor: int) -> None:
     spawn(fp8.steps, tensor, root, cases(("mxfp8",), tensor), True)
 
 
+def test_a_curve(root: str) -> None:
+    """Of the recipe that Hopper's recipes take."""
+    spawn(fp8.curve, 1, root, [Case(None), Case("blockwise")])
+
+
 def test_parameters_in_fp8(root: str) -> None:
     """The optimizer's masters are the loaded values, also of a second optimizer; export, loading and reference are exact."""
     both = [Case(recipe, experts, param_gather=True) for recipe in HOPPER[:2] for experts in (False, True)]
