@@ -62,7 +62,7 @@ class FP8Config:
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = key(
         "blockwise", "compute capability from 8.9, 8.9, 9.0, 10.0"
     )
-    format: Literal["e4m3", "hybrid"] = key("e4m3")
+    format: Literal["e4m3", "hybrid"] = key("e4m3", "with `hybrid` gradients are e5m2, which `delayed` needs")
     param_gather: bool = key(
         False, "keep the parameters themselves in FP8; not with `mxfp8`, and with `actor.optimizer.distributed` only"
     )

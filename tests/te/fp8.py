@@ -121,10 +121,8 @@ def steps(root: str, cases: Sequence[Case], blackwell: bool = False) -> None:
             multiple = case.tensor * fp8.rows_multiple(actor.config.fp8)
             assert all(count % multiple == 0 for count in rows), (case, rows)
             apart = [(own - other).abs().mean().item() for own, other in ((before, want[0]), (found[2], want[2]))]
-            assert apart[0] < BAND, (case, apart)
+            assert max(apart) < BAND, (case, apart)
             assert abs(norms[0] - want[1]) < 0.15 * want[1], (case, norms, want[1])
-            # Delayed scaling has learned no scale before its first backward pass: e4m3 loses most of that gradient.
-            assert apart[1] < BAND or (case.recipe, case.format) == ("delayed", "e4m3"), (case, apart)
         assert found[2].mean() > before.mean()
         ranks.close()
 
