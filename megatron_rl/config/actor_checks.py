@@ -27,8 +27,8 @@ def check_actor(config: Config) -> Iterator[str]:
             )
     if actor.fp8 is not None and actor.fp8.format == "e4m3" and actor.fp8.recipe == "delayed":
         yield (
-            "`actor.fp8.recipe=delayed` knows no scale before its first backward pass, where e4m3 rounds most of the gradient "
-            "to 0; set actor.fp8.format=hybrid"
+            "`actor.fp8.recipe=delayed` knows no scale before its first backward pass, where e4m3 rounds most of the "
+            "gradient to 0; set actor.fp8.format=hybrid"
         )
     if actor.fp8 is not None and actor.fp8.bf16_ends and actor.fp8.recipe == "delayed":
         yield "`actor.fp8.bf16_ends` cannot go with recipe=delayed, whose scales span all layers; set it to 0"
