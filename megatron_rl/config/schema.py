@@ -168,7 +168,7 @@ class RolloutConfig:
     max_concurrent: Count = key(512, "sequences decoded together by one engine")
     async_scheduling: bool = key(
         True,
-        "GPU: vLLM prepares a batch while the device computes the one before; false: to see whether a hang lies there",
+        "GPU: vLLM prepares a batch while the device computes the previous one; false: to find out whether a hang lies there",
     )
     sync_check_rollouts: Count = key(4, "rollouts compared after every weight sync")
     sync_tolerance: Annotated[float, Range(above=0, high=1e6)] | None = key(
