@@ -24,6 +24,7 @@ from megatron_rl.checkpoint.index import BACKEND
 from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.host_memory import HostMemory
 from megatron_rl.seams import torch_dist
 from megatron_rl.seams.megatron import Chunk, Optimizer, State, buckets_in_place, save_planner
 
@@ -71,8 +72,7 @@ def sharded_state(chunks: Sequence[Chunk], optimizer: Optimizer, loading: bool) 
 class Snapshotter:
     """Takes one snapshot after the other.
 
-    Keeps the host memory from one to the next: making it anew takes longer than the copy. On a GPU it is pinned, so that the
-    copy runs at the bus's speed. Also keeps how data-parallel ranks divide what they all hold.
+    Keeps the host memory from one to the next, and how data-parallel ranks divide what they all hold.
 
     Args:
         copied: False where the snapshot is written before training goes on: tensors that are in host memory already are
@@ -81,7 +81,8 @@ class Snapshotter:
 
     def __init__(self, grid: Grid, copied: bool) -> None:
         self._grid, self._copied = grid, copied
-        self._buffers: dict[MetadataIndex, Tensor] = {}
+        self._memory = HostMemory()
+        self._checked = False  # that every shard has exactly one rank that writes it, which cannot change within a run
         self._division: Any = None
 
     def take(self, chunks: Sequence[Chunk], optimizer: Optimizer) -> Snapshot:
@@ -97,32 +98,34 @@ class Snapshotter:
         with device.megatron():
             with stand_ins.in_use():
                 state = sharded_state(chunks, optimizer, loading=False)
-            # Whether every shard has exactly one rank that writes it cannot change within a run.
-            sharded, common = save_preprocess(state, validate_access_integrity=not self._buffers)
+            sharded, common = save_preprocess(state, validate_access_integrity=not self._checked)
+            self._checked = True
             self._divide(sharded)
             planner = save_planner(sharded, grid.is_main)
         plan = planner.create_local_plan()
         plans = grid.gather(plan)
         metadata = planner.create_global_plan(plans)[1] if grid.is_main else None
         items: list[tuple[MetadataIndex, Tensor | bytes]] = []
+        copied: list[tuple[MetadataIndex, Tensor]] = []
         for item in planner.finish_plan(plan).items:
             data = planner.resolve_data(item)
             if not isinstance(data, Tensor):
                 items.append((item.index, bytes(data.getbuffer())))
-                continue
+            elif not self._copied and data.device.type == "cpu" and not is_float8tensor(data) and data not in stand_ins:
+                items.append((item.index, data.detach()))
+            else:
+                copied.append((item.index, data))
+        self._memory.free()
+        memory = self._memory.take([data.numel() * data.element_size() for _, data in copied])
+        for (index, data), place in zip(copied, memory, strict=True):
             if is_float8tensor(data):  # stored in the dtype that it stands for; Megatron loads it so
                 data = dequantize_fp8_tensor(data)
-            if not self._copied and data.device.type == "cpu" and data not in stand_ins:
-                items.append((item.index, data.detach()))
-                continue
-            host = self._host(item.index, data)
-            items.append((item.index, host))
+            host = place.view(data.dtype).view(data.shape)
+            items.append((index, host))
             if data in stand_ins and data.is_contiguous():
                 stand_ins.want(data, host)
-            elif stand_ins and item.index.fqn.startswith("optimizer.state."):
-                raise RuntimeError(
-                    f"the optimizer's {item.index.fqn} is not laid out as its parameter; it cannot be saved"
-                )
+            elif stand_ins and index.fqn.startswith("optimizer.state."):
+                raise RuntimeError(f"the optimizer's {index.fqn} is not laid out as its parameter; it cannot be saved")
             else:
                 host.copy_(data.detach(), non_blocking=True)
         stand_ins.gather(optimizer)
@@ -142,14 +145,6 @@ class Snapshotter:
             strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
             self._division = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
         self._division.apply_saving_parallelization(sharded)
-
-    def _host(self, index: MetadataIndex, tensor: Tensor) -> Tensor:
-        """Host memory for the tensor's values."""
-        buffer = self._buffers.get(index)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = device.host_buffer(tensor.shape, tensor.dtype)
-            self._buffers[index] = buffer
-        return buffer
 
 
 def write_share(snapshot: Snapshot, folder: Path, rank: int) -> list[Written]:

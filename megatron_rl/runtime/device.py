@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -67,6 +67,6 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def host_buffer(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Host memory, not filled; pinned where there is a GPU, so that copies run at the bus's speed and without waiting."""
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=has_gpu())
+def host_buffer(size: int) -> torch.Tensor:
+    """Bytes of host memory, uint8, not filled; pinned where there is a GPU, so that copies run without waiting."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=has_gpu())
