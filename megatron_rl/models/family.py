@@ -121,18 +121,33 @@ EMBEDDING = Rule(
     (HFTensor("model.embed_tokens.weight", ("vocab", "hidden")),),
     Sharding.VOCAB,
     Place.EMBEDDING,
+    engine="model.embed_tokens.weight",
 )
 FINAL_NORM = Rule(
-    ("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),), Sharding.REPLICATED, Place.HEAD
+    ("decoder.final_layernorm.weight",),
+    (HFTensor("model.norm.weight", ("hidden",)),),
+    Sharding.REPLICATED,
+    Place.HEAD,
+    engine="model.norm.weight",
 )
-OUTPUT = Rule(("output_layer.weight",), (HFTensor("lm_head.weight", ("vocab", "hidden")),), Sharding.VOCAB, Place.HEAD)
+OUTPUT = Rule(
+    ("output_layer.weight",),
+    (HFTensor("lm_head.weight", ("vocab", "hidden")),),
+    Sharding.VOCAB,
+    Place.HEAD,
+    engine="lm_head.weight",
+)
 
 
-def layer_rule(megatron: str | tuple[str, ...], sharding: Sharding, *hf: tuple[str, tuple[str, ...]]) -> Rule:
+def layer_rule(
+    megatron: str | tuple[str, ...], sharding: Sharding, *hf: tuple[str, tuple[str, ...]], engine: str = ""
+) -> Rule:
     """A rule inside a decoder layer; names are relative to it."""
     names = (megatron,) if isinstance(megatron, str) else megatron
     tensors = tuple(HFTensor(_HF + name, shape) for name, shape in hf)
-    return Rule(tuple(_LAYER + name for name in names), tensors, sharding, Place.LAYER)
+    return Rule(
+        tuple(_LAYER + name for name in names), tensors, sharding, Place.LAYER, engine=_HF + engine if engine else ""
+    )
 
 
 # A norm is a module of its own in the local layer spec; Transformer Engine's fuses it into the linear layer behind it.
@@ -140,11 +155,13 @@ INPUT_NORM = layer_rule(
     ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
     Sharding.REPLICATED,
     ("input_layernorm.weight", ("hidden",)),
+    engine="input_layernorm.weight",
 )
 MLP_NORM = layer_rule(
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     Sharding.REPLICATED,
     ("post_attention_layernorm.weight", ("hidden",)),
+    engine="post_attention_layernorm.weight",
 )
 NORMS = (INPUT_NORM, MLP_NORM)
 # Before experts there is nothing to fuse it into: Transformer Engine's checkpoints have it under its own name, the local
@@ -157,8 +174,14 @@ ATTENTION = (
         ("self_attn.q_proj.weight", ("q", "hidden")),
         ("self_attn.k_proj.weight", ("kv", "hidden")),
         ("self_attn.v_proj.weight", ("kv", "hidden")),
+        engine="self_attn.qkv_proj.weight",
     ),
-    layer_rule("self_attention.linear_proj.weight", Sharding.ROW, ("self_attn.o_proj.weight", ("hidden", "q"))),
+    layer_rule(
+        "self_attention.linear_proj.weight",
+        Sharding.ROW,
+        ("self_attn.o_proj.weight", ("hidden", "q")),
+        engine="self_attn.o_proj.weight",
+    ),
 )
 QKV_BIAS = (
     layer_rule(
@@ -167,11 +190,22 @@ QKV_BIAS = (
         ("self_attn.q_proj.bias", ("q",)),
         ("self_attn.k_proj.bias", ("kv",)),
         ("self_attn.v_proj.bias", ("kv",)),
+        engine="self_attn.qkv_proj.bias",
     ),
 )
 QK_NORMS = (
-    layer_rule("self_attention.q_layernorm.weight", Sharding.REPLICATED, ("self_attn.q_norm.weight", ("head_dim",))),
-    layer_rule("self_attention.k_layernorm.weight", Sharding.REPLICATED, ("self_attn.k_norm.weight", ("head_dim",))),
+    layer_rule(
+        "self_attention.q_layernorm.weight",
+        Sharding.REPLICATED,
+        ("self_attn.q_norm.weight", ("head_dim",)),
+        engine="self_attn.q_norm.weight",
+    ),
+    layer_rule(
+        "self_attention.k_layernorm.weight",
+        Sharding.REPLICATED,
+        ("self_attn.k_norm.weight", ("head_dim",)),
+        engine="self_attn.k_norm.weight",
+    ),
 )
 DENSE_MLP = (
     layer_rule(
@@ -179,8 +213,14 @@ DENSE_MLP = (
         Sharding.GATED,
         ("mlp.gate_proj.weight", ("ffn", "hidden")),
         ("mlp.up_proj.weight", ("ffn", "hidden")),
+        engine="mlp.gate_up_proj.weight",
     ),
-    layer_rule("mlp.linear_fc2.weight", Sharding.ROW, ("mlp.down_proj.weight", ("hidden", "ffn"))),
+    layer_rule(
+        "mlp.linear_fc2.weight",
+        Sharding.ROW,
+        ("mlp.down_proj.weight", ("hidden", "ffn")),
+        engine="mlp.down_proj.weight",
+    ),
 )
 
 

@@ -19,17 +19,24 @@ from megatron_rl.models.rules import Sharding
 
 # Experts are modules of their own (SequentialMLP), or numbered weights of one module (TEGroupedMLP).
 MOE = (
-    layer_rule("mlp.router.weight", Sharding.REPLICATED, ("mlp.gate.weight", ("experts", "hidden"))),
+    layer_rule(
+        "mlp.router.weight",
+        Sharding.REPLICATED,
+        ("mlp.gate.weight", ("experts", "hidden")),
+        engine="mlp.gate.weight",
+    ),
     layer_rule(
         ("mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"),
         Sharding.GATED,
         ("mlp.experts.{expert}.gate_proj.weight", ("expert_ffn", "hidden")),
         ("mlp.experts.{expert}.up_proj.weight", ("expert_ffn", "hidden")),
+        engine="mlp.experts.routed_experts.w13_weight",
     ),
     layer_rule(
         ("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"),
         Sharding.ROW,
         ("mlp.experts.{expert}.down_proj.weight", ("hidden", "expert_ffn")),
+        engine="mlp.experts.routed_experts.w2_weight",
     ),
 )
 

@@ -66,6 +66,8 @@ class Rule:
     Attributes:
         megatron: its possible names, by layer spec; Transformer Engine's last, but for experts.
         saved: further names in distributed checkpoints (see `convert.layout`) that are no parameter's name.
+        engine: name of vLLM's parameter (with `{layer}`), which holds the tensors one after the other along `dim`, and of
+            experts all that a rank has, stacked; "": not known. `placement.EngineLayout` cuts it.
     """
 
     megatron: tuple[str, ...]
@@ -73,6 +75,7 @@ class Rule:
     sharding: Sharding
     place: Place
     saved: tuple[str, ...] = ()
+    engine: str = ""
 
     @cached_property
     def per_layer(self) -> bool:

@@ -1,0 +1,226 @@
+"""The resharding plan, carried out over arrays of numbers: every engine rank ends with what vLLM would have cut for it.
+
+What is expected is cut here by hand from whole tensors, as vLLM's layers do; nothing of it comes from the plan's own rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.config.actor import ParallelConfig
+from megatron_rl.models import Model, family_for
+from megatron_rl.models.placement import ActorLayout, EngineLayout
+from megatron_rl.models.reshard import Move, Plan, RankPlan, make_plan
+from megatron_rl.models.rules import Place, shard_shape, shard_slices
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 2,
+    "max_position_embeddings": 128,
+    "vocab_size": 61,
+}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": SIZES,
+    "Qwen3ForCausalLM": SIZES,
+    "Qwen3MoeForCausalLM": SIZES | MOE,
+    "LlamaForCausalLM": SIZES,
+    "MistralForCausalLM": SIZES | {"sliding_window": None},
+}
+
+
+def model_of(architecture: str, **changes: Any) -> Model:
+    config = {"architectures": [architecture], **CONFIGS[architecture], **changes}
+    family = family_for(config)
+    return Model(family, family.describe(config))
+
+
+class Weights:
+    """Whole tensors in which every number is another one, by Hugging Face name."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.tensors: dict[str, np.ndarray] = {}
+        count = 0
+        for rule in model.family.weights(model.description):
+            for tensor in rule.hf:
+                shape = tensor.sizes(model.dims)
+                self.tensors[tensor.name] = np.arange(count, count + np.prod(shape)).reshape(shape)
+                count += int(np.prod(shape))
+
+    # ------------------------------------------------------------------------------- what a rank of the actor holds
+    def of_actor(
+        self, layout: ActorLayout, parallel: ParallelConfig, rank: int
+    ) -> dict[tuple[int, int, int], np.ndarray]:
+        """By (rule, layer, local expert): Megatron's parameters on a rank, as `models.load` fills them."""
+        model, found = self.model, {}
+        stage, inner = divmod(rank, layout.world // parallel.pipeline)
+        for index, rule in enumerate(model.family.rules):
+            if rule.is_output and model.description.tied:
+                if parallel.pipeline == 1:
+                    continue
+                rule = model.family.embedding
+                here = stage == parallel.pipeline - 1
+            else:
+                here = rule.place is Place.LAYER or stage == (
+                    0 if rule.place is Place.EMBEDDING else parallel.pipeline - 1
+                )
+            if not here:
+                continue
+            layers = layout.layers[stage] if rule.per_layer else (-1,)
+            experts = model.dims["experts"] // parallel.expert if rule.per_expert else 1
+            tp = parallel.expert_tensor if rule.per_expert else parallel.tensor
+            for layer in layers:
+                for local in range(experts):
+                    expert = inner // parallel.expert_tensor % parallel.expert * experts + local
+                    named = rule.at(layer, expert)
+                    parts = [
+                        self.tensors[named.hf[piece.tensor].name].take(range(piece.start, piece.stop), rule.dim)
+                        for piece in shard_slices(rule, model.dims, inner % tp, tp)
+                    ]
+                    value = np.zeros(shard_shape(rule, model.dims, tp), int)
+                    whole = np.concatenate(parts, rule.dim) if parts else value[:0]
+                    value[tuple(slice(size) for size in whole.shape)] = whole
+                    found[index, layer, local if rule.per_expert else 0] = value
+        return found
+
+    # ------------------------------------------------------------------------------- what a rank of an engine needs
+    def of_engine(self, tp: int, place: int, expert_parallel: bool) -> dict[str, np.ndarray]:
+        """vLLM's parameters on a rank, -1 where they are padding."""
+        dims, tensors = self.model.dims, self.tensors
+        found: dict[str, np.ndarray] = {}
+
+        def cut(name: str, dim: int) -> np.ndarray:
+            return np.split(tensors[name], tp, dim)[place]
+
+        def kv(name: str) -> np.ndarray:
+            heads = tensors[name].reshape(dims["kv_heads"], dims["head_dim"], *tensors[name].shape[1:])
+            copies = max(1, tp // dims["kv_heads"])
+            mine = np.split(np.repeat(heads, copies, 0), tp)[place]
+            return mine.reshape(-1, *tensors[name].shape[1:])
+
+        for name, value in tensors.items():
+            if name in ("model.embed_tokens.weight", "lm_head.weight"):
+                padded = np.full((64, value.shape[1]), -1)
+                padded[: len(value)] = value
+                found[name] = np.split(padded, tp)[place]
+            elif "norm" in name or name.endswith("mlp.gate.weight"):
+                found[name] = value
+            elif name.endswith(("o_proj.weight", "mlp.down_proj.weight")):
+                found[name] = cut(name, 1)
+            elif ".q_proj." in name:
+                k, v = name.replace("q_proj", "k_proj"), name.replace("q_proj", "v_proj")
+                found[name.replace("q_proj", "qkv_proj")] = np.concatenate([cut(name, 0), kv(k), kv(v)])
+            elif name.endswith("mlp.gate_proj.weight"):
+                both = [cut(name, 0), cut(name.replace("gate_proj", "up_proj"), 0)]
+                found[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(both)
+        for layer in range(dims["layers"] if dims["experts"] else 0):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            split = 1 if expert_parallel else tp
+            numbers = np.split(np.arange(dims["experts"]), tp)[place] if expert_parallel else range(dims["experts"])
+            at = 0 if expert_parallel else place
+
+            def part(number: int, kind: str, dim: int) -> np.ndarray:
+                return np.split(tensors[f"{prefix}{number}.{kind}_proj.weight"], split, dim)[at]  # noqa: B023
+
+            w13 = [np.concatenate([part(number, "gate", 0), part(number, "up", 0)]) for number in numbers]
+            found[prefix + "routed_experts.w13_weight"] = np.stack(w13)
+            found[prefix + "routed_experts.w2_weight"] = np.stack([part(number, "down", 1) for number in numbers])
+        return found
+
+
+class World:
+    """All ranks of a run in one process."""
+
+    def __init__(
+        self, model: Model, parallel: ParallelConfig, world: int, engine: EngineLayout, limit: int, node: int
+    ) -> None:
+        self.model, self.parallel, self.engine = model, parallel, engine
+        self.actor = ActorLayout.of(parallel, model.dims["layers"], world)
+        self.plan: Plan = make_plan(model, self.actor, engine, bucket_elements=limit, node=node)
+        self.ranks: list[RankPlan] = [self.plan.of(rank) for rank in range(world)]
+        self.weights = Weights(model)
+
+    def packed(self, held: dict[tuple[int, int, int], np.ndarray], moves: list[Move]) -> list[np.ndarray]:
+        """A message's boxes, as the sender cuts them from its parameters."""
+        found = []
+        for move in moves:
+            rule, box = self.model.family.rules[move.box.rule], move.box
+            span = range(move.source_at, move.source_at + box.stop - box.start)
+            local = range(move.source_expert, move.source_expert + box.last - box.first)
+            cuts = [held[move.source_rule, box.layer, expert].take(span, rule.dim) for expert in local]
+            value = np.stack(cuts) if rule.per_expert else cuts[0]
+            assert value.shape == box.shape(self.model)
+            found.append(value)
+        return found
+
+    def written(self, parameters: dict[str, np.ndarray], moves: list[Move], boxes: list[np.ndarray]) -> None:
+        for move, value in zip(moves, boxes, strict=True):
+            rule, box = self.model.family.rules[move.box.rule], move.box
+            target = parameters[rule.engine.format(layer=box.layer)]
+            spot: list[slice] = [slice(None)] * len(rule.hf[0].shape)
+            spot[rule.dim] = slice(move.target_at, move.target_at + box.stop - box.start)
+            if rule.per_expert:
+                spot.insert(0, slice(move.target_expert, move.target_expert + box.last - box.first))
+            assert (target[tuple(spot)] == -1).all(), "written twice"
+            target[tuple(spot)] = value
+
+    def check(self, limit: int) -> None:
+        """Carries the plan out and compares every rank's parameters."""
+        held = [self.weights.of_actor(self.actor, self.parallel, rank.rank) for rank in self.ranks]
+        engines = [{name: np.full(shape, -1) for name, shape in rank.parameters.items()} for rank in self.ranks]
+        whole: list[list[str]] = [[] for _ in self.ranks]
+        wanted = [
+            self.weights.of_engine(self.engine.tensor, rank.rank % self.engine.tensor, self.engine.expert)
+            for rank in self.ranks
+        ]
+        for number in range(len(self.plan.buckets)):
+            sent = {
+                (rank.rank, target): self.packed(held[rank.rank], moves)
+                for rank in self.ranks
+                for target, moves in rank.buckets[number].sends.items()
+            }
+            for rank in self.ranks:
+                bucket = rank.buckets[number]
+                assert list(bucket.sends) == sorted(bucket.sends)
+                assert list(bucket.receives) == sorted(bucket.receives)
+                self.written(engines[rank.rank], bucket.copies, self.packed(held[rank.rank], bucket.copies))
+                received = 0
+                for source, moves in bucket.receives.items():
+                    boxes = sent.pop((source, rank.rank))
+                    self.written(engines[rank.rank], moves, boxes)
+                    received += sum(box.size for box in boxes)
+                assert received <= limit or len(bucket.receives) == 1
+                for name in bucket.finished:
+                    np.testing.assert_array_equal(engines[rank.rank][name], wanted[rank.rank][name], name)
+                whole[rank.rank] += bucket.finished
+            assert not sent, "sent and not received"
+        for rank in self.ranks:
+            assert sorted(whole[rank.rank]) == sorted(wanted[rank.rank]) == sorted(rank.parameters)
+
+
+def check(
+    architecture: str,
+    parallel: ParallelConfig,
+    world: int,
+    engine: EngineLayout,
+    limit: int,
+    node: int = 8,
+    **changes: Any,
+) -> World:
+    found = World(model_of(architecture, **changes), parallel, world, engine, limit, node)
+    found.check(limit)
+    return found
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_family(architecture: str, tied: bool) -> None:
+    check(architecture, ParallelConfig(tensor=2, pipeline=2), 8, EngineLayout(4), 300, 4, tie_word_embeddings=tied)
