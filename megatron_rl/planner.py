@@ -95,8 +95,9 @@ def active_parameters(model: Model) -> int:
     return whole.dense + (whole.expert // model.dims["experts"] * model.dims["top_k"] if whole.expert else 0)
 
 
-def engine_parameters(model: Model, tensor: int) -> int:
-    """Parameters on each rank of the engine: tensor parallel only, key/value heads repeated where ranks outnumber them."""
+def engine_parameters(model: Model, tensor: int, expert: int = 1) -> int:
+    """Parameters on each of an engine's `tensor` ranks: key/value heads repeated where ranks outnumber them, experts whole
+    and spread over `expert` ranks (all or 1), else cut."""
     kv_heads = _engine_kv_heads(model, tensor) * tensor
     repeated = replace(
         model,
@@ -104,7 +105,7 @@ def engine_parameters(model: Model, tensor: int) -> int:
             model.description, dims={**model.dims, "kv_heads": kv_heads, "kv": kv_heads * model.dims["head_dim"]}
         ),
     )
-    return actor_parameters(repeated, tensor=tensor, expert_tensor=tensor).total
+    return actor_parameters(repeated, tensor=tensor, expert=expert, expert_tensor=tensor // expert).total
 
 
 def _engine_kv_heads(model: Model, tensor: int) -> int:
@@ -288,7 +289,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
     optimizer = _optimizer_bytes(config, fullest, world, width)
     gradients = 4 * fullest.total
     engine_share = config.rollout.memory_fraction * gpu_bytes
-    engine_weights = engine_parameters(model, engine_tp) * width
+    engine_weights = engine_parameters(model, engine_tp, engine_tp if config.rollout.expert_parallel else 1) * width
     cache = engine_share - engine_weights - ENGINE_WORKSPACE_GIB * GIB
     state_in = (UPDATE,) if actor.offload else PHASES
     offload = () if actor.offload else ("actor.offload=true",)

@@ -158,6 +158,11 @@ class RewardConfig:
 @dataclass
 class RolloutConfig:
     tensor_parallel: Ranks = key(1, "processes per engine; processes / this many engines share the prompts")
+    expert_parallel: bool = key(
+        False,
+        "mixtures of experts: each process of an engine holds whole experts, its share of them; false: a slice of every one. "
+        "Attention is cut over the processes either way",
+    )
     group_size: Annotated[int, Range(1, 1e5)] = key(8, "rollouts per prompt")
     max_prompt_tokens: Tokens = key(512)
     max_tokens: Tokens = key(512, "new tokens per rollout")

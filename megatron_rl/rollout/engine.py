@@ -90,6 +90,7 @@ class Engine:
                 load_format="dummy",
                 dtype=config.model.dtype,
                 tensor_parallel_size=tp,
+                enable_expert_parallel=self.config.expert_parallel,
                 distributed_executor_backend="external_launcher",
                 max_model_len=max_length,
                 max_num_seqs=self.config.max_concurrent,

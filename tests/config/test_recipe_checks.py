@@ -64,6 +64,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["launch.processes=3", "actor.parallel.context=2"], "tensor x pipeline x context (1 x 1 x 2 = 2); a number"),
         (["actor.parallel.pipeline=3"], "the model's 2 layers cannot be spread over 3 stages (2 for 3); lower `actor.par"),
         (["actor.parallel.tensor=4"], "key/value heads (2) must be a multiple of `actor.parallel.tensor` (4)"),
+        (["rollout.expert_parallel=true"], "the model has no experts"),
         (["rollout.tensor_parallel=3"], "attention heads (4) must be a multiple of `rollout.tensor_parallel`"),
         (["trainer.minibatches=7"], "must be a multiple of `trainer.minibatches` (7)"),
         (["launch.processes=4", "trainer.prompts_per_step=1", "rollout.group_size=2"], "for 4 data-parallel ranks"),
@@ -341,6 +342,13 @@ def test_experts(recipe, model: Path) -> None:
     assert check(recipe(*split, "actor.parallel.expert=2"), machine=CPU).launch.processes == 2
     assert check(recipe(*split, "actor.parallel.expert_tensor=2"), machine=CPU).launch.processes == 2
     assert check(recipe(*split, "actor.parallel.expert=3"), machine=CPU).launch.processes == 6
+    assert any(
+        "`rollout.tensor_parallel` is 1" in p
+        for p in problems(recipe("model.path=model", "rollout.expert_parallel=true"))
+    )
+    spread = ("model.path=model", "rollout.expert_parallel=true", "rollout.tensor_parallel=4")
+    assert any("6 experts must be a multiple of `rollout.tensor_parallel` (4)" in p for p in problems(recipe(*spread)))
+    check(recipe(*spread[:2], "rollout.tensor_parallel=2"), machine=CPU)
     (model / "config.json").write_text(json.dumps(sizes | {"num_experts_per_tok": 7}))
     assert any("num_experts_per_tok = 7: the model has 6 experts" in p for p in problems(recipe("model.path=model")))
     (model / "config.json").write_text(json.dumps(sizes))

@@ -32,6 +32,7 @@ SIZES |= {"vocab_size": 63, "eos_token_id": 1, "pad_token_id": 0}  # odd: padded
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # Qwen2's head is hidden_size / num_attention_heads
 TIED = {"tie_word_embeddings": True}
+EP = ("actor.parallel.expert=2", "rollout.tensor_parallel=2", "rollout.expert_parallel=true")
 # name -> (variant of `tiny`, changes to its config, processes, overrides of the recipe)
 MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "qwen2": ("qwen2", TWO_HEADS, 1, ()),
@@ -48,7 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "ministral": ("ministral", {}, 1, ()),
     "qwen3-tied-TP-2": ("qwen3", TIED, 2, ("actor.parallel.tensor=2", "rollout.tensor_parallel=2")),
     "qwen2-tied-PP-2": ("qwen2", {**TWO_HEADS, **TIED}, 2, ("actor.parallel.pipeline=2",)),
-    "qwen3_moe-EP-2": ("qwen3_moe", EXPERTS, 2, ("actor.parallel.expert=2", "rollout.tensor_parallel=2")),
+    "qwen3_moe-EP-2": ("qwen3_moe", EXPERTS, 2, EP),
 }
 # A reward that differs between the responses of untrained models.
 REWARD = "def letters():\n    return lambda completion, sample: sum(map(ord, completion)) % 7 / 6\n"

@@ -175,6 +175,9 @@ def test_an_engine_repeats_key_value_heads_where_ranks_outnumber_them() -> None:
     even = engine_parameters(model, 4) - engine_parameters(model, 8)
     assert even < engine_parameters(model, 4) / 2
     assert engine_parameters(model, 8) * 8 > total_parameters(model) + repeated
+    assert engine_parameters(model, 8, expert=8) == engine_parameters(model, 8), (
+        "whole experts are no more than slices of all"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ phases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,7 @@ def test_parts_of_fused_layers_and_experts_have_hugging_faces_names() -> None:
     model.mlp = nn.Module()
     model.mlp.experts = nn.Module()
     model.mlp.experts.routed_experts = kept = nn.Module()
+    kept.expert_map_manager = SimpleNamespace(get_local_expert_ids=lambda: [3, 4, 5])  # the second of two ranks
     kept.w13_weight = nn.Parameter(torch.empty(3, 10, 4, device="meta"))
     kept.w2_weight = nn.Parameter(torch.empty(3, 4, 5, device="meta"))
     found = packed.parts(model)
@@ -110,6 +112,6 @@ def test_parts_of_fused_layers_and_experts_have_hugging_faces_names() -> None:
     assert rows == {"q_proj": [0, 2, 4, 6], "k_proj": [8, 10], "v_proj": [12, 14]}
     places = {name: (tuple(view.shape), view.storage_offset()) for name, view in found.items()}
     assert len(places) == 9
-    assert places["mlp.experts.1.gate_proj.weight"] == ((5, 4), 40)
-    assert places["mlp.experts.1.up_proj.weight"] == ((5, 4), 60)
-    assert places["mlp.experts.2.down_proj.weight"] == ((4, 5), 40)
+    assert places["mlp.experts.4.gate_proj.weight"] == ((5, 4), 40)
+    assert places["mlp.experts.4.up_proj.weight"] == ((5, 4), 60)
+    assert places["mlp.experts.5.down_proj.weight"] == ((4, 5), 40)

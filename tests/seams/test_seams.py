@@ -51,6 +51,7 @@ def found(path: str) -> Any:
         ("torch.distributed.all_gather", "tensor_list tensor group async_op"),
         ("torch.distributed.reduce_scatter", "output input_list op group async_op"),
         ("vllm.v1.worker.cpu_worker.CPUWorker.init_device", "self"),
+        ("vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply", vllm.CPU_EXPERTS),
         ("vllm.v1.engine.core_client.InprocClient.shutdown", "self timeout"),
     ],
 )  # fmt: skip
