@@ -43,6 +43,19 @@ def test_steps_of_the_recipes_of_hopper(root: str, tensor: int) -> None:
     spawn(fp8.steps, tensor, root, cases(HOPPER, tensor))
 
 
+def test_steps_at_other_layouts(root: str) -> None:
+    """Of the recipe that Hopper's recipes take; pipeline, experts and data parallel, parameters in FP8 with overlap."""
+    layouts = [
+        Case("blockwise", pipeline=2),
+        Case("blockwise", experts=True, pipeline=2),
+        Case("blockwise", experts=True, expert=2),
+        Case("blockwise", param_gather=True, overlap=True),
+        Case("blockwise", experts=True, expert=2, param_gather=True, overlap=True),
+    ]
+    first = dict.fromkeys(case.in_bf16 for case in layouts)
+    spawn(fp8.steps, 2, root, [*first, *layouts])
+
+
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_steps_of_mxfp8(root: str, tensor: int) -> None:
     spawn(fp8.steps, tensor, root, cases(("mxfp8",), tensor), True)
