@@ -117,9 +117,10 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
             begin = time.perf_counter()
             rollouts = sampler.generate(samples, GROUP, Sampling(1.0, 1.0, MAX_TOKENS), step)
             middle = time.perf_counter()
-            sampler.score(samples, rollouts)
+            sampler.score(rollouts)
             seconds[kind].append((middle - begin, time.perf_counter() - middle))
-            rewards[kind].append([(r.sample_id, r.index, r.text, r.rewards) for r in rollouts])
+            held = sorted(rollouts.held.items())
+            rewards[kind].append([(row, rollout.text, rollouts.rewards_of(row)) for row, rollout in held])
             if kind == "during":
                 shares.append(sampler.take_counters()["reward_overlap/share"])
             scorer.close()

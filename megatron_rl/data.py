@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -81,6 +82,16 @@ class Rollout:
         return sum(len(segment.ids) for segment in self.segments)
 
     @property
+    def length(self) -> int:
+        """Sampled tokens."""
+        return len(self.response_ids)
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind the oldest weights that drew a part of it; -1: no part was drawn."""
+        return min((segment.version for segment in self.segments if segment.logprobs is not None), default=-1)
+
+    @property
     def text(self) -> str:
         """The policy's last turn, which rewards read as the completion; empty until it is decoded."""
         return self.messages[-1]["content"] if self.messages else ""
@@ -92,6 +103,105 @@ class Rollout:
 
 def _concatenate(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+
+
+FACTS = np.dtype(
+    [
+        ("row", "<i4"),
+        ("num_tokens", "<i4"),  # prompt included
+        ("length", "<i4"),  # sampled tokens
+        ("truncated", "?"),  # cut at the token limit
+        ("version", "<i8"),  # see `Rollout.version`
+        ("source", "<i4"),  # the rank that hands the rollout to others
+    ]
+)
+"""What every rank knows of every rollout."""
+
+
+class Outcome(Protocol):
+    """What an evaluation's statistics read of a rollout."""
+
+    @property
+    def sample_id(self) -> str: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def finish_reason(self) -> str: ...
+    @property
+    def rewards(self) -> Mapping[str, float]: ...
+
+
+@dataclass(frozen=True)
+class ScoredLength:
+    """A rollout without its tokens: an `Outcome`."""
+
+    sample_id: str
+    length: int
+    finish_reason: str
+    rewards: Mapping[str, float]
+
+
+@dataclass
+class Rollouts:
+    """`count` rollouts of each prompt. Row `i * count + j` is rollout j of prompt i: the order everywhere, whoever drew it.
+
+    Every rank has numbers about all of them, and whole only those that its own engine drew.
+    """
+
+    samples: list[Sample]
+    count: int
+    facts: np.ndarray  # FACTS [rows]
+    held: dict[int, Rollout]  # by row, of this rank's engine
+    columns: tuple[str, ...] = ()  # of the rewards
+    rewards: np.ndarray = field(
+        default_factory=lambda: np.zeros((0, 0))
+    )  # float64 [rows, columns]; NaN: it has no value
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+    @property
+    def prompt_lengths(self) -> np.ndarray:
+        """int64 [rows], in tokens."""
+        return np.repeat(np.array([len(sample.prompt_ids) for sample in self.samples], dtype=np.int64), self.count)
+
+    @property
+    def truncated(self) -> Tensor:
+        """bool [samples, count]: those that were cut at the token limit."""
+        return torch.from_numpy(self.facts["truncated"].copy()).view(len(self.samples), self.count)
+
+    def sample(self, row: int) -> Sample:
+        return self.samples[row // self.count]
+
+    def finish_reason(self, row: int) -> str:
+        return "length" if self.facts["truncated"][row] else "stop"
+
+    def rewards_of(self, row: int) -> dict[str, float]:
+        return dict(zip(self.columns, self.rewards[row].tolist(), strict=True))
+
+    def outcomes(self) -> list[Outcome]:
+        return [
+            ScoredLength(self.sample(row).id, length, self.finish_reason(row), self.rewards_of(row))
+            for row, length in enumerate(self.facts["length"].tolist())
+        ]
+
+    def of_prompts(self, chosen: Sequence[int]) -> Rollouts:
+        """The groups of these prompts, in this order."""
+        rows = [i * self.count + j for i in chosen for j in range(self.count)]
+        held = {new: self.held[old] for new, old in enumerate(rows) if old in self.held}
+        facts = self.facts[rows]
+        facts["row"] = np.arange(len(rows))
+        return replace(
+            self, samples=[self.samples[i] for i in chosen], facts=facts, held=held, rewards=self.rewards[rows]
+        )
+
+    def __add__(self, other: Rollouts) -> Rollouts:
+        """Other prompts' after these."""
+        facts = np.concatenate([self.facts, other.facts])
+        facts["row"] = np.arange(len(facts))
+        held = self.held | {len(self) + row: rollout for row, rollout in other.held.items()}
+        rewards = np.concatenate([self.rewards, other.rewards])
+        return replace(self, samples=self.samples + other.samples, facts=facts, held=held, rewards=rewards)
 
 
 @dataclass
@@ -195,36 +305,40 @@ class RewardTable:
 class TokenBatch:
     """Sequences of tokens, and which of these the actor scores or trains on: the same for RL, SFT and the sync check."""
 
-    tokens: list[np.ndarray]  # int64 [tokens]
-    loss_mask: list[np.ndarray]  # bool [tokens]; False for a sequence's first token, which has no predictor
+    lengths: Sequence[int]  # of every sequence, in tokens
+    tokens: Mapping[int, np.ndarray]  # int64 [tokens], of the sequences that this rank computes on
+    loss_mask: Mapping[int, np.ndarray]  # bool [tokens]; False for a sequence's first token, which has no predictor
 
     @classmethod
-    def of(cls, rollouts: Iterable[Rollout]) -> TokenBatch:
-        """Whole rollouts; their sampled tokens are scored."""
-        rollouts = list(rollouts)
-        return cls([rollout.tokens for rollout in rollouts], [rollout.loss_mask for rollout in rollouts])
+    def of(cls, lengths: Sequence[int], rollouts: Mapping[int, Rollout]) -> TokenBatch:
+        """Whole rollouts; their sampled tokens are scored. `rollouts`: those that this rank computes on."""
+        return cls(
+            lengths,
+            {row: rollout.tokens for row, rollout in rollouts.items()},
+            {row: rollout.loss_mask for row, rollout in rollouts.items()},
+        )
 
     @classmethod
     def continuations(
         cls, parts: Iterable[tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]]
     ) -> TokenBatch:
-        """(what is given, what is scored) of every sequence."""
-        batch = cls([], [])
-        for given, scored in parts:
-            batch.tokens.append(np.concatenate([np.asarray(ids, dtype=np.int64) for ids in (given, scored)]))
-            batch.loss_mask.append(np.arange(len(given) + len(scored)) >= len(given))
-        return batch
+        """(what is given, what is scored) of every sequence, all of them known to every rank."""
+        tokens, loss_mask = dict[int, np.ndarray](), dict[int, np.ndarray]()
+        for row, (given, scored) in enumerate(parts):
+            tokens[row] = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in (given, scored)])
+            loss_mask[row] = np.arange(len(given) + len(scored)) >= len(given)
+        return cls([len(ids) for ids in tokens.values()], tokens, loss_mask)
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.lengths)
 
 
 @dataclass
 class TrainBatch:
-    """The rollouts of one step that are trained on: parallel lists, one entry per rollout."""
+    """The rollouts of one step that are trained on, one entry each."""
 
     sequences: TokenBatch
-    rollout_logprobs: list[np.ndarray]  # float32 [sampled tokens], from the engine
+    rollout_logprobs: Mapping[int, np.ndarray]  # float32 [sampled tokens], from the engine; of those that this rank has
     advantages: np.ndarray  # float32 [rollouts]
     group: np.ndarray  # int64 [rollouts]: index of the prompt within the step
 

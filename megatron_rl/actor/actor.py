@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl.actor import build, fp8
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.actor.offload import Offload
-from megatron_rl.actor.packing import MicroBatch, pack, plan
+from megatron_rl.actor.packing import MicroBatch, pack, planned
 from megatron_rl.actor.routing import Pass, expert_load, layer_routings
 from megatron_rl.actor.schedule import learning_rate
 from megatron_rl.actor.variance import GradientParts
@@ -136,15 +136,18 @@ class Actor:
         return [t for t in tensors_of(self.optimizer) if t.untyped_storage().data_ptr() not in shared]
 
     # ---------------------------------------------------------------------------------------------- micro-batches
+    def shares(self, lengths: Sequence[int], rows: Sequence[int]) -> list[list[list[int]]]:
+        """Which of the sequences `rows` go to which data-parallel rank, and there into which micro-batch; see
+        `packing.plan`."""
+        multiple = self.grid.pp if self.config.parallel.virtual_pipeline > 1 else 1
+        return planned(tuple(lengths), tuple(rows), self.grid.dp, self.config.tokens_per_microbatch, multiple)
+
     def micro_batches(self, batch: TokenBatch, rows: Sequence[int] | None = None) -> list[MicroBatch]:
         """This data-parallel rank's share of the minibatch `rows` (None: of the whole batch), packed.
 
         Every rank calls it with the same arguments.
         """
-        rows = range(len(batch)) if rows is None else rows
-        lengths = [len(tokens) for tokens in batch.tokens]
-        multiple = self.grid.pp if self.config.parallel.virtual_pipeline > 1 else 1
-        shares = plan(lengths, rows, self.grid.dp, self.config.tokens_per_microbatch, multiple)
+        shares = self.shares(batch.lengths, range(len(batch)) if rows is None else rows)
         # Sequence parallelism cuts tokens over TP ranks.
         tokens_multiple = (self.grid.tp if self.config.parallel.sequence else 1) * fp8.rows_multiple(self.config.fp8)
         return [

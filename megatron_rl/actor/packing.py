@@ -5,8 +5,9 @@ Every function here is a pure function of the sequence lengths, so all ranks com
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +63,8 @@ class MicroBatch:
         values = torch.as_tensor(np.asarray(per_sequence, dtype=np.float32)[self.rows], device=self.targets.device)
         return values[self.sequence_ids]
 
-    def concatenate(self, per_token: Sequence[np.ndarray]) -> Tensor:
-        """One array per sequence of the batch -> float32 [scored tokens] of this micro-batch."""
+    def concatenate(self, per_token: Mapping[int, np.ndarray]) -> Tensor:
+        """Arrays by sequence of the batch -> float32 [scored tokens] of this micro-batch."""
         parts = [np.asarray(per_token[row], dtype=np.float32) for row in self.rows]
         flat = np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
         return torch.as_tensor(flat, device=self.targets.device)
@@ -176,6 +177,14 @@ def plan(lengths: Sequence[int], rows: Sequence[int], dp: int, budget: int, mult
     return result
 
 
+@functools.lru_cache(maxsize=64)
+def planned(
+    lengths: tuple[int, ...], rows: tuple[int, ...], dp: int, budget: int, multiple: int
+) -> list[list[list[int]]]:
+    """`plan`, computed once for the exchange of rollouts and for their packing."""
+    return plan(lengths, rows, dp, budget, multiple)
+
+
 def pack(
     rows: Sequence[int],
     batch: TokenBatch,
@@ -194,7 +203,7 @@ def pack(
     tokens, predictors, sequence_ids, lengths = [], [], [], []
     start = 0
     for local, row in enumerate(rows):
-        length, scored = len(batch.tokens[row]), np.flatnonzero(batch.loss_mask[row])
+        length, scored = batch.lengths[row], np.flatnonzero(batch.loss_mask[row])
         tokens += [batch.tokens[row], np.zeros(-length % pieces, dtype=np.int64)]
         predictors.append(start + scored - 1)
         sequence_ids.append(np.full(len(scored), local))

@@ -11,7 +11,7 @@ from typing import Protocol
 from rich.console import Console
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data import Rollout, Sample
+from megatron_rl.data import Outcome, Rollout, Sample
 from megatron_rl.evaluation import kept
 from megatron_rl.evaluation.output import results_table, write_responses, write_results
 from megatron_rl.evaluation.summary import TaskSummary, metrics_of, overall, summarize
@@ -37,13 +37,14 @@ class Log(Protocol):
     def close(self) -> None: ...
 
 
-Answer = Callable[[str, Sequence[Sample]], tuple[Sequence[Rollout], int]]
-"""A task's name and prompts to their scored rollouts, and the number of requests that failed."""
+Answer = Callable[[str, Sequence[Sample]], tuple[Sequence[Outcome], Sequence[Rollout], int]]
+"""A task's name and prompts to what is known of all scored rollouts, those that this process writes, and the number of
+requests that failed."""
 
 
 @dataclass
 class Answers:
-    """The scored responses to all tasks, and their metrics."""
+    """The metrics of all tasks, and the scored responses that this process writes."""
 
     config: Config
     summaries: list[TaskSummary] = field(default_factory=list)
@@ -61,9 +62,9 @@ def answer_tasks(config: Config, tasks: Mapping[str, Sequence[Sample]], answer: 
     """
     answers = Answers(config)
     for task, samples in tasks.items():
-        rollouts, failed = answer(task, samples)
-        answers.summaries.append(summarize(config, task, samples, rollouts, failed))
-        answers.responses[task] = (samples, rollouts)
+        outcomes, written, failed = answer(task, samples)
+        answers.summaries.append(summarize(config, task, samples, outcomes, failed))
+        answers.responses[task] = (samples, written)
     return answers
 
 

@@ -70,13 +70,13 @@ def _evaluate(log: Log, urls: Sequence[str], name: str | None) -> tuple[list[Fai
     keep = kept.Keeper(log.run_dir / kept.FOLDER / "engine0.jsonl")
     failures: list[FailedRequest] = []
 
-    def answer(task: str, samples: Sequence[Sample]) -> tuple[Sequence[Rollout], int]:
+    def answer(task: str, samples: Sequence[Sample]) -> tuple[Sequence[Rollout], Sequence[Rollout], int]:
         rollouts, failed = _complete(log, server, task, samples, drawn, keep)
         log.note(f"{task}: {len(rollouts)} responses, {len(failed)} requests failed")
         failures.extend(failed)
         log.phase(f"scoring {task}")
         _score(scorer, tokenizer, samples, rollouts)
-        return rollouts, len(failed)
+        return rollouts, rollouts, len(failed)
 
     try:
         answers = answer_tasks(config, tasks, answer)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data import Rollout, Sample
+from megatron_rl.data import Outcome, Sample
 from megatron_rl.evaluation.statistics import Interval, combine, mean, pass_at_k, sampling_error
 
-Value = Callable[[Rollout], float]
+Value = Callable[[Outcome], float]
 
 
 @dataclass
@@ -60,7 +60,7 @@ def deciding_column(config: Config, task: str, columns: Sequence[str]) -> str:
 
 
 def summarize(
-    config: Config, task: str, samples: Sequence[Sample], rollouts: Sequence[Rollout], failed: int = 0
+    config: Config, task: str, samples: Sequence[Sample], rollouts: Sequence[Outcome], failed: int = 0
 ) -> TaskSummary:
     """The estimates of one task.
 
@@ -91,7 +91,7 @@ def summarize(
         means = [sum(row) / len(row) for row in scores if row]
         return mean(means, options.confidence, bounded) if means else None
 
-    def right(rollout: Rollout) -> float:
+    def right(rollout: Outcome) -> float:
         return float(rollout.rewards[judge] >= trainer.eval_threshold)
 
     unscored = len(rollouts) - len(scored)
@@ -154,15 +154,15 @@ def metrics_of(summaries: Sequence[TaskSummary], across: Mapping[str, Interval])
     return metrics
 
 
-def _by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    groups: dict[str, list[Rollout]] = {}
+def _by_prompt(rollouts: Sequence[Outcome]) -> list[list[Outcome]]:
+    groups: dict[str, list[Outcome]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.sample_id, []).append(rollout)
     return list(groups.values())
 
 
-def _length(rollout: Rollout) -> float:
-    return float(len(rollout.response_ids))
+def _length(rollout: Outcome) -> float:
+    return float(rollout.length)
 
 
 def _applies(config: Config, column: str, task: str) -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from megatron_rl.data import Rollout, Sample
+import numpy as np
+
+from megatron_rl.data import FACTS, Rollout, Rollouts, Sample
 from megatron_rl.rollout.engine import Engine, EngineError, Request
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
+
+_DIGEST = 8  # bytes
 
 
 def generate(
@@ -17,55 +21,75 @@ def generate(
     sampling: Sampling,
     step: int,
     on_finished: Callable[[Rollout], None] | None = None,
-    already_drawn: Container[tuple[str, int]] = (),
-) -> list[Rollout]:
-    """`count` rollouts of every sample, over all engines; every rank gets all of them, by sample, then index.
+    already_drawn: Mapping[tuple[str, int], Rollout] | None = None,
+) -> Rollouts:
+    """`count` rollouts of every sample, over all engines; every rank learns how long each is, and holds its own engine's.
 
     Engine e of E takes every E-th sample. Each rollout has a seed of its own (`rollout_seed`), so what is drawn depends
     neither on the number of engines nor on what else is in the batch.
 
     Args:
         on_finished: called with each rollout of this rank's engine as it ends, on every rank of the engine in the same order.
-        already_drawn: (sample id, index) of rollouts that are left out; the same on every rank.
+        already_drawn: rollouts that are not drawn again, by sample id and index; the same on every rank.
 
     Raises:
         EngineError: on every rank, where the ranks of an engine did not stay in step.
     """
-    requests, by_id = [], {sample.id: sample for sample in samples}
+    there, place = already_drawn or {}, {sample.id: i for i, sample in enumerate(samples)}
+    requests, held = [], dict[int, Rollout]()
     for sample in samples[engine.index :: engine.engines]:
         for index in range(count):
-            if (sample.id, index) not in already_drawn:
-                seed = rollout_seed(engine.seed, step, sample.id, index) if sampling.temperature > 0 else None
-                requests.append(Request((sample.id, index), sample.prompt_ids, sampling, seed))
+            if (sample.id, index) in there:
+                held[place[sample.id] * count + index] = there[sample.id, index]
+                continue
+            seed = rollout_seed(engine.seed, step, sample.id, index) if sampling.temperature > 0 else None
+            requests.append(Request((sample.id, index), sample.prompt_ids, sampling, seed))
     engine.submit(requests)
-    rollouts = []
     for completion in engine.drain():
         sample_id, index = completion.request.name
         rollout = Rollout.single_turn(
-            by_id[sample_id], index, completion.ids, completion.finish_reason, completion.logprobs, completion.version
+            samples[place[sample_id]],
+            index,
+            completion.ids,
+            completion.finish_reason,
+            completion.logprobs,
+            completion.version,
         )
-        rollouts.append(rollout)
+        held[place[sample_id] * count + index] = rollout
         if on_finished is not None:
             on_finished(rollout)
-    gathered = engine.grid.all_gather((_digest(rollouts), rollouts if engine.is_leader else []))
-    _check_in_step([digest for digest, _ in gathered], engine)
-    place = {sample.id: i for i, sample in enumerate(samples)}
-    everything = [rollout for _, part in gathered for rollout in part]
-    return sorted(everything, key=lambda rollout: (place[rollout.sample_id], rollout.index))
+    return Rollouts(list(samples), count, _gather_facts(engine, held, len(samples) * count), held)
 
 
-def _digest(rollouts: Sequence[Rollout]) -> bytes:
+def _gather_facts(engine: Engine, held: Mapping[int, Rollout], rows: int) -> np.ndarray:
+    """FACTS [rows] about the rollouts of all engines. The ranks of an engine take turns as their source."""
+    size = engine.config.tensor_parallel
+    own = [_facts(row, held[row]) for row in sorted(held)[engine.grid.rank % size :: size]]
+    parts = engine.grid.all_gather_bytes(_digest(held) + np.array(own, dtype=FACTS).tobytes())
+    _check_in_step([part[:_DIGEST] for part in parts], size)
+    facts = np.zeros(rows, dtype=FACTS)
+    for rank, part in enumerate(parts):
+        drawn = np.frombuffer(part[_DIGEST:], dtype=FACTS)
+        facts[drawn["row"]] = drawn
+        facts["source"][drawn["row"]] = rank
+    return facts
+
+
+def _facts(row: int, rollout: Rollout) -> tuple[int, int, int, bool, int, int]:
+    return row, rollout.num_tokens, rollout.length, rollout.finish_reason == "length", rollout.version, 0
+
+
+def _digest(held: Mapping[int, Rollout]) -> bytes:
     """Of which rollouts ended with which tokens, in order."""
-    digest = hashlib.blake2b(digest_size=8)
-    for rollout in rollouts:
-        digest.update(f"{rollout.sample_id} {rollout.index} ".encode())
+    digest = hashlib.blake2b(digest_size=_DIGEST)
+    for row, rollout in held.items():
+        digest.update(f"{row} ".encode())
         digest.update(rollout.response_ids.tobytes())
     return digest.digest()
 
 
-def _check_in_step(digests: Sequence[bytes], engine: Engine) -> None:
+def _check_in_step(digests: Sequence[bytes], size: int) -> None:
     """Each rank of an engine schedules and samples for itself. Once one draws another token, their passes do not match."""
-    size = engine.config.tensor_parallel
     for first in range(0, len(digests), size):
         differing = [rank for rank in range(first, first + size) if digests[rank] != digests[first]]
         if differing:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,6 +32,7 @@ class Grid:
     cp: int
     cp_rank: int
     host_group: dist.ProcessGroup | None  # gloo, all ranks: Python objects and numpy arrays
+    replicas: tuple[tuple[int, ...], ...] = ((0,),)  # ranks of every data-parallel replica, by `dp_rank`
 
     @property
     def is_main(self) -> bool:
@@ -61,6 +63,20 @@ class Grid:
         box = [item]
         dist.broadcast_object_list(box, src=source, group=self.host_group)
         return box[0]
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """`data` of every rank, in rank order; lengths may differ."""
+        sizes = torch.empty(self.world, 1, dtype=torch.int64)
+        dist.all_gather(list(sizes), torch.tensor([len(data)]), group=self.host_group)
+        parts = torch.empty(self.world, int(sizes.max()), dtype=torch.uint8)
+        padded = torch.zeros_like(parts[0])
+        padded[: len(data)] = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+        dist.all_gather(list(parts), padded, group=self.host_group)
+        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes.flatten().tolist(), strict=True)]
+
+    def broadcast_array(self, array: np.ndarray) -> None:
+        """Rank 0's numbers into the array of every other rank, which has its shape and dtype."""
+        dist.broadcast(torch.from_numpy(array), src=0, group=self.host_group)
 
     def barrier(self) -> None:
         dist.barrier(group=self.host_group)
@@ -99,6 +115,10 @@ def initialize(parallel: ParallelConfig, timeout_minutes: float, gpu_timeout_min
             distributed_timeout_minutes=max(1, int(minutes)),
             create_gloo_process_groups=True,
         )
+    host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+    dp_ranks = [0] * world
+    dist.all_gather_object(dp_ranks, parallel_state.get_data_parallel_rank(), group=host_group)
+    dp = parallel_state.get_data_parallel_world_size()
     return Grid(
         rank=rank,
         world=world,
@@ -106,11 +126,12 @@ def initialize(parallel: ParallelConfig, timeout_minutes: float, gpu_timeout_min
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        dp=parallel_state.get_data_parallel_world_size(),
+        dp=dp,
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp=parallel_state.get_context_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
-        host_group=dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes)),
+        host_group=host_group,
+        replicas=tuple(tuple(r for r in range(world) if dp_ranks[r] == replica) for replica in range(dp)),
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.checkpoint import store
 from megatron_rl.checkpoint.store import CheckpointError
-from megatron_rl.data import Rollout, Sample
+from megatron_rl.data import Outcome, Rollout, Sample
 from megatron_rl.evaluation import kept
 from megatron_rl.evaluation.run import Answers, answer_tasks, resume_responses, seed_step, write_evaluation
 from megatron_rl.rollout.sampling import Sampling
@@ -20,22 +21,26 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
     k = `trainer.eval_rollouts`; one rollout at temperature 0 is greedy decoding.
     """
-    answers = _answer(run, step, {}, None)
-    if step in (0, run.config.trainer.steps):
+    logging, at_an_end = run.config.logging, step in (0, run.config.trainer.steps)
+    answers = _answer(run, step, logging.samples_per_step if at_an_end and logging.samples_every else 0)
+    if at_an_end and logging.samples_every:
         for task, (samples, rollouts) in answers.responses.items():
             run.report.eval_samples(step, task, samples, rollouts)
     return answers.metrics()
 
 
-def _answer(run: Run, step: int, drawn: kept.Kept, keep: kept.Keeper | None) -> Answers:
+def _answer(
+    run: Run, step: int, written: int, drawn: kept.Kept | None = None, keep: kept.Keeper | None = None
+) -> Answers:
+    """`written`: how many responses to each task rank 0 needs as text."""
     trainer = run.config.trainer
     sampling = Sampling(trainer.eval_temperature, trainer.eval_top_p, run.config.rollout.max_tokens)
 
-    def answer(task: str, samples: Sequence[Sample]) -> tuple[Sequence[Rollout], int]:
+    def answer(task: str, samples: Sequence[Sample]) -> tuple[Sequence[Outcome], Sequence[Rollout], int]:
         with run.timer.untimed("evaluate", f"evaluating {task}"):
             rollouts = run.sampler.generate(samples, trainer.eval_rollouts, sampling, seed_step(step), drawn, keep)
-            run.sampler.score(samples, rollouts)
-        return rollouts, 0
+            run.sampler.score(rollouts)
+            return rollouts.outcomes(), run.sampler.whole(rollouts, written), 0
 
     return answer_tasks(run.config, run.sampler.prompts.eval, answer)
 
@@ -54,11 +59,11 @@ def evaluate_only(run: Run, resume: str) -> None:
         if problems := store.verify(folder, run.grid, skip_prefix="optimizer."):
             raise CheckpointError(f"{folder} is not a whole checkpoint: {store.summarize(problems)}")
         model = {"door": "checkpoint", "path": str(folder), "step": store.read_state(folder)["progress"]["step"]}
-    drawn: kept.Kept = {}
+    tasks = run.sampler.prompts.eval
     if run.grid.is_main:
-        files = kept.files_of(folder)
-        drawn = resume_responses(run.report, {**model, "files": files}, run.sampler.prompts.eval)
-    drawn = run.grid.broadcast(drawn)
+        resume_responses(run.report, {**model, "files": kept.files_of(folder)}, tasks)
+    run.grid.barrier()
+    there = kept.read(run.report.run_dir / kept.FOLDER, [sample for samples in tasks.values() for sample in samples])
     if resume != "never":
         run.report.phase(f"loading {folder.name}")
         store.load_model(folder, run.learner.actor.chunks)
@@ -66,7 +71,7 @@ def evaluate_only(run: Run, resume: str) -> None:
     run.report.begin("evaluation", 0, 1)
     path = run.report.run_dir / kept.FOLDER / f"engine{run.sampler.engine.index}.jsonl"
     keep = kept.Keeper(path) if run.sampler.engine.is_leader else None
-    answers = _answer(run, 0, drawn, keep)
+    answers = _answer(run, 0, sys.maxsize, there, keep)
     if keep is not None:
         keep.close()
     write_evaluation(run.report, model, answers, run.sampler.take_counters(), begin)

@@ -16,14 +16,15 @@ from megatron_rl.algorithms.aggregation import Denominators
 from megatron_rl.algorithms.kl import sequence_kl
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.schema import Config
-from megatron_rl.data import RewardTable, Rollout, TokenBatch, TrainBatch
+from megatron_rl.data import RewardTable, Rollout, Rollouts, TokenBatch, TrainBatch
+from megatron_rl.rollout.exchange import exchange
 from megatron_rl.runtime.step_timer import StepTimer
-from megatron_rl.trainer.minibatch import Minibatch, PolicyTokens, minibatches, was_truncated
+from megatron_rl.trainer.minibatch import Minibatch, PolicyTokens, minibatches, train_batch, trained_rows
 from megatron_rl.trainer.record import TokenLog
 
 
 class Learner:
-    """This rank's share of learning. Every rank calls each method with the same rollouts."""
+    """This rank's share of learning. Every rank calls each method at the same time."""
 
     def __init__(self, config: Config, actor: Actor, algorithm: Algorithm, timer: StepTimer) -> None:
         self.config, self.actor, self.algorithm = config, actor, algorithm
@@ -42,33 +43,51 @@ class Learner:
         return trainer.steps * trainer.minibatches * trainer.epochs
 
     # ------------------------------------------------------------------------------------------------------ advantages
-    def estimate(self, table: RewardTable, rollouts: Sequence[Rollout]) -> StepEstimate:
+    def estimate(self, table: RewardTable, rollouts: Rollouts) -> StepEstimate:
         """The advantages of a step's rollouts.
 
         Raises:
             ValueError: a rollout was drawn by other weights than the actor's.
         """
-        versions = {s.version for rollout in rollouts for s in rollout.segments if s.logprobs is not None}
-        if versions - {self.actor.optimizer_steps}:
+        versions = np.unique(rollouts.facts["version"]).tolist()
+        if versions != [self.actor.optimizer_steps]:
             raise ValueError(
-                f"rollouts were drawn with weights of optimizer steps {sorted(versions)}, and the actor is at step "
+                f"rollouts were drawn with weights of optimizer steps {versions}, and the actor is at step "
                 f"{self.actor.optimizer_steps}: the engine missed a weight sync"
             )
         reference_kl = self._reference_kl(rollouts)
         return self.algorithm.estimate(
             table,
-            truncated=was_truncated(rollouts).view(table.mask.shape),
+            truncated=rollouts.truncated,
             reference_kl=None if reference_kl is None else reference_kl.view(table.mask.shape),
         )
 
-    def _reference_kl(self, rollouts: Sequence[Rollout]) -> Tensor | None:
+    def train_batch(self, rollouts: Rollouts, estimate: StepEstimate) -> TrainBatch:
+        """The rollouts that are trained on, with their advantages; tokens only of those in this rank's micro-batches."""
+        rows = trained_rows(estimate)
+        parts = minibatches(rows // rollouts.count, self.config.trainer.minibatches)
+        return train_batch(rollouts, estimate, self._receive(rollouts, rows, parts))
+
+    def _receive(self, rollouts: Rollouts, rows: np.ndarray, parts: Sequence[Sequence[int]]) -> dict[int, Rollout]:
+        """Those of the rollouts `rows` that are in this rank's micro-batches, by row. `parts`: minibatches of these rows."""
+        lengths = rollouts.facts["num_tokens"][rows].tolist()
+        shares = [self.actor.shares(lengths, part) for part in parts]
+        needs = [
+            (ranks, [rows[i] for share in shares for micro in share[replica] for i in micro])
+            for replica, ranks in enumerate(self._grid.replicas)
+        ]
+        return exchange(self._grid, rollouts, needs)
+
+    def _reference_kl(self, rollouts: Rollouts) -> Tensor | None:
         """KL of every rollout from the reference policy, float64 [rollouts]; None where no reward uses it."""
         kl, temperature = self.config.algorithm.kl, self.config.rollout.temperature
         if not kl.reward_coef:
             return None
         own: dict[int, float] = {}
         with self.timer("ref_log_prob"):
-            micro_batches = self.actor.micro_batches(TokenBatch.of(rollouts))
+            rows = np.arange(len(rollouts))
+            received = self._receive(rollouts, rows, [rows.tolist()])
+            micro_batches = self.actor.micro_batches(TokenBatch.of(rollouts.facts["num_tokens"].tolist(), received))
             old = self.actor.log_probs(micro_batches, temperature)
             with self.actor.as_reference():
                 reference = self.actor.log_probs(micro_batches, temperature)

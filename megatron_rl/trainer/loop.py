@@ -7,8 +7,7 @@ from dataclasses import replace
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.metrics import response_metrics, reward_metrics, throughput
-from megatron_rl.trainer.minibatch import train_batch, was_truncated
-from megatron_rl.trainer.record import TokenLog, write_step
+from megatron_rl.trainer.record import TokenLog, record_step
 from megatron_rl.trainer.resume import load_checkpoint
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.sft import warm_up
@@ -60,17 +59,17 @@ def step(run: Run) -> None:
     sampler, learner = run.sampler, run.learner
     run.timer.start(number)
 
-    drawn = sampler.sample(number, run.state.position)
+    rollouts, position = sampler.sample(number, run.state.position)
     run.stop.check(run.grid)
-    greedy = sampler.sample_greedily(drawn.samples, number) if learner.algorithm.estimator.needs.greedy else None
+    greedy = sampler.sample_greedily(rollouts.samples, number) if learner.algorithm.estimator.needs.greedy else None
     run.stop.check(run.grid)  # the last one: estimators and weights change from here on, so the step is finished
 
     with run.timer("switch"):
         run.hand_device_to_actor()
-    table = sampler.reward_table(drawn.samples, drawn.rollouts, greedy)
+    table = sampler.reward_table(rollouts, greedy)
     with run.timer("estimate"):
-        estimate = learner.estimate(table, drawn.rollouts)
-        batch = train_batch(drawn.rollouts, estimate)
+        estimate = learner.estimate(table, rollouts)
+        batch = learner.train_batch(rollouts, estimate)
     log = TokenLog() if run.report.records(number) else None
     every = config.logging.gradient_variance_every
     learned = learner.update(batch, estimate.clip_range, log, measure_variance=bool(every) and number % every == 0)
@@ -80,22 +79,21 @@ def step(run: Run) -> None:
     with run.timer("sync"):
         run.hand_device_to_engine()
     with run.timer("sync_check"):
-        difference = sampler.check_sync(drawn.rollouts)
-    run.state = replace(run.state, step=number, position=drawn.position)
+        difference = sampler.check_sync(rollouts)
+    run.state = replace(run.state, step=number, position=position)
 
     seconds = run.timer.take()
-    metrics = estimate.metrics | reward_metrics(table) | response_metrics(drawn.rollouts) | learned
+    metrics = estimate.metrics | reward_metrics(table) | response_metrics(rollouts) | learned
     metrics |= run.checkpoints.metrics() | difference.metrics()
-    metrics |= throughput(drawn.rollouts, seconds) | seconds | run.timer.memory.metrics()
+    metrics |= throughput(rollouts, seconds) | seconds | run.timer.memory.metrics()
     if (config.trainer.eval_every and number % config.trainer.eval_every == 0) or number == config.trainer.steps:
         metrics |= evaluate(run, number)
     metrics |= sampler.take_counters()
     run.report.log(number, metrics)
-    run.report.samples(number, drawn.samples, drawn.rollouts, estimate.advantages)
+    if run.report.shows(number):
+        shown = sampler.whole(rollouts, config.logging.samples_per_step)
+        run.report.samples(number, rollouts.samples, shown, estimate.advantages)
     if log is not None:
-        truncated, log_probs = was_truncated(drawn.rollouts).view(table.mask.shape), run.grid.gather(log.rows)
-        if run.grid.is_main:
-            path = run.run_dir / "rollouts" / f"step_{number}.npz"
-            write_step(path, [sample.id for sample in drawn.samples], table, truncated, estimate, log_probs)
+        record_step(run.run_dir / "rollouts" / f"step_{number}.npz", run.grid, rollouts, table, estimate, log)
     if snapshot is not None:
         run.checkpoints.submit(run.state, snapshot, metrics)

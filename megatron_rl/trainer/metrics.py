@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from megatron_rl.data import RewardTable, Rollout
+from megatron_rl.data import RewardTable, Rollouts
 
 
 def reward_metrics(table: RewardTable) -> dict[str, float]:
@@ -17,21 +17,19 @@ def reward_metrics(table: RewardTable) -> dict[str, float]:
     return {"reward/mean": float(total.mean()), "reward/std": float(total.std(correction=0))}
 
 
-def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    lengths = np.array([len(rollout.response_ids) for rollout in rollouts], dtype=np.float64)
-    reasons = [rollout.finish_reason for rollout in rollouts]
+def response_metrics(rollouts: Rollouts) -> dict[str, float]:
+    lengths = rollouts.facts["length"].astype(np.float64)
     return {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
-        "response_length/truncated_share": reasons.count("length") / len(reasons),
-        "prompt_length/mean": float(np.mean([len(rollout.prompt_ids) for rollout in rollouts])),
+        "response_length/truncated_share": int(rollouts.facts["truncated"].sum()) / len(rollouts),
+        "prompt_length/mean": float(rollouts.prompt_lengths.mean()),
     }
 
 
-def throughput(rollouts: Sequence[Rollout], seconds: Mapping[str, float]) -> dict[str, float]:
+def throughput(rollouts: Rollouts, seconds: Mapping[str, float]) -> dict[str, float]:
     """Tokens per second of the whole world: generated while generating, and trained on per whole step."""
-    generated = sum(len(rollout.response_ids) for rollout in rollouts)
-    total = sum(rollout.num_tokens for rollout in rollouts)
+    generated, total = (int(rollouts.facts[name].sum()) for name in ("length", "num_tokens"))
     return {
         "perf/generated_tokens_per_s": generated / seconds["timing_s/generate"],
         "perf/tokens_per_s": total / seconds["timing_s/step"],

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms import StepEstimate
 from megatron_rl.algorithms.aggregation import Denominators
-from megatron_rl.data import Rollout, TokenBatch, TrainBatch
+from megatron_rl.data import Rollout, Rollouts, TokenBatch, TrainBatch
 
 
 @dataclass
@@ -36,22 +35,20 @@ class Minibatch:
     denominators: Denominators = field(default_factory=lambda: Denominators(0.0, 0.0))  # of all ranks' shares
 
 
-def was_truncated(rollouts: Sequence[Rollout]) -> Tensor:
-    """bool [rollouts]: those that were cut at the token limit."""
-    return torch.tensor([rollout.finish_reason == "length" for rollout in rollouts])
+def trained_rows(estimate: StepEstimate) -> np.ndarray:
+    """int64 [trained rollouts]: the step's rows of those that are trained on."""
+    return np.flatnonzero(estimate.train.flatten().numpy())
 
 
-def train_batch(rollouts: Sequence[Rollout], estimate: StepEstimate) -> TrainBatch:
-    """The rollouts that are trained on, with their advantages."""
-    group_size = estimate.train.shape[1]
-    trained = estimate.train.flatten().tolist()
-    advantages = estimate.advantages.flatten().tolist()
-    kept = [i for i, keep in enumerate(trained) if keep]
+def train_batch(rollouts: Rollouts, estimate: StepEstimate, own: Mapping[int, Rollout]) -> TrainBatch:
+    """The rollouts that are trained on, with their advantages. `own`: those whose tokens this rank has, by row."""
+    rows = trained_rows(estimate)
+    known = {i: own[row] for i, row in enumerate(rows.tolist()) if row in own}
     return TrainBatch(
-        sequences=TokenBatch.of(rollouts[i] for i in kept),
-        rollout_logprobs=[rollouts[i].logprobs for i in kept],
-        advantages=np.array([advantages[i] for i in kept], dtype=np.float32),
-        group=np.array([i // group_size for i in kept], dtype=np.int64),
+        sequences=TokenBatch.of(rollouts.facts["num_tokens"][rows].tolist(), known),
+        rollout_logprobs={i: rollout.logprobs for i, rollout in known.items()},
+        advantages=estimate.advantages.flatten().numpy()[rows].astype(np.float32),
+        group=rows // estimate.train.shape[1],
     )
 
 

@@ -1,13 +1,14 @@
-"""Recorded rollouts: `<run_dir>/rollouts/step_<n>.npz`, one step's rewards, advantages and log-probs as plain arrays.
+"""Recorded rollouts: one step's rewards, advantages and log-probs as plain arrays.
 
-`tools/compare_estimators.py` reads them; so can anything that reads NumPy. A file takes 12 bytes per trained token and 8 per
-rollout and reward, uncompressed; texts are in `samples/`.
+`<run_dir>/rollouts/step_<n>.npz` has 8 bytes per rollout and reward, `step_<n>.tokens/<r>.npz` 12 bytes per token that
+data-parallel replica r was trained on. `read_step` puts them together; anything that reads NumPy reads them one by one. Texts
+are in `samples/`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithms import StepEstimate
-from megatron_rl.data import RewardTable
-from megatron_rl.trainer.minibatch import Minibatch
+from megatron_rl.data import RewardTable, Rollouts
+from megatron_rl.runtime.distributed import Grid
+from megatron_rl.trainer.minibatch import Minibatch, trained_rows
 
 TOKEN_ARRAYS = ("log_probs", "old_log_probs", "rollout_log_probs")
 
@@ -61,23 +63,39 @@ class RecordedStep:
         return torch.repeat_interleave(torch.arange(len(self.rows)), self.offsets.diff())
 
 
+def record_step(
+    path: Path, grid: Grid, rollouts: Rollouts, table: RewardTable, estimate: StepEstimate, log: TokenLog
+) -> None:
+    """Writes one step: the tokens of every data-parallel replica by one of its ranks, then the rest by rank 0."""
+    if grid.reports_loss:
+        write_tokens(path, grid.dp_rank, trained_rows(estimate), log)
+    grid.barrier()
+    if grid.is_main:
+        write_step(path, [sample.id for sample in rollouts.samples], table, rollouts.truncated, estimate, grid.dp)
+
+
+def write_tokens(path: Path, replica: int, trained: np.ndarray, log: TokenLog) -> None:
+    """Writes what one replica knows of the step `path`, complete or not at all. `trained`: rows of the training batch."""
+    chosen = sorted(log.rows)
+    arrays = {
+        "rows": trained[np.array(chosen, dtype=np.int64)],
+        "lengths": np.array([len(log.rows[row][TOKEN_ARRAYS[0]]) for row in chosen], dtype=np.int64),
+    }
+    for name in TOKEN_ARRAYS:
+        empty = np.zeros(0, dtype=np.float32)
+        arrays[name] = np.concatenate([empty, *(log.rows[row][name] for row in chosen)])
+    _save(_part(path, replica), arrays)
+
+
 def write_step(
     path: Path,
     sample_ids: Sequence[str],
     table: RewardTable,
     truncated: torch.Tensor,
     estimate: StepEstimate,
-    tokens: Sequence[Mapping[int, Mapping[str, np.ndarray]]],
+    parts: int,
 ) -> None:
-    """Writes one step, complete or not at all.
-    `tokens`: `TokenLog.rows` of every rank; keys are positions among the rollouts with `estimate.train`.
-    """
-    trained = np.flatnonzero(estimate.train.flatten().numpy())
-    merged: dict[int, Mapping[str, np.ndarray]] = {}
-    for part in tokens:
-        merged.update(part)
-    rows = sorted(merged)
-    lengths = [len(merged[row]["log_probs"]) for row in rows]
+    """Writes one step's file, complete or not at all. `parts`: replicas that have written their tokens."""
     arrays: dict[str, np.ndarray] = {
         "samples": np.array(sample_ids),
         "names": np.array(table.names),
@@ -86,35 +104,54 @@ def write_step(
         "valid": table.mask.numpy(),
         "truncated": truncated.numpy(),
         "advantages": estimate.advantages.numpy(),
-        "rows": trained[rows],
-        "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         "clip_range": np.array(estimate.clip_range or ()),
+        "parts": np.array(parts),
     }
-    for name in TOKEN_ARRAYS:
-        empty = [np.zeros(0, dtype=np.float32)]
-        arrays[name] = np.concatenate([merged[row][name] for row in rows] or empty).astype(np.float32)
     if table.lengths is not None:
         arrays["lengths"] = table.lengths.numpy()
     if table.greedy is not None:
         arrays["greedy"] = table.greedy.numpy()
     if table.scored is not None:
         arrays["scored"] = table.scored.numpy()
-    path.parent.mkdir(exist_ok=True)
+    _save(path, arrays)
+
+
+def _part(path: Path, replica: int) -> Path:
+    return path.with_suffix(".tokens") / f"{replica}.npz"
+
+
+def _save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
     os.replace(temporary, path)
 
 
-def read_step(path: str | Path) -> RecordedStep:
-    """Reads a file that `write_step` wrote. ValueError if it is something else."""
+def _load(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
     with np.load(path, allow_pickle=False) as stored:
-        missing = {"rewards", "names", "offsets", *TOKEN_ARRAYS} - set(stored.files)
-        if missing:
+        if missing := set(wanted) - set(stored.files):
             raise ValueError(f"{path} is not a recorded step: it lacks {', '.join(sorted(missing))}")
-        arrays = {name: stored[name] for name in stored.files}
+        return {name: stored[name] for name in stored.files}
+
+
+def read_step(path: str | Path) -> RecordedStep:
+    """Reads a step, rollouts in the order of their rows. ValueError if the file is something else."""
+    path = Path(path)
+    arrays = _load(path, ("rewards", "names", "parts"))
+    parts = [_load(_part(path, i), ("rows", "lengths", *TOKEN_ARRAYS)) for i in range(int(arrays["parts"]))]
+    tokens: dict[int, list[np.ndarray]] = {}
+    for part in parts:
+        ends = np.cumsum(part["lengths"])
+        for row, begin, end in zip(part["rows"].tolist(), ends - part["lengths"], ends, strict=True):
+            tokens[row] = [part[name][begin:end] for name in TOKEN_ARRAYS]
+    rows = sorted(tokens)
+    empty = np.zeros(0, dtype=np.float32)
+    log_probs, old_log_probs, rollout_log_probs = (
+        torch.from_numpy(np.concatenate([empty, *(tokens[row][i] for row in rows)])) for i in range(len(TOKEN_ARRAYS))
+    )
     names = tuple(str(name) for name in arrays["names"])
-    tensors = {name: torch.from_numpy(arrays[name]) for name in arrays if arrays[name].dtype.kind in "fbi"}
+    tensors = {name: torch.from_numpy(arrays[name]) for name in arrays if arrays[name].dtype.kind in "fb"}
     clip_range = arrays["clip_range"].tolist()
     return RecordedStep(
         table=RewardTable(
@@ -128,11 +165,11 @@ def read_step(path: str | Path) -> RecordedStep:
         ),
         truncated=tensors["truncated"],
         advantages=tensors["advantages"],
-        rows=tensors["rows"],
-        offsets=tensors["offsets"],
-        log_probs=tensors["log_probs"],
-        old_log_probs=tensors["old_log_probs"],
-        rollout_log_probs=tensors["rollout_log_probs"],
+        rows=torch.tensor(rows, dtype=torch.int64),
+        offsets=torch.tensor(np.cumsum([0, *(len(tokens[row][0]) for row in rows)])),
+        log_probs=log_probs,
+        old_log_probs=old_log_probs,
+        rollout_log_probs=rollout_log_probs,
         clip_range=(clip_range[0], clip_range[1]) if clip_range else None,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -215,12 +216,15 @@ class Reporter:
 
     # ----------------------------------------------------------------------------------------------------------- samples
     def samples(self, step: int, samples: Sequence[Sample], rollouts: Sequence[Rollout], advantages: Tensor) -> None:
-        """`samples/step_<n>.jsonl`: some of the step's rollouts, whole groups first, with rewards and advantages."""
-        every, count = self.config.logging.samples_every, self.config.logging.samples_per_step
-        if self.active and every and step % every == 0:
-            flat = advantages.flatten().tolist()
-            extra = [{"advantage": value} for value in flat[:count]]
-            _write_rollouts(self.run_dir / "samples" / f"step_{step}.jsonl", samples, rollouts[:count], extra)
+        """`samples/step_<n>.jsonl`: the step's first rollouts, whole groups first, with rewards and advantages."""
+        if self.active:
+            extra = [{"advantage": value} for value in advantages.flatten().tolist()[: len(rollouts)]]
+            _write_rollouts(self.run_dir / "samples" / f"step_{step}.jsonl", samples, rollouts, extra)
+
+    def shows(self, step: int) -> bool:
+        """Whether this step's samples are to be written; the same on every rank."""
+        every = self.config.logging.samples_every
+        return bool(every) and step % every == 0
 
     def records(self, step: int) -> bool:
         """Whether this step's rollouts are to be recorded; the same on every rank."""
@@ -229,10 +233,9 @@ class Reporter:
 
     def eval_samples(self, step: int, task: str, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> None:
         """`samples/eval_<task>_step_<n>.jsonl`."""
-        count = self.config.logging.samples_per_step
-        if self.active and self.config.logging.samples_every:
+        if self.active:
             path = self.run_dir / "samples" / f"eval_{task}_step_{step}.jsonl"
-            _write_rollouts(path, samples, rollouts[:count], [{} for _ in rollouts[:count]])
+            _write_rollouts(path, samples, rollouts, [{} for _ in rollouts])
 
     # --------------------------------------------------------------------------------------------------------------- end
     def summary(self) -> None:
@@ -274,9 +277,9 @@ class Reporter:
 
 
 def _remove_later(run_dir: Path, step: int) -> None:
-    for path in [*(run_dir / "samples").glob("*step_*.jsonl"), *(run_dir / "rollouts").glob("step_*.npz")]:
+    for path in [*(run_dir / "samples").glob("*step_*.jsonl"), *(run_dir / "rollouts").glob("step_*")]:
         if (number := path.stem.rpartition("step_")[2]).isdigit() and int(number) > step:
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _write_rollouts(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms.shaping import signal_groups
 from megatron_rl.config.schema import Config
-from megatron_rl.data import RewardTable, Rollout, Sample
+from megatron_rl.data import RewardTable, Rollout, Rollouts, Sample
 from megatron_rl.rewards import Scorer, ScoringStats
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.exchange import exchange
 from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sync import SyncDifference, WeightSync
@@ -24,15 +25,6 @@ from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.tasks import Order, Prompts, make_order
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer.report import Reporter
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A step's prompts with their scored rollouts."""
-
-    samples: list[Sample]
-    rollouts: list[Rollout]  # by sample, then index
-    position: int  # training prompts taken until then
 
 
 class Sampler:
@@ -91,7 +83,7 @@ class Sampler:
         self.sync.push()
         self.engine.wake_cache()
 
-    def check_sync(self, rollouts: Sequence[Rollout] | None = None) -> SyncDifference:
+    def check_sync(self, rollouts: Rollouts | None = None) -> SyncDifference:
         """Differences of log-probs from the actor's over a few rollouts; None: over the recipe's first prompts.
 
         Raises:
@@ -101,8 +93,29 @@ class Sampler:
         if rollouts is None:
             samples = self.prompts.train or [s for samples in self.prompts.eval.values() for s in samples]
             return self.sync.check([sample.prompt_ids for sample in samples[:count]])
-        spaced = rollouts[:: max(1, len(rollouts) // count)]
-        return self.sync.check([rollout.tokens.tolist() for rollout in spaced[:count]])
+        rows = range(len(rollouts))[:: max(1, len(rollouts) // count)][:count]
+        return self.sync.check(self._sequences(rollouts, rows))
+
+    def _sequences(self, rollouts: Rollouts, rows: Sequence[int]) -> list[list[int]]:
+        """The tokens of a few rollouts, on every rank. They go by rank 0, in a tree: no rank sends them to all others."""
+        known = exchange(self.grid, rollouts, [((0,), rows)])
+        lengths = rollouts.facts["num_tokens"][list(rows)]
+        flat = np.empty(lengths.sum(), dtype=np.int32)
+        if self.grid.is_main:
+            np.concatenate([known[row].tokens for row in rows], out=flat, casting="same_kind")
+        if self.grid.world > 1:
+            self.grid.broadcast_array(flat)
+        return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])]
+
+    def whole(self, rollouts: Rollouts, count: int) -> list[Rollout]:
+        """The first `count` rollouts with tokens, text and rewards, on rank 0; [] elsewhere."""
+        rows = range(len(rollouts))[:count]
+        got = exchange(self.grid, rollouts, [((0,), rows)])
+        known = [got[row] for row in rows if self.grid.is_main]
+        self._decode(known)
+        for row, rollout in enumerate(known):
+            rollout.rewards = rollouts.rewards_of(row)
+        return known
 
     def close(self) -> None:
         self.scorer.close()
@@ -110,8 +123,8 @@ class Sampler:
             self._engine.shutdown()
 
     # -------------------------------------------------------------------------------------------------------- sampling
-    def sample(self, step: int, position: int) -> Drawn:
-        """The next prompts after `position`, each with a group of scored rollouts.
+    def sample(self, step: int, position: int) -> tuple[Rollouts, int]:
+        """A group of scored rollouts of each of the next prompts after `position`; and the training prompts taken until then.
 
         With dynamic sampling (`algorithm.resample_rounds`) groups without signal are replaced by further prompts until
         `trainer.prompts_per_step` groups have one or the rounds are used up; groups in excess are left out.
@@ -120,37 +133,37 @@ class Sampler:
         self.scorer.begin_step(step)
         wanted, group_size = config.trainer.prompts_per_step, config.rollout.group_size
         sampling = Sampling(config.rollout.temperature, 1.0, config.rollout.max_tokens)
-        kept = Drawn([], [], position)
+        kept: Rollouts | None = None
         rounds = config.algorithm.resample_rounds if config.algorithm.drop_no_signal_groups else 0
         for round_ in range(rounds + 1):
             assert self.order is not None  # an evaluation takes no training prompts
-            samples = _distinct([self.prompts.train[i] for i in self.order.take(position, wanted)], kept.samples)
+            taken = kept.samples if kept else []
+            samples = _distinct([self.prompts.train[i] for i in self.order.take(position, wanted)], taken)
             position += wanted
-            rollouts = self._scored_rollouts(samples, group_size, sampling, step)
-            self._counters["rollouts/sampled"] = self._counters.get("rollouts/sampled", 0) + len(rollouts)
+            drawn = self._scored_rollouts(samples, group_size, sampling, step)
+            self._counters["rollouts/sampled"] = self._counters.get("rollouts/sampled", 0) + len(drawn)
             if not rounds:
-                return Drawn(samples, rollouts, position)
-            signal = signal_groups(self.reward_table(samples, rollouts), config.algorithm.signal_rewards).tolist()
-            for i, sample in enumerate(samples):
-                if signal[i] and len(kept.samples) < wanted:
-                    kept.samples.append(sample)
-                    kept.rollouts.extend(rollouts[i * group_size : (i + 1) * group_size])
+                return drawn, position
+            signal = signal_groups(self.reward_table(drawn), config.algorithm.signal_rewards).tolist()
+            more = drawn.of_prompts([i for i, has_signal in enumerate(signal) if has_signal][: wanted - len(taken)])
+            kept = kept + more if kept else more
             self._counters["rollouts/rounds"] = round_ + 1
             if len(kept.samples) == wanted:
                 break
-        if not kept.samples:  # nothing to learn from in any round: the step reports it and leaves the weights alone
-            return Drawn(samples, rollouts, position)
-        return Drawn(kept.samples, kept.rollouts, position)
+        return (
+            kept or drawn,
+            position,
+        )  # nothing to learn from in any round: the step reports it, and leaves the weights
 
-    def sample_greedily(self, samples: Sequence[Sample], step: int) -> list[Rollout]:
+    def sample_greedily(self, samples: Sequence[Sample], step: int) -> Rollouts:
         """One scored greedy rollout per sample (ReMax's baseline)."""
         return self._scored_rollouts(samples, 1, Sampling(0.0, 1.0, self.config.rollout.max_tokens), step)
 
-    def _scored_rollouts(self, samples: Sequence[Sample], count: int, sampling: Sampling, step: int) -> list[Rollout]:
+    def _scored_rollouts(self, samples: Sequence[Sample], count: int, sampling: Sampling, step: int) -> Rollouts:
         with self.timer("generate"):
             rollouts = self.generate(samples, count, sampling, step)
         with self.timer("reward"):
-            self.score(samples, rollouts)
+            self.score(rollouts)
         return rollouts
 
     def generate(
@@ -161,8 +174,8 @@ class Sampler:
         step: int,
         already_drawn: Mapping[tuple[str, int], Rollout] | None = None,
         on_drawn: Callable[[Rollout], None] | None = None,
-    ) -> list[Rollout]:
-        """`count` rollouts per sample, decoded; ordered by sample, then index; the same on every rank.
+    ) -> Rollouts:
+        """`count` rollouts per sample; those of this rank's engine decoded.
 
         The recipe's slow rewards start with each rollout that ends, while others are still being generated.
 
@@ -177,60 +190,63 @@ class Sampler:
             for callback in callbacks:
                 callback(rollout)
 
-        there = already_drawn or {}
-        drawn = generate(self.engine, samples, count, sampling, step, on_finished if callbacks else None, there)
-        by_key = {**there, **{(rollout.sample_id, rollout.index): rollout for rollout in drawn}}
-        rollouts = [by_key[sample.id, index] for sample in samples for index in range(count)]
+        rollouts = generate(
+            self.engine, samples, count, sampling, step, on_finished if callbacks else None, already_drawn
+        )
+        self._decode([*rollouts.held.values()])
+        return rollouts
+
+    def _decode(self, rollouts: Sequence[Rollout]) -> None:
+        """Fills in `text`."""
+        if not rollouts:
+            return  # a tokenizer makes one text of no sequences
         texts = self.tokenizer.batch_decode(
             [rollout.response_ids for rollout in rollouts], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         for rollout, text in zip(rollouts, texts, strict=True):
             rollout.text = text
-        return rollouts
 
     # --------------------------------------------------------------------------------------------------------- scoring
     def _scoring_starter(self, samples: Sequence[Sample]) -> Callable[[Rollout], None] | None:
         """Starts the slow rewards of a rollout that has ended; None where no reward is slow."""
         if not self.scorer.starts_early:
             return None
-        by_id, place = {sample.id: sample for sample in samples}, {sample.id: i for i, sample in enumerate(samples)}
+        by_id = {sample.id: sample for sample in samples}
 
         def start(rollout: Rollout) -> None:
-            rollout.text = self.tokenizer.decode(
-                rollout.response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            if self._scoring_rank(place[rollout.sample_id], rollout) == self.grid.rank:
+            self._decode([rollout])
+            if self._scores(rollout):
                 key, sample = (rollout.sample_id, rollout.index), by_id[rollout.sample_id]
-                self.scorer.start(key, rollout.text, sample, rollout.finish_reason, len(rollout.response_ids))
+                self.scorer.start(key, rollout.text, sample, rollout.finish_reason, rollout.length)
 
         return start
 
-    def _scoring_rank(self, place: int, rollout: Rollout) -> int:
-        """The rank that scores a rollout: one of the engine that draws it. Equal responses to a prompt go to the same one.
-        `place`: of the rollout's sample among those that were generated for.
-        """
+    def _scores(self, rollout: Rollout) -> bool:
+        """Whether this rank scores a rollout that its engine drew. Equal responses to a prompt go to the same rank."""
         size = self.config.rollout.tensor_parallel
-        engine = place % (self.grid.world // size)
-        return engine * size + zlib.crc32(f"{rollout.sample_id}/{rollout.text}".encode(errors="replace")) % size
+        text = f"{rollout.sample_id}/{rollout.text}".encode(errors="replace")
+        return zlib.crc32(text) % size == self.grid.rank % size
 
-    def score(self, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> None:
-        """Fills in `rollout.rewards` of what `generate` returned for these samples: divided over all ranks, known to all."""
-        by_id, place = {sample.id: sample for sample in samples}, {sample.id: i for i, sample in enumerate(samples)}
-        ranks = [self._scoring_rank(place[rollout.sample_id], rollout) for rollout in rollouts]
-        own = [rollout for rollout, rank in zip(rollouts, ranks, strict=True) if rank == self.grid.rank]
-        HEARTBEAT.samples = [rollout.sample_id for rollout in own]
-        rows = self.scorer.score(
-            [rollout.text for rollout in own],
-            [by_id[rollout.sample_id] for rollout in own],
-            [rollout.finish_reason for rollout in own],
-            [len(rollout.response_ids) for rollout in own],
-            [(rollout.sample_id, rollout.index) for rollout in own],
+    def score(self, rollouts: Rollouts) -> None:
+        """Fills in the rewards of all rollouts on every rank. The ranks of an engine share the scoring of what it drew."""
+        own = [(row, rollout) for row, rollout in sorted(rollouts.held.items()) if self._scores(rollout)]
+        HEARTBEAT.samples = [rollout.sample_id for _, rollout in own]
+        rewards = self.scorer.score(
+            [rollout.text for _, rollout in own],
+            [rollouts.sample(row) for row, _ in own],
+            [rollout.finish_reason for _, rollout in own],
+            [rollout.length for _, rollout in own],
+            [(rollout.sample_id, rollout.index) for _, rollout in own],
         )
-        gathered = self.grid.all_gather((rows, self.scorer.take_stats()))
-        parts = [iter(part) for part, _ in gathered]
-        for rollout, rank in zip(rollouts, ranks, strict=True):
-            rollout.rewards = next(parts[rank])
-        for _, report in gathered:
+        columns = self.scorer.columns
+        dtype = np.dtype([("row", "<i4"), ("rewards", "<f8", (len(columns),))])
+        scored = [(row, tuple(values.values())) for (row, _), values in zip(own, rewards, strict=True)]
+        parts = self.grid.all_gather_bytes(np.array(scored, dtype=dtype).tobytes())
+        everything = np.frombuffer(b"".join(parts), dtype=dtype)
+        rollouts.columns, rollouts.rewards = columns, np.full((len(rollouts), len(columns)), np.nan)
+        rollouts.rewards[everything["row"]] = everything["rewards"]
+        stats = self.scorer.take_stats()
+        for report in self.grid.all_gather(stats) if self.scorer.starts_early else [stats]:
             self.scorer.learn(report)
             self._scored += report
         self._counters |= self._scored.metrics()
@@ -241,25 +257,21 @@ class Sampler:
         counters, self._counters, self._scored = self._counters, {}, ScoringStats()
         return counters
 
-    def reward_table(
-        self, samples: Sequence[Sample], rollouts: Sequence[Rollout], greedy: Sequence[Rollout] | None = None
-    ) -> RewardTable:
+    def reward_table(self, rollouts: Rollouts, greedy: Rollouts | None = None) -> RewardTable:
         """A step's rewards, [prompts, group size, columns]; float64. `greedy`: one scored greedy rollout per sample."""
-        n, m = len(samples), self.config.rollout.group_size
-        names = tuple(rollouts[0].rewards)
-        values = _values(rollouts, names).view(n, m, -1)
+        n, m, names = len(rollouts.samples), rollouts.count, rollouts.columns
+        values = torch.from_numpy(rollouts.rewards).view(n, m, -1)
         scored = ~values.isnan()
-        lengths = torch.tensor([len(rollout.response_ids) for rollout in rollouts], dtype=torch.float64)
         weights = {column: config.weight for column, config in self.scorer.configs.items()}
         table = RewardTable(
             values,
             names,
             weights={name: weights[name.partition(".")[0]] for name in names},
-            lengths=lengths.view(n, m),
+            lengths=torch.from_numpy(rollouts.facts["length"].astype(np.float64)).view(n, m),
             scored=None if scored.all() else scored,
         )
         if greedy is not None:
-            drawn = _values(greedy, names)  # a greedy rollout that was not scored: as if it were its prompt's average
+            drawn = torch.from_numpy(greedy.rewards)  # one that was not scored: as if it were its prompt's average
             table.greedy = torch.where(drawn.isnan(), table.filled.mean(1), drawn)
         return table
 
@@ -268,7 +280,3 @@ def _distinct(samples: Sequence[Sample], taken: Sequence[Sample]) -> list[Sample
     """A prompt comes once per step, also where the step is longer than the epoch: groups are formed by prompt id."""
     seen = {sample.id for sample in taken}
     return [sample for sample in samples if not (sample.id in seen or seen.add(sample.id))]  # type: ignore[func-returns-value]
-
-
-def _values(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
-    return torch.tensor([[rollout.rewards[name] for name in names] for rollout in rollouts], dtype=torch.float64)

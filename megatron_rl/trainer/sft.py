@@ -80,7 +80,7 @@ def _train(run: Run) -> None:
 
 
 def _step(actor: Actor, batch: TokenBatch) -> dict[str, float]:
-    num_tokens = sum(int(mask.sum()) for mask in batch.loss_mask)
+    num_tokens = sum(int(mask.sum()) for mask in batch.loss_mask.values())
 
     def loss(number: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
         metrics = Metrics()

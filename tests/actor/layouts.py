@@ -65,7 +65,7 @@ def make_batch(seed: int = 0, groups: int = 6, group_size: int = 4) -> TrainBatc
     responses = [rng.integers(2, 61, size=rng.integers(1, 40)) for _ in range(count)]
     return TrainBatch(
         sequences=TokenBatch.continuations((prompts[i // group_size], responses[i]) for i in range(count)),
-        rollout_logprobs=[rng.normal(-5.3, 0.3, size=len(response)).astype(np.float32) for response in responses],
+        rollout_logprobs={i: rng.normal(-5.3, 0.3, size=len(responses[i])).astype(np.float32) for i in range(count)},
         advantages=rng.normal(size=count).astype(np.float32),
         group=np.arange(count) // group_size,
     )

@@ -133,7 +133,7 @@ def test_a_sequence_longer_than_the_budget_is_refused_with_the_remedy() -> None:
 
 
 def test_a_micro_batch_without_sequences_still_has_tokens_for_the_model() -> None:
-    micro = pack([], TokenBatch([], []), CPU, 4)
+    micro = pack([], TokenBatch([], {}, {}), CPU, 4)
     assert len(micro.tokens) == 4
     assert micro.offsets.tolist() == [0, 4]
     assert micro.targets.shape == micro.predictors.shape == micro.sequence_ids.shape == (0,)
@@ -182,11 +182,12 @@ def test_of_several_turns_only_the_sampled_tokens_are_scored() -> None:
     assert rollout.tokens.tolist() == [11, 12, 21, 22, 31, 32, 33, 41]
     assert rollout.response_ids.tolist() == [21, 22, 41]
     np.testing.assert_array_equal(rollout.logprobs, np.concatenate(drawn))
-    micro = pack([0, 1], TokenBatch.of([Rollout("t/1", 0, segments[:2], "stop"), rollout]), CPU)
+    batch = TokenBatch.of([4, 8], {0: Rollout("t/1", 0, segments[:2], "stop"), 1: rollout})
+    micro = pack([0, 1], batch, CPU)
     assert micro.targets.tolist() == [21, 22, 21, 22, 41]
     assert micro.tokens[micro.predictors].tolist() == [12, 21, 12, 21, 33]
     assert micro.sequence_ids.tolist() == [0, 0, 1, 1, 1]
-    assert micro.concatenate([drawn[0], rollout.logprobs]).tolist() == pytest.approx([0.1, 0.2, 0.1, 0.2, 0.3])
+    assert micro.concatenate({0: drawn[0], 1: rollout.logprobs}).tolist() == pytest.approx([0.1, 0.2, 0.1, 0.2, 0.3])
 
 
 def test_a_context_parallel_rank_holds_pieces_from_both_ends() -> None:

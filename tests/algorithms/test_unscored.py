@@ -116,7 +116,7 @@ def test_the_mask_survives_shaping_and_the_record(tmp_path: Path) -> None:
     assert longer.scored[:, :, :2].equal(given.scored)
     assert longer.scored[:, :, 2].all()
     estimate = StepEstimate(torch.zeros(3, 6), torch.zeros(3, 6, dtype=torch.bool), torch.ones(3, dtype=torch.bool))
-    write_step(tmp_path / "s.npz", ["a", "b", "c"], given, torch.zeros(3, 6, dtype=torch.bool), estimate, [])
+    write_step(tmp_path / "s.npz", ["a", "b", "c"], given, torch.zeros(3, 6, dtype=torch.bool), estimate, parts=0)
     read = read_step(tmp_path / "s.npz").table
     assert read.scored is not None
     assert read.scored.equal(given.scored)

@@ -24,15 +24,15 @@ SAMPLES = [Sample(f"t/{i}", "t", "", [10 + i]) for i in range(3)]
 
 
 class Queue:
-    """The last rank of one engine of two; draws a token per request, and ends the newest request first."""
+    """The first rank of the only engine; draws a token per request, and ends the newest request first."""
 
-    index, engines, seed, is_leader, version = 0, 1, 7, True, 5
-    config = SimpleNamespace(tensor_parallel=2)
+    index, engines, seed, version = 0, 1, 7, 5
 
-    def __init__(self, changed: bool = False) -> None:
+    def __init__(self, others: Sequence[bytes] = ()) -> None:
+        """`others`: what the engine's other ranks report."""
         self.requests: list[Request] = []
-        self._changed = changed
-        self.grid = SimpleNamespace(all_gather=self._all_gather)
+        self.config = SimpleNamespace(tensor_parallel=1 + len(others))
+        self.grid = SimpleNamespace(rank=0, all_gather_bytes=lambda own: [own, *others])
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.requests += requests
@@ -43,20 +43,21 @@ class Queue:
             drawn = [int(request.tokens[0]) * 10 + request.name[1]]
             yield Completion(request, drawn, [-0.5], "stop", self.version, np.zeros(0, dtype=np.float32))
 
-    def _all_gather(self, item: tuple[bytes, list[Rollout]]) -> list[Any]:
-        digest, _ = item
-        return [item, (b"another" if self._changed else digest, [])]
-
 
 def test_rollouts_come_by_sample_then_index_with_their_version() -> None:
     engine: Any = Queue()
     seen: list[tuple[str, int]] = []
-    drawn = generate(engine, SAMPLES, 2, SAMPLING, 3, lambda r: seen.append((r.sample_id, r.index)), {("t/1", 0)})
-    wanted = [(s.id, i) for s in SAMPLES for i in range(2) if (s.id, i) != ("t/1", 0)]
-    assert [(rollout.sample_id, rollout.index) for rollout in drawn] == wanted
-    assert seen == wanted[::-1], "in the order in which they end"
-    assert [rollout.response_ids.tolist() for rollout in drawn] == [[100], [101], [111], [120], [121]]
-    assert {segment.version for rollout in drawn for segment in rollout.segments[1:]} == {5}
+    there = {("t/1", 0): Rollout.single_turn(SAMPLES[1], 0, [7, 8, 9], "length")}
+    drawn = generate(engine, SAMPLES, 2, SAMPLING, 3, lambda r: seen.append((r.sample_id, r.index)), there)
+    wanted = [(s.id, i) for s in SAMPLES for i in range(2)]
+    assert [(drawn.held[row].sample_id, drawn.held[row].index) for row in range(6)] == wanted
+    assert seen == [name for name in wanted[::-1] if name not in there], "in the order in which they end"
+    ids = [drawn.held[row].response_ids.tolist() for row in range(6)]
+    assert ids == [[100], [101], [7, 8, 9], [111], [120], [121]]
+    assert drawn.facts["length"].tolist() == [1, 1, 3, 1, 1, 1]
+    assert drawn.facts["num_tokens"].tolist() == [2, 2, 4, 2, 2, 2]
+    assert drawn.facts["version"].tolist() == [5, 5, 0, 5, 5, 5]
+    assert drawn.truncated.tolist() == [[False, False], [True, False], [False, False]]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -70,7 +71,7 @@ def test_a_seed_belongs_to_its_rollout_and_greedy_decoding_has_none(temperature:
 
 
 def test_ranks_of_an_engine_that_draw_different_tokens_end_the_run() -> None:
-    engine: Any = Queue(changed=True)
+    engine: Any = Queue(others=[b"another "])
     with pytest.raises(EngineError, match="ranks 0 and 1 of engine 0 have drawn different tokens"):
         generate(engine, SAMPLES, 1, SAMPLING, 1)
 

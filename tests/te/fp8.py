@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -151,13 +150,13 @@ def _answer(right: list[float], number: int, log_probs: Tensor, entropy: Tensor 
 def curve(root: str, recipes: Sequence[Case]) -> None:
     """60 updates on sums modulo 8 of two numbers: FP8 learns what bf16 learns, as fast but for noise."""
     as_on_a_gpu()
-    table = [np.array([a, b, 60, 20 + (a + b) % 8]) for a in range(8) for b in range(8)]
-    last = [np.array([False, False, False, True])] * len(table)
+    answers = (([a, b, 60], [20 + (a + b) % 8]) for a in range(8) for b in range(8))
+    table = TokenBatch.continuations(answers)
     found = {}
     for case in recipes:
         actor = make_actor(root, case, tokens=512)
         actor.start_optimizer(actor.optimizer_config, 60)
-        micro_batches = actor.micro_batches(TokenBatch(table, last))
+        micro_batches = actor.micro_batches(table)
 
         right: list[float] = []  # share of the answers that have more than half of the probability
         for _ in range(60):

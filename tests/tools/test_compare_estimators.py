@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms import RewardTable, list_advantage_estimators, list_gradient_weights, make_algorithm
-from megatron_rl.trainer.record import write_step
+from megatron_rl.trainer.record import TokenLog, write_step, write_tokens
 
 TOOL = Path(__file__).parents[2] / "tools" / "compare_estimators.py"
 
@@ -39,13 +39,14 @@ def run_dir(tmp_path: Path) -> Path:
     lengths = torch.from_numpy(rng.integers(1, 6, (4, 4)))
     table = RewardTable(values, ("right", "format"), lengths=lengths)
     estimate = make_algorithm("grpo").estimate(table)
-    tokens = {}
+    log = TokenLog()
     for row, size in enumerate(lengths.flatten().tolist()):
         old = rng.normal(-1, 0.1, size).astype(np.float32)
         new = old + rng.normal(0, 0.4, size).astype(np.float32)
-        tokens[row] = {"log_probs": new, "old_log_probs": old, "rollout_log_probs": old}
+        log.rows[row] = {"log_probs": new, "old_log_probs": old, "rollout_log_probs": old}
     path = tmp_path / "rollouts" / "step_7.npz"
-    write_step(path, list("abcd"), table, torch.zeros(4, 4, dtype=torch.bool), estimate, [tokens])
+    write_tokens(path, 0, np.arange(16), log)
+    write_step(path, list("abcd"), table, torch.zeros(4, 4, dtype=torch.bool), estimate, parts=1)
     return tmp_path
 
 

@@ -11,8 +11,8 @@ import torch
 from megatron_rl.actor.packing import pack
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.data import RewardTable, TokenBatch
-from megatron_rl.trainer.minibatch import Minibatch, PolicyTokens
-from megatron_rl.trainer.record import TOKEN_ARRAYS, TokenLog, read_step, recorded_steps, write_step
+from megatron_rl.trainer.minibatch import Minibatch, PolicyTokens, trained_rows
+from megatron_rl.trainer.record import TOKEN_ARRAYS, TokenLog, read_step, recorded_steps, write_step, write_tokens
 
 
 def test_two_ranks_write_one_step(tmp_path: Path) -> None:
@@ -25,8 +25,8 @@ def test_two_ranks_write_one_step(tmp_path: Path) -> None:
     )
     result = estimate.estimate(table)
     assert result.train.tolist() == [[True, True], [False, False], [True, True]]
-    trained = [3, 1, 4, 2]  # tokens of the trained rollouts
-    responses = [np.full(size, row + 1) for row, size in enumerate(trained)]
+    sizes = [3, 1, 4, 2]  # tokens of the trained rollouts
+    responses = [np.full(size, row + 1) for row, size in enumerate(sizes)]
     batch = TokenBatch.continuations(([9], response) for response in responses)
     logs = [TokenLog(), TokenLog()]
     for log, shares in zip(logs, ([[2], [0]], [[1, 3], []]), strict=True):
@@ -36,8 +36,11 @@ def test_two_ranks_write_one_step(tmp_path: Path) -> None:
             part.tokens.append(PolicyTokens(micro.sequence_ids, torch.zeros(len(micro.targets)), **scored))
         log.add(part)
     truncated = torch.zeros(3, 2, dtype=torch.bool)
-    write_step(tmp_path / "rollouts/step_20.npz", list("xyz"), table, truncated, result, [log.rows for log in logs])
-    write_step(tmp_path / "rollouts/step_3.npz", list("xyz"), table, truncated, result, [])
+    for replica, log in enumerate(logs):
+        write_tokens(tmp_path / "rollouts/step_20.npz", replica, trained_rows(result), log)
+    write_step(tmp_path / "rollouts/step_20.npz", list("xyz"), table, truncated, result, len(logs))
+    write_tokens(tmp_path / "rollouts/step_3.npz", 0, trained_rows(result), TokenLog())
+    write_step(tmp_path / "rollouts/step_3.npz", list("xyz"), table, truncated, result, 1)
     steps = recorded_steps(tmp_path)
     assert list(steps) == [3, 20]
     step = read_step(steps[20])
@@ -69,7 +72,7 @@ def test_greedy_rewards_and_missing_scores_come_back(tmp_path: Path) -> None:
         scored=scored,
     )
     estimate = make_algorithm("remax").estimate(table)
-    write_step(tmp_path / "step_1.npz", ["x"], table, torch.zeros(1, 2, dtype=torch.bool), estimate, [])
+    write_step(tmp_path / "step_1.npz", ["x"], table, torch.zeros(1, 2, dtype=torch.bool), estimate, parts=0)
     back = read_step(tmp_path / "step_1.npz").table
     assert torch.equal(back.greedy, table.greedy)
     assert torch.equal(back.scored, scored)

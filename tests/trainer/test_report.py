@@ -99,8 +99,9 @@ def test_what_a_continued_run_does_again_is_removed_and_what_came_before_counts(
         "samples/step_4.jsonl",
         "samples/eval_sums_step_4.jsonl",
         "rollouts/step_10.npz",
+        "rollouts/step_10.tokens/0.npz",
     ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     main = reporter(tmp_path, rank=0)
     kept = text[: text.index('{"step": 4')]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms import make_algorithm
-from megatron_rl.data import RewardTable, Rollout, Sample
+from megatron_rl.data import FACTS, RewardTable, Rollout, Rollouts, Sample
 from megatron_rl.evaluation.statistics import pass_at_k
 from megatron_rl.trainer.minibatch import minibatches, train_batch
 
@@ -41,12 +41,17 @@ def test_only_rollouts_that_train_reach_the_batch():
     values = torch.tensor([[[1.0], [0.0]], [[1.0], [1.0]], [[0.0], [1.0]]])
     algorithm = make_algorithm({"preset": "grpo", "drop_no_signal_groups": True})
     estimate = algorithm.estimate(RewardTable(values, ("r",)))
-    rollouts = [
-        Rollout.single_turn(Sample(f"t/{i}", "t", "", [1]), j, [i, j], "stop", [0.0, 0.0])
-        for i in range(3)
-        for j in range(2)
-    ]
-    batch = train_batch(rollouts, estimate)
+    samples = [Sample(f"t/{i}", "t", "", [1]) for i in range(3)]
+    held = {
+        i * 2 + j: Rollout.single_turn(samples[i], j, [i, j], "stop", [0.0, 0.0]) for i in range(3) for j in range(2)
+    }
+    facts = np.zeros(6, dtype=FACTS)
+    facts["num_tokens"] = 3
+    own = {row: held[row] for row in (0, 4, 5)}
+    batch = train_batch(Rollouts(samples, 2, facts, held), estimate, own)
     assert batch.group.tolist() == [0, 0, 2, 2]
-    assert [ids.tolist() for ids in batch.sequences.tokens] == [[1, 0, 0], [1, 0, 1], [1, 2, 0], [1, 2, 1]]
+    assert batch.sequences.lengths == [3, 3, 3, 3], "of all"
+    tokens = {row: ids.tolist() for row, ids in batch.sequences.tokens.items()}
+    assert tokens == {0: [1, 0, 0], 2: [1, 2, 0], 3: [1, 2, 1]}, "only what this rank has received"
+    assert list(batch.rollout_logprobs) == [0, 2, 3]
     assert batch.advantages.tolist() == pytest.approx([2**-0.5, -(2**-0.5), -(2**-0.5), 2**-0.5], rel=1e-5)

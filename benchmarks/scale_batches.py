@@ -1,0 +1,131 @@
+"""Rollouts between ranks at scale: real gloo processes exchange what they drew, without engines or models.
+
+python -m benchmarks.scale_batches [--ranks 8 16] [--mib 1] [--rounds 3] [--no-gather] [--json]
+
+Every rank is an engine and a data-parallel replica of its own. It has drawn 32 rollouts, `--mib` MiB (9 bytes a token), and
+needs 32 of all. Per number of ranks, medians over rounds:
+
+copy_s      every rank copies its own bytes once, all at the same time
+facts_s     what all ranks learn of all rollouts (`Grid.all_gather_bytes`, 25 bytes a rollout)
+exchange_s  `rollout.exchange`; sent, received: bytes of the rank with the most; mib: memory that the rank with the most adds
+gather_s    instead, all rollouts pickled to all ranks (`all_gather_object`), and the memory that this adds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_rl.data import FACTS, Rollout, Rollouts, Sample
+from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, exchange
+from megatron_rl.runtime.distributed import ALONE, Grid
+
+GROUPS, COUNT = 4, 8  # of a rank
+IMPORTED = ("torch.distributed", "megatron_rl.rollout.exchange")
+
+
+def drawn(rank: int, world: int, mib: float) -> Rollouts:
+    """What a rank holds, and the facts of all. Lengths differ by up to a half, and are the same multiset on every rank."""
+    rows, mean = GROUPS * COUNT, mib * 2**20 / BYTES_PER_TOKEN / (GROUPS * COUNT)
+    lengths = np.tile((mean * np.linspace(0.5, 1.5, rows)).astype(int), world)
+    samples = [Sample(str(i), "t", "", [1]) for i in range(GROUPS * world)]
+    facts = np.zeros(rows * world, dtype=FACTS)
+    facts["row"], facts["length"], facts["num_tokens"] = np.arange(rows * world), lengths, lengths + 1
+    facts["source"] = np.arange(rows * world) // rows
+    rng, held = np.random.default_rng(rank), dict[int, Rollout]()
+    for row in range(rank * rows, (rank + 1) * rows):
+        ids, log_probs = rng.integers(0, 2**17, lengths[row]), rng.random(lengths[row], dtype=np.float32)
+        held[row] = Rollout.single_turn(samples[row // COUNT], row % COUNT, ids, "stop", log_probs)
+    return Rollouts(samples, COUNT, facts, held)
+
+
+def status(field: str) -> float:
+    """MiB of this process, from /proc."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def measured(grid: Grid, work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds until all ranks have done it, and MiB that it adds at its peak on the rank with the most."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    grid.barrier()
+    begin = time.perf_counter()
+    result = work()
+    grid.barrier()
+    seconds = time.perf_counter() - begin
+    added = max(grid.all_gather(status("VmHWM") - before))
+    del result
+    return seconds, added
+
+
+def run_rank(rank: int, folder: str, world: int, mib: float, rounds: int, gathers: bool) -> None:
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(minutes=10))
+    grid = Grid(**{**vars(ALONE), "rank": rank, "world": world, "host_group": dist.group.WORLD})
+    rollouts = drawn(rank, world, mib)
+    rows = np.random.default_rng(0).permutation(len(rollouts)).reshape(world, -1)
+    needs = [([replica], own.tolist()) for replica, own in enumerate(rows)]
+    sizes, source = rollouts.facts["length"] * BYTES_PER_TOKEN, rollouts.facts["source"]
+    received = [int(sizes[own][source[own] != replica].sum()) for replica, own in enumerate(rows)]
+    sent = [int(sizes[(source == r) & ~np.isin(np.arange(len(sizes)), rows[r])].sum()) for r in range(world)]
+    flat = np.zeros(int(sizes[source == rank].sum()), dtype=np.uint8)
+    facts = rollouts.facts[source == rank].tobytes()
+    grid.all_gather(None)  # connections are made at the first use
+
+    works: dict[str, Callable[[], object]] = {
+        "copy": flat.copy,
+        "facts": lambda: grid.all_gather_bytes(facts),
+        "exchange": lambda: exchange(grid, rollouts, needs),
+    }
+    if gathers:
+        works["gather"] = lambda: grid.all_gather([*rollouts.held.values()])
+    found: dict[str, float] = {"ranks": world, "bytes": int(sizes.sum()), "received": max(received), "sent": max(sent)}
+    for name, work in works.items():
+        figures = [measured(grid, work) for _ in range(rounds)]
+        found |= {f"{name}_s": median(s for s, _ in figures), f"{name}_mib": max(added for _, added in figures)}
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--mib", type=float, default=1.0, help="of rollouts per rank")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--no-gather", action="store_true", help="leave out the gather of pickles, which needs ranks^2 memory"
+    )
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTED))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for world in options.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            given = (folder, world, options.mib, options.rounds, not options.no_gather)
+            mp.start_processes(run_rank, given, nprocs=world, start_method="forkserver")
+            found = json.loads(Path(folder, "found.json").read_text())
+        found["load"] = os.getloadavg()[0]
+        if options.json:
+            print(json.dumps(found))
+        else:
+            print("  ".join(f"{name} {value:,.4g}" for name, value in found.items()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

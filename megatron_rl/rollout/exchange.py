@@ -1,0 +1,123 @@
+"""Rollouts from the ranks that drew them to those that need their tokens, as flat arrays.
+
+Who needs which rollouts, who hands each out and how long it is are known to every rank (`Rollouts.facts`), so no rank asks.
+A rank receives what it needs, and sends what it drew to each rank that needs it: neither grows with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.data import Rollout, Rollouts, Segment
+from megatron_rl.runtime.distributed import Grid
+
+BYTES_PER_TOKEN = 9  # id, log-prob, whether it was sampled; prompts stay where they are: every rank has them
+Need = tuple[Sequence[int], Sequence[int]]
+"""Ranks, and the rows that each of them needs."""
+
+
+class ExchangeError(RuntimeError):
+    """A rank did not hand over what it drew, or did not take what it needs."""
+
+
+def exchange(grid: Grid, rollouts: Rollouts, needs: Sequence[Need]) -> dict[int, Rollout]:
+    """The rollouts that this rank needs, by row. Every rank calls it with the same facts and needs.
+
+    Raises:
+        ExchangeError: another rank died, or was later than the process group's timeout; names it.
+    """
+    sources, sizes = rollouts.facts["source"], rollouts.facts["num_tokens"] - rollouts.prompt_lengths
+    got: dict[int, Rollout] = {}
+    receives: list[tuple[int, np.ndarray, torch.Tensor]] = []  # source, rows, their bytes
+    works: list[tuple[dist.Work | None, str]] = []
+    for tag, (ranks, wanted) in enumerate(needs):
+        rows = np.asarray(wanted, dtype=np.int64)
+        if grid.rank not in ranks:
+            continue
+        for source in np.unique(sources[rows]).tolist():
+            chosen = rows[sources[rows] == source]
+            if source == grid.rank:
+                got |= {row: rollouts.held[row] for row in chosen.tolist()}
+                continue
+            buffer = torch.empty(BYTES_PER_TOKEN * int(sizes[chosen].sum()), dtype=torch.uint8)
+            receives.append((source, chosen, buffer))
+            if len(buffer):
+                failure = f"rank {source} did not hand over {_name(rollouts, chosen)}"
+                with _naming(failure):
+                    works.append((dist.irecv(buffer, source, group=grid.host_group, tag=tag), failure))
+    for tag, (ranks, wanted) in enumerate(needs):
+        rows = np.asarray(wanted, dtype=np.int64)
+        own, others = rows[sources[rows] == grid.rank], [rank for rank in ranks if rank != grid.rank]
+        if others and sizes[own].sum():
+            flat = torch.from_numpy(flatten(rollouts, own.tolist()))
+            for rank in others:
+                failure = f"rank {rank} did not take {_name(rollouts, own)}"
+                with _naming(failure):
+                    works.append((dist.isend(flat, rank, group=grid.host_group, tag=tag), failure))
+    for work, failure in works:
+        with _naming(failure):
+            assert work is not None  # this rank is in the group
+            work.wait()
+    for _, chosen, buffer in receives:
+        got |= unflatten(rollouts, chosen.tolist(), buffer.numpy())
+    return got
+
+
+@contextlib.contextmanager
+def _naming(failure: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeError(f"{failure}: {error}") from error
+
+
+def _name(rollouts: Rollouts, rows: np.ndarray) -> str:
+    """For a message: how many, and the first."""
+    first = f"rollout {rows[0] % rollouts.count} of {rollouts.sample(rows[0]).id}"
+    return first if len(rows) == 1 else f"{len(rows)} rollouts from {first} on"
+
+
+def flatten(rollouts: Rollouts, rows: Sequence[int]) -> np.ndarray:
+    """What follows the prompts of rollouts held here: ids int32, log-probs float32 (0 where a token was not sampled) and
+    which were sampled, each of all rows one after the other; uint8 [bytes]."""
+    segments = [segment for row in rows for segment in rollouts.held[row].segments[1:]]
+    sizes = [len(segment.ids) for segment in segments]
+    ids, log_probs, mask = _views(flat := np.empty(BYTES_PER_TOKEN * sum(sizes), dtype=np.uint8))
+    np.concatenate([segment.ids for segment in segments], out=ids, casting="same_kind")
+    np.concatenate(
+        [np.zeros(len(s.ids), dtype=np.float32) if s.logprobs is None else s.logprobs for s in segments], out=log_probs
+    )
+    mask[:] = np.repeat([segment.logprobs is not None for segment in segments], sizes)
+    return flat
+
+
+def unflatten(rollouts: Rollouts, rows: Sequence[int], flat: np.ndarray) -> dict[int, Rollout]:
+    """Undoes `flatten`, by the facts about these rows. Neighbouring segments of one author become one."""
+    ids, log_probs, mask = _views(flat)
+    sizes = (rollouts.facts["num_tokens"] - rollouts.prompt_lengths)[list(rows)]
+    ends = np.cumsum(sizes)
+    got: dict[int, Rollout] = {}
+    for row, begin, end in zip(rows, (ends - sizes).tolist(), ends.tolist(), strict=True):
+        sample, version = rollouts.sample(row), int(rollouts.facts["version"][row])
+        segments = [Segment(np.asarray(sample.prompt_ids, dtype=np.int64))]
+        cuts = begin + 1 + np.flatnonzero(np.diff(mask[begin:end]))
+        for first, last in zip([begin, *cuts], [*cuts, end], strict=True):
+            sampled = bool(mask[first:last].all())
+            segments.append(Segment(ids[first:last], log_probs[first:last] if sampled else None, version))
+        got[row] = Rollout(sample.id, row % rollouts.count, segments, rollouts.finish_reason(row))
+    return got
+
+
+def _views(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, log-probs and mask within the bytes."""
+    tokens = len(flat) // BYTES_PER_TOKEN
+    return (
+        flat[: 4 * tokens].view(np.int32),
+        flat[4 * tokens : 8 * tokens].view(np.float32),
+        flat[8 * tokens :].view(bool),
+    )

@@ -1,0 +1,148 @@
+"""Ranks that exchange rollouts, without engines: every rollout is a function of its row, so that each rank knows them all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.data import FACTS, Rollout, Rollouts, Sample, Segment
+from megatron_rl.rollout import exchange as module
+from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, ExchangeError, Need, exchange
+from megatron_rl.runtime.distributed import ALONE, Grid
+
+WORLD = 4
+COUNT = 3  # rollouts per prompt
+
+
+def whole(seed: int, sample: Sample, index: int) -> Rollout:
+    """A rollout of one or several turns; tokens and log-probs are random."""
+    rng = np.random.default_rng([seed, int(sample.id), index])
+    segments = [Segment(np.array(sample.prompt_ids))]
+    for turn in range(rng.integers(1, 4)):
+        size = int(rng.integers(turn == 0, 9))
+        if turn and size:  # what a tool said
+            segments.append(Segment(rng.integers(0, 99, 2)))
+        segments.append(Segment(rng.integers(0, 99, size), rng.normal(size=size).astype(np.float32), version=seed))
+    return Rollout(sample.id, index, segments, "length" if rng.integers(2) else "stop")
+
+
+def rollouts_of(seed: int, prompts: int, rank: int, world: int, size: int) -> tuple[Rollouts, dict[int, Rollout]]:
+    """What engines of `size` ranks have drawn, as `rank` knows it; and all of it."""
+    samples = [Sample(str(i), "t", "", [7] * (1 + i % 3)) for i in range(prompts)]
+    everything = {i * COUNT + j: whole(seed, sample, j) for i, sample in enumerate(samples) for j in range(COUNT)}
+    facts = np.zeros(len(everything), dtype=FACTS)
+    engines = world // size
+    for row, rollout in everything.items():
+        first = row // COUNT % engines * size
+        truncated = rollout.finish_reason == "length"
+        facts[row] = (row, rollout.num_tokens, rollout.length, truncated, rollout.version, first + row % size)
+    held = {row: drawn for row, drawn in everything.items() if row // COUNT % engines == rank // size}
+    return Rollouts(samples, COUNT, facts, held), everything
+
+
+def in_world(rank: int, folder: str, world: int, seconds: float, work: Callable[[Grid, Path], None]) -> None:
+    timeout = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)
+    grid = Grid(**{**vars(ALONE), "rank": rank, "world": world, "host_group": dist.group.WORLD})
+    work(grid, Path(folder))
+
+
+def every_layout(grid: Grid, folder: Path) -> None:
+    """Random prompts over engines and replicas of every size: a rank gets the rows that it needs, as they were drawn."""
+    rng = np.random.default_rng(1)
+    for seed in range(24):
+        size, dp = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2, 4]))
+        rollouts, everything = rollouts_of(seed, int(rng.integers(1, 9)), grid.rank, grid.world, size)
+        trained = rng.permutation(len(rollouts))[: int(rng.integers(len(rollouts) + 1))]
+        owner = rng.integers(dp, size=len(trained))
+        replica = rng.permutation(WORLD) % dp  # of each rank
+        needs: list[Need] = [(np.flatnonzero(replica == d).tolist(), trained[owner == d].tolist()) for d in range(dp)]
+        got = exchange(grid, rollouts, needs)
+        wanted = needs[replica[grid.rank]][1]
+        assert sorted(got) == sorted(wanted), (seed, grid.rank)
+        for row, rollout in got.items():
+            there = everything[row]
+            assert (rollout.sample_id, rollout.index) == (there.sample_id, there.index)
+            assert (rollout.finish_reason, rollout.version) == (there.finish_reason, there.version)
+            np.testing.assert_array_equal(rollout.tokens, there.tokens)
+            np.testing.assert_array_equal(rollout.loss_mask, there.loss_mask)
+            np.testing.assert_array_equal(rollout.logprobs, there.logprobs)
+
+
+def bytes_of_worlds(grid: Grid, folder: Path) -> None:
+    """One, two and four ranks at the same batch per rank: none sends or receives more than its batch."""
+    moved = {"isend": 0, "irecv": 0}
+
+    def counting(name: str) -> Callable[..., Any]:
+        real = getattr(dist, name)
+
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            moved[name] += tensor.numel()
+            return real(tensor, *args, **kwargs)
+
+        return call
+
+    class Counting:
+        isend, irecv, Work = staticmethod(counting("isend")), staticmethod(counting("irecv")), dist.Work
+
+    module.dist = Counting  # type: ignore[assignment]
+    for world in (1, 2, 4):
+        group = dist.new_group(list(range(world)))
+        if grid.rank < world:
+            rollouts, _ = rollouts_of(0, 4 * world, grid.rank, world, 1)
+            rows = np.random.default_rng(world).permutation(len(rollouts)).reshape(world, -1)
+            moved.update(isend=0, irecv=0)
+            part = Grid(**{**vars(grid), "world": world, "host_group": group})
+            exchange(part, rollouts, [([rank], row.tolist()) for rank, row in enumerate(rows)])
+            tokens = rollouts.facts["num_tokens"] - rollouts.prompt_lengths
+            mine = rows[grid.rank]
+            from_others = mine[rollouts.facts["source"][mine] != grid.rank]
+            to_others = np.setdiff1d(np.flatnonzero(rollouts.facts["source"] == grid.rank), mine)
+            assert moved["irecv"] == BYTES_PER_TOKEN * tokens[from_others].sum()
+            assert moved["isend"] == BYTES_PER_TOKEN * tokens[to_others].sum()
+            assert world == 1 or moved["irecv"] > 0
+    module.dist = dist
+
+
+def gathered(grid: Grid, folder: Path) -> None:
+    """Bytes of any length come from every rank; an array goes from the first to all."""
+    assert grid.all_gather_bytes(bytes(grid.rank * [grid.rank])) == [bytes(r * [r]) for r in range(grid.world)]
+    assert grid.all_gather_bytes(b"") == [b""] * grid.world
+    array = np.full(3, grid.rank, dtype=np.int32)
+    grid.broadcast_array(array)
+    assert array.tolist() == [0, 0, 0]
+
+
+def everything(grid: Grid, folder: Path) -> None:
+    every_layout(grid, folder)
+    bytes_of_worlds(grid, folder)
+    gathered(grid, folder)
+
+
+def one_is_missing(grid: Grid, folder: Path) -> None:
+    """The last rank dies, or hangs, before it hands over what it drew; the others write what they say."""
+
+    def both_have_said_it() -> None:
+        while len([*folder.glob("said_*")]) < grid.world - 1:
+            time.sleep(0.05)
+
+    dist.barrier()
+    if grid.rank == grid.world - 1:
+        if (folder / "hangs").exists():
+            both_have_said_it()
+        os._exit(0)
+    rollouts, _ = rollouts_of(0, 6, grid.rank, grid.world, 1)
+    begin = time.monotonic()
+    try:
+        exchange(grid, rollouts, [([rank], range(len(rollouts))) for rank in range(grid.world)])
+    except ExchangeError as error:
+        (folder / f"said_{grid.rank}").write_text(f"{time.monotonic() - begin:.1f} {error}")
+    both_have_said_it()  # a rank that ends would be the next to be named
+    os._exit(0)  # the process group cannot end in order

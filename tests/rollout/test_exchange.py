@@ -1,0 +1,26 @@
+"""Rollouts change hands: each rank gets those that it needs, and nothing else, whatever the layout and the world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+
+from . import exchanging
+
+
+def test_every_rank_gets_what_it_needs_and_no_more_bytes_in_a_larger_world(tmp_path: Path) -> None:
+    ranks.start(exchanging.in_world, exchanging.WORLD, str(tmp_path), exchanging.WORLD, 60, exchanging.everything)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_rank_that_does_not_hand_over_is_named_within_the_deadline(tmp_path: Path, hangs: bool) -> None:
+    if hangs:
+        (tmp_path / "hangs").touch()
+    ranks.start(exchanging.in_world, 3, str(tmp_path), 3, 2, exchanging.one_is_missing)
+    for rank in (0, 1):
+        seconds, _, said = (tmp_path / f"said_{rank}").read_text().partition(" ")
+        assert said.startswith("rank 2 did not"), said
+        assert float(seconds) < 8
