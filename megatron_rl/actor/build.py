@@ -56,7 +56,7 @@ def transformer_config(description: ModelDescription, actor: ActorConfig, dtype:
         batch_p2p_comm=parallel.virtual_pipeline == 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        **_uneven_stages(description.dims["layers"], parallel),
+        **uneven_stages(description.dims["layers"], parallel),
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
         variable_seq_lengths=True,
@@ -107,7 +107,7 @@ def _mixture_of_experts(moe: MoEConfig, transformer_engine: bool) -> dict[str, s
     }
 
 
-def _uneven_stages(layers: int, parallel: ParallelConfig) -> dict[str, int]:
+def uneven_stages(layers: int, parallel: ParallelConfig) -> dict[str, int]:
     """Megatron's options for stages of different sizes; none where all are equal."""
     stages = stage_layers(layers, parallel.pipeline, parallel.virtual_pipeline)
     if len(set(stages)) == 1:

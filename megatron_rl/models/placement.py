@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_rl.config.actor import ParallelConfig
+from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models.family import Model
 from megatron_rl.models.rules import Dims, Place, Rule, Sharding, Slice, shard_slices
@@ -184,6 +185,10 @@ class EngineLayout:
 
     tensor: int = 1
     expert: bool = False
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> EngineLayout:
+        return cls(rollout.tensor_parallel, rollout.expert_parallel)
 
     def pieces(self, model: Model, rule: Rule, place: int) -> tuple[Piece, ...]:
         """What the engine's rank `place` needs of a rule, in the order of its parameter."""

@@ -7,19 +7,19 @@ one layer of every pipeline stage at a time, so that all stages send at once; bu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import product, zip_longest
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_rl.models.family import Model
-from megatron_rl.models.placement import ActorLayout, EngineLayout, Piece, numbered, unit_elements, unplaced
-from megatron_rl.models.rules import Place, Rule
+from megatron_rl.models.flows import Flow, Overlap, Pairs
+from megatron_rl.models.placement import ActorLayout, EngineLayout, numbered, unplaced
+from megatron_rl.models.rules import Place
 
 BUCKET_BYTES = 256 * 2**20
-_CUT_MULTIPLE = 128  # rows or columns: cuts between buckets keep blocks of FP8 scales whole
 
 
 class Box(NamedTuple):
@@ -94,126 +94,10 @@ class RankPlan:
     parameters: dict[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, eq=False)
-class _Flow:
-    """One rule's way from certain stages to all engines: which target needs which cell (a row each), and who may send it.
-
-    Attributes:
-        unit: elements at one position of one expert.
-        pairs: of each (place in an engine, cell of the actor) that overlap: what they share, as pieces of the source's and of
-            the target's parameter.
-        target, pair: int64 [rows].
-        own: bool [rows], whether the target holds the cell itself.
-        group: int64 [rows], the row of `candidates` from which its source is chosen.
-        turn: int64 [rows], counts the rows of a group that are not `own`.
-        candidates: int64 [groups, most]; -1 where a group has fewer.
-        counts: int64 [groups].
-    """
-
-    unit: int
-    pairs: tuple[tuple[tuple[Piece, Piece], ...], ...]
-    target: np.ndarray
-    pair: np.ndarray
-    own: np.ndarray
-    group: np.ndarray
-    turn: np.ndarray
-    candidates: np.ndarray
-    counts: np.ndarray
-    _sizes: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
-
-    def sizes(self, part: int, parts: int) -> np.ndarray:
-        """Elements of each row in one of so many parts; int64 [rows]."""
-        if (part, parts) not in self._sizes:
-            cuts = ([cut_piece(piece, part, parts) for _, piece in pieces] for pieces in self.pairs)
-            each = [self.unit * sum(cut.size for cut in found if cut) for found in cuts]
-            self._sizes[part, parts] = np.array(each, np.int64)[self.pair]
-        return self._sizes[part, parts]
-
-    def sources(self, load: np.ndarray) -> np.ndarray:
-        """The source of every row, given what each rank sends already; int32 [rows].
-
-        The targets of a group go to its candidates in turn, the least loaded first.
-        """
-        loads = np.where(self.candidates < 0, np.inf, load[self.candidates])
-        order = np.take_along_axis(self.candidates, loads.argsort(axis=1, kind="stable"), axis=1)
-        return np.where(self.own, self.target, order[self.group, self.turn % self.counts[self.group]])
-
-
-def _flow(
-    model: Model, rule: Rule, stages: Sequence[int], actor: ActorLayout, engine: EngineLayout, node: int
-) -> _Flow:
-    """`node`: ranks of a machine."""
-    cells, ranks = actor.cells(rule), actor.stage_ranks
-    held = [actor.pieces(model, rule, cell) for cell in range(cells)]
-    needed = [engine.pieces(model, rule, place) for place in range(engine.tensor)]
-    pairs, places, parts_of = [], [], []
-    for place, number in product(range(engine.tensor), range(cells)):
-        both = [(own.within(want), want.within(own)) for want in needed[place] for own in held[number]]
-        if overlaps := tuple((source, target) for source, target in both if source and target):
-            pairs.append(overlaps)
-            places.append(place)
-            parts_of.append(number)
-    engines = actor.world // engine.tensor
-    target = (np.arange(engines)[:, None] * engine.tensor + np.array(places, int)).ravel()
-    pair = np.tile(np.arange(len(pairs)), engines)
-    cell = np.array(parts_of, int)[pair]
-    own = np.isin(target // ranks, stages) & (target % ranks % cells == cell)
-    holders = [
-        np.concatenate([stage * ranks + np.arange(number, ranks, cells) for stage in stages]) for number in range(cells)
-    ]
-    near = {
-        (number, machine): found[found // node == machine]
-        for number, found in enumerate(holders)
-        for machine in np.unique(found // node).tolist()
-    }
-    lookup = np.tile(np.arange(cells)[:, None], (1, -(-actor.world // node)))
-    for index, (number, machine) in enumerate(near):
-        lookup[number, machine] = cells + index
-    groups = [*holders, *near.values()]
-    group = lookup[cell, target // node]
-    return _Flow(
-        unit_elements(rule, model.dims),
-        tuple(pairs),
-        target,
-        pair,
-        own,
-        group,
-        _turns(group, own),
-        np.array(list(zip_longest(*groups, fillvalue=-1))).T,
-        np.array([len(found) for found in groups]),
-    )
-
-
-def _turns(group: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """The number of each row among those of its group, `own` ones left out; int64 [rows]."""
-    turn = np.zeros(len(group), int)
-    rows = np.flatnonzero(~own)
-    rows = rows[group[rows].argsort(kind="stable")]
-    _, starts, counts = np.unique(group[rows], return_index=True, return_counts=True)
-    turn[rows] = np.arange(len(rows)) - np.repeat(starts, counts)
-    return turn
-
-
-def cut_piece(piece: Piece, part: int, parts: int) -> Piece | None:
-    """One of `parts` nearly equal parts of a piece; None: it is empty. Experts are kept whole where there are enough."""
-    experts, length = piece.last - piece.first, piece.stop - piece.start
-    if experts >= parts:
-        low, high = (experts * number // parts for number in (part, part + 1))
-        return piece._replace(first=piece.first + low, last=piece.first + high, expert=piece.expert + low)
-    multiple = _CUT_MULTIPLE if length >= parts * _CUT_MULTIPLE else 1
-    # Borders lie at multiples of the tensor's positions, not of the piece's.
-    borders = (-(-(piece.start + length * number // parts) // multiple) * multiple for number in (part, part + 1))
-    low, high = (
-        length * number // parts if number in (0, parts) else min(length, border - piece.start)
-        for number, border in zip((part, part + 1), borders, strict=True)
-    )
-    return piece._replace(start=piece.start + low, stop=piece.start + high, at=piece.at + low) if low < high else None
-
-
 class _Shipment(NamedTuple):
     """One part of a weight, with the source of every row of its flow (int32 [rows])."""
 
-    flow: _Flow
+    flow: Flow
     rule: int
     layer: int
     part: int
@@ -221,8 +105,14 @@ class _Shipment(NamedTuple):
     sources: np.ndarray
 
     @property
-    def sizes(self) -> np.ndarray:
-        return self.flow.sizes(self.part, self.parts)
+    def overlaps(self) -> tuple[tuple[Overlap, ...], ...]:
+        """By pair of the flow."""
+        return self.flow.pairs.cut(self.part, self.parts)[0]
+
+    @property
+    def moved(self) -> np.ndarray:
+        """Elements that each row brings from another rank; float64 [rows]."""
+        return np.where(self.flow.own, 0.0, self.flow.pairs.cut(self.part, self.parts)[1][self.flow.pair])
 
 
 class Traffic(NamedTuple):
@@ -232,13 +122,16 @@ class Traffic(NamedTuple):
     received: np.ndarray
 
     @classmethod
-    def of(cls, shipments: Sequence[_Shipment], world: int) -> Traffic:
+    def of(cls, shipments: Iterable[_Shipment], world: int) -> Traffic:
         sent, received = np.zeros(world), np.zeros(world)
         for shipment in shipments:
-            sizes = np.where(shipment.flow.own, 0, shipment.sizes)
+            sizes = shipment.moved
             sent += np.bincount(shipment.sources, sizes, world)
             received += np.bincount(shipment.flow.target, sizes, world)
         return cls(sent, received)
+
+    def plus(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.received + other.received)
 
     @property
     def largest(self) -> float:
@@ -286,11 +179,9 @@ class Plan:
         rule = ship.rule
         if rules[rule].place is Place.EMBEDDING and source // self.actor.stage_ranks > 0:
             rule = rules.index(self.model.family.output)
-        for held, needed in ship.flow.pairs[ship.flow.pair[row]]:
-            mine, theirs = (cut_piece(piece, ship.part, ship.parts) for piece in (held, needed))
-            if mine and theirs:
-                box = Box(ship.rule, ship.layer, *theirs[:5])
-                yield Move(box, rule, mine.at, mine.expert, theirs.at, theirs.expert)
+        for needed, at, expert in ship.overlaps[ship.flow.pair[row]]:
+            box = Box(ship.rule, ship.layer, *needed[:5])
+            yield Move(box, rule, at, expert, needed.at, needed.expert)
 
     def traffic(self) -> Iterator[Traffic]:
         """Of each bucket."""
@@ -318,28 +209,28 @@ def make_plan(
         raise ValueError(f"{actor.world} ranks are no multiple of rollout.tensor_parallel = {engine.tensor}")
     if unknown := unplaced(model):
         raise ValueError(f"family `{model.family.name}` does not say where vLLM keeps {unknown}")
-    flows: dict[tuple[int, tuple[int, ...]], _Flow] = {}
+    pairs = {index: Pairs.of(model, rule, actor, engine) for index, rule in numbered(model)}
+    flows: dict[tuple[int, tuple[int, ...]], Flow] = {}
     load = np.zeros(actor.world)
     buckets: list[list[_Shipment]] = [[]]
     filled = Traffic.of((), actor.world)
 
-    def flow(index: int, layer: int) -> _Flow:
+    def flow(index: int, layer: int) -> Flow:
         rule = model.family.rules[index]
         key = index, actor.stages(model, rule, layer)
         if key not in flows:
-            flows[key] = _flow(model, rule, key[1], actor, engine, node)
+            flows[key] = Flow.of(pairs[index], rule, key[1], actor, engine, node)
         return flows[key]
 
     for weights in _walk(model, actor):
         flown = [(flow(index, layer), index, layer) for index, layer in weights]
-        for shipments in _parts(flown, load, bucket_elements):
-            traffic = Traffic.of(shipments, actor.world)
-            both = Traffic(filled.sent + traffic.sent, filled.received + traffic.received)
-            if buckets[-1] and both.largest > bucket_elements:
+        for shipments, traffic in _parts(flown, load, bucket_elements):
+            load += traffic.sent
+            filled = filled.plus(traffic)
+            if buckets[-1] and filled.largest > bucket_elements:
                 buckets.append([])
-                both = traffic
+                filled = traffic
             buckets[-1].extend(shipments)
-            filled = both
     return Plan(model, actor, engine, tuple(tuple(bucket) for bucket in buckets))
 
 
@@ -353,20 +244,23 @@ def _walk(model: Model, actor: ActorLayout) -> Iterator[list[tuple[int, int]]]:
                 yield [(index, layer) for layer in row if layer is not None]
 
 
-def _parts(flown: Sequence[tuple[_Flow, int, int]], load: np.ndarray, limit: int) -> list[list[_Shipment]]:
-    """Weights cut into parts in which no rank sends or receives more than `limit`; `load` grows by what is sent."""
-    positions = max(piece.size for flow, _, _ in flown for pieces in flow.pairs for _, piece in pieces)
-    parts, largest = 0, np.inf
-    while largest > limit and parts < positions:
-        parts = 1 if not parts else max(parts + 1, min(positions, int(largest * parts // limit)))
-        after, found = load.copy(), []
+def _parts(
+    flown: Sequence[tuple[Flow, int, int]], load: np.ndarray, limit: int
+) -> list[tuple[list[_Shipment], Traffic]]:
+    """Weights cut into parts in which no rank sends or receives more than `limit`; `load`: what each rank sends before."""
+    positions = max(overlap.target.size for flow, _, _ in flown for shared in flow.pairs.overlaps for overlap in shared)
+    parts = 1
+    while True:
+        sent, found = load, []
         for part in range(parts):
             shipments = [
-                _Shipment(flow, index, layer, part, parts, flow.sources(after).astype(np.int32))
+                _Shipment(flow, index, layer, part, parts, flow.sources(sent).astype(np.int32))
                 for flow, index, layer in flown
             ]
-            found.append(shipments)
-            after += Traffic.of(shipments, len(load)).sent
-        largest = max(Traffic.of(shipments, len(load)).largest for shipments in found)
-    load[:] = after
-    return found
+            traffic = Traffic.of(shipments, len(load))
+            sent = sent + traffic.sent
+            found.append((shipments, traffic))
+        largest = max(traffic.largest for _, traffic in found)
+        if largest <= limit or parts >= positions:
+            return found
+        parts = min(positions, max(parts + 1, int(largest * parts // limit)))
