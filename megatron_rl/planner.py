@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.actor import ParallelConfig
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Model
+from megatron_rl.models.fp8 import BLOCK, module_of, quantised_modules
 from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
 
 GIB = 2**30
@@ -98,14 +99,30 @@ def active_parameters(model: Model) -> int:
 def engine_parameters(model: Model, tensor: int, expert: int = 1) -> int:
     """Parameters on each of an engine's `tensor` ranks: key/value heads repeated where ranks outnumber them, experts whole
     and spread over `expert` ranks (all or 1), else cut."""
-    kv_heads = _engine_kv_heads(model, tensor) * tensor
-    repeated = replace(
-        model,
-        description=replace(
-            model.description, dims={**model.dims, "kv_heads": kv_heads, "kv": kv_heads * model.dims["head_dim"]}
-        ),
-    )
+    repeated = replace(model, description=replace(model.description, dims=_engine_dims(model, tensor)))
     return actor_parameters(repeated, tensor=tensor, expert=expert, expert_tensor=tensor // expert).total
+
+
+def engine_weight_bytes(model: Model, rollout: RolloutConfig, width: int) -> float:
+    """Weights on each of an engine's ranks, `width` bytes a parameter; in FP8 one, and a scale per block."""
+    tensor = rollout.tensor_parallel
+    expert = tensor if rollout.expert_parallel else 1
+    total = float(engine_parameters(model, tensor, expert) * width)
+    if rollout.fp8 == "none":
+        return total
+    modules, dims = quantised_modules(model, rollout.fp8_skip), _engine_dims(model, tensor)
+    for rule in (rule for rule in model.parameters if rule.is_projection):
+        layers = sum(module_of(rule.at(i, 0).hf[0].name) in modules for i in range(dims["layers"]))
+        copies = layers * dims["experts"] // expert if rule.per_expert else layers
+        count = _on_rank(rule, dims, tensor // expert if rule.per_expert else tensor, copies).total
+        total -= count * (width - 1 - 4 / BLOCK**2)
+    return total
+
+
+def _engine_dims(model: Model, tensor: int) -> Dims:
+    """The model's sizes with key/value heads repeated where `tensor` ranks outnumber them."""
+    kv_heads = _engine_kv_heads(model, tensor) * tensor
+    return {**model.dims, "kv_heads": kv_heads, "kv": kv_heads * model.dims["head_dim"]}
 
 
 def _engine_kv_heads(model: Model, tensor: int) -> int:
@@ -289,7 +306,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
     optimizer = _optimizer_bytes(config, fullest, world, width)
     gradients = 4 * fullest.total
     engine_share = config.rollout.memory_fraction * gpu_bytes
-    engine_weights = engine_parameters(model, engine_tp, engine_tp if config.rollout.expert_parallel else 1) * width
+    engine_weights = engine_weight_bytes(model, config.rollout, width)
     cache = engine_share - engine_weights - ENGINE_WORKSPACE_GIB * GIB
     state_in = (UPDATE,) if actor.offload else PHASES
     offload = () if actor.offload else ("actor.offload=true",)
@@ -317,7 +334,12 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
             ("actor.logits_mib",),
             estimate=True,
         ),
-        Component("engine: weights", engine_weights, (GENERATE, SYNC, CHECK), ("rollout.tensor_parallel",)),
+        Component(
+            "engine: weights",
+            engine_weights,
+            (GENERATE, SYNC, CHECK),
+            ("rollout.tensor_parallel", *["rollout.fp8=blockwise"] * (config.rollout.fp8 == "none")),
+        ),
         Component("engine: workspace", ENGINE_WORKSPACE_GIB * GIB, (GENERATE, CHECK), (), estimate=True),
         Component("engine: KV cache", max(0.0, cache), (GENERATE, CHECK), ("rollout.memory_fraction",)),
         Component("sync: gathered tensors", _sync_workspace(model, engine_tp, width), (SYNC,), ()),

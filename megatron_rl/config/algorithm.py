@@ -52,7 +52,9 @@ class CorrectionConfig:
     """Train/rollout mismatch: one importance weight pi_train(old) / pi_rollout, truncated at `cap`, and any
     filters."""
 
-    weight: Literal["none", "token", "geometric", "sequence"] = key("none", "what one importance weight covers")
+    weight: Literal["none", "token", "geometric", "sequence"] = key(
+        "none", "what one importance weight covers; with `rollout.fp8` it is `token` where the recipe does not set it"
+    )
     cap: Annotated[float, Range(above=0)] = key(2.0, "larger weights are cut to it")
     filters: list[CorrectionFilterConfig] = field(default_factory=list)
 

@@ -22,6 +22,7 @@ from megatron_rl.config.actor_checks import check_actor, check_actor_machine
 from megatron_rl.config.algorithm_checks import check_method_choice
 from megatron_rl.config.keys import problems as out_of_range
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
+from megatron_rl.config.rollout_checks import check_rollout, check_rollout_machine
 from megatron_rl.config.schema import PHASES, Config
 from megatron_rl.config.shape import ConfigError
 from megatron_rl.models import HFConfig
@@ -92,6 +93,7 @@ def check(
             *_check_layout(config, world, machine),
             *(_check_batch(config, world) if command != "evaluate" else ()),
             *check_actor(config),
+            *check_rollout(config, machine.local_world_size),
             *_check_gradient_variance(config, world),
             *_check_trainer(config, command),
             *check_method_choice(config),
@@ -208,8 +210,7 @@ def _check_machine(config: Config, machine: Machine, command: str) -> Iterator[s
             f"{local} processes need a GPU each and this machine offers {machine.gpus}; make the layout smaller "
             "(actor.parallel, rollout.tensor_parallel), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
         )
-    if not machine.gpus:
-        yield from check_actor_machine(config)
+    yield from check_rollout_machine(config) if machine.gpus else check_actor_machine(config)
     has_te = importlib.util.find_spec("transformer_engine") is not None
     if machine.gpus and has_te and config.model.dtype == "float32" and config.actor.parallel.context > 1:
         yield (

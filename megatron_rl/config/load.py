@@ -231,7 +231,8 @@ def _merged(layers: list[_Layer]) -> Tree:
 
 
 def _with_preset(layers: list[_Layer]) -> list[_Layer]:
-    """The layers with the preset's below them, and without `algorithm` in the sources before the one that names it."""
+    """The layers with the preset's below them, and without `algorithm` in the sources before the one that names it. Below
+    all: what another key than `algorithm.preset` makes a default."""
     name, start, source = "grpo", 0, ""
     for index, layer in enumerate(layers):
         section = layer.tree.get("algorithm")
@@ -242,6 +243,9 @@ def _with_preset(layers: list[_Layer]) -> list[_Layer]:
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
     result = [_Layer(f"preset {name}", {"algorithm": {"preset": name, **preset}})]
+    rollouts = [layer.tree["rollout"] for layer in layers if isinstance(layer.tree.get("rollout"), dict)]
+    if next((section["fp8"] for section in reversed(rollouts) if "fp8" in section), "none") != "none":
+        result.insert(0, _Layer("rollout.fp8", {"algorithm": {"correction": {"weight": "token"}}}))
     for index, layer in enumerate(layers):
         tree = dict(layer.tree)
         if index < start and isinstance(tree.get("algorithm"), dict):

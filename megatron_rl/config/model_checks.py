@@ -11,7 +11,8 @@ from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.actor_checks import check_actor_model
 from megatron_rl.config.keys import problems
 from megatron_rl.config.published import published_config
-from megatron_rl.config.schema import Config, CreateModelConfig, RolloutConfig
+from megatron_rl.config.rollout_checks import check_rollout_model
+from megatron_rl.config.schema import Config, CreateModelConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.qwen3 import created_config
@@ -181,7 +182,7 @@ def _check_layout(config: Config, model: Model) -> Iterator[str]:
             f"`rollout.tensor_parallel` ({rollout.tensor_parallel}) must divide the model's {kv_heads} key/value "
             "heads, or be a multiple of them"
         )
-    yield from _check_engine_experts(rollout, experts)
+    yield from check_rollout_model(rollout, model)
     if experts and parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"Megatron-Core trains experts with tensor parallelism only where sequences are split too: set "
@@ -195,23 +196,6 @@ def _check_layout(config: Config, model: Model) -> Iterator[str]:
         yield f"the model's {experts} experts must be a multiple of `actor.parallel.expert` ({parallel.expert})"
     yield from check_actor_model(config, dims)
     yield from _check_length(config, model.description.max_positions)
-
-
-def _check_engine_experts(rollout: RolloutConfig, experts: int) -> Iterator[str]:
-    if not rollout.expert_parallel:
-        return
-    if not experts:
-        yield "`rollout.expert_parallel` is true, but the model has no experts; set it to false"
-    elif rollout.tensor_parallel == 1:
-        yield (
-            "`rollout.expert_parallel` spreads experts over an engine's processes, and `rollout.tensor_parallel` is 1; raise "
-            "it, or set expert_parallel to false"
-        )
-    elif experts % rollout.tensor_parallel:
-        yield (
-            f"with `rollout.expert_parallel` the model's {experts} experts must be a multiple of `rollout.tensor_parallel` "
-            f"({rollout.tensor_parallel})"
-        )
 
 
 def _check_length(config: Config, positions: int) -> Iterator[str]:

@@ -163,6 +163,17 @@ class RolloutConfig:
         "mixtures of experts: each process of an engine holds whole experts, its share of them; false: a slice of every one. "
         "Attention is cut over the processes either way",
     )
+    fp8: Literal["none", "blockwise"] = key(
+        "none",
+        "`blockwise`: the engine draws with weights in FP8 (e4m3, one scale per 128 × 128 block) and, on a GPU, activations "
+        "rounded to FP8 as they come ([gpu.md](gpu.md#rollouts-in-fp8)). Embedding, output layer, norms and routers stay in "
+        "bf16. `algorithm.correction.weight` is then `token` where the recipe does not set it",
+    )
+    fp8_skip: list[str] = key(
+        [],
+        "further modules that stay in bf16: patterns (`*`: any characters) of whole names, such as `model.layers.0.*`, "
+        "`*.self_attn.*`, `*.mlp.experts`",
+    )
     group_size: Annotated[int, Range(1, 1e5)] = key(8, "rollouts per prompt")
     max_prompt_tokens: Tokens = key(512)
     max_tokens: Tokens = key(512, "new tokens per rollout")
@@ -179,7 +190,7 @@ class RolloutConfig:
     sync_tolerance: Annotated[float, Range(above=0, high=1e6)] | None = key(
         None,
         "largest mean difference of a log-prob; the 99th percentile may be 10 times it. null: 3e-5 in fp32; in bf16 "
-        "0.05, with experts 0.1",
+        "0.05, with experts 0.1; with `fp8` 0.2",
     )
 
 

@@ -27,6 +27,8 @@ def origin(config: Config, model: Mapping[str, object]) -> dict[str, object]:
         "model": dict(model),
         "dtype": config.model.dtype,
         "rollout.tensor_parallel": rollout.tensor_parallel,
+        "rollout.expert_parallel": rollout.expert_parallel,
+        "rollout.fp8": [rollout.fp8, *rollout.fp8_skip],
         "rollout.max_tokens": rollout.max_tokens,
         "trainer.eval_temperature": trainer.eval_temperature,
         "trainer.eval_top_p": trainer.eval_top_p,

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.config.schema import Config, RolloutConfig
-from megatron_rl.models import model_of, read_hf_config
+from megatron_rl.models import Model, fp8, model_of, read_hf_config
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import device
@@ -79,9 +79,10 @@ class Engine:
         model = model_of(read_hf_config(folder))
         max_length = min(max_length, model.description.max_positions)
         self.max_scored = max_length - 1  # longest sequence that `score` takes, in tokens
-        options = (
-            gpu_options(self.config, bool(model.dims["experts"])) if device.has_gpu() else cpu_options(self.config)
-        )
+        self._in_fp8 = frozenset[str]()
+        if self.config.fp8 != "none":
+            self._in_fp8 = fp8.quantised_modules(model, self.config.fp8_skip)
+        options = gpu_options(self.config, model) if device.has_gpu() else cpu_options(self.config)
         gc.freeze()
         with environment.engine_start(grid):
             self.llm = LLM(
@@ -143,7 +144,7 @@ class Engine:
         """Replaces every weight by the (Hugging Face name, full tensor) pairs and drops cached prefixes.
         `version`: optimizer steps behind these weights; rollouts drawn from them carry it.
         """
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self.stored(weights)})
         if not self.llm.reset_prefix_cache():
             raise EngineError(
                 "vLLM kept its cached prefixes after a weight sync, because a request still holds a part of its cache; "
@@ -151,6 +152,11 @@ class Engine:
                 "whether a batch was still under way"
             )
         self.version = version
+
+    def stored(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights as the engine holds them: with `rollout.fp8` as values and scales; on a CPU, which has no kernel for
+        them, as the numbers that these stand for."""
+        return fp8.stored(weights, self._in_fp8, rounded=not device.has_gpu())
 
     def parameters(self) -> dict[str, Tensor]:
         """The engine's own parameters on this rank, and views of their parts by Hugging Face name, for diagnosis."""
@@ -186,15 +192,22 @@ class Engine:
         seam.shutdown(self.llm)
 
 
-def gpu_options(config: RolloutConfig, has_experts: bool) -> dict[str, object]:
+def gpu_options(config: RolloutConfig, model: Model) -> dict[str, object]:
     """vLLM's options on a GPU."""
-    # Other kernels for experts reorder the weights, or keep tensors that are garbage after sleep; Triton's keep them plain.
-    experts = {"moe_backend": "triton"} if has_experts else {}
+    options: dict[str, object] = {}
+    if model.dims["experts"]:
+        # Other kernels for experts reorder the weights, or keep tensors that are garbage after sleep; Triton's keep them.
+        options["moe_backend"] = "triton"
+    if config.fp8 != "none":  # as if config.json said so
+        modules = fp8.quantised_modules(model, config.fp8_skip)
+        options["hf_overrides"] = {
+            "quantization_config": fp8.quantization_config(model.family, model.description, modules)
+        }
     return {
         "gpu_memory_utilization": config.memory_fraction,
         "enable_sleep_mode": True,
         "async_scheduling": config.async_scheduling,
-        **experts,
+        **options,
     }
 
 

@@ -97,6 +97,9 @@ def build_run(
             for doubt in scorer.doubts(samples):
                 report.warn(doubt)
     scorer.open(run_dir, grid.rank, grid.world)
+    if command == "train" and config.rollout.fp8 != "none":
+        weight = config.algorithm.correction.weight
+        report.note(f"rollouts are drawn with weights in FP8, corrected by algorithm.correction.weight={weight}")
     timer = StepTimer(report.phase)
     learner = Learner(config, Actor(config, grid, folder, open_weights(folder)), algorithm, timer)
     return Run(

@@ -65,6 +65,11 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["actor.parallel.pipeline=3"], "the model's 2 layers cannot be spread over 3 stages (2 for 3); lower `actor.par"),
         (["actor.parallel.tensor=4"], "key/value heads (2) must be a multiple of `actor.parallel.tensor` (4)"),
         (["rollout.expert_parallel=true"], "the model has no experts"),
+        (["rollout.fp8_skip=[model.layers.0.*]"], "`rollout.fp8_skip` does nothing while `rollout.fp8` is none"),
+        (["rollout.fp8=blockwise"], "self_attn.k_proj has 64 rows on each of 1 ranks, and blocks have 128"),
+        (["rollout.fp8=blockwise", "rollout.fp8_skip=[lm_head]"], "'lm_head', which matches no matrix that would be in FP8"),
+        (["rollout.fp8=blockwise", "rollout.fp8_skip=['*']"], "leaves no matrix in FP8"),
+        (["rollout.fp8=blockwise", "rollout.fp8_skip=['*.v_proj']"], "names model.layers.0.self_attn.v_proj alone"),
         (["rollout.tensor_parallel=3"], "attention heads (4) must be a multiple of `rollout.tensor_parallel`"),
         (["trainer.minibatches=7"], "must be a multiple of `trainer.minibatches` (7)"),
         (["launch.processes=4", "trainer.prompts_per_step=1", "rollout.group_size=2"], "for 4 data-parallel ranks"),
@@ -326,6 +331,24 @@ def test_a_served_model_may_be_one_that_cannot_be_trained(recipe) -> None:
 
 def test_the_engine_may_have_more_ranks_than_the_model_has_key_value_heads(recipe, model: Path) -> None:
     check(recipe("model.path=model", "rollout.tensor_parallel=4"), machine=CPU)
+
+
+def test_rollouts_in_fp8_are_corrected_unless_the_recipe_says_no(recipe) -> None:
+    on = ("rollout.fp8=blockwise", "model.create.hidden_size=128", "model.create.kv_heads=4")
+    assert recipe().algorithm.correction.weight == "none"
+    assert check(recipe(*on), machine=CPU).algorithm.correction.weight == "token"
+    assert recipe(*on, "algorithm.preset=gspo").algorithm.correction.weight == "token"
+    assert recipe(*on, "algorithm.correction.weight=none").algorithm.correction.weight == "none"
+    assert recipe(*on, "rollout.fp8=none").algorithm.correction.weight == "none"
+    with pytest.raises(ConfigError, match="activations in bf16"):
+        check_machine(check(recipe(*on, "model.dtype=float32"), machine=CPU), Machine(gpus=8))
+
+
+def test_an_engine_stays_within_a_node(recipe) -> None:
+    two_nodes = Machine(gpus=2, world_size=4, local_world_size=2)
+    found = problems(recipe("rollout.tensor_parallel=4"), machine=two_nodes)
+    assert any("(4) must divide the 2 processes of a node" in problem for problem in found)
+    check(recipe("rollout.tensor_parallel=2"), machine=two_nodes)
 
 
 def test_experts(recipe, model: Path) -> None:

@@ -10,10 +10,10 @@ import torch
 from models import tiny
 from safetensors.torch import load_file
 
-from megatron_rl.checkpoint.convert import fp8
 from megatron_rl.checkpoint.convert.layout import Layout, chunks, state_names
 from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.checkpoint.convert.verify import compare, compare_logits
+from megatron_rl.models import fp8
 from megatron_rl.models.files import INDEX
 
 from .convert import assert_same, tensors, to_hf, to_megatron

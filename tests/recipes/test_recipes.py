@@ -393,7 +393,7 @@ FIGURES: dict[str, tuple[str, list[str]]] = {
     "_h100/30b-a3b.yaml": ("scale/qwen3-30b-a3b.yaml", []),
     "_h100/235b-a22b.yaml": (
         "scale/qwen3-235b-a22b.yaml",
-        ["rollout.tensor_parallel=8", "rollout.memory_fraction=0.83"],
+        ["rollout.fp8=blockwise", "rollout.memory_fraction=0.75"],
     ),
     **{name: (name, []) for name in runnable() if name.startswith("scale/")},
 }

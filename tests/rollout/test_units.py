@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.models import model_of
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.engine import gpu_options
 from megatron_rl.rollout.sampling import rollout_seed
@@ -60,10 +62,11 @@ def test_a_difference_that_is_not_finite_is_never_within(value: float):
 def test_vllm_takes_the_options_of_a_gpu():
     from vllm import EngineArgs
 
+    dense, experts = (model_of(published_config(name)) for name in ("Qwen3-8B", "Qwen3-30B-A3B"))
     config = RolloutConfig(memory_fraction=0.7, async_scheduling=False)
-    args = EngineArgs(model="any", **gpu_options(config, has_experts=True))
+    args = EngineArgs(model="any", **gpu_options(config, experts))
     assert (args.moe_backend, args.async_scheduling, args.gpu_memory_utilization) == ("triton", False, 0.7)
-    assert EngineArgs(model="any", **gpu_options(RolloutConfig(), has_experts=False)).moe_backend == "auto"
+    assert EngineArgs(model="any", **gpu_options(RolloutConfig(), dense)).moe_backend == "auto"
 
 
 def test_vllms_runner_is_chosen_here(monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,6 @@ import numpy as np
 
 import megatron_rl
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.convert import fp8
 from megatron_rl.checkpoint.convert.global_tensors import Memory
 from megatron_rl.checkpoint.convert.jobs import Identity, Progress, made_by
 from megatron_rl.checkpoint.convert.reader import MegatronModel
@@ -22,6 +21,7 @@ from megatron_rl.checkpoint.convert.source import SourceModel, fingerprint
 from megatron_rl.checkpoint.convert.to_megatron import CASTS
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import StoredChunk
+from megatron_rl.models import fp8
 from megatron_rl.models.files import (
     DTYPES,
     Bits,
@@ -140,10 +140,11 @@ class ToHF:
             return
         values = memory.array(source.shape(name), DTYPES[source.dtype(name)].bits)
         source.read_into(values, name)
-        try:
-            quantised, scales = fp8.quantise(as_tensor(values, source.dtype(name)))
-        except ValueError as error:
-            raise ValueError(f"{name} in {source.file_of(name)} cannot be stored in FP8: {error}") from None
+        quantised, scales = fp8.quantise(as_tensor(values, source.dtype(name)))
+        if not scales.isfinite().all():
+            raise ValueError(
+                f"{name} in {source.file_of(name)} cannot be stored in FP8: it has values that are not finite"
+            )
         yield as_bits(quantised if tensor.name == name else scales)
 
 

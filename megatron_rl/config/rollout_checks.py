@@ -1,0 +1,89 @@
+"""What must hold between the keys of `rollout`, and between them and the model, beside the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.models import Model
+from megatron_rl.models.fp8 import BLOCK, module_of, quantised_modules
+from megatron_rl.models.rules import Dims, HFTensor, Rule
+
+
+def check_rollout(config: Config, local_world_size: int | None) -> Iterator[str]:
+    """Yields a sentence per key of `rollout` that does nothing, and where engines would cross nodes.
+
+    `local_world_size`: processes on each node, where a launcher says so.
+    """
+    engine = config.rollout.tensor_parallel
+    if local_world_size is not None and local_world_size % engine:
+        yield (
+            f"`rollout.tensor_parallel` ({engine}) must divide the {local_world_size} processes of a node, so that what the "
+            "ranks of an engine exchange in every layer stays within it; where a GPU then has too many weights, raise "
+            "rollout.memory_fraction, or set rollout.fp8=blockwise"
+        )
+    if config.rollout.fp8 == "none" and config.rollout.fp8_skip:
+        yield "`rollout.fp8_skip` does nothing while `rollout.fp8` is none; set fp8=blockwise, or remove it"
+
+
+def check_rollout_machine(config: Config) -> Iterator[str]:
+    """Yields a sentence per key of `rollout` that a GPU's kernels refuse; for a machine that has one."""
+    if config.rollout.fp8 != "none" and config.model.dtype == "float32":
+        yield (
+            "`rollout.fp8` needs activations in bf16 on a GPU, and `model.dtype` is float32; set model.dtype=bfloat16, or "
+            "rollout.fp8=none"
+        )
+
+
+def check_rollout_model(rollout: RolloutConfig, model: Model) -> Iterator[str]:
+    """Yields a sentence per key of `rollout` that the model's shape rules out."""
+    if rollout.expert_parallel:
+        yield from _check_experts(rollout, model.dims["experts"])
+    if rollout.fp8 != "none":
+        yield from _check_fp8(rollout, model)
+
+
+def _check_experts(rollout: RolloutConfig, experts: int) -> Iterator[str]:
+    if not experts:
+        yield "`rollout.expert_parallel` is true, but the model has no experts; set it to false"
+    elif rollout.tensor_parallel == 1:
+        yield (
+            "`rollout.expert_parallel` spreads experts over an engine's processes, and `rollout.tensor_parallel` is 1; raise "
+            "it, or set expert_parallel to false"
+        )
+    elif experts % rollout.tensor_parallel:
+        yield (
+            f"with `rollout.expert_parallel` the model's {experts} experts must be a multiple of `rollout.tensor_parallel` "
+            f"({rollout.tensor_parallel})"
+        )
+
+
+def _check_fp8(rollout: RolloutConfig, model: Model) -> Iterator[str]:
+    try:
+        modules = quantised_modules(model, rollout.fp8_skip)
+    except ValueError as error:
+        yield f"`rollout.fp8_skip` {error}"
+        return
+    for rule in (rule for rule in model.parameters if rule.is_projection):
+        named = (rule.at(layer, 0) for layer in range(model.dims["layers"]))
+        if not any(module_of(of_layer.hf[0].name) in modules for of_layer in named):
+            continue
+        parts = 1 if rule.per_expert and rollout.expert_parallel else rollout.tensor_parallel
+        for tensor in rule.hf if parts > 1 or len(rule.hf) > 1 else ():
+            size = _on_rank(rule, tensor, model.dims, parts)
+            if size % BLOCK:
+                whole = ", or set rollout.expert_parallel=true" * (rule.per_expert and parts > 1)
+                yield (
+                    f"`rollout.fp8=blockwise`: {module_of(tensor.name).rpartition('{layer}.')[2]} has {size} "
+                    f"{'columns' if rule.dim else 'rows'} on each of {parts} ranks, and blocks have {BLOCK}; lower "
+                    f"rollout.tensor_parallel{whole}, or name it in rollout.fp8_skip"
+                )
+                break
+
+
+def _on_rank(rule: Rule, tensor: HFTensor, dims: Dims, parts: int) -> int:
+    """Rows (or columns) of one tensor on each rank of an engine, where key and value heads may be repeated."""
+    symbol = tensor.shape[rule.dim]
+    if symbol == "kv":
+        return max(1, dims["kv_heads"] // parts) * dims["head_dim"]
+    return dims[symbol] // parts
