@@ -92,6 +92,18 @@ def _divergence(log_ratio: Tensor, by: str) -> Tensor:
     return bounded_exp(log_ratio) - 1 - log_ratio
 
 
+# First tokens of the parts of a response whose mismatch is reported apart: rounding may add up along it.
+POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)
+
+
+def _positions(sequence_ids: Tensor) -> Tensor:
+    """Each token's place among those of its rollout, which come in order: int64 [tokens]."""
+    order = torch.argsort(sequence_ids, stable=True)
+    sizes = sequence_sizes(torch.ones_like(sequence_ids, dtype=torch.bool), sequence_ids)
+    starts = (sizes.cumsum(0) - sizes).long()[sequence_ids[order]]
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device) - starts)
+
+
 def correction_metrics(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -108,6 +120,14 @@ def correction_metrics(
         metrics.mean(f"mismatch/kl_{name}", _divergence(log_ratio, name), mask)
     metrics.mean("mismatch/abs_log_ratio", log_ratio.abs(), mask)
     metrics.maximum("mismatch/abs_log_ratio_max", log_ratio.abs(), mask)
+    bounds = torch.tensor(POSITIONS[1:], device=mask.device)
+    parts = torch.bucketize(_positions(sequence_ids), bounds, right=True)
+    sums, counts = (
+        torch.zeros(len(POSITIONS), dtype=torch.float64, device=mask.device).index_add_(0, parts, each)
+        for each in (log_ratio.abs(), mask.double())
+    )
+    for first, total, count in zip(POSITIONS, sums, counts, strict=True):
+        metrics.total(f"mismatch/abs_log_ratio_from_{first}", total, count)
     per_rollout = _per_rollout(-log_ratio, mask, sequence_ids, mean=True)
     seen = sequence_sizes(mask, sequence_ids) > 0
     metrics.mean("mismatch/log_perplexity_gap", per_rollout, seen)  # log PPL(train) - log PPL(rollout)

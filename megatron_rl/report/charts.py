@@ -57,6 +57,7 @@ CHARTS = (
         ("sync/logprob_mean_diff", "sync/logprob_max_diff", "mismatch/abs_log_ratio"),
         log=True,
     ),
+    Chart("|Δ log-prob| by position in the response", ("mismatch/abs_log_ratio_from_*",), log=True),
     Chart("Tokens per second, whole step", ("perf/tokens_per_s",)),
     Chart("Peak memory, GiB", ("memory/host_peak_gib", "memory/device_peak_gib")),
 )
@@ -74,7 +75,8 @@ def matching(chart: Chart, runs: Sequence[RunRecord]) -> list[str]:
                 name for name in present if name.startswith("reward/") and name not in ("reward/mean", "reward/std")
             ]
         elif pattern.endswith("*"):
-            found += [name for name in present if name.startswith(pattern[:-1])]
+            named = (name for name in present if name.startswith(pattern[:-1]))
+            found += sorted(named, key=lambda name: (len(name), name))  # numbers at their ends in order
         elif pattern in present:
             found.append(pattern)
     # Greedy decoding has one number under two names.

@@ -16,7 +16,7 @@ from megatron_rl.algorithms import (
     distinct_advantage_groups,
     make_advantage_estimator,
 )
-from megatron_rl.algorithms.correction import correction_metrics
+from megatron_rl.algorithms.correction import Correction, correction_metrics
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.shaping import add_column, overlong_penalty
 from megatron_rl.config.algorithm import CorrectionFilterConfig
@@ -110,6 +110,23 @@ def test_filters_keep_their_bounds() -> None:
     assert correct(old, rollout, mask, ids, filters=by_k1).mask.tolist() == [True, True, False]
     by_k2 = [CorrectionFilterConfig("token", "k2", low=0.5, high=2.0)]
     assert correct(old, rollout, mask, ids, filters=by_k2).mask.tolist() == [True, True, False]
+
+
+def test_mismatch_by_position_counts_from_each_rollouts_first_token() -> None:
+    lengths = (300, 5, 70)
+    rollouts = [[(number, position) for position in range(length)] for number, length in enumerate(lengths)]
+    tokens = [token for token in itertools.chain(*itertools.zip_longest(*rollouts)) if token is not None]  # interleaved
+    ids, positions = torch.tensor(tokens).T
+    log_ratio = torch.where(positions == 3, -5.0, positions.double())
+    mask = positions != 17
+    zeros = torch.zeros(len(ids), dtype=torch.float64)
+    metrics = correction_metrics(log_ratio, zeros, mask, ids, Correction(None, mask), 2.0)
+    values = {name.rpartition("_")[2]: value for name, value in metrics.values().items() if "_from_" in name}
+    parts = {0: range(16), 16: range(16, 64), 64: range(64, 256), 256: range(256, 300)}
+    assert values.keys() == {str(first) for first in parts}, "no response is longer"
+    for first, part in parts.items():
+        of_part = [5.0 if at == 3 else at for _, at in tokens if at in part and at != 17]
+        assert values[str(first)] == pytest.approx(sum(of_part) / len(of_part)), first
 
 
 def test_mismatch_of_low_precision_log_probs_is_taken_in_float32() -> None:
