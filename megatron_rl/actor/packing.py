@@ -6,6 +6,7 @@ Every function here is a pure function of the sequence lengths, so all ranks com
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,12 +74,12 @@ class MicroBatch:
 def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
     """Indices in `parts` lists of nearly equal total cost: longest first, each to the lightest list. Lists are sorted."""
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    totals = [0.0] * parts
     lists: list[list[int]] = [[] for _ in range(parts)]
+    totals = [(0.0, part) for part in range(parts)]  # a heap
     for i in order:
-        lightest = min(range(parts), key=lambda part: (totals[part], part))
+        total, lightest = totals[0]
         lists[lightest].append(i)
-        totals[lightest] += costs[i]
+        heapq.heapreplace(totals, (total + costs[i], lightest))
     return [sorted(indices) for indices in lists]
 
 

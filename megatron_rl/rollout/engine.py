@@ -69,6 +69,7 @@ class Engine:
         self.index, self.engines = grid.rank // tp, grid.world // tp
         self.is_leader = grid.rank % tp == 0
         self.version = 0  # optimizer steps behind the engine's weights
+        self.handed_out = 0  # calls of `generate`, see `HandOut`
         self._queue: dict[str, Request] = {}
         environment.prepare()
         gc.disable()  # as in trainer.main: vLLM's modules are as many again
@@ -107,6 +108,11 @@ class Engine:
         seam.quiet_reload_messages()
 
     # -------------------------------------------------------------------------------------------------------- queue
+    @property
+    def pending(self) -> int:
+        """Requests that have not ended."""
+        return len(self._queue)
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Adds requests to the queue. All ranks of the engine submit the same ones, in the same order."""
         if not requests:

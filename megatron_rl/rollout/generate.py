@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from megatron_rl.data import FACTS, Rollout, Rollouts, Sample
 from megatron_rl.rollout.engine import Engine, EngineError, Request
+from megatron_rl.rollout.handout import HandOut, longest_first
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
 
 _DIGEST = 8  # bytes
@@ -22,29 +23,39 @@ def generate(
     step: int,
     on_finished: Callable[[Rollout], None] | None = None,
     already_drawn: Mapping[tuple[str, int], Rollout] | None = None,
+    lengths: Mapping[str, float] | None = None,
 ) -> Rollouts:
     """`count` rollouts of every sample, over all engines; every rank learns how long each is, and holds its own engine's.
 
-    Engine e of E takes every E-th sample. Each rollout has a seed of its own (`rollout_seed`), so what is drawn depends
-    neither on the number of engines nor on what else is in the batch.
+    Whole groups are spread over the engines (`HandOut`). Each rollout has a seed of its own (`rollout_seed`), so what is
+    drawn depends neither on the engine nor on what else is in the batch.
 
     Args:
         on_finished: called with each rollout of this rank's engine as it ends, on every rank of the engine in the same order.
         already_drawn: rollouts that are not drawn again, by sample id and index; the same on every rank.
+        lengths: mean tokens of earlier responses, by sample id; the same on every rank.
 
     Raises:
-        EngineError: on every rank, where the ranks of an engine did not stay in step.
+        EngineError: on every rank, where the ranks of an engine did not stay in step, or not every rollout came once.
     """
     there, place = already_drawn or {}, {sample.id: i for i, sample in enumerate(samples)}
-    requests, held = [], dict[int, Rollout]()
-    for sample in samples[engine.index :: engine.engines]:
-        for index in range(count):
-            if (sample.id, index) in there:
-                held[place[sample.id] * count + index] = there[sample.id, index]
-                continue
-            seed = rollout_seed(engine.seed, step, sample.id, index) if sampling.temperature > 0 else None
-            requests.append(Request((sample.id, index), sample.prompt_ids, sampling, seed))
-    engine.submit(requests)
+    held = dict[int, Rollout]()
+
+    def submit(places: Iterable[int]) -> None:
+        for i in places:
+            requests = []
+            for index in range(count):
+                name = samples[i].id, index
+                if name in there:
+                    held[i * count + index] = there[name]
+                    continue
+                seed = rollout_seed(engine.seed, step, *name) if sampling.temperature > 0 else None
+                requests.append(Request(name, samples[i].prompt_ids, sampling, seed))
+            engine.submit(requests)
+
+    hand_out = HandOut(engine, longest_first(samples, lengths or {}), count)
+    submit(hand_out.first())
+    submit(hand_out.more())
     for completion in engine.drain():
         sample_id, index = completion.request.name
         rollout = Rollout.single_turn(
@@ -58,7 +69,10 @@ def generate(
         held[place[sample_id] * count + index] = rollout
         if on_finished is not None:
             on_finished(rollout)
-    return Rollouts(list(samples), count, _gather_facts(engine, held, len(samples) * count), held)
+        submit(hand_out.more())
+    facts = _gather_facts(engine, held, len(samples) * count)
+    hand_out.end()
+    return Rollouts(list(samples), count, facts, held)
 
 
 def _gather_facts(engine: Engine, held: Mapping[int, Rollout], rows: int) -> np.ndarray:
@@ -67,6 +81,8 @@ def _gather_facts(engine: Engine, held: Mapping[int, Rollout], rows: int) -> np.
     own = [_facts(row, held[row]) for row in sorted(held)[engine.grid.rank % size :: size]]
     parts = engine.grid.all_gather_bytes(_digest(held) + np.array(own, dtype=FACTS).tobytes())
     _check_in_step([part[:_DIGEST] for part in parts], size)
+    if (number := sum(len(part) - _DIGEST for part in parts) // FACTS.itemsize) != rows:
+        raise EngineError(f"the engines have drawn {number} rollouts, and {rows} were asked for")
     facts = np.zeros(rows, dtype=FACTS)
     for rank, part in enumerate(parts):
         drawn = np.frombuffer(part[_DIGEST:], dtype=FACTS)

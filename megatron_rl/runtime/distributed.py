@@ -33,6 +33,9 @@ class Grid:
     cp_rank: int
     host_group: dist.ProcessGroup | None  # gloo, all ranks: Python objects and numpy arrays
     replicas: tuple[tuple[int, ...], ...] = ((0,),)  # ranks of every data-parallel replica, by `dp_rank`
+    store: dist.Store | None = (
+        None  # for what few ranks tell each other; None where the world was there before `initialize`
+    )
 
     @property
     def is_main(self) -> bool:
@@ -100,10 +103,12 @@ def initialize(parallel: ParallelConfig, timeout_minutes: float, gpu_timeout_min
     if device.has_gpu():
         minutes = gpu_timeout_minutes or timeout_minutes
         torch.cuda.set_device(device.index())
+    store = None
     if not dist.is_initialized():
         timeout = timedelta(minutes=minutes)
-        store = dist.PrefixStore("default_pg", rendezvous.store(timeout))
-        dist.init_process_group(device.backend(), store=store, rank=rank, world_size=world, timeout=timeout)
+        store = rendezvous.store(timeout)
+        default = dist.PrefixStore("default_pg", store)
+        dist.init_process_group(device.backend(), store=default, rank=rank, world_size=world, timeout=timeout)
     with device.megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
@@ -131,6 +136,7 @@ def initialize(parallel: ParallelConfig, timeout_minutes: float, gpu_timeout_min
         cp=parallel_state.get_context_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         host_group=host_group,
+        store=store and dist.PrefixStore("megatron_rl", store),
         replicas=tuple(tuple(r for r in range(world) if dp_ranks[r] == replica) for replica in range(dp)),
     )
 

@@ -49,6 +49,7 @@ class Sampler:
             self.order = make_order([sample.task for sample in prompts.train], prompts.weights, config.seed)
         self._counters: dict[str, float] = {}  # of the current step
         self._scored = ScoringStats()  # what slow rewards did in it
+        self._lengths: dict[str, float] = {}  # mean tokens of the last responses to a prompt, by sample id
         self._engine: Engine | None = None  # until `start_engine`
         self._sync: WeightSync | None = None
 
@@ -191,8 +192,17 @@ class Sampler:
                 callback(rollout)
 
         rollouts = generate(
-            self.engine, samples, count, sampling, step, on_finished if callbacks else None, already_drawn
+            self.engine,
+            samples,
+            count,
+            sampling,
+            step,
+            on_finished if callbacks else None,
+            already_drawn,
+            self._lengths,
         )
+        means = rollouts.facts["length"].reshape(-1, count).mean(1).tolist()
+        self._lengths |= {sample.id: mean for sample, mean in zip(samples, means, strict=True)}
         self._decode([*rollouts.held.values()])
         return rollouts
 

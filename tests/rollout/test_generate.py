@@ -26,13 +26,17 @@ SAMPLES = [Sample(f"t/{i}", "t", "", [10 + i]) for i in range(3)]
 class Queue:
     """The first rank of the only engine; draws a token per request, and ends the newest request first."""
 
-    index, engines, seed, version = 0, 1, 7, 5
+    index, engines, seed, version, handed_out = 0, 1, 7, 5, 0
 
     def __init__(self, others: Sequence[bytes] = ()) -> None:
         """`others`: what the engine's other ranks report."""
         self.requests: list[Request] = []
-        self.config = SimpleNamespace(tensor_parallel=1 + len(others))
+        self.config = SimpleNamespace(tensor_parallel=1 + len(others), max_concurrent=8)
         self.grid = SimpleNamespace(rank=0, all_gather_bytes=lambda own: [own, *others])
+
+    @property
+    def pending(self) -> int:
+        return len(self.requests)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.requests += requests
