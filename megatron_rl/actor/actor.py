@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_rl.actor import build, fp8
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
@@ -24,9 +24,10 @@ from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
-from megatron_rl.models import family_for, padded_vocab_size, read_hf_config
+from megatron_rl.models import Model, family_for, padded_vocab_size, read_hf_config
 from megatron_rl.models.files import WeightSource
 from megatron_rl.models.gather import iter_hf_weights
+from megatron_rl.models.inventory import Key, local_weights
 from megatron_rl.models.load import load_hf_weights
 from megatron_rl.models.parallel import ParallelGroups
 from megatron_rl.models.proof import ShardProof
@@ -324,6 +325,15 @@ class Actor:
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, in the same order."""
         return iter_hf_weights(self.chunks, self.family, self.hf_config, self.parallel)
+
+    @property
+    def model(self) -> Model:
+        return Model(self.family, self.description)
+
+    def weights(self) -> dict[Key, nn.Parameter]:
+        """This rank's parameters, by rule, layer and local expert."""
+        found = local_weights(self.chunks, self.family, self.description, self.parallel)
+        return {weight.key: weight.parameter for weight in found}
 
     def shard_proof(self) -> ShardProof:
         """What compares full tensors under Hugging Face's names with this rank's own shards."""

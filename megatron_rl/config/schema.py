@@ -186,7 +186,15 @@ class RolloutConfig:
         True,
         "GPU: vLLM prepares a batch while the device computes the previous one; false: to find out whether a hang lies there",
     )
-    sync_check_rollouts: Count = key(4, "rollouts compared after every weight sync")
+    sync: Literal["sliced", "whole"] = key(
+        "sliced",
+        "how weights get into the engines: each process gets its own slice of them, or every tensor whole, one at a time. "
+        "Where the engine keeps a weight in a way that is not known here, they go whole, and the log says so",
+    )
+    sync_check_every: Steps = key(
+        1, "steps between comparisons of log-probs after a weight sync; also before the first step"
+    )
+    sync_check_rollouts: Count = key(4, "rollouts compared")
     sync_tolerance: Annotated[float, Range(above=0, high=1e6)] | None = key(
         None,
         "largest mean difference of a log-prob; the 99th percentile may be 10 times it. null: 3e-5 in fp32; in bf16 "

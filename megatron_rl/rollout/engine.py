@@ -6,8 +6,9 @@ make the same calls with the same arguments, and vLLM's schedulers, being determ
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,6 +152,24 @@ class Engine:
         `version`: optimizer steps behind these weights; rollouts drawn from them carry it.
         """
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self.stored(weights)})
+        self._has_taken(version)
+
+    @contextlib.contextmanager
+    def loading_shards(self, wanted: Mapping[str, int], version: int) -> Iterator[seam.ShardLoader]:
+        """While entered, takes this rank's shards of vLLM's parameters; at the end all of them have to be there.
+        `wanted`: elements that come, by parameter; `version`: as of `load_weights`.
+        """
+        with seam.loading_shards(self.llm, wanted) as loader:
+            yield loader
+        self._has_taken(version)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """vLLM's parameters on this rank, as they are loaded."""
+        [shapes] = self.llm.apply_model(seam.loaded_shapes)
+        return shapes
+
+    def _has_taken(self, version: int) -> None:
+        """After new weights: cached prefixes are old ones'."""
         if not self.llm.reset_prefix_cache():
             raise EngineError(
                 "vLLM kept its cached prefixes after a weight sync, because a request still holds a part of its cache; "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -12,7 +14,10 @@ from torch import Tensor
 from megatron_rl.actor.actor import Actor
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
+from megatron_rl.models.placement import ActorLayout, EngineLayout, unplaced
+from megatron_rl.models.reshard import BUCKET_BYTES, Plan, make_plan
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.transfer import SyncError, Transfer
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 
@@ -22,10 +27,6 @@ _DEFAULT_TOLERANCE = {"float32": 3e-5, "bfloat16": 0.05}
 _DEFAULT_TOLERANCE_OF_EXPERTS = {"float32": 3e-5, "bfloat16": 0.1}
 _DEFAULT_TOLERANCE_OF_FP8 = 0.2  # of an engine with rounded weights; the quick start's model differed by 0.02 to 0.07
 PERCENTILE, _PERCENTILE_FACTOR = 99, 10  # it may be this many times the mean's tolerance
-
-
-class SyncError(RuntimeError):
-    """After a weight sync the engine does not compute what the actor computes."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,41 @@ class SyncDifference:
 
 
 class WeightSync:
-    """Moves the actor's weights into the engine and compares log-probs afterwards."""
+    """Moves the actor's weights into the engine and compares log-probs afterwards.
+
+    Attributes:
+        transfer: brings each rank its slices; None: every tensor is gathered whole on every rank.
+        whole_because: why it is None where the recipe wants it.
+    """
 
     def __init__(self, config: Config, grid: Grid, actor: Actor, engine: Engine) -> None:
         self.grid, self.actor, self.engine = grid, actor, engine
+        self.transfer: Transfer | None = None
+        self.whole_because: str | None = None
+        if config.rollout.sync == "sliced":
+            self.whole_because = _no_plan(config, grid, actor, engine)
+            if self.whole_because is None:
+                timeout = timedelta(minutes=config.launch.timeout_minutes)
+                self.transfer = Transfer(_plan(config, grid, actor), actor.weights(), actor.dtype, grid, timeout)
         given = config.rollout.sync_tolerance
         defaults = _DEFAULT_TOLERANCE_OF_EXPERTS if actor.description.dims["experts"] else _DEFAULT_TOLERANCE
         default = defaults[config.model.dtype] if config.rollout.fp8 == "none" else _DEFAULT_TOLERANCE_OF_FP8
         self.tolerance = given if given is not None else default
 
     def push(self) -> None:
-        """Every weight from the actor into the engine, compared on the way with what the actor's ranks hold.
+        """Every weight from the actor into the engine, compared with what the actor's ranks hold.
 
         Raises:
             SyncError: on all ranks, where a tensor did not come or is another one; names the first.
         """
+        if self.transfer is None:
+            self._push_whole()
+            return
+        with self.engine.loading_shards(self.transfer.wanted, self.actor.optimizer_steps) as loader:
+            self.transfer.push(loader)
+        device.empty_cache()  # the engine's KV cache comes next
+
+    def _push_whole(self) -> None:
         proof = self.actor.shard_proof()
         self.engine.load_weights(proof.watching(self.actor.iter_hf_weights()), self.actor.optimizer_steps)
         by_rank = self.grid.all_gather((proof.wrong(), proof.missing()))
@@ -151,6 +172,34 @@ class WeightSync:
             "compute differently. Compare their kernels and dtypes (model.dtype, actor.fp8), or raise rollout.sync_tolerance "
             "if the difference is expected."
         )
+
+
+def _no_plan(config: Config, grid: Grid, actor: Actor, engine: Engine) -> str | None:
+    """Why the weights cannot go in slices, the same on every rank; None: they can."""
+    model, reason = actor.model, None
+    if config.rollout.fp8 != "none":
+        reason = f"rollout.fp8 is {config.rollout.fp8}, whose blocks are scaled in whole tensors"
+    elif name := unplaced(model):
+        reason = f"family `{model.family.name}` does not say where vLLM keeps {name}"
+    else:
+        declared, found = _engine_layout(config).parameters(model), engine.shapes()
+        if name := next((name for name in {**declared, **found} if declared.get(name) != found.get(name)), None):
+            reason = f"vLLM's {name} is {found.get(name)}, where {declared.get(name)} was expected"
+        elif odd := next((weight.dtype for weight in actor.weights().values() if weight.dtype != actor.dtype), None):
+            reason = f"the actor holds {odd} beside {actor.dtype}"
+    return next(filter(None, grid.all_gather(reason)), None)
+
+
+def _engine_layout(config: Config) -> EngineLayout:
+    return EngineLayout(config.rollout.tensor_parallel, config.rollout.expert_parallel)
+
+
+def _plan(config: Config, grid: Grid, actor: Actor) -> Plan:
+    layout = ActorLayout.of(config.actor.parallel, actor.model.dims["layers"], grid.world)
+    elements = BUCKET_BYTES // actor.dtype.itemsize
+    # Nodes may be of several sizes; every rank has to make the same plan.
+    node = min(grid.all_gather(int(os.environ.get("LOCAL_WORLD_SIZE", grid.world))))
+    return make_plan(actor.model, layout, _engine_layout(config), bucket_elements=elements, node=node)
 
 
 def _holds(held: Tensor, full: Tensor, tp_rank: int, tp: int) -> bool:

@@ -7,8 +7,10 @@ embedding and the output layer keep theirs, which then does not prove what it co
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,7 +36,7 @@ class CpuLayer(Protocol):
     weight: Tensor
     quant_method: QuantMethod
     cpu_linear: Product
-    input_size_per_partition: int
+    input_size: int
 
 
 _BLOCK = 256  # input columns that are read back at once
@@ -123,6 +125,132 @@ def skip_experts_of_other_ranks() -> None:
     CPUUnquantizedExperts.apply = apply_local
 
 
+# ---------------------------------------------------------------------------------------------------- ready-made shards
+class ShardLoader:
+    """Takes the shards of a model's parameters as vLLM loads them, and hands each module that has all of its own to vLLM's
+    processing: its reload of one layer, with the writing left to the caller. Modules that get nothing stay as they are.
+
+    Args:
+        wanted: elements that will be written, by parameter name; padding counts as none and is zero.
+    """
+
+    def __init__(self, model: nn.Module, wanted: Mapping[str, int]) -> None:
+        self._model, self._wanted = model, wanted
+        self._written = dict.fromkeys(wanted, 0)
+        self._open: dict[str, dict[str, Tensor]] = {}  # module -> the tensors that its parameters are loaded into
+        self._missing: dict[str, int] = defaultdict(int)  # module -> elements that have not come
+        for name, elements in wanted.items():
+            self._missing[name.rpartition(".")[0]] += elements
+
+    def tensor(self, name: str) -> Tensor:
+        """Where a parameter's shard goes, in the layout in which vLLM loads it."""
+        module, _, own = name.rpartition(".")
+        if module not in self._open:
+            self._open[module] = self._prepare(module)
+        return self._open[module][own]
+
+    def count(self, name: str, elements: int) -> None:
+        """Counts elements as written; the last of a module has it processed.
+
+        Raises:
+            RuntimeError: more came than the parameter has.
+        """
+        self._written[name] += elements
+        if self._written[name] > self._wanted[name]:
+            raise RuntimeError(
+                f"{self._written[name]} elements came for the engine's {name}, of {self._wanted[name]}: some came twice"
+            )
+        module = name.rpartition(".")[0]
+        self._missing[module] -= elements
+        if not self._missing[module]:
+            self._process(module)
+
+    def finish(self) -> None:
+        """Raises:
+        RuntimeError: a parameter did not get all of its elements.
+        """
+        for name, elements in self._wanted.items():
+            if self._written[name] != elements:
+                raise RuntimeError(f"{self._written[name]} of {elements} elements came for the engine's {name}")
+
+    def _prepare(self, name: str) -> dict[str, Tensor]:
+        from vllm.model_executor.model_loader.reload import layerwise, meta, utils
+
+        layer = self._model.get_submodule(name)
+        info = layerwise.get_layerwise_info(layer)
+        if not _loads_in_place(layer, info.restore_metadata[0]):
+            info.kernel_tensors = utils.get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            meta.restore_layer_on_meta(layer, info)
+            meta.materialize_layer(layer, info)
+        found = {own: parameter.data for own, parameter in layer.named_parameters(recurse=False)}
+        for own, tensor in found.items():
+            if self._wanted[f"{name}.{own}"] < tensor.numel():
+                tensor.zero_()
+        return found
+
+    def _process(self, name: str) -> None:
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        layer = self._model.get_submodule(name)
+        if layerwise.get_layerwise_info(layer).kernel_tensors is not None:
+            layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
+        del self._open[name]
+
+
+def loaded_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes in which vLLM loads a model's parameters; a tied output layer has none of its own."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        module, _, own = name.rpartition(".")
+        as_loaded = layerwise.get_layerwise_info(model.get_submodule(module)).restore_metadata[0]
+        found[name] = tuple(as_loaded.get(own, parameter).shape)
+    return found
+
+
+def _loads_in_place(layer: nn.Module, loaded: Mapping[str, Tensor]) -> bool:
+    """Whether what the layer computes with is what is loaded, so that vLLM has nothing to process: no layer with a packed
+    copy on a CPU, none that is quantised, no kernels for experts but Triton's. `loaded`: parameters as they are loaded."""
+    method: Any = getattr(layer, "quant_method", None)
+    if method is not None:
+        backend = getattr(method, "unquantized_backend", None)  # of experts
+        if type(method).__name__ not in _UNQUANTIZED or (backend is not None and backend.name != "TRITON"):
+            return False
+        if any(parameter.device.type == "cpu" for parameter in layer.parameters(recurse=False)):
+            return False
+    own = dict(layer.named_parameters(recurse=False))
+    return all(
+        name in own and (own[name].shape, own[name].stride(), own[name].dtype) == (t.shape, t.stride(), t.dtype)
+        for name, t in loaded.items()
+    )
+
+
+_UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+
+
+@contextlib.contextmanager
+def loading_shards(llm: LLM, wanted: Mapping[str, int]) -> Iterator[ShardLoader]:
+    """While entered, this rank's engine takes shards; at the end all of it has to be there.
+
+    Raises:
+        RuntimeError: see `ShardLoader`.
+    """
+    from vllm.config import set_current_vllm_config
+
+    [worker] = llm.collective_rpc(lambda worker: worker)
+    model: nn.Module = worker.model_runner.get_model()
+    before = products(model)
+    if before:
+        unpack_experts(model)
+    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+        loader = ShardLoader(model, wanted)
+        yield loader
+        loader.finish()
+        refresh(model, before)
+
+
 # ------------------------------------------------------------------------------------------------------- packed copies
 def unpack_experts(model: nn.Module) -> None:
     """Before a reload: has vLLM set up its expert layers again, packing included, which it does only without a kernel."""
@@ -196,9 +324,8 @@ def weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 
 def _reader(layer: CpuLayer, start: int, size: int) -> Callable[[], Tensor]:
-    return lambda: torch.cat(
-        [block[start : start + size] for block in _columns(layer, layer.input_size_per_partition)], 1
-    )
+    columns = getattr(layer, "input_size_per_partition", 0) or layer.input_size  # a router is not cut
+    return lambda: torch.cat([block[start : start + size] for block in _columns(layer, columns)], 1)
 
 
 def _columns(layer: CpuLayer, count: int) -> Iterator[Tensor]:

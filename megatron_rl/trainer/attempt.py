@@ -96,7 +96,7 @@ class Attempt:
         from megatron_rl.checkpoint.store import CheckpointError
         from megatron_rl.rewards import RewardError
         from megatron_rl.rollout.generate import EngineError
-        from megatron_rl.rollout.sync import SyncError
+        from megatron_rl.rollout.transfer import SyncError
         from megatron_rl.runtime import collectives, memory
         from megatron_rl.trainer.memory import memory_parts, remedies
 

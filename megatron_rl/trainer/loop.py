@@ -78,13 +78,15 @@ def step(run: Run) -> None:
         snapshot = run.checkpoints.capture(number, config.trainer.steps)
     with run.timer("sync"):
         run.hand_device_to_engine()
-    with run.timer("sync_check"):
-        difference = sampler.check_sync(rollouts)
+    difference = None
+    if number % config.rollout.sync_check_every == 0:
+        with run.timer("sync_check"):
+            difference = sampler.check_sync(rollouts)
     run.state = replace(run.state, step=number, position=position)
 
     seconds = run.timer.take()
     metrics = estimate.metrics | reward_metrics(table) | response_metrics(rollouts) | learned
-    metrics |= run.checkpoints.metrics() | difference.metrics()
+    metrics |= run.checkpoints.metrics() | (difference.metrics() if difference is not None else {})
     metrics |= throughput(rollouts, seconds) | seconds | run.timer.memory.metrics()
     if (config.trainer.eval_every and number % config.trainer.eval_every == 0) or number == config.trainer.steps:
         metrics |= evaluate(run, number)

@@ -58,6 +58,8 @@ class Sampler:
         """Starts the colocated engine, asleep and without weights."""
         self._engine = Engine(self.config, self.grid, self.folder)
         self._sync = WeightSync(self.config, self.grid, actor, self._engine)
+        if self._sync.whole_because is not None:
+            self._report.note(f"weights go to the engine whole, not in slices: {self._sync.whole_because}")
         self._engine.sleep()
 
     @property

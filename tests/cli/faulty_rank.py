@@ -6,25 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint import store
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.sync import WeightSync
 from megatron_rl.selftest import rank
 
 WRONG = "model.layers.1.input_layernorm.weight"
 
 
 def main(step: str, folder: Path) -> None:
-    load_weights, load = Engine.load_weights, store.load
+    push, load = WeightSync.push, store.load
 
-    def reload(engine: Engine, weights: Any, version: int) -> None:
-        load_weights(engine, weights, version)
-        engine.parameters()[WRONG].data.mul_(1.5)
+    def push_wrongly(sync: WeightSync) -> None:
+        push(sync)
+        sync.engine.parameters()[WRONG].data.mul_(1.5)
 
     def load_wrongly(folder: Path, chunks: Sequence[Any], optimizer: Any, grid: Any) -> None:
         load(folder, chunks, optimizer, grid)
         if folder.name == "step_1":
             optimizer.param_groups[0]["params"][0].data.mul_(1.5)
 
-    Engine.load_weights, store.load = reload, load_wrongly  # type: ignore[method-assign]
+    WeightSync.push, store.load = push_wrongly, load_wrongly  # type: ignore[method-assign]
     rank.main(step, folder)
 
 

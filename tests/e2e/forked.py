@@ -17,8 +17,15 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from megatron_rl.runtime.attempts import free_port
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.engine import Engine
 
 LAST = "step_2"
 CHECKPOINTS = ("qwen3-tied", "qwen3-tied-TP-2")  # models of which the last checkpoint is evaluated too
@@ -94,6 +101,7 @@ def command(folder: Path, part: str, world: int, name: str, *overrides: str, res
     def rank(number: int) -> int:
         from megatron_rl.trainer import main
 
+        compare_syncs()
         os.environ.update(variables, RANK=str(number), LOCAL_RANK=str(number))
         log = os.open(folder / f"{part}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
@@ -104,6 +112,32 @@ def command(folder: Path, part: str, world: int, name: str, *overrides: str, res
     codes = wait([fork(rank, number) for number in range(world)])
     (folder / f"{part}.code").write_text(str(max(codes)))
     return not any(codes)
+
+
+def compare_syncs() -> None:
+    """From here on every weight sync is done in slices, then with whole tensors, and the log says what the engine holds
+    otherwise after the second."""
+    from megatron_rl.rollout.sync import WeightSync
+
+    push = WeightSync.push
+
+    def both(self: WeightSync) -> None:
+        push(self)
+        if self.transfer is not None:
+            sliced, transfer = held(self.engine), self.transfer
+            self.transfer = None
+            push(self)
+            self.transfer, whole = transfer, held(self.engine)
+            differ = sorted(name for name in {**sliced, **whole} if not torch.equal(sliced[name], whole[name]))
+            print(f"slices and whole tensors: {len(whole)} weights, {len(differ)} differ {differ[:3]}", flush=True)
+
+    WeightSync.push = both  # type: ignore[method-assign]
+
+
+def held(engine: Engine) -> dict[str, Tensor]:
+    """All that an engine on a CPU holds, and computes with."""
+    found = {name: tensor.clone() for name, tensor in engine.parameters().items()}
+    return found | {f"packed {name}": read() for name, read in engine.packed_weights().items()}
 
 
 def fork(function: Callable[..., int | None], *arguments: object) -> int:

@@ -85,7 +85,8 @@ def damage_sync(run: Any) -> dict[str, str]:
     """What the sync says about each kind of damage, and `good` in between and at the end."""
     from megatron_rl.rollout.engine import EngineError, Request
     from megatron_rl.rollout.sampling import Sampling
-    from megatron_rl.rollout.sync import SyncError
+    from megatron_rl.rollout.sync import WeightSync
+    from megatron_rl.rollout.transfer import SyncError
 
     tokens = [sample.prompt_ids for sample in run.sampler.prompts.train[:4]]
 
@@ -102,15 +103,16 @@ def damage_sync(run: Any) -> dict[str, str]:
     def without(weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         return ((name, tensor) for name, tensor in weights if name != KEPT)
 
-    whole = run.learner.actor.iter_hf_weights
+    whole, transfer = run.learner.actor.iter_hf_weights, run.sampler.sync.transfer
     faults = {}
+    run.sampler.sync.transfer = None  # every tensor goes whole; faults of slices are in tests/rollout
     for fault, send in (("sent", corrupted), ("not sent", without)):
         run.learner.actor.iter_hf_weights = lambda send=send: send(whole())
         try:
             run.sampler.sync.push()
         except SyncError as error:
             faults[fault] = str(error)
-    run.learner.actor.iter_hf_weights = whole
+    run.learner.actor.iter_hf_weights, run.sampler.sync.transfer = whole, transfer
     run.sampler.sync.push()
     faults["pushed again"] = verdict()
     for name, (layer, first) in PACKED.items():
@@ -128,6 +130,10 @@ def damage_sync(run: Any) -> dict[str, str]:
     run.sampler.sync.push()
     faults["pushed at last"] = verdict()
     engine = run.sampler.engine
+    shapes = engine.shapes
+    engine.shapes = lambda: {**shapes(), KEPT: (1,)}
+    faults["another layout"] = str(WeightSync(run.config, run.grid, run.learner.actor, engine).whole_because)
+    engine.shapes = shapes
     engine.submit([Request(("", 0), tokens[0], Sampling(1.0, 1.0, max_tokens=4), seed=1)])
     engine.step()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Sequence
@@ -130,6 +131,15 @@ def test_it_trains_and_the_engine_follows(root: Path, name: str) -> None:
         json.loads((root / name / folder / "config.json").read_text()) for folder in ("model", "straight/export")
     )
     assert exported["architectures"] == source["architectures"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_slices_bring_what_whole_tensors_bring(root: Path, name: str) -> None:
+    """After every sync of the run, on every rank, with training in between."""
+    log = (root / name / "train.log").read_text()
+    compared = re.findall(r"slices and whole tensors: (\d+) weights, (\d+) differ", log)
+    assert len(compared) >= 3 * MODELS[name][2], log[-2000:]
+    assert all(int(weights) > 20 and differ == "0" for weights, differ in compared), compared
 
 
 @pytest.mark.parametrize("name", MODELS)

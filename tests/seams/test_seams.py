@@ -17,6 +17,7 @@ from megatron_rl.seams.megatron_cpu import MegatronOnCpu
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 CORE = "megatron.core."
+RELOAD = "vllm.model_executor.model_loader.reload."
 
 
 def found(path: str) -> Any:
@@ -53,6 +54,11 @@ def found(path: str) -> Any:
         ("vllm.v1.worker.cpu_worker.CPUWorker.init_device", "self"),
         ("vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply", vllm.CPU_EXPERTS),
         ("vllm.v1.engine.core_client.InprocClient.shutdown", "self timeout"),
+        (f"{RELOAD}layerwise.get_layerwise_info", "layer"),
+        (f"{RELOAD}layerwise._layerwise_process", "layer info"),
+        (f"{RELOAD}meta.restore_layer_on_meta", "layer info"),
+        (f"{RELOAD}meta.materialize_layer", "layer info"),
+        (f"{RELOAD}utils.get_layer_params_buffers", "layer"),
     ],
 )  # fmt: skip
 def test_functions_take_what_the_seams_were_written_for(path: str, parameters: str) -> None:
@@ -80,6 +86,7 @@ def test_names_that_the_seams_use_exist(path: str) -> None:
         ("model_executor/layers/utils.py", "layer.cpu_linear ="),
         ("model_executor/layers/fused_moe/fused_moe_method_base.py", "self.moe_kernel"),
         ("v1/worker/gpu_worker.py", "distributed_init_method"),
+        ("model_executor/layers/fused_moe/unquantized_fused_moe_method.py", "self.unquantized_backend"),
         ("model_executor/model_loader/reload/layerwise.py", "Failed to load weights"),
     ],
 )
