@@ -84,6 +84,7 @@ class Transfer:
         self._device = next(iter(weights.values())).device
         self._held: dict[Key, Tensor] = {}  # values of the parameters that the current bucket reads
         self._checksums = Checksums()
+        self._integers: dict[Move, torch.dtype] = {}
         self._sent, self._there = (
             _by_peer(grid.world),
             _by_peer(grid.world),
@@ -181,9 +182,10 @@ class Transfer:
             self.unpack(message, loader)
         for message in flight.own:
             for move in message.moves:
-                for there, own in zip(self._split(move, self._target(move, loader)), self.source(move), strict=True):
+                target = self._target(move, loader)
+                for there, own in zip(self._split(move, target), self.source(move), strict=True):
                     there.copy_(own)
-                self._arrived(move, loader)
+                self._arrived(move, target, loader)
         self._held.clear()
         self._keep(self._there, [(message.source, message) for message in flight.receives + flight.own])
 
@@ -194,8 +196,7 @@ class Transfer:
 
     def unpack(self, message: Message, loader: Loader) -> None:
         for move, box in self._boxes(message):
-            self._target(move, loader).copy_(box)
-            self._arrived(move, loader)
+            self._arrived(move, self._target(move, loader).copy_(box), loader)
 
     def source(self, move: Move) -> list[Tensor]:
         """A box in this rank's parameters of the actor; of experts, one tensor for each."""
@@ -218,10 +219,9 @@ class Transfer:
             tensor = tensor.narrow(0, move.target_expert, box.last - box.first)
         return tensor.narrow(rule.dim + rule.per_expert, move.target_at, box.stop - box.start)
 
-    def _arrived(self, move: Move, loader: Loader) -> None:
+    def _arrived(self, move: Move, there: Tensor, loader: Loader) -> None:
         """After a box was written: a parameter that has all of its own may be processed, and be gone."""
-        there = self._target(move, loader).to(self.dtype)
-        self._checksums.add([there], self._integer(move))
+        self._checksums.add([there.to(self.dtype)], self._integer(move))
         try:
             loader.count(self._name(move.box), self._size(move))
         except RuntimeError as error:
@@ -287,8 +287,9 @@ class Transfer:
                 input_split_sizes=sizes[1],
             )
             self._waiting(exchange, "the exchange of checksums")
-        differs = (torch.cat(there) != came).any(1).split(sizes[0])
-        by_rank = self.grid.all_gather(self._first_wrong([rows.tolist() for rows in differs]))
+        differs = (torch.cat(there) != came).any(1).cpu()
+        own = self._first_wrong([rows.tolist() for rows in differs.split(sizes[0])]) if differs.any() else None
+        by_rank = self.grid.all_gather(own)
         if (wrong := next((each for each in by_rank if each), None)) is None:
             return
         stages = self.grid.all_gather(self._stage(wrong, sent[wrong.target]) if wrong.source == self.grid.rank else "")
@@ -334,6 +335,11 @@ class Transfer:
 
     def _integer(self, move: Move) -> torch.dtype:
         """What the rows of a box are summed as: whole words where they begin at words at the source and at the target."""
+        if move not in self._integers:
+            self._integers[move] = self._find_integer(move)
+        return self._integers[move]
+
+    def _find_integer(self, move: Move) -> torch.dtype:
         box, rule = move.box, self.model.family.rules[move.box.rule]
         full = rule.hf[box.tensor].sizes(self.model.dims)
         at = [full[-1]]

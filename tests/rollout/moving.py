@@ -319,10 +319,10 @@ class _Damage:
             if here and name == "pack":
                 self.damage_buffer(message)
 
-        def in_engine(move: Move, loader: Any) -> None:
+        def in_engine(move: Move, there: torch.Tensor, loader: Any) -> None:
             if move == self.move:
-                self.how(transfer._target(move, loader), self.random)
-            original(move, loader)
+                self.how(there, self.random)
+            original(move, there, loader)
 
         if transfer.grid.rank == (source if stage == "pack" else target):
             setattr(transfer, name, in_engine if name == "_arrived" else in_message)

@@ -10,6 +10,7 @@ from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import model_of
 from megatron_rl.rollout import environment
+from megatron_rl.rollout.checksum import Checksums
 from megatron_rl.rollout.engine import gpu_options
 from megatron_rl.rollout.sampling import rollout_seed
 from megatron_rl.rollout.sync import SyncDifference, _holds
@@ -78,3 +79,32 @@ def test_vllms_runner_is_chosen_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     environment.prepare()
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1", "the user's"
+
+
+def checksum(*matrices: torch.Tensor, integer: torch.dtype = torch.int32) -> list[int]:
+    sums = Checksums()
+    sums.add([torch.zeros(3, 2)], integer)  # another box before it
+    sums.add(matrices, integer)
+    return sums.take()[1].tolist()
+
+
+def test_a_checksum_is_of_the_numbers_and_not_of_where_they_lie():
+    box = torch.randn(2, 6, 4)
+    whole = torch.full((2, 9, 16), 7.0)
+    whole[:, 1:7, 8:12] = box
+    assert checksum(box) == checksum(*box) == checksum(whole[:, 1:7, 8:12])
+    assert checksum(box, integer=torch.int64) == checksum(whole[:, 1:7, 8:12], integer=torch.int64)
+    shifted = torch.cat([torch.zeros(1), box.flatten()])[1:].view(2, 6, 4)  # begins in the middle of a word
+    assert checksum(box, integer=torch.int64) == checksum(shifted, integer=torch.int64)
+    assert checksum(torch.arange(5.0)) == checksum(torch.arange(10.0)[:5])
+
+
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64])
+def test_a_checksum_sees_another_number_and_another_order(integer: torch.dtype):
+    box = torch.randn(2, 6, 4)
+    others = [box.flip(0), box.flip(1), box.roll(2, 2), box[:, [1, 0, 2, 3, 4, 5]], torch.zeros_like(box), -box]
+    for bit in (0, 31):
+        changed = box.clone()
+        changed.view(torch.int32)[1, 3, 2] ^= torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
+        others.append(changed)
+    assert len({tuple(checksum(each, integer=integer)) for each in (box, *others)}) == 1 + len(others)
