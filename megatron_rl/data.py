@@ -30,6 +30,7 @@ class Rollout:
     index: int  # 0 .. group_size - 1 within its prompt
     segments: list[Segment]  # the prompt first
     finish_reason: str  # stop | length
+    experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, experts per token] that the engine chose
     messages: list[dict[str, str]] = field(default_factory=list)  # the policy's turns as text, once decoded
     rewards: dict[str, float] = field(default_factory=dict)  # one number per reward column; NaN: it has no value
 
@@ -42,13 +43,14 @@ class Rollout:
         finish_reason: str,
         logprobs: Sequence[float] | None = None,
         version: int = 0,
+        experts: np.ndarray | None = None,
     ) -> Rollout:
         """One response to a prompt. `logprobs`: of each of its tokens; None where they are unknown (NaN in the segment)."""
         ids = np.asarray(response_ids, dtype=np.int64)
         values = np.full(len(ids), np.nan) if logprobs is None else logprobs
         response = Segment(ids, np.asarray(values, dtype=np.float32), version)
         prompt = Segment(np.asarray(sample.prompt_ids, dtype=np.int64))
-        return cls(sample.id, index, [prompt, response], finish_reason)
+        return cls(sample.id, index, [prompt, response], finish_reason, experts)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -152,6 +154,9 @@ class Rollouts:
     count: int
     facts: np.ndarray  # FACTS [rows]
     held: dict[int, Rollout]  # by row, of this rank's engine
+    experts: np.dtype | None = (
+        None  # of a token's entry in `Rollout.experts`, [layers, experts per token]; None: there are none
+    )
     columns: tuple[str, ...] = ()  # of the rewards
     rewards: np.ndarray = field(
         default_factory=lambda: np.zeros((0, 0))
@@ -308,6 +313,7 @@ class TokenBatch:
     lengths: Sequence[int]  # of every sequence, in tokens
     tokens: Mapping[int, np.ndarray]  # int64 [tokens], of the sequences that this rank computes on
     loss_mask: Mapping[int, np.ndarray]  # bool [tokens]; False for a sequence's first token, which has no predictor
+    experts: Mapping[int, np.ndarray] = field(default_factory=dict)  # see `Rollout.experts`; {}: not replayed
 
     @classmethod
     def of(cls, lengths: Sequence[int], rollouts: Mapping[int, Rollout]) -> TokenBatch:
@@ -316,6 +322,7 @@ class TokenBatch:
             lengths,
             {row: rollout.tokens for row, rollout in rollouts.items()},
             {row: rollout.loss_mask for row, rollout in rollouts.items()},
+            {row: rollout.experts for row, rollout in rollouts.items() if rollout.experts is not None},
         )
 
     @classmethod

@@ -17,7 +17,7 @@ from megatron_rl.actor import build, fp8
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.actor.offload import Offload
 from megatron_rl.actor.packing import MicroBatch, pack, planned
-from megatron_rl.actor.routing import Pass, expert_load, layer_routings
+from megatron_rl.actor.routing import Pass, as_chosen, expert_load, layer_routings
 from megatron_rl.actor.schedule import learning_rate
 from megatron_rl.actor.variance import GradientParts
 from megatron_rl.algorithms.metrics import Metrics
@@ -151,10 +151,16 @@ class Actor:
         shares = self.shares(batch.lengths, range(len(batch)) if rows is None else rows)
         # Sequence parallelism cuts tokens over TP ranks.
         tokens_multiple = (self.grid.tp if self.config.parallel.sequence else 1) * fp8.rows_multiple(self.config.fp8)
-        return [
+        packed = [
             pack(part, batch, device.device(), tokens_multiple, self.grid.cp, self.grid.cp_rank)
             for part in shares[self.grid.dp_rank]
         ]
+        for micro in packed:
+            if micro.experts is not None:
+                micro.chosen_experts = {
+                    routing.layer: self._cut(as_chosen(micro.experts, routing.layer)) for routing in self._routings
+                }
+        return packed
 
     # ----------------------------------------------------------------------------------------------------- compute
     def log_probs(
@@ -230,7 +236,7 @@ class Actor:
         dims = self.description.dims
         if not dims["experts"]:
             return {}
-        return expert_load(self._routings, dims["layers"], dims["experts"], device.device())
+        return expert_load(self._routings, dims["layers"], dims["experts"])
 
     def reduce(self, parts: Sequence[Metrics]) -> Metrics:
         """The metrics of all micro-batches of all data-parallel ranks, added in rank order, on every rank."""
@@ -276,10 +282,14 @@ class Actor:
             )
 
     def _scored_here(self, micro: MicroBatch) -> Tensor:
-        """Which of this rank's tokens predict a scored one, bool; with sequence parallelism its tokens are cut once more."""
+        """Which of this rank's tokens predict a scored one, bool."""
         scored = torch.zeros(len(micro.tokens), dtype=torch.bool, device=micro.tokens.device)
         scored[micro.predictors] = True
-        return scored.chunk(self.grid.tp)[self.grid.tp_rank] if self.config.parallel.sequence else scored
+        return self._cut(scored)
+
+    def _cut(self, per_token: Tensor) -> Tensor:
+        """This rank's part of a tensor over tokens in the layers: with sequence parallelism TP ranks share them."""
+        return per_token.chunk(self.grid.tp)[self.grid.tp_rank] if self.config.parallel.sequence else per_token
 
     def _score(
         self, micro: MicroBatch, hidden: Tensor, temperature: float, with_entropy: bool

@@ -40,6 +40,7 @@ class MicroBatch:
     own: Tensor  # int64 [own]: which scored tokens these are; without context parallelism all, in order
     targets: Tensor  # int64 [scored tokens]
     sequence_ids: Tensor  # int64 [scored tokens]: index into `rows`
+    experts: np.ndarray | None = None  # [this rank's tokens, layers, experts per token] that the engine chose
     chosen_experts: dict[int, Tensor] = field(default_factory=dict)  # see `actor.routing`
 
     def model_inputs(self) -> dict[str, Any]:
@@ -236,4 +237,20 @@ def pack(
         own=tensor(own),
         targets=tensor(join([batch.tokens[row][batch.loss_mask[row]] for row in rows])),
         sequence_ids=tensor(join(sequence_ids)),
+        experts=_experts(rows, batch, lengths)[here] if batch.experts and rows else None,
     )
+
+
+def _experts(rows: Sequence[int], batch: TokenBatch, lengths: Sequence[int]) -> np.ndarray:
+    """Those of all tokens of a micro-batch, [tokens, layers, experts per token]; padding takes other tokens'.
+
+    Args:
+        lengths: of each sequence, padded, and of padding behind them.
+    """
+    parts = []
+    for row, length in zip(rows, lengths, strict=False):
+        own, tokens = batch.experts[row], batch.lengths[row]
+        if len(own) != tokens:
+            raise ValueError(f"sequence {row} has {tokens} tokens, and experts of {len(own)}")
+        parts.append(np.resize(own, (length, *own.shape[1:])))
+    return np.resize(np.concatenate(parts), (sum(lengths), *parts[0].shape[1:]))

@@ -1,8 +1,9 @@
-"""Which experts each token goes to: taken over from one pass of a micro-batch to its next ones, and counted.
+"""Which experts each token goes to: taken over from the engine, or from one pass of a micro-batch to its next ones; counted.
 
 Between the pass for the old log-probs and the update the weights change, and with them some tokens' experts: their ratio
 then says more about the router than about the policy. Replayed, a token keeps the experts of its first pass (R2 in
-Zheng et al. 2025, Stabilizing Reinforcement Learning with LLMs); how much each of them weighs is computed anew, and has a
+Zheng et al. 2025, Stabilizing Reinforcement Learning with LLMs), or has those of the engine that drew it in all passes (R3
+there): then the engine's rounding sends none elsewhere either. How much each expert weighs is computed anew, and has a
 gradient.
 """
 
@@ -12,9 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import Chunk, routers
 
 Chosen = dict[int, Tensor]  # layer, from 1 -> int16 [this rank's tokens, experts per token]
@@ -81,14 +84,19 @@ class LayerRouting:
             self.load = self.load + (output[1] & self._now.counted[:, None]).sum(dim=0)
 
 
+def as_chosen(experts: np.ndarray, layer: int) -> Tensor:
+    """int16 [tokens, experts per token] on the device, of [tokens, layers, experts per token]."""
+    return torch.as_tensor(experts[:, layer - 1].astype(np.int16), device=device.device())
+
+
 def layer_routings(chunks: Sequence[Chunk], replay: bool) -> list[LayerRouting]:
     """Of every router on this rank."""
     return [LayerRouting(layer, router, replay) for chunk in chunks for layer, router in routers(chunk)]
 
 
-def expert_load(routings: Sequence[LayerRouting], layers: int, experts: int, device: torch.device) -> dict[str, float]:
+def expert_load(routings: Sequence[LayerRouting], layers: int, experts: int) -> dict[str, float]:
     """Metrics of how evenly the updates since the last call used the experts; every rank calls it."""
-    counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+    counts = torch.zeros(layers, experts, dtype=torch.int64, device=device.device())
     for routing in routings:
         counts[routing.layer - 1] = routing.load
         routing.load = 0

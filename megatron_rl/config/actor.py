@@ -84,10 +84,11 @@ class MoEConfig:
         "what brings tokens to their experts: NCCL's all-to-all, or DeepEP's kernels (GPU; package `deep_ep`), made for "
         "experts on several nodes. `deepep` needs `expert` × `expert_tensor` > 1",
     )
-    routing_replay: Literal["none", "old_log_probs"] = key(
+    routing_replay: Literal["none", "old_log_probs", "rollout"] = key(
         "none",
-        "`old_log_probs`: in the updates each token goes to the experts that it went to when the old log-probs were "
-        "computed, whatever the router says since; `none`: to those that the router chooses",
+        "where tokens go in the updates. `none`: to the experts that the router chooses; `old_log_probs`: to those that it "
+        "chose when the old log-probs were computed, whatever it says since; `rollout`: to those that the engine chose, for "
+        "the old log-probs too",
     )
 
 

@@ -87,6 +87,8 @@ def check_actor_model(config: Config, dims: Dims) -> Iterator[str]:
                 f"`actor.recompute_modules` ({', '.join(actor.recompute_modules)}) names nothing that this model has; it has "
                 f"{', '.join(sorted(here))}"
             )
+    if actor.moe.routing_replay != "none" and not experts:
+        yield f"`actor.moe.routing_replay={actor.moe.routing_replay}` is for experts, and the model has none; set it to none"
     if actor.moe.dispatcher == "deepep" and not experts:
         yield "`actor.moe.dispatcher=deepep` is for experts, and the model has none; set it to alltoall"
     most = dims["layers"] // actor.parallel.pipeline

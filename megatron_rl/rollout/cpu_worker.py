@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, with four defects of vLLM 0.32 fixed.
+"""vLLM's CPU worker, with four defects of vLLM 0.32 fixed, and one thing that it lacks.
 
 It names the shared-memory segment of its CPU collectives after the init method, which under the external launcher is the same
 for every run on the machine: two concurrent runs, or a run after a crash, would share a segment.
@@ -10,17 +10,29 @@ And it repacks the weights of another layer only when a weight arrives under the
 none does, because its weight is the embedding's: it would keep computing with the packed copy of the old weights.
 
 With expert parallelism, its kernels take the model's expert numbers for their own, and read past their weights.
+
+It does not return the experts that tokens went to (`seams.vllm_experts`).
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from megatron_rl.runtime import leftovers
 from megatron_rl.seams import vllm as seam
+from megatron_rl.seams.vllm_experts import ExpertsOnCpu
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import ModelRunnerOutput
 
 
 class ColocatedCpuWorker(CPUWorker):
+    experts: ExpertsOnCpu | None = None
+
     def init_device(self) -> None:
         # Read for the name only: the process group exists already. The port is unique to the run.
         self.distributed_init_method = f"env://:{leftovers.run_prefix()}"
@@ -33,3 +45,28 @@ class ColocatedCpuWorker(CPUWorker):
         before = seam.products(model)
         super().reload_weights(*args, **options)
         seam.refresh(model, before)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        if self.vllm_config.aux_output_config.enabled:
+            self.experts = ExpertsOnCpu(self.vllm_config, self.model_runner.model, kv_cache_config)
+
+    def shutdown(self) -> None:
+        if self.experts is not None:
+            self.experts.close()
+        super().shutdown()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        if self.experts is None:
+            return super().execute_model(scheduler_output)
+        self.experts.begin(scheduler_output)
+        output = super().execute_model(scheduler_output)
+        if output is None:  # tokens are drawn next
+            self.experts.computed(scheduler_output, self.model_runner.input_batch)
+        return output
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        output = super().sample_tokens(grammar_output)
+        if self.experts is not None:
+            self.experts.hand_over(output)
+        return output

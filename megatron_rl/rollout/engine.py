@@ -23,6 +23,7 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.seams import vllm as seam
+from megatron_rl.seams.vllm_experts import returned
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -55,6 +56,7 @@ class Completion:
     token_scores: (
         np.ndarray
     )  # float32 [tokens - 1], of the request's tokens after the first; [0] unless `scores_tokens`
+    experts: np.ndarray | None = None  # see `Rollout.experts`
 
 
 class Engine:
@@ -85,8 +87,13 @@ class Engine:
         if self.config.fp8 != "none":
             self._in_fp8 = fp8.quantised_modules(model, self.config.fp8_skip)
         options = gpu_options(self.config, model) if device.has_gpu() else cpu_options(self.config)
+        self.experts: np.dtype | None = None  # of a token's entry in `Completion.experts`, [layers, experts per token]
+        if config.actor.moe.routing_replay == "rollout":
+            kind = np.uint8 if model.dims["experts"] <= 256 else np.uint16
+            self.experts = np.dtype((kind, (model.dims["layers"], model.dims["top_k"])))
+        returning = returned(device.has_gpu()) if self.experts is not None else contextlib.nullcontext()
         gc.freeze()
-        with environment.engine_start(grid):
+        with environment.engine_start(grid), returning:
             self.llm = LLM(
                 model=str(folder),
                 tokenizer=str(folder),
@@ -102,6 +109,7 @@ class Engine:
                 generation_config="vllm",  # the recipe decides how to sample, not the model folder
                 enable_prefix_caching=True,
                 disable_log_stats=True,
+                enable_return_routed_experts=self.experts is not None,
                 seed=config.seed,
                 **options,
             )
@@ -128,7 +136,8 @@ class Engine:
         ended = []
         for output in self.llm.llm_engine.step() if self._queue else ():
             if output.finished:
-                ended.append(_completion(self._queue.pop(output.request_id), output, self.version))
+                request = self._queue.pop(output.request_id)
+                ended.append(_completion(request, output, self.version, self.experts))
         return ended
 
     def drain(self) -> Iterator[Completion]:
@@ -261,11 +270,20 @@ def _parameters(request: Request) -> SamplingParams:
     )
 
 
-def _completion(request: Request, output: RequestOutput, version: int) -> Completion:
+def _completion(request: Request, output: RequestOutput, version: int, of_experts: np.dtype | None) -> Completion:
     [drawn] = output.outputs
     scores: list[float] = []
     if request.scores_tokens:
         flat = output.prompt_logprobs
         scores = [flat.logprobs[flat.start_indices[i]] for i in range(1, len(request.tokens))]
     own = np.asarray(scores, dtype=np.float32)
-    return Completion(request, drawn.token_ids, drawn.logprobs.logprobs, str(drawn.finish_reason), version, own)
+    experts: np.ndarray | None = drawn.routed_experts
+    if of_experts is not None:
+        if experts is None or (experts.dtype, experts.shape[1:]) != of_experts.subdtype:
+            found = "none" if experts is None else f"{experts.dtype} of shape {experts.shape}"
+            raise EngineError(f"vLLM has returned experts that are not a token's {of_experts}: {found}")
+        # Nothing was computed of the last token, and nothing reads what the actor computes of it.
+        experts = np.concatenate([experts, experts[-1:]])
+    return Completion(
+        request, drawn.token_ids, drawn.logprobs.logprobs, str(drawn.finish_reason), version, own, experts
+    )

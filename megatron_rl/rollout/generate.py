@@ -65,6 +65,7 @@ def generate(
             completion.finish_reason,
             completion.logprobs,
             completion.version,
+            completion.experts,
         )
         held[place[sample_id] * count + index] = rollout
         if on_finished is not None:
@@ -72,7 +73,7 @@ def generate(
         submit(hand_out.more())
     facts = _gather_facts(engine, held, len(samples) * count)
     hand_out.end()
-    return Rollouts(list(samples), count, facts, held)
+    return Rollouts(list(samples), count, facts, held, engine.experts)
 
 
 def _gather_facts(engine: Engine, held: Mapping[int, Rollout], rows: int) -> np.ndarray:

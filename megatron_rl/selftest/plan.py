@@ -27,7 +27,8 @@ class Step:
 
 _SLEEP = (
     "the engine's memory after sleep and reload: a tensor that is named as held wrongly is one that vLLM's reload does not "
-    "fill (rollout/engine.py, docs/mismatch.md); CUDA_LAUNCH_BLOCKING=1 shows where a kernel fails"
+    "fill (rollout/engine.py, docs/mismatch.md); CUDA_LAUNCH_BLOCKING=1 shows where a kernel fails; answers that are drawn "
+    "otherwise than scored: the CUDA graphs of decoding, which read memory that sleep has moved"
 )
 _SPEED = "out of memory: another process holds the card, or the card has less than 80 GB; else the option's own kernels"
 # Of the actor, each measured against the step `speed`.
@@ -79,7 +80,7 @@ STEPS = (
     Step(
         "engine",
         "training.engine",
-        "does the engine answer the same after sleep, reload and wake, and give its memory back?",
+        "does the engine answer the same after sleep, reload and wake, give its memory back, and draw what it scores?",
         _SLEEP,
     ),
     Step("engine-moe", "training.engine_of_experts", "the same with experts; how long is a reload per tensor?", _SLEEP),

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megatron_rl.rollout.engine import Request
@@ -57,7 +58,7 @@ def engine_of_experts(bench: Bench) -> Figures:
 
 
 def _cycles(bench: Bench, experts: int) -> Figures:
-    """Start; greedy answers; twice sleep, reload and wake; the same answers, and no memory lost."""
+    """Start; greedy answers; twice sleep, reload and wake; the same answers, and no memory lost; answers scored again."""
     shape = replace(SHAPE, layers=4, ffn_size=1024) if bench.gpu else SHAPE
     config = bench.recipe(bench.model(shape, experts), "run")
     run = build_run(config, bench.grid, Path(config.run_dir))
@@ -79,6 +80,10 @@ def _cycles(bench: Bench, experts: int) -> Figures:
         if _greedy(run) != before:
             raise Surprise("the engine's greedy answers are others after sleep, reload and wake, with the same weights")
     figures |= difference.metrics()
+    most = (0.1 if experts else 0.05) if bench.gpu else 1e-5  # guessed for bf16
+    figures["drawn vs scored"] = expect(
+        "drawn vs scored", _redrawn(run), most, "kernels that add in another order explain"
+    )
     tensors = sum(1 for _ in run.learner.actor.iter_hf_weights())
     figures |= {"tensors": float(tensors), "reload ms per tensor": 1000 * seconds / tensors}
     if bench.gpu:
@@ -98,6 +103,21 @@ def _greedy(run: Run) -> list[tuple[int, ...]]:
     run.sampler.engine.submit([Request(("", i), ids, Sampling(0.0, 1.0, 32)) for i, ids in enumerate(prompts)])
     answers = {completion.request.name: tuple(completion.ids) for completion in run.sampler.engine.drain()}
     return [answers["", i] for i in range(len(prompts))]
+
+
+def _redrawn(run: Run) -> float:
+    """Mean difference of an answer's log-probs as it was drawn, a token at a time (on a GPU in CUDA graphs), and as the
+    engine scores it, all at once (eagerly or compiled, without graphs of whole passes)."""
+    engine = run.sampler.engine
+    prompts = [list(sample.prompt_ids) for sample in run.sampler.prompts.train[:8]]
+    engine.submit([Request(("", i), ids, Sampling(1.0, 1.0, 32), seed=i) for i, ids in enumerate(prompts)])
+    drawn = sorted(engine.drain(), key=lambda completion: completion.request.name)
+    scored = engine.score([[*completion.request.tokens, *completion.ids] for completion in drawn])
+    differences = [
+        np.abs(whole[-len(completion.ids) :] - np.asarray(completion.logprobs))
+        for whole, completion in zip(scored, drawn, strict=True)
+    ]
+    return float(np.concatenate(differences).mean())
 
 
 def _free() -> float:

@@ -42,6 +42,7 @@ class Layout:
     expert_tensor: int = 1  # ranks that each expert is cut over
     dtype: str = "float32"
     replay: bool = False  # of the experts that tokens went to when the old log-probs were computed
+    given: bool = False  # experts of all tokens, as an engine would give them
     actor: dict[str, Any] = field(default_factory=dict)  # further keys of the recipe's `actor`
 
     @property
@@ -57,14 +58,24 @@ def make_models(root: Path) -> None:
     tiny.write(root / "model-experts", "qwen3_moe")
 
 
-def make_batch(seed: int = 0, groups: int = 6, group_size: int = 4) -> TrainBatch:
-    """Random rollouts of very different lengths, with advantages of both signs and engine log-probs that are off."""
+def make_batch(seed: int = 0, groups: int = 6, group_size: int = 4, given: bool = False) -> TrainBatch:
+    """Random rollouts of very different lengths, with advantages of both signs and engine log-probs that are off.
+
+    Args:
+        given: with experts that the engine chose, at random, too.
+    """
     rng = np.random.default_rng(seed)
     count = groups * group_size
     prompts = [rng.integers(2, 61, size=rng.integers(2, 12)) for _ in range(groups)]
     responses = [rng.integers(2, 61, size=rng.integers(1, 40)) for _ in range(count)]
+    sequences = TokenBatch.continuations((prompts[i // group_size], responses[i]) for i in range(count))
+    if given:  # of 4 layers, 3 of 8 each: `tiny`'s
+        scores = np.random.default_rng(seed).random((sum(sequences.lengths), 4, 8))
+        ends = np.cumsum(sequences.lengths)
+        parts = np.split(scores.argsort(axis=2)[..., :3].astype(np.uint8), ends[:-1])
+        sequences.experts = dict(enumerate(parts))
     return TrainBatch(
-        sequences=TokenBatch.continuations((prompts[i // group_size], responses[i]) for i in range(count)),
+        sequences=sequences,
         rollout_logprobs={i: rng.normal(-5.3, 0.3, size=len(responses[i])).astype(np.float32) for i in range(count)},
         advantages=rng.normal(size=count).astype(np.float32),
         group=np.arange(count) // group_size,
@@ -97,7 +108,7 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
     )
     config.actor.optimizer = OptimizerConfig(**{**vars(LINEAR_ADAM), "distributed": layout.distributed})
     config.actor.tokens_per_microbatch = layout.tokens_per_microbatch
-    config.actor.moe.routing_replay = "old_log_probs" if layout.replay else "none"
+    config.actor.moe.routing_replay = "rollout" if layout.given else "old_log_probs" if layout.replay else "none"
     for key, value in layout.actor.items():
         setattr(config.actor, key, value)
     config.actor.logits_mib = 1
@@ -107,22 +118,24 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
     grid = distributed.initialize(config.actor.parallel, timeout_minutes=2)
     folder = root / layout.model
     actor = Actor(config, grid, folder)
-    result = {mode: _updates(config, actor, folder, mode, layout.section) for mode in layout.modes}
+    result = {mode: _updates(config, actor, folder, mode, layout) for mode in layout.modes}
     parallel_state.destroy_model_parallel()
     return result if grid.is_main else None
 
 
-def _updates(config: Config, actor: Actor, folder: Path, mode: str, section: dict[str, Any]) -> dict[str, Any]:
+def _updates(config: Config, actor: Actor, folder: Path, mode: str, layout: Layout) -> dict[str, Any]:
     """Two optimizer steps from the folder's weights, by the trainer's own update."""
     from megatron_rl.algorithms import make_algorithm
     from megatron_rl.runtime.step_timer import StepTimer
     from megatron_rl.trainer.learner import Learner
 
-    algorithm = make_algorithm({"preset": "grpo", "aggregation": mode, **section}, max_tokens=config.rollout.max_tokens)
+    algorithm = make_algorithm(
+        {"preset": "grpo", "aggregation": mode, **layout.section}, max_tokens=config.rollout.max_tokens
+    )
     actor.load_hf(folder)
     actor.keep_reference()
     actor.start_optimizer(config.actor.optimizer, 2)
-    metrics = Learner(config, actor, algorithm, StepTimer()).update(make_batch(), None)
+    metrics = Learner(config, actor, algorithm, StepTimer()).update(make_batch(given=layout.given), None)
     weights = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
     return {"metrics": metrics, "weights": weights}
 

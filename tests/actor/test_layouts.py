@@ -27,6 +27,7 @@ CORRECTED = {
 }
 ALONE = [Layout("alone", modes=MODES), Layout("alone corrected", section=CORRECTED), Layout("alone tied", tied=True)]
 ALONE += [Layout("alone experts", experts=True), Layout("alone replayed", experts=True, replay=True)]
+ALONE += [Layout("alone given", experts=True, given=True)]
 ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", tokens_per_microbatch=52)]
 SELECTIVE, FULL, OVERLAP = {"recompute": "selective"}, {"recompute": "full"}, {"overlap": True}
 ONE += [
@@ -57,6 +58,9 @@ TWO = [
     Layout("DP 2 experts", experts=True),
     Layout("TP 2 EP 2 replayed", tensor=2, sequence=True, experts=True, expert=2, replay=True),
     Layout("PP 2 virtual 2 replayed, recompute full", pipeline=2, virtual=2, experts=True, replay=True, actor=FULL),
+    Layout("TP 2 EP 2 given", tensor=2, sequence=True, experts=True, expert=2, given=True),
+    Layout("PP 2 virtual 2 given, recompute full", pipeline=2, virtual=2, experts=True, given=True, actor=FULL),
+    Layout("CP 2 given", context=2, experts=True, given=True),
     Layout("TP 2 EP 2 whole experts", tensor=2, sequence=True, experts=True, expert=2),
     Layout(
         "TP 2 EP 2 whole experts, plain optimizer", tensor=2, sequence=True, experts=True, expert=2, distributed=False
@@ -120,6 +124,7 @@ def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> 
         " corrected": bool(layout.section),
         " tied": layout.tied,
         " replayed": layout.replay,
+        " given": layout.given,
         " experts": layout.experts,
     }
     kind = next((name for name, applies in names.items() if applies), "")
@@ -162,5 +167,7 @@ def test_replay_keeps_tokens_at_their_experts(root: Path) -> None:
     """The first update is the same, and moves some tokens' experts, so the second differs; the load is measured in both."""
     routed, replayed = (_load(root, f"alone {kind}")["seq-mean-token-mean"] for kind in ("experts", "replayed"))
     assert any(distance(replayed["weights"][name], weight) > TOLERANCE for name, weight in routed["weights"].items())
-    for result in (routed, replayed):
+    given = _load(root, "alone given")["seq-mean-token-mean"]  # at random, so both updates differ
+    assert given["metrics"]["experts/load_max"] < routed["metrics"]["experts/load_max"]
+    for result in (routed, replayed, given):
         assert 1 < result["metrics"]["experts/load"] < result["metrics"]["experts/load_max"] < 8 / 3

@@ -190,6 +190,19 @@ def test_of_several_turns_only_the_sampled_tokens_are_scored() -> None:
     assert micro.concatenate({0: drawn[0], 1: rollout.logprobs}).tolist() == pytest.approx([0.1, 0.2, 0.1, 0.2, 0.3])
 
 
+def test_experts_are_those_of_the_same_tokens_and_padding_has_some_too() -> None:
+    batch = batch_of(*sequences([(2, 3), (1, 2)]))
+    experts = np.arange(8 * 2, dtype=np.uint8).reshape(8, 2, 1)  # of 5 and 3 tokens, 2 layers, one each
+    batch.experts = {0: experts[:5], 1: experts[5:]}
+    assert pack([1, 0], batch, CPU).experts[:, 0, 0].tolist() == [10, 12, 14, 0, 2, 4, 6, 8]
+    assert pack([0], batch, CPU, 4).experts[:, 1, 0].tolist() == [1, 3, 5, 7, 9, 1, 3, 5]
+    assert pack([1], batch, CPU, 1, 2, 1).experts[:, 0, 0].tolist() == [12, 14]  # of 10, 12, 14 and a filler
+    assert pack([], batch, CPU).experts is None
+    batch.experts[1] = experts[5:7]
+    with pytest.raises(ValueError, match="sequence 1 has 3 tokens, and experts of 2"):
+        pack([0, 1], batch, CPU)
+
+
 def test_a_context_parallel_rank_holds_pieces_from_both_ends() -> None:
     assert held([8, 4], 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert held([8, 4], 2, 1).tolist() == [2, 3, 4, 5, 9, 10]

@@ -41,6 +41,7 @@ def test_the_steps_that_need_no_gpu_are_right_on_a_cpu(page: Path) -> None:
     assert figures["actor"]["experts: mean difference from transformers"] < 1e-5
     assert figures["checkpoint"] == {"resumed vs unbroken": 0.0}
     assert figures["engine-moe"]["tensors"] > figures["engine"]["tensors"]
+    assert figures["engine-moe"]["drawn vs scored"] < 1e-5
     assert figures["rl-ranks"]["sync mean difference"] < 1e-5
     assert figures["decode"]["sync s"] > 0
     assert "MFU of bf16's peak" not in figures["speed"]

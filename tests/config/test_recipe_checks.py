@@ -50,6 +50,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["launch.processes=2", "actor.parallel.expert=4"], "`actor.parallel.expert` (4) must divide the 2 ranks "),
         (["actor.parallel.expert=2"], "the model has no experts; set it to 1"),
         (["actor.parallel.expert_tensor=2"], "`actor.parallel.expert_tensor` is 2, but the model has no experts; set it"),
+        (["actor.moe.routing_replay=rollout"], "=rollout` is for experts, and the model has none; set it to none"),
         (["actor.moe.dispatcher=deepep"], "raise `actor.parallel.expert`, or set dispatcher=alltoall"),
         (["actor.recompute=selective", "actor.recompute_modules=[]"], "needs `actor.recompute_modules`, which is empty"),
         (["actor.recompute=selective", "actor.recompute_modules=[moe]"], "it has core_attn, layernorm, mlp"),

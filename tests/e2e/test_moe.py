@@ -25,7 +25,14 @@ def test_experts_are_trained_and_reach_the_engine_after_every_step(tmp_path: Pat
     for name in ("config.json", "model.safetensors"):
         shutil.copy(written / name, folder / name)
     layout = ("actor.parallel={tensor: 2, expert: 2, sequence: true}", "sft.steps=4", "trainer.steps=2")
-    job = Job(tmp_path, f"model.path={folder}", "model.create=null", *layout, "checkpoint.every=0")
+    job = Job(
+        tmp_path,
+        f"model.path={folder}",
+        "model.create=null",
+        *layout,
+        "checkpoint.every=0",
+        "actor.moe.routing_replay=rollout",
+    )
     assert job.finish() == 0, job.stderr
     rows = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"]]
@@ -33,6 +40,8 @@ def test_experts_are_trained_and_reach_the_engine_after_every_step(tmp_path: Pat
     assert all(
         row["sync/logprob_mean_diff"] < 3e-5 for row in steps
     )  # else the run would have stopped with a SyncError
+    # In fp32 both would choose the same experts; those of another token, layer or request would be seen.
+    assert all(row["mismatch/abs_log_ratio_max"] < 1e-4 for row in steps)
     assert sum(row["actor/updates"] for row in steps) > 0
     exported = json.loads((job.run_dir / "export" / "config.json").read_text())
     assert exported["architectures"] == ["Qwen3MoeForCausalLM"]

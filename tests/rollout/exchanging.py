@@ -21,6 +21,11 @@ WORLD = 4
 COUNT = 3  # rollouts per prompt
 
 
+def kind_of_experts(seed: int) -> np.dtype | None:
+    """Of every second seed none."""
+    return None if seed % 2 == 0 else np.dtype(((np.uint8, np.uint16)[seed // 2 % 2], (2, 3)))
+
+
 def whole(seed: int, sample: Sample, index: int) -> Rollout:
     """A rollout of one or several turns; tokens and log-probs are random."""
     rng = np.random.default_rng([seed, int(sample.id), index])
@@ -30,7 +35,11 @@ def whole(seed: int, sample: Sample, index: int) -> Rollout:
         if turn and size:  # what a tool said
             segments.append(Segment(rng.integers(0, 99, 2)))
         segments.append(Segment(rng.integers(0, 99, size), rng.normal(size=size).astype(np.float32), version=seed))
-    return Rollout(sample.id, index, segments, "length" if rng.integers(2) else "stop")
+    rollout = Rollout(sample.id, index, segments, "length" if rng.integers(2) else "stop")
+    kind = kind_of_experts(seed)
+    if kind is not None:
+        rollout.experts = rng.integers(0, 99, (rollout.num_tokens, *kind.shape)).astype(kind.base)
+    return rollout
 
 
 def rollouts_of(seed: int, prompts: int, rank: int, world: int, size: int) -> tuple[Rollouts, dict[int, Rollout]]:
@@ -44,7 +53,7 @@ def rollouts_of(seed: int, prompts: int, rank: int, world: int, size: int) -> tu
         truncated = rollout.finish_reason == "length"
         facts[row] = (row, rollout.num_tokens, rollout.length, truncated, rollout.version, first + row % size)
     held = {row: drawn for row, drawn in everything.items() if row // COUNT % engines == rank // size}
-    return Rollouts(samples, COUNT, facts, held), everything
+    return Rollouts(samples, COUNT, facts, held, kind_of_experts(seed)), everything
 
 
 def in_world(rank: int, folder: str, world: int, seconds: float, work: Callable[[Grid, Path], None]) -> None:
@@ -74,6 +83,10 @@ def every_layout(grid: Grid, folder: Path) -> None:
             np.testing.assert_array_equal(rollout.tokens, there.tokens)
             np.testing.assert_array_equal(rollout.loss_mask, there.loss_mask)
             np.testing.assert_array_equal(rollout.logprobs, there.logprobs)
+            if there.experts is None:
+                assert rollout.experts is None
+            else:
+                np.testing.assert_array_equal(rollout.experts, there.experts, strict=True)
 
 
 def bytes_of_worlds(grid: Grid, folder: Path) -> None:

