@@ -68,6 +68,11 @@ def _check_fp8(rollout: RolloutConfig, model: Model) -> Iterator[str]:
         named = (rule.at(layer, 0) for layer in range(model.dims["layers"]))
         if not any(module_of(of_layer.hf[0].name) in modules for of_layer in named):
             continue
+        if rule.per_expert and rule.dim and model.dims["hidden"] % BLOCK:  # experts are stacked
+            yield (
+                f"`rollout.fp8=blockwise`: the model's hidden_size ({model.dims['hidden']}) is no multiple of {BLOCK}, a "
+                "block's size; name mlp.experts in rollout.fp8_skip"
+            )
         parts = 1 if rule.per_expert and rollout.expert_parallel else rollout.tensor_parallel
         for tensor in rule.hf if parts > 1 or len(rule.hf) > 1 else ():
             size = _on_rank(rule, tensor, model.dims, parts)

@@ -28,12 +28,16 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 # -------------------------------------------------------------------------------------------------------------- values
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, columns] of any float dtype -> e4m3 of the same shape, and fp32 scales of the blocks, on its device.
+    """[rows, columns] of any float dtype -> e4m3 of the same shape, and fp32 scales of the blocks, on its device. Or
+    [experts, rows, columns], each expert on its own; rows are then a multiple of a block.
 
     A block with a value that is not finite has a scale that is not; the device is not waited for.
     """
     import torch
 
+    if weight.dim() == 3:
+        values, scales = quantise(weight.flatten(0, 1))
+        return values.view(weight.shape), scales.view(len(weight), -1, scales.shape[1])
     rows, columns = weight.shape
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(scales_shape((rows, columns)), dtype=torch.float32, device=weight.device)
@@ -54,8 +58,8 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise(values: Tensor, scales: Tensor) -> Tensor:
     """What `quantise` made, as fp32 numbers."""
-    rows, columns = values.shape
-    each = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    rows, columns = values.shape[-2:]
+    each = scales.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
     return values.float() * each
 
 
@@ -108,6 +112,18 @@ def quantised_modules(model: Model, skip: Sequence[str] = ()) -> frozenset[str]:
     if not chosen:
         raise ValueError("leaves no matrix in FP8: name fewer")
     return frozenset(chosen)
+
+
+def vllm_parameters(model: Model, modules: Collection[str]) -> frozenset[str]:
+    """vLLM's names of the parameters that hold the weights of `modules`; without those that their rules do not name."""
+    layers = range(model.dims["layers"])
+    rules = [rule for rule in model.parameters if rule.is_projection and rule.engine]
+    return frozenset(
+        rule.engine.format(layer=layer)
+        for rule in rules
+        for layer in layers
+        if module_of(rule.at(layer, 0).hf[0].name) in modules
+    )
 
 
 def quantization_config(

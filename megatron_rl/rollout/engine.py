@@ -86,6 +86,7 @@ class Engine:
         self._in_fp8 = frozenset[str]()
         if self.config.fp8 != "none":
             self._in_fp8 = fp8.quantised_modules(model, self.config.fp8_skip)
+        self._parameters_in_fp8 = fp8.vllm_parameters(model, self._in_fp8)
         options = gpu_options(self.config, model) if device.has_gpu() else cpu_options(self.config)
         self.experts: np.dtype | None = None  # of a token's entry in `Completion.experts`, [layers, experts per token]
         if config.actor.moe.routing_replay == "rollout":
@@ -168,7 +169,7 @@ class Engine:
         """While entered, takes this rank's shards of vLLM's parameters; at the end all of them have to be there.
         `wanted`: elements that come, by parameter; `version`: as of `load_weights`.
         """
-        with seam.loading_shards(self.llm, wanted) as loader:
+        with seam.loading_shards(self.llm, wanted, self._parameters_in_fp8) as loader:
             yield loader
         self._has_taken(version)
 

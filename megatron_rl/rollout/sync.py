@@ -177,9 +177,7 @@ class WeightSync:
 def _no_plan(config: Config, grid: Grid, actor: Actor, engine: Engine) -> str | None:
     """Why the weights cannot go in slices, the same on every rank; None: they can."""
     model, reason = actor.model, None
-    if config.rollout.fp8 != "none":
-        reason = f"rollout.fp8 is {config.rollout.fp8}, whose blocks are scaled in whole tensors"
-    elif name := unplaced(model):
+    if name := unplaced(model):
         reason = f"family `{model.family.name}` does not say where vLLM keeps {name}"
     else:
         declared, found = _engine_layout(config).parameters(model), engine.shapes()

@@ -11,13 +11,14 @@ import contextlib
 import gc
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron_rl.models import fp8
 from megatron_rl.seams import check_parameters
 
 if TYPE_CHECKING:
@@ -132,10 +133,18 @@ class ShardLoader:
 
     Args:
         wanted: elements that will be written, by parameter name; padding counts as none and is zero.
+        in_fp8: parameters that are quantised when their module has all of its own; they come in `dtype`. Layers that were not
+            made for FP8 get the numbers that values and scales stand for.
     """
 
-    def __init__(self, model: nn.Module, wanted: Mapping[str, int]) -> None:
-        self._model, self._wanted = model, wanted
+    def __init__(
+        self,
+        model: nn.Module,
+        wanted: Mapping[str, int],
+        in_fp8: Collection[str] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model, self._wanted, self._in_fp8, self._dtype = model, wanted, in_fp8, dtype
         self._written = dict.fromkeys(wanted, 0)
         self._open: dict[str, dict[str, Tensor]] = {}  # module -> the tensors that its parameters are loaded into
         self._missing: dict[str, int] = defaultdict(int)  # module -> elements that have not come
@@ -183,30 +192,48 @@ class ShardLoader:
             info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
             meta.restore_layer_on_meta(layer, info)
             meta.materialize_layer(layer, info)
-        found = {own: parameter.data for own, parameter in layer.named_parameters(recurse=False)}
-        for own, tensor in found.items():
-            if self._wanted[f"{name}.{own}"] < tensor.numel():
-                tensor.zero_()
+        found: dict[str, Tensor] = {}
+        for own, parameter in layer.named_parameters(recurse=False):
+            if own.endswith(fp8.SCALE):
+                continue
+            found[own] = parameter.data
+            if f"{name}.{own}" in self._in_fp8:
+                found[own] = torch.empty_like(parameter.data, dtype=self._dtype)
+            if self._wanted[f"{name}.{own}"] < parameter.numel():
+                found[own].zero_()
         return found
 
     def _process(self, name: str) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
 
         layer = self._model.get_submodule(name)
+        for own, tensor in self._open.pop(name).items():
+            if f"{name}.{own}" in self._in_fp8:
+                _store_in_fp8(layer, own, tensor)
         if layerwise.get_layerwise_info(layer).kernel_tensors is not None:
             layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
-        del self._open[name]
+
+
+def _store_in_fp8(layer: nn.Module, own: str, weight: Tensor) -> None:
+    values, scales = fp8.quantise(weight)
+    parameter = layer.get_parameter(own)
+    if parameter.dtype == values.dtype:
+        parameter.data.copy_(values)
+        layer.get_parameter(own + fp8.SCALE).data.copy_(scales)
+    else:
+        parameter.data.copy_(fp8.dequantise(values, scales))
 
 
 def loaded_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes in which vLLM loads a model's parameters; a tied output layer has none of its own."""
+    """The shapes in which vLLM loads a model's parameters, without scales of FP8; a tied output layer has none of its own."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     found = {}
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
         as_loaded = layerwise.get_layerwise_info(model.get_submodule(module)).restore_metadata[0]
-        found[name] = tuple(as_loaded.get(own, parameter).shape)
+        if not own.endswith(fp8.SCALE):
+            found[name] = tuple(as_loaded.get(own, parameter).shape)
     return found
 
 
@@ -231,8 +258,8 @@ _UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Unquan
 
 
 @contextlib.contextmanager
-def loading_shards(llm: LLM, wanted: Mapping[str, int]) -> Iterator[ShardLoader]:
-    """While entered, this rank's engine takes shards; at the end all of it has to be there.
+def loading_shards(llm: LLM, wanted: Mapping[str, int], in_fp8: Collection[str]) -> Iterator[ShardLoader]:
+    """While entered, this rank's engine takes shards; at the end all of it has to be there. Arguments: see `ShardLoader`.
 
     Raises:
         RuntimeError: see `ShardLoader`.
@@ -245,7 +272,7 @@ def loading_shards(llm: LLM, wanted: Mapping[str, int]) -> Iterator[ShardLoader]
     if before:
         unpack_experts(model)
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        loader = ShardLoader(model, wanted)
+        loader = ShardLoader(model, wanted, in_fp8, worker.vllm_config.model_config.dtype)
         yield loader
         loader.finish()
         refresh(model, before)

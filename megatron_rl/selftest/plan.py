@@ -100,6 +100,15 @@ STEPS = (
         overrides=("actor.offload=true",),
     ),
     Step(
+        "rl-fp8-rollouts",
+        "training.rl",
+        "the same with the engine's weights in FP8: how far is it from the actor?",
+        "vLLM's kernels for blockwise FP8 on this card, or what its reload makes of values and scales (seams/vllm.py, "
+        "models/fp8.py); if the mean is just above it, rollout.sync_tolerance, which is not calibrated on GPUs",
+        need="GPU",
+        overrides=("rollout.fp8=blockwise",),
+    ),
+    Step(
         "rl-ranks",
         "training.rl",
         "three RL steps on two ranks, with tensor and sequence parallelism",

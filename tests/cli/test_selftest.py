@@ -93,6 +93,6 @@ def test_the_options_of_every_step_are_a_recipes(tmp_path: Path) -> None:
 
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     for step in STEPS:
-        own = [f"run_dir={tmp_path / 'run'}", "model.create.layers=8", *step.overrides]
+        own = [f"run_dir={tmp_path / 'run'}", "model.create.layers=8", "model.create.kv_heads=4", *step.overrides]
         machine = Machine(gpus=2, world_size=1, local_world_size=1)
         check_machine(check(load_recipe(tmp_path / "recipe.yaml", own), machine=machine), machine)

@@ -62,3 +62,26 @@ def test_an_engine_on_a_cpu_is_sent_what_the_values_and_scales_stand_for(dtype: 
     assert 0.01 < ((rounded[names[0]] - weights[names[0]]).norm() / weights[names[0]].norm()) < 0.04
     again, _ = fp8.quantise(wanted)
     assert torch.equal(again.view(torch.uint8), sent[names[0]].view(torch.uint8)), "rounding twice is rounding once"
+
+
+def test_stacked_experts_are_rounded_one_by_one() -> None:
+    weight = torch.randn(3, 256, 200, generator=torch.Generator().manual_seed(0))
+    values, scales = fp8.quantise(weight)
+    assert (values.shape, scales.shape) == (weight.shape, (3, 2, 2))
+    for number, expert in enumerate(weight):
+        own = fp8.quantise(expert)
+        assert torch.equal(values[number].view(torch.uint8), own[0].view(torch.uint8))
+        assert torch.equal(scales[number], own[1])
+        assert torch.equal(fp8.dequantise(values, scales)[number], fp8.dequantise(*own))
+
+
+def test_the_engines_names_of_what_is_in_fp8() -> None:
+    modules = fp8.quantised_modules(EXPERTS, ["model.layers.0.*"])
+    names = fp8.vllm_parameters(EXPERTS, modules)
+    assert len(names) == 4 * (EXPERTS.dims["layers"] - 1)
+    experts = "model.layers.1.mlp.experts.routed_experts"
+    attention = "model.layers.1.self_attn"
+    assert sorted(name for name in names if ".1." in name) == [
+        *(f"{experts}.{name}_weight" for name in ("w13", "w2")),
+        *(f"{attention}.{name}.weight" for name in ("o_proj", "qkv_proj")),
+    ]

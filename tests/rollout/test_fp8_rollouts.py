@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import tiny
+from models.test_reshard import Weights
 from torch import Tensor, nn
 
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.models import fp8, model_of, read_hf_config
+from megatron_rl.models import Model, fp8, model_of, read_hf_config
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.engine import gpu_options
+from megatron_rl.seams.vllm import ShardLoader
 from tests.ranks import start
 
 SIZES = {
@@ -47,9 +49,12 @@ def vllm_model(folder: Path, tensor: int, spread: bool, kernels: pytest.MonkeyPa
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.quantization import fp8 as theirs
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    kernels.setattr(theirs, "init_fp8_linear_kernel", lambda **asked: SimpleNamespace(**asked))
+    nothing = SimpleNamespace(process_weights_after_loading=lambda layer: None)
+    kernels.setattr(theirs, "init_fp8_linear_kernel", lambda **asked: nothing)
+    kernels.setattr(theirs.Fp8MoEMethod, "_init_moe_kernel", lambda method, layer: None)
     kernels.setattr(theirs, "select_fp8_moe_backend", lambda **asked: (Fp8MoeBackend.TRITON, TritonExperts))
     config = RolloutConfig(fp8="blockwise", fp8_skip=SKIP, tensor_parallel=tensor, expert_parallel=spread)
     options = gpu_options(config, model_of(read_hf_config(folder)))
@@ -70,7 +75,9 @@ def vllm_model(folder: Path, tensor: int, spread: bool, kernels: pytest.MonkeyPa
             parallel_state.init_distributed_environment(2, dist.get_rank(), "env://", dist.get_rank(), "gloo")
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tensor)
-        return initialize_model(settings)
+        model = initialize_model(settings)
+    record_metadata_for_reloading(model)
+    return model
 
 
 def held(model: nn.Module, name: str, part: int = 0, of: int = 1) -> tuple[Tensor, Tensor]:
@@ -122,6 +129,22 @@ def compare(model: nn.Module, weights: dict[str, Tensor], rank: int, tensor: int
         same(found, shard(wanted["down"], 1, *cut), f"{number}.down")
 
 
+def load_shards(model: nn.Module, weights: dict[str, Tensor], described: Model, tensor: int, spread: bool) -> None:
+    """As a sync in slices does: this rank's parts in bf16, quantised where they are whole."""
+    in_fp8 = fp8.vllm_parameters(described, fp8.quantised_modules(described, SKIP))
+    whole = Weights(described)
+    whole.tensors = {name: weight.view(torch.int16).numpy() for name, weight in weights.items()}
+    parts = whole.of_engine(tensor, dist.get_rank() % tensor, spread)
+    loader = ShardLoader(model, {name: parts[name].size for name in in_fp8}, in_fp8, torch.bfloat16)
+    for name in sorted(in_fp8):
+        parameter = model.get_parameter(name)
+        for each in (parameter, model.get_parameter(name + fp8.SCALE)):
+            each.data.zero_()
+        loader.tensor(name).copy_(torch.from_numpy(parts[name]).view(torch.bfloat16))
+        loader.count(name, parts[name].size)
+    loader.finish()
+
+
 def load_everywhere(rank: int, folder: str) -> None:
     from safetensors.torch import load_file
 
@@ -136,6 +159,8 @@ def load_everywhere(rank: int, folder: str) -> None:
             model = vllm_model(source, tensor, spread, kernels)
             modules = fp8.quantised_modules(model_of(read_hf_config(source)), SKIP)
             model.load_weights(fp8.stored(weights.items(), modules, rounded=False))
+            compare(model, weights, rank % tensor, tensor, spread)
+            load_shards(model, weights, model_of(read_hf_config(source)), tensor, spread)
             compare(model, weights, rank % tensor, tensor, spread)
             kept = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.bfloat16}
             assert {"lm_head.weight", "model.embed_tokens.weight", "model.layers.1.self_attn.qkv_proj.weight"} <= kept
