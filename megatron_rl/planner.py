@@ -308,6 +308,10 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
     engine_share = config.rollout.memory_fraction * gpu_bytes
     engine_weights = engine_weight_bytes(model, config.rollout, width)
     cache = engine_share - engine_weights - ENGINE_WORKSPACE_GIB * GIB
+    cache_tokens = cache / cache_bytes_per_token(model, engine_tp, width)
+    experts_kept = 0.0
+    if actor.moe.routing_replay == "rollout":  # vLLM keeps those of the tokens in its cache, a byte each (of up to 256)
+        experts_kept = max(0.0, cache_tokens) * model.dims["layers"] * model.dims["top_k"]
     state_in = (UPDATE,) if actor.offload else PHASES
     offload = () if actor.offload else ("actor.offload=true",)
     split = (
@@ -363,9 +367,9 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         parameters=fullest,
         data_parallel=replicas // parallel.context,
         engines=world // engine_tp,
-        cache_tokens=cache / cache_bytes_per_token(model, engine_tp, width),
+        cache_tokens=cache_tokens,
         longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
-        host_bytes_per_gpu=(optimizer if actor.offload else 0) + (weights if reference else 0),
+        host_bytes_per_gpu=(optimizer if actor.offload else 0) + (weights if reference else 0) + experts_kept,
     )
 
 

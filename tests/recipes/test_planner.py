@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.actor import ActorConfig, FP8Config, ParallelConfig
+from megatron_rl.config.actor import ActorConfig, FP8Config, MoEConfig, ParallelConfig
 from megatron_rl.config.published import published_config, published_names
 from megatron_rl.config.schema import Config, ModelConfig, RolloutConfig
 from megatron_rl.models import model_of
@@ -193,6 +193,15 @@ def test_offload_takes_gradients_and_optimizer_out_of_the_engines_phases() -> No
         assert resident.peak(phase) - offloaded.peak(phase) == pytest.approx(state)
     assert resident.peak(UPDATE) == offloaded.peak(UPDATE)
     assert offloaded.host_bytes_per_gpu == pytest.approx(12 * 8_190_735_360 / 8)
+
+
+def test_experts_that_are_replayed_are_kept_for_the_tokens_of_the_engines_cache() -> None:
+    config = Config(
+        rollout=RolloutConfig(tensor_parallel=4), actor=ActorConfig(moe=MoEConfig(routing_replay="rollout"))
+    )
+    plan = make_plan(config, model_of(model_config("Qwen3-30B-A3B")), 8, 79 * GIB)
+    assert plan.cache_tokens > 1e6
+    assert plan.host_bytes_per_gpu == pytest.approx(48 * 8 * plan.cache_tokens)
 
 
 def part(plan: Plan, name: str) -> float:
