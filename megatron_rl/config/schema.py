@@ -198,7 +198,7 @@ class RolloutConfig:
     sync_tolerance: Annotated[float, Range(above=0, high=1e6)] | None = key(
         None,
         "largest mean difference of a log-prob; the 99th percentile may be 10 times it. null: 3e-5 in fp32; in bf16 "
-        "0.05, with experts 0.1; with `fp8` 0.2",
+        "0.05, with experts 0.1; with `fp8` or `actor.fp8` 0.2",
     )
 
 

@@ -1,19 +1,23 @@
 """Seeds, differences, shards and options: what can be checked without an engine."""
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_rl.config.actor import ActorConfig, FP8Config
 from megatron_rl.config.published import published_config
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.schema import Config, ModelConfig, RolloutConfig
 from megatron_rl.models import model_of
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.checksum import Checksums
 from megatron_rl.rollout.engine import gpu_options
 from megatron_rl.rollout.sampling import rollout_seed
-from megatron_rl.rollout.sync import SyncDifference, _holds
+from megatron_rl.rollout.sync import SyncDifference, WeightSync, _holds
+from megatron_rl.runtime.distributed import ALONE
 
 
 def test_a_seed_belongs_to_one_rollout():
@@ -23,6 +27,24 @@ def test_a_seed_belongs_to_one_rollout():
     others += [rollout_seed(0, 1, "task/7", 3), rollout_seed(0, -1, "task/7", 2)]
     assert len({base, *others}) == 6
     assert all(0 <= seed < 2**62 for seed in (base, *others))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "experts", "tolerance"),
+    [
+        (Config(model=ModelConfig(dtype="float32")), 0, 3e-5),
+        (Config(model=ModelConfig(dtype="bfloat16")), 0, 0.05),
+        (Config(model=ModelConfig(dtype="bfloat16")), 8, 0.1),
+        (Config(actor=ActorConfig(fp8=FP8Config())), 8, 0.2),
+        (Config(rollout=RolloutConfig(fp8="blockwise")), 0, 0.2),
+        (Config(rollout=RolloutConfig(sync_tolerance=0.7, fp8="blockwise")), 0, 0.7),
+    ],
+)
+def test_what_a_sync_may_differ_by_unless_the_recipe_says(recipe: Config, experts: int, tolerance: float) -> None:
+    recipe.rollout.sync = "whole"
+    actor: Any = SimpleNamespace(description=SimpleNamespace(dims={"experts": experts}))
+    engine: Any = None
+    assert WeightSync(recipe, ALONE, actor, engine).tolerance == tolerance
 
 
 def test_an_engine_shard_is_found_along_either_dimension():

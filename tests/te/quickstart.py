@@ -20,8 +20,7 @@ RL = (
     "model.dtype=bfloat16",
     "launch.processes=1",
 )
-FP8 = ("actor.fp8.recipe=blockwise", "rollout.sync_tolerance=1")  # vLLM computes in bf16
-KINDS = {"bf16": (), "blockwise": FP8, "blockwise-corrected": (*FP8, "algorithm.correction.weight=token")}
+KINDS = {"bf16": (), "blockwise": ("actor.fp8.recipe=blockwise", "rollout.sync_tolerance=1")}  # vLLM computes in bf16
 
 
 def main(out: Path, overrides: list[str]) -> None:
