@@ -1,6 +1,7 @@
 """What the weights' way into the engines costs on 8 to 1,024 GPUs: the plan that a run makes, without a model and a GPU.
 
 python -m benchmarks.scale [RECIPE --nodes N] [--json]
+python -m benchmarks.scale --batches [...]: the exchange of rollouts instead, see benchmarks.scale_batches
 
 With a recipe: its layout on N nodes of 8 GPUs, data parallelism making up the number. Without: some layouts of four GPUs, and
 every recipe of recipes/scale on 1 to 128 nodes (`--nodes`: on so many only). Per weight sync:
@@ -31,6 +32,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import scale_batches
 from megatron_rl.config import Config, ConfigError, load_recipe
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.published import published_config
@@ -210,11 +212,14 @@ def table(costs: Sequence[tuple[str, Cost]]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--batches" in given:
+        return scale_batches.main([each for each in given if each != "--batches"])
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("recipe", nargs="?", type=Path, metavar="RECIPE", help="YAML file")
     parser.add_argument("--nodes", type=int, metavar="N", help=f"of {NODE} GPUs each")
     parser.add_argument("--json", action="store_true", help="the numbers as JSON, bytes as they are")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(given)
     try:
         if args.nodes is not None and args.nodes < 1:
             raise ConfigError("--nodes must be greater than 0")

@@ -3,17 +3,20 @@
 python -m benchmarks.scale_batches [--ranks 8 16] [--mib 1] [--rounds 3] [--no-gather] [--json]
 
 Every rank is an engine and a data-parallel replica of its own. It has drawn 32 rollouts, `--mib` MiB (9 bytes a token), and
-needs 32 of all. Per number of ranks, medians over rounds:
+needs 32 of all. `received`, `sent`: bytes of the rank with the most. Then, in seconds until all ranks are done (medians over
+rounds) and in MiB that the rank with the most adds meanwhile:
 
-copy_s      every rank copies its own bytes once, all at the same time
-facts_s     what all ranks learn of all rollouts (`Grid.all_gather_bytes`, 25 bytes a rollout)
-exchange_s  `rollout.exchange`; sent, received: bytes of the rank with the most; mib: memory that the rank with the most adds
-gather_s    instead, all rollouts pickled to all ranks (`all_gather_object`), and the memory that this adds
+copy      every rank copies its own bytes in memory, all at the same time
+send      every rank sends its own bytes to the next one, as one message
+facts     what all ranks learn of all rollouts, 25 bytes each (`Grid.all_gather_bytes`)
+exchange  `rollout.exchange`
+gather    instead, all rollouts pickled to all ranks (`all_gather_object`)
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
@@ -26,6 +29,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -60,6 +64,7 @@ def status(field: str) -> float:
 
 def measured(grid: Grid, work: Callable[[], object]) -> tuple[float, float]:
     """Seconds until all ranks have done it, and MiB that it adds at its peak on the rank with the most."""
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier work has freed would serve this one
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = status("VmRSS")
     grid.barrier()
@@ -86,8 +91,17 @@ def run_rank(rank: int, folder: str, world: int, mib: float, rounds: int, gather
     facts = rollouts.facts[source == rank].tobytes()
     grid.all_gather(None)  # connections are made at the first use
 
+    def send() -> np.ndarray:
+        taken = np.empty(int(sizes[source == (rank - 1) % world].sum()), dtype=np.uint8)
+        work = dist.irecv(torch.from_numpy(taken), (rank - 1) % world)
+        dist.send(torch.from_numpy(flat), (rank + 1) % world)
+        assert work is not None  # this rank is in the group
+        work.wait()
+        return taken
+
     works: dict[str, Callable[[], object]] = {
         "copy": flat.copy,
+        "send": send,
         "facts": lambda: grid.all_gather_bytes(facts),
         "exchange": lambda: exchange(grid, rollouts, needs),
     }
