@@ -45,6 +45,7 @@ def remedies(phase: str, config: Config) -> list[str]:
         f"rollout.max_concurrent (now {rollout.max_concurrent}): fewer sequences at a time",
         f"rollout.memory_fraction (now {rollout.memory_fraction:g}): on a GPU, less if it ran out beside the engine, more if "
         "the engine says that its cache is too small",
+        f"rollout.fp8 (now {rollout.fp8}): on a GPU, blockwise takes half of the memory of the engine's weights",
         f"rollout.cpu_cache_gib (now {rollout.cpu_cache_gib:g}): on a CPU",
         f"rollout.tensor_parallel (now {rollout.tensor_parallel}): more devices per engine",
     ]
