@@ -29,18 +29,21 @@ class Overlap(NamedTuple):
     expert: int
 
     def cut(self, part: int, parts: int) -> Overlap | None:
-        """One of `parts` nearly equal parts; None: it is empty. Experts are kept whole where there are enough."""
-        piece, length = self.target, self.target.stop - self.target.start
-        experts = piece.last - piece.first
+        """One of `parts` parts, nearly equal; None: it is empty. Experts are kept whole where there are enough."""
+        piece = self.target
+        experts, length = piece.last - piece.first, piece.stop - piece.start
+        low, high, start, stop = 0, experts, 0, length
         if experts >= parts:
             low, high = experts * part // parts, experts * (part + 1) // parts
-            target = Piece(*piece[:3], piece.first + low, piece.first + high, piece.at, piece.expert + low)
-            return Overlap(target, self.at, self.expert + low)
-        low, high = _border(piece.start, length, part, parts), _border(piece.start, length, part + 1, parts)
-        if low >= high:
+        else:
+            low, part = divmod(part, parts // experts)
+            high = low + 1
+            start, stop = (_border(piece.start, length, end, parts // experts) for end in (part, part + 1))
+        if low >= experts or start >= stop:
             return None
-        target = Piece(piece.tensor, piece.start + low, piece.start + high, *piece[3:5], piece.at + low, piece.expert)
-        return Overlap(target, self.at + low, self.expert)
+        span = (piece.start + start, piece.start + stop, piece.first + low, piece.first + high)
+        target = Piece(piece.tensor, *span, piece.at + start, piece.expert + low)
+        return Overlap(target, self.at + start, self.expert + low)
 
 
 def _border(start: int, length: int, part: int, parts: int) -> int:

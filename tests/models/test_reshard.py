@@ -28,7 +28,7 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 2,
     "max_position_embeddings": 128,
-    "vocab_size": 61,
+    "vocab_size": 75,
 }
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ class Weights:
 
         for name, value in tensors.items():
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
-                padded = np.full((64, value.shape[1]), -1)
+                padded = np.full((128, value.shape[1]), -1)
                 padded[: len(value)] = value
                 found[name] = np.split(padded, tp)[place]
             elif "norm" in name or name.endswith("mlp.gate.weight"):
@@ -253,6 +253,7 @@ DENSE, EXPERTS = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
         (DENSE, ParallelConfig(tensor=4), 8, EngineLayout(8)),  # more ranks than key/value heads
         (EXPERTS, ParallelConfig(tensor=2, expert=2, expert_tensor=2), 8, EngineLayout(4)),
         (EXPERTS, ParallelConfig(expert=2, expert_tensor=2), 4, EngineLayout(4, expert=True)),
+        (EXPERTS, ParallelConfig(tensor=2, pipeline=3, expert_tensor=4), 12, EngineLayout(1)),  # single experts cut
     ],
 )
 def test_layouts(architecture: str, parallel: ParallelConfig, world: int, engine: EngineLayout) -> None:
@@ -300,7 +301,7 @@ def test_a_rank_keeps_what_it_has_and_asks_its_own_node_first() -> None:
         peers = {peer for bucket in rank.buckets for peer in (*bucket.sends, *bucket.receives)}
         assert peers
         assert {peer // 4 for peer in peers} == {rank.rank // 4}
-    same = check(DENSE, ParallelConfig(tensor=2), 4, EngineLayout(2), vocab_size=64)
+    same = check(DENSE, ParallelConfig(tensor=2), 4, EngineLayout(2), vocab_size=128)
     assert not any(bucket.sends or bucket.receives for rank in same.ranks for bucket in rank.buckets)
 
 
@@ -309,8 +310,8 @@ def test_replicas_share_the_work_of_sending() -> None:
     sent = sum(traffic.sent for traffic in found.plan.traffic())
     assert isinstance(sent, np.ndarray)
     first, last = sent[:8], sent[8:]
-    assert first.max() <= 1.02 * first.mean()
-    assert last.max() <= 1.02 * last.mean()
+    assert first.max() <= 1.2 * first.mean()  # in parts as large as these
+    assert last.max() <= 1.2 * last.mean()
 
 
 def test_layouts_that_do_not_fit_are_refused() -> None:
