@@ -16,6 +16,7 @@ from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Model
 from megatron_rl.models.fp8 import BLOCK, module_of, quantised_modules
+from megatron_rl.models.reshard import BUCKET_BYTES
 from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
 
 GIB = 2**30
@@ -26,7 +27,6 @@ PHASES = (GENERATE, UPDATE, SYNC, CHECK)
 RESERVE_GIB = 5.0
 # vLLM's activations while it reads a prompt of max_num_batched_tokens, its sampler and CUDA graphs, within its own share.
 ENGINE_WORKSPACE_GIB = 3.0
-_SYNC_BUCKET = 256 * 2**20  # models/gather.py: memory beyond the models' is three times this, or the largest tensor
 
 
 # --------------------------------------------------------------------------------------------------------- parameters
@@ -220,14 +220,17 @@ def _check_workspace(model: Model, config: Config, data_parallel: int, dtype_byt
     return tokens * per_token + 1.5 * config.actor.logits_mib * 2**20
 
 
-def _sync_workspace(model: Model, engine_tensor: int, dtype_bytes: int) -> float:
-    """What is gathered and not yet in the engine. vLLM keeps a layer's full tensors until the last of them has come, then
-    makes its shard of them anew beside the old one."""
-    dims = model.dims
+def _sync_workspace(model: Model, rollout: RolloutConfig, stages: int, dtype_bytes: int) -> float:
+    """Slices: two buckets, of each what is sent and what is received; for an FP8 engine also a layer's experts (dense: gate
+    and up) of every pipeline stage, collected in the model's dtype and made anew. Whole tensors: what is gathered; vLLM keeps
+    a layer's until the last of them has come, then makes its shard of them anew."""
+    dims, tensor = model.dims, rollout.tensor_parallel
     matrices = 3 * dims["experts"] * dims["expert_ffn"] if dims["experts"] else 2 * dims["ffn"]
     layer = matrices * dims["hidden"] * dtype_bytes
+    if rollout.sync == "sliced":
+        return 4 * BUCKET_BYTES + (stages * layer / tensor * (1 + 1 / dtype_bytes) if rollout.fp8 != "none" else 0)
     largest = dims["vocab"] * dims["hidden"] * dtype_bytes
-    return max(3 * max(_SYNC_BUCKET, largest), layer + layer / engine_tensor + 2 * _SYNC_BUCKET)
+    return max(3 * max(BUCKET_BYTES, largest), layer + layer / tensor + 2 * BUCKET_BYTES)
 
 
 def _head_workspace(model: Model, config: Config) -> float:
@@ -346,7 +349,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         ),
         Component("engine: workspace", ENGINE_WORKSPACE_GIB * GIB, (GENERATE, CHECK), (), estimate=True),
         Component("engine: KV cache", max(0.0, cache), (GENERATE, CHECK), ("rollout.memory_fraction",)),
-        Component("sync: gathered tensors", _sync_workspace(model, engine_tp, width), (SYNC,), ()),
+        Component("sync: under way", _sync_workspace(model, config.rollout, parallel.pipeline, width), (SYNC,), ()),
         Component(
             "sync check: the actor's forward pass",
             _check_workspace(model, config, replicas // parallel.context, width),

@@ -307,11 +307,13 @@ def test_a_rank_keeps_what_it_has_and_asks_its_own_node_first() -> None:
 
 def test_replicas_share_the_work_of_sending() -> None:
     found = check(DENSE, ParallelConfig(pipeline=2), 16, EngineLayout(4), 500, node=2)
-    sent = sum(traffic.sent for traffic in found.plan.traffic())
-    assert isinstance(sent, np.ndarray)
-    first, last = sent[:8], sent[8:]
-    assert first.max() <= 1.2 * first.mean()  # in parts as large as these
-    assert last.max() <= 1.2 * last.mean()
+    sent = np.sum([traffic.sent for traffic in found.plan.traffic()], axis=0)
+    for stage in (sent[:8], sent[8:]):
+        assert stage.max() <= 1.2 * stage.mean()  # in parts as large as these
+    # Of the two ranks that hold a quarter, one has more to do for its own node; the other serves more of the rest.
+    found = check(DENSE, ParallelConfig(tensor=4), 8, EngineLayout(1), 500, node=3)
+    sent = np.sum([traffic.sent for traffic in found.plan.traffic()], axis=0)
+    assert sent[3] == pytest.approx(sent[7], rel=0.1)
 
 
 def test_layouts_that_do_not_fit_are_refused() -> None:

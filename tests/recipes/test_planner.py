@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +182,9 @@ def test_an_engine_repeats_key_value_heads_where_ranks_outnumber_them() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ phases
-def plan_for(name: str, world: int = 8, **actor: Any) -> Plan:
-    config = Config(actor=ActorConfig(**actor), rollout=RolloutConfig(max_prompt_tokens=1024, max_tokens=7168))
+def plan_for(name: str, world: int = 8, rollout: RolloutConfig | None = None, **actor: Any) -> Plan:
+    rollout = replace(rollout or RolloutConfig(), max_prompt_tokens=1024, max_tokens=7168)
+    config = Config(actor=ActorConfig(**actor), rollout=rollout)
     return make_plan(config, model_of(model_config(name)), world, 79 * GIB)
 
 
@@ -209,11 +211,18 @@ def part(plan: Plan, name: str) -> float:
     return found
 
 
-def test_a_sync_holds_a_layers_experts_whole_until_the_last_has_come() -> None:
-    experts = 128 * 3 * 4096 * 1536 * 2  # of a layer of Qwen3-235B-A22B, bytes
-    assert experts < part(plan_for("Qwen3-235B-A22B", 128), "sync: gathered") < 2 * experts + GIB
-    embedding = 151_936 * 4096 * 2
-    assert part(plan_for("Qwen3-8B"), "sync: gathered") == 3 * embedding
+def test_a_sync_takes_two_buckets_each_way_and_whole_tensors_more() -> None:
+    assert part(plan_for("Qwen3-8B"), "sync: under way") == 4 * 256 * 2**20
+    # Sixteen experts' share of each of 8 stages' layers, in bf16 and in FP8: gate, up and down are 1536 x 4096 each.
+    collected = 8 * 16 * 3 * 1536 * 4096 * 3
+    rollout = RolloutConfig(tensor_parallel=8, expert_parallel=True, fp8="blockwise")
+    found = plan_for("Qwen3-235B-A22B", 128, rollout, parallel=ParallelConfig(pipeline=8, expert=16))
+    assert part(found, "sync: under way") == GIB + collected
+    whole = RolloutConfig(sync="whole")
+    experts = 3 * 128 * 1536 * 4096 * 2
+    gathered = part(plan_for("Qwen3-235B-A22B", 128, whole), "sync: under way")
+    assert experts < gathered < 2 * experts + GIB
+    assert part(plan_for("Qwen3-8B", 8, whole), "sync: under way") == 3 * 151_936 * 4096 * 2
 
 
 def test_the_sync_check_runs_the_actor_beside_the_whole_engine() -> None:
