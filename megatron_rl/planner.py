@@ -22,6 +22,10 @@ from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
 GIB = 2**30
 GENERATE, UPDATE, SYNC, CHECK = "generate", "update", "sync", "check"
 PHASES = (GENERATE, UPDATE, SYNC, CHECK)
+# Components that `exact` counts
+WEIGHTS, GRADIENTS, OPTIMIZER = "actor: weights", "actor: gradients (fp32)", "actor: optimizer state"
+ACTIVATIONS, HEAD = "actor: activations", "actor: output layer's workspace"
+CHECKED = "sync check: the actor's forward pass"
 
 # CUDA context, NCCL's buffers, cuBLAS workspaces, the allocator's fragmentation, CUDA graphs kept through vLLM's sleep.
 RESERVE_GIB = 5.0
@@ -323,19 +327,19 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         *["actor.parallel.expert"] * bool(model.dims["experts"]),
     )
     components = [
-        Component("actor: weights", weights, PHASES, split),
+        Component(WEIGHTS, weights, PHASES, split),
         Component("actor: FP8 copies of the weights", fp8_copies, PHASES, ("actor.fp8.param_gather",)),
-        Component("actor: gradients (fp32)", gradients, state_in, (*offload, *split)),
-        Component("actor: optimizer state", optimizer, state_in, (*offload, "more nodes")),
+        Component(GRADIENTS, gradients, state_in, (*offload, *split)),
+        Component(OPTIMIZER, optimizer, state_in, (*offload, "more nodes")),
         Component(
-            "actor: activations",
+            ACTIVATIONS,
             _activations(model, config, width),
             (UPDATE,),
             (*(("actor.recompute=full",) if actor.recompute != "full" else ()), "actor.tokens_per_microbatch"),
             estimate=True,
         ),
         Component(
-            "actor: output layer's workspace",
+            HEAD,
             _head_workspace(model, config),
             (UPDATE,),
             ("actor.logits_mib",),
@@ -351,7 +355,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         Component("engine: KV cache", max(0.0, cache), (GENERATE, CHECK), ("rollout.memory_fraction",)),
         Component("sync: under way", _sync_workspace(model, config.rollout, parallel.pipeline, width), (SYNC,), ()),
         Component(
-            "sync check: the actor's forward pass",
+            CHECKED,
             _check_workspace(model, config, replicas // parallel.context, width),
             (CHECK,),
             ("actor.tokens_per_microbatch", "rollout.sync_check_rollouts"),

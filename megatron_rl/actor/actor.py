@@ -149,18 +149,18 @@ class Actor:
         Every rank calls it with the same arguments.
         """
         shares = self.shares(batch.lengths, range(len(batch)) if rows is None else rows)
+        return [self.pack(batch, part, device.device()) for part in shares[self.grid.dp_rank]]
+
+    def pack(self, batch: TokenBatch, rows: Sequence[int], where: torch.device) -> MicroBatch:
+        """The sequences `rows` of a batch as one micro-batch, in this rank's layout."""
         # Sequence parallelism cuts tokens over TP ranks.
-        tokens_multiple = (self.grid.tp if self.config.parallel.sequence else 1) * fp8.rows_multiple(self.config.fp8)
-        packed = [
-            pack(part, batch, device.device(), tokens_multiple, self.grid.cp, self.grid.cp_rank)
-            for part in shares[self.grid.dp_rank]
-        ]
-        for micro in packed:
-            if micro.experts is not None:
-                micro.chosen_experts = {
-                    routing.layer: self._cut(as_chosen(micro.experts, routing.layer)) for routing in self._routings
-                }
-        return packed
+        multiple = (self.grid.tp if self.config.parallel.sequence else 1) * fp8.rows_multiple(self.config.fp8)
+        micro = pack(rows, batch, where, multiple, self.grid.cp, self.grid.cp_rank)
+        if micro.experts is not None:
+            micro.chosen_experts = {
+                routing.layer: self._cut(as_chosen(micro.experts, routing.layer)) for routing in self._routings
+            }
+        return micro
 
     # ----------------------------------------------------------------------------------------------------- compute
     def log_probs(
@@ -171,7 +171,7 @@ class Actor:
         def collect(
             number: int, micro: MicroBatch, output: Tensor, non_loss_data: bool
         ) -> tuple[Tensor, Tensor | None]:
-            return self._score(micro, output, temperature, with_entropy)
+            return self.score(micro, output, temperature, with_entropy)
 
         with torch.no_grad():
             return self._run(micro_batches, collect, forward_only=True)
@@ -197,7 +197,7 @@ class Actor:
         """
 
         def backward_from(number: int, micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
-            log_probs, entropy = self._score(micro, output, temperature, with_entropy)
+            log_probs, entropy = self.score(micro, output, temperature, with_entropy)
             value, metrics = loss(number, log_probs, entropy)
             return value, torch.zeros((), dtype=torch.int), metrics
 
@@ -258,14 +258,9 @@ class Actor:
 
         def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Chunk) -> tuple[Tensor, Callable[..., Any]]:
             number, micro = next(iterator)
-            if self._routings:
-                chosen = micro.chosen_experts if self._replays else None
-                now = Pass(chosen, self._scored_here(micro), updates=not forward_only)
-                for routing in self._routings:
-                    routing.given = now
             if parts is not None:
                 parts.start()
-            return model(**micro.model_inputs()), partial(finish, number, micro)
+            return self.forward(model, micro, updates=not forward_only), partial(finish, number, micro)
 
         iterators = [enumerate(micro_batches) for _ in self.ddp_chunks]
         several = len(self.ddp_chunks) > 1
@@ -281,6 +276,14 @@ class Actor:
                 collect_non_loss_data=forward_only,
             )
 
+    def forward(self, model: Chunk, micro: MicroBatch, updates: bool) -> Tensor:
+        """One model chunk's part of a forward pass: hidden states. `updates`: a backward pass follows."""
+        if self._routings:
+            now = Pass(micro.chosen_experts if self._replays else None, self._scored_here(micro), updates)
+            for routing in self._routings:
+                routing.given = now
+        return model(**micro.model_inputs())
+
     def _scored_here(self, micro: MicroBatch) -> Tensor:
         """Which of this rank's tokens predict a scored one, bool."""
         scored = torch.zeros(len(micro.tokens), dtype=torch.bool, device=micro.tokens.device)
@@ -291,7 +294,7 @@ class Actor:
         """This rank's part of a tensor over tokens in the layers: with sequence parallelism TP ranks share them."""
         return per_token.chunk(self.grid.tp)[self.grid.tp_rank] if self.config.parallel.sequence else per_token
 
-    def _score(
+    def score(
         self, micro: MicroBatch, hidden: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states [1, tokens (/ TP with sequence parallelism), hidden] -> log-probs and entropy of the targets.

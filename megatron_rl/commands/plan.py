@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.published import published_config
-from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
+from megatron_rl.models import HFConfig, model_of, read_hf_config
 from megatron_rl.models.qwen3 import created_config
 from megatron_rl.planner import GIB, PHASES, Plan, active_parameters, make_plan, total_parameters
 from megatron_rl.runtime import exit_codes
+
+if TYPE_CHECKING:
+    from megatron_rl.exact import RankMemory
 
 _DEFAULT_GPU_GIB = 79.0  # what an 80 GB H100 offers
 
@@ -35,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         help="the model's config.json, where its folder (model.path) is not on this machine and its name is not that of a "
         "published model which the package knows",
     )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="build a rank of each pipeline stage with Megatron-Core itself, on tensors without content, and count; seconds "
+        "to a minute, needs torch",
+    )
+    parser.add_argument("--json", action="store_true", help="with --exact: the figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,12 +61,62 @@ def run(args: argparse.Namespace) -> int:
         config.launch.processes = None  # the command line says how many there are
         given, source = _given(config, args.model_config)
         config = check(config, command="train", machine=machine, model=given)
-        plan = make_plan(config, _model(config, given), world, args.gpu_memory_gib * GIB)
+        plan = make_plan(config, model_of(_hf_config(config, given)), world, args.gpu_memory_gib * GIB)
+        if args.json and not args.exact:
+            raise ConfigError("--json needs --exact: it is the figures of each class of ranks")
+        if not args.exact:
+            print(render(config, plan, source))
+            return exit_codes.FAILED if any(plan.problems()) else exit_codes.OK
+        return _exactly(config, given, plan, args.json)
     except (ConfigError, ValueError) as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT
-    print(render(config, plan, source))
-    return exit_codes.FAILED if any(plan.problems()) else exit_codes.OK
+
+
+def _exactly(config: Config, given: HFConfig | None, plan: Plan, as_json: bool) -> int:
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}  # read when torch is imported
+    import warnings
+
+    warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
+    from megatron_rl.exact import measure, on_rank
+
+    measured = [(memory, on_rank(plan, memory)) for memory in measure(config, _hf_config(config, given), plan.world)]
+    print(json.dumps(figures(measured), indent=2) if as_json else table(measured))
+    return exit_codes.FAILED if any(any(rank.problems()) for _, rank in measured) else exit_codes.OK
+
+
+def figures(measured: Sequence[tuple[RankMemory, Plan]]) -> dict[str, object]:
+    """Each class of ranks, in bytes."""
+    names = ("rank", "ranks", "stage", "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    return {
+        "rank_classes": [
+            {name: getattr(memory, name) for name in names}
+            | {"phases": {phase: {"peak_bytes": round(plan.peak(phase))} for phase in PHASES}}
+            for memory, plan in measured
+        ]
+    }
+
+
+def table(measured: Sequence[tuple[RankMemory, Plan]]) -> str:
+    """A line per class of ranks."""
+    columns = ("weights", "gradients", "optimizer", "passes")
+    lines = [
+        f"{'GiB':>14s}{'counted on modules without content':>44s}{'at the most, by phase':>44s}",
+        f"{'ranks':>14s}{'B parameters':>14s}"
+        + "".join(f"{name:>10s}" for name in columns)
+        + "".join(f"{phase:>10s}" for phase in PHASES),
+    ]
+    for memory, plan in measured:
+        counted = (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes, memory.update_bytes)
+        lines.append(
+            f"{f'{memory.rank} to {memory.rank + memory.ranks - 1}':>14s}{memory.parameters / 1e9:14.3f}"
+            + "".join(f"{value / GIB:10.1f}" for value in (*counted, *map(plan.peak, PHASES)))
+        )
+    there_is = measured[0][1].gpu_bytes
+    lines.append(f"{'there is':>68s}" + f"{there_is / GIB:10.1f}" * len(PHASES))
+    problems = list(dict.fromkeys(problem for _, plan in measured for problem in plan.problems()))
+    lines += ["", "it fits" if not problems else "IT DOES NOT FIT", *(f"  {problem}" for problem in problems)]
+    return "\n".join(lines)
 
 
 def _given(config: Config, file: str | None) -> tuple[HFConfig | None, str]:
@@ -85,13 +148,13 @@ def _read(path: Path) -> HFConfig:
     return model
 
 
-def _model(config: Config, given: HFConfig | None) -> Model:
+def _hf_config(config: Config, given: HFConfig | None) -> HFConfig:
     if given is not None:
-        return model_of(given)
+        return given
     if config.model.path is not None:
-        return model_of(read_hf_config(config.model.path))
+        return read_hf_config(config.model.path)
     assert config.model.create is not None  # `check` requires one of the two
-    return model_of(created_config(config.model.create))
+    return created_config(config.model.create)
 
 
 def render(config: Config, plan: Plan, source: str = "") -> str:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import torch
 
+_without_content = False  # inside `without_content`
+_plain = False  # inside `plain_layers`
+
 
 def has_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
-_plain = False  # inside `plain_layers`
+    return not _without_content and torch.cuda.is_available()
 
 
 def has_transformer_engine() -> bool:
@@ -32,6 +32,19 @@ def plain_layers() -> Iterator[None]:
         _plain = False
 
 
+@contextlib.contextmanager
+def without_content() -> Iterator[None]:
+    """While entered, models and their state are tensors of torch's meta device, which have shapes and no content."""
+    from megatron_rl.seams.megatron_cpu import MegatronOnCpu
+
+    global _without_content
+    _without_content, MegatronOnCpu.current_device = True, torch.device("meta")
+    try:
+        yield
+    finally:
+        _without_content, MegatronOnCpu.current_device = False, torch.device("cpu")
+
+
 def index() -> int:
     """This process's GPU among those that it sees. CUDA's own "current device" is one per thread, and 0 in a new one."""
     return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
@@ -39,6 +52,8 @@ def index() -> int:
 
 def device() -> torch.device:
     """This process's device: its own GPU, or the CPU."""
+    if _without_content:
+        return torch.device("meta")
     return torch.device("cuda", index()) if has_gpu() else torch.device("cpu")
 
 

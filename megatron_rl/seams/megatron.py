@@ -53,6 +53,7 @@ class Chunk(nn.Module):
     embedding: nn.Module
     decoder: Decoder
     output_layer: OutputLayer
+    set_input_tensor: Callable[[Tensor | None], None]
     sharded_state_dict: Callable[..., State]
     shared_embedding_or_output_weight: Callable[[], Tensor]
     no_sync: Callable[[], contextlib.AbstractContextManager[None]]

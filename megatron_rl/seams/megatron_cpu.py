@@ -56,7 +56,7 @@ class _NoStream:
 
 
 _TORCH_CUDA: dict[str, Callable[..., object]] = {
-    "current_device": lambda: torch.device("cpu"),
+    "current_device": lambda: MegatronOnCpu.current_device,
     "synchronize": _NoStream()._nothing,
     "empty_cache": _NoStream()._nothing,
     "Stream": _NoStream,
@@ -159,6 +159,7 @@ class NoDropoutRngTracker:
 class MegatronOnCpu(TorchFunctionMode):
     """Enter around calls into Megatron-Core. Costs about a microsecond on every torch call made inside."""
 
+    current_device: torch.device = torch.device("cpu")  # meta inside `runtime.device.without_content`
     _depth = 0
     _saved: dict[tuple[ModuleType, str], Callable[..., object]]
 

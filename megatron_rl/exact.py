@@ -1,0 +1,324 @@
+"""What each rank of a layout holds, counted on the modules of Megatron-Core themselves, without the hardware.
+
+A rank of each pipeline stage is built by the product's own code in a world that torch pretends, on tensors without content.
+The largest micro-batch then runs through it, forwards and backwards, and every tensor is counted while it lives. What
+Megatron-Core refuses is refused here, in its words.
+
+The layers are the plain ones, with norms, SwiGLU and attention that keep for the backward pass what Transformer Engine's
+kernels keep. Experts get equal shares of the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from megatron_rl.actor import build
+from megatron_rl.actor.actor import Actor
+from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.config.schema import Config
+from megatron_rl.config.stages import stage_layers
+from megatron_rl.data import TokenBatch
+from megatron_rl.models import HFConfig, Model, layers, model_of
+from megatron_rl.models.inventory import unwrap
+from megatron_rl.planner import ACTIVATIONS, CHECKED, GRADIENTS, HEAD, OPTIMIZER, WEIGHTS, Plan
+from megatron_rl.runtime import device, distributed
+from megatron_rl.seams.megatron import Chunk, routers, tensors_of
+from megatron_rl.seams.torch_meta import Memory, fake_world, storage_key
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank, and of the ranks that are like it."""
+
+    rank: int
+    ranks: int  # like it, itself included: those of its pipeline stage
+    stage: int
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    update_bytes: int  # at the most, beside the three above, in the forward and backward passes of an optimizer step
+    check_bytes: int  # at the most in a forward pass alone, over the rollouts of the sync check
+
+
+class _Zeros:
+    """A model's tensors: what an actor loads here."""
+
+    folder = Path("(no folder)")
+
+    def __init__(self, model: Model, dtype: torch.dtype, where: torch.device) -> None:
+        self._dtype, self._where = dtype, where
+        self._shapes = {
+            tensor.name: tensor.sizes(model.dims)
+            for rule in model.family.weights(model.description)
+            for tensor in rule.hf
+        }
+
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    def file_of(self, name: str) -> Path:
+        return self.folder
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> str:
+        return {torch.float32: "F32", torch.bfloat16: "BF16"}[self._dtype]
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        shape = list(self._shapes[name])
+        shape[dim] = stop - start
+        return torch.zeros(shape, dtype=self._dtype, device=self._where)
+
+
+def on_rank(plan: Plan, memory: RankMemory) -> Plan:
+    """The plan of a layout with what was counted on a rank in the place of the arithmetic for the fullest one."""
+    counted = {
+        WEIGHTS: memory.parameter_bytes,
+        GRADIENTS: memory.gradient_bytes,
+        OPTIMIZER: memory.optimizer_bytes,
+        ACTIVATIONS: memory.update_bytes,
+        CHECKED: memory.check_bytes,
+    }
+    components = tuple(
+        replace(part, bytes=counted[part.name], estimate=False) if part.name in counted else part
+        for part in plan.components
+        if part.name != HEAD  # its workspace is part of what the passes were seen to take
+    )
+    return replace(plan, components=components)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Bytes of one micro-batch in a model chunk: kept from its forward to its backward pass, and the most at any time."""
+
+    kept: int
+    peak: int
+
+
+def _update_bytes(chunks: Sequence[_Chunk], stage: int, stages: int) -> int:
+    """1F1B: so many micro-batches are under way as there are stages from this one on, the last of them being computed.
+
+    With several chunks (Megatron-Core's interleaved schedule) a stage takes `stages` micro-batches through each in turn.
+    """
+    count = len(chunks)
+    before = stages - stage - 1 if count == 1 else 2 * (stages - stage - 1) + (count - 1) * stages
+    kept = sum(chunks[number // stages % count].kept for number in range(before))
+    return kept + max(chunk.peak for chunk in chunks)
+
+
+def measure(
+    config: Config, hf_config: HFConfig, world: int, fused: bool = True, where: torch.device = META
+) -> list[RankMemory]:
+    """The first rank of every pipeline stage of a checked recipe on `world` ranks.
+
+    Args:
+        fused: count what Transformer Engine's kernels keep, and not what the plain layers do.
+        where: the CPU, for tensors with content.
+
+    Raises:
+        ValueError: Megatron-Core refuses the layout; with its reason.
+    """
+    model, parallel = model_of(hf_config), config.actor.parallel
+    config = with_plain_layers(config)
+    per_stage = world // parallel.pipeline
+    alike: dict[tuple[int, bool, bool], tuple[RankMemory, list[_Chunk]]] = {}  # stages of the same modules
+    measured = []
+    for stage, count in enumerate(stage_layers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)):
+        kind, rank = (count, stage == 0, stage == parallel.pipeline - 1), stage * per_stage
+        if kind not in alike:
+            alike[kind] = _measure_rank(config, hf_config, rank, world, fused, where)
+        memory, chunks = alike[kind]
+        peak = _update_bytes(chunks, stage, parallel.pipeline)
+        measured.append(replace(memory, rank=rank, ranks=per_stage, stage=stage, update_bytes=peak))
+    return measured
+
+
+def with_plain_layers(config: Config) -> Config:
+    """Transformer Engine's FP8 and DeepEP are not here; what FP8 keeps is counted by `planner`."""
+    actor = replace(config.actor, fp8=None, moe=replace(config.actor.moe, dispatcher="alltoall"))
+    return replace(config, actor=actor)
+
+
+def _measure_rank(
+    config: Config, hf_config: HFConfig, rank: int, world: int, fused: bool, where: torch.device
+) -> tuple[RankMemory, list[_Chunk]]:
+    with built_rank(config, hf_config, rank, world, where) as (actor, memory), ExitStack() as stack:
+        if fused:
+            stack.enter_context(_fused_kernels(actor))
+        for chunk in actor.chunks:
+            for _, router in routers(chunk):
+                router.register_forward_hook(_evenly)
+        tokens = config.actor.tokens_per_microbatch
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
+        checked = min(tokens, longest * math.ceil(config.rollout.sync_check_rollouts / actor.grid.dp))
+        with torch.no_grad():
+            check = [_run_chunk(actor, chunk, _micro_batch(config, actor, checked), memory) for chunk in actor.chunks]
+        update = [_run_chunk(actor, chunk, _micro_batch(config, actor, tokens), memory) for chunk in actor.ddp_chunks]
+        return replace(state_of(actor), check_bytes=max(chunk.peak for chunk in check)), update
+
+
+@contextmanager
+def built_rank(
+    config: Config, hf_config: HFConfig, rank: int, world: int, where: torch.device = META
+) -> Iterator[tuple[Actor, Memory]]:
+    """The actor of one rank, with its optimizer, and the count of what it holds; undone at the end.
+
+    Raises:
+        ValueError: Megatron-Core refuses the layout; with its reason.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        (Path(folder) / "config.json").write_text(json.dumps(dict(hf_config)))
+        stack.enter_context(_variables({"RANK": str(rank), "WORLD_SIZE": str(world)}))
+        stack.enter_context(fake_world(rank, world))
+        if where == META:
+            stack.enter_context(device.without_content())
+        stack.callback(parallel_state.destroy_model_parallel)
+        memory = stack.enter_context(Memory(where))
+        dtype = build.DTYPES[config.model.dtype]
+        try:
+            grid = distributed.initialize(config.actor.parallel, timeout_minutes=1.0)
+            with where:
+                actor = Actor(config, grid, folder, _Zeros(model_of(hf_config), dtype, where))
+            actor.start_optimizer(config.actor.optimizer, total_steps=1)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise ValueError(f"rank {rank} of {world} cannot be built: {error}") from error
+        yield actor, memory
+
+
+def state_of(actor: Actor) -> RankMemory:
+    """What a rank holds between steps."""
+    parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+    buffers = [buffer for chunk in actor.ddp_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    own = {storage_key(parameter) for parameter in parameters}
+    return RankMemory(
+        rank=actor.grid.rank,
+        ranks=1,
+        stage=actor.grid.pp_rank,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+        gradient_bytes=sum(buffer.grad_data.nbytes for buffer in buffers),
+        optimizer_bytes=sum(t.nbytes for t in tensors_of(actor.optimizer) if storage_key(t) not in own),
+        update_bytes=0,
+        check_bytes=0,
+    )
+
+
+def _micro_batch(config: Config, actor: Actor, tokens: int) -> MicroBatch:
+    """`tokens` in sequences as long as the recipe allows, all of the responses' tokens scored; on the CPU."""
+    prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_tokens
+    whole, rest = divmod(tokens, prompt + response)
+    lengths = [prompt + response] * whole + [rest] * (rest > 1)
+    batch = TokenBatch(
+        [np.zeros(length, dtype=np.int64) for length in lengths],
+        [np.arange(length) >= min(prompt, length - 1) for length in lengths],
+    )
+    return actor.pack(batch, range(len(lengths)), torch.device("cpu"))
+
+
+def _run_chunk(actor: Actor, chunk: Chunk, micro: MicroBatch, memory: Memory) -> _Chunk:
+    """One micro-batch through a chunk, and back where gradients are on, between neighbours that hold the hidden states."""
+    whole = unwrap(chunk)
+    before = memory.restart()
+    with device.megatron():
+        if not whole.pre_process:
+            whole.set_input_tensor(_hidden_states(actor, micro))
+        output: Tensor = actor.forward(chunk, micro, updates=torch.is_grad_enabled())
+        if whole.post_process:
+            output = actor.score(micro, output, temperature=1.0, with_entropy=False)[0]
+        kept = memory.now - before
+        if torch.is_grad_enabled():
+            torch.autograd.backward(output, torch.empty_like(output))
+        del output
+        whole.set_input_tensor(None)
+    return _Chunk(kept, memory.peak - before)
+
+
+def _hidden_states(actor: Actor, micro: MicroBatch) -> Tensor:
+    """What a stage receives: [tokens (/ TP with sequence parallelism), 1, hidden]."""
+    split = actor.grid.tp if actor.config.parallel.sequence else 1
+    shape = (len(micro.tokens) // split, 1, actor.description.dims["hidden"])
+    where = next(actor.chunks[0].parameters()).device
+    return torch.zeros(shape, dtype=actor.dtype, device=where, requires_grad=torch.is_grad_enabled())
+
+
+def _evenly(router: nn.Module, inputs: object, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Probabilities as they are, and tokens to experts in turn: [tokens, experts], real."""
+    probabilities, chosen = output
+    tokens, experts = chosen.shape
+    top_k = cast(int, router.topk)
+    turns = torch.arange(tokens * top_k).view(tokens, top_k) % experts
+    return probabilities, torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, turns, True)
+
+
+class _Flash(torch.autograd.Function):
+    """What a flash kernel keeps: query, key, value, output, and a float32 number per token and head."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        statistics = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, output, statistics)
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _Norm(torch.autograd.Function):
+    """What a fused RMSNorm keeps: its input, its weight, and a float32 number per row."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@contextmanager
+def _fused_kernels(actor: Actor) -> Iterator[None]:
+    """Attention, norms and SwiGLU keep for the backward pass what Transformer Engine's kernels keep."""
+    packed, norm = layers.packed_attention, layers.SequenceParallelRMSNorm.forward
+    layers.packed_attention = lambda query, key, value, *_: _Flash.apply(query, key, value)
+    layers.SequenceParallelRMSNorm.forward = lambda self, x: _Norm.apply(x, self.weight)  # type: ignore[method-assign]
+    for chunk in actor.chunks:
+        chunk.config.bias_activation_fusion = chunk.config.activation_func is torch.nn.functional.silu
+    try:
+        yield
+    finally:
+        layers.packed_attention, layers.SequenceParallelRMSNorm.forward = packed, norm  # type: ignore[method-assign]
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,109 @@
+"""A rank of any world in one process, on tensors without content: torch's fake process group and its meta device. Written
+for torch 2.13.
+
+What a real rank would allocate is counted: shapes, dtypes and lifetimes are the real ones, only numbers are missing. Small
+tensors whose numbers decide shapes (where sequences begin, how many tokens an expert gets) are real, on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world: int) -> Iterator[None]:
+    """This process as one rank of a world whose collectives send nothing, whatever backend a group is asked to have."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    new_group = dist.new_group
+
+    def fake_group(*arguments: Any, **options: Any) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup | None = new_group(*arguments, **{**options, "backend": "fake"})
+        return group
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.new_group = fake_group
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
+        dist.destroy_process_group()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same for tensors that share their memory, also where they have none."""
+    return tensor.untyped_storage()._cdata
+
+
+class Memory(TorchDispatchMode):
+    """Counts bytes of tensors on a kind of device that are made while it is entered, until they are freed."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device.type
+        self.now = 0  # bytes
+        self.peak = 0
+        self._sizes: dict[int, int] = {}  # of living storages
+
+    def restart(self) -> int:
+        """Bytes now; the peak counts from here."""
+        self.peak = self.now
+        return self.now
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = _run(func, args, kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if getattr(func, "namespace", "") == "c10d":
+        return _collective(func, args, kwargs)
+    if func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int64:
+        kwargs = {**kwargs, "device": torch.device("cpu")}  # numbers of tokens, to be received
+    if not any(tensor.is_meta for tensor in tensors):
+        return func(*args, **kwargs)
+    if func is torch.ops.aten.masked_select.default:  # its size is the mask's content
+        return args[0].new_empty(int(args[1].sum()))
+    if any(not tensor.is_meta and tensor.dim() for tensor in tensors):
+        args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _collective(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Fake groups send nothing, but look at tensors, which have to have content: those without are left as they are."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not any(tensor.is_meta for tensor in tensors):
+        return func(*args, **kwargs)
+    group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+    done = torch.ops.c10d.barrier(torch.empty(0), group, [], True, 0)
+    return (args[0], done) if len(func._schema.returns) == 2 else done  # type: ignore[attr-defined]
