@@ -227,9 +227,9 @@ def _micro_batch(config: Config, actor: Actor, tokens: int) -> MicroBatch:
     prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_tokens
     whole, rest = divmod(tokens, prompt + response)
     lengths = [prompt + response] * whole + [rest] * (rest > 1)
-    batch = TokenBatch(
-        [np.zeros(length, dtype=np.int64) for length in lengths],
-        [np.arange(length) >= min(prompt, length - 1) for length in lengths],
+    given = [min(prompt, length - 1) for length in lengths]
+    batch = TokenBatch.continuations(
+        (np.zeros(first), np.zeros(length - first)) for first, length in zip(given, lengths, strict=True)
     )
     return actor.pack(batch, range(len(lengths)), torch.device("cpu"))
 

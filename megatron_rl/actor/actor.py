@@ -138,16 +138,12 @@ class Actor:
 
     # ---------------------------------------------------------------------------------------------- micro-batches
     def shares(self, lengths: Sequence[int], rows: Sequence[int]) -> list[list[list[int]]]:
-        """Which of the sequences `rows` go to which data-parallel rank, and there into which micro-batch; see
-        `packing.plan`."""
+        """Which of the sequences `rows` go to which data-parallel rank and micro-batch, see `packing.plan`."""
         multiple = self.grid.pp if self.config.parallel.virtual_pipeline > 1 else 1
         return planned(tuple(lengths), tuple(rows), self.grid.dp, self.config.tokens_per_microbatch, multiple)
 
     def micro_batches(self, batch: TokenBatch, rows: Sequence[int] | None = None) -> list[MicroBatch]:
-        """This data-parallel rank's share of the minibatch `rows` (None: of the whole batch), packed.
-
-        Every rank calls it with the same arguments.
-        """
+        """This data-parallel rank's share of the minibatch `rows` (None: of all), packed; all ranks call it alike."""
         shares = self.shares(batch.lengths, range(len(batch)) if rows is None else rows)
         return [self.pack(batch, part, device.device()) for part in shares[self.grid.dp_rank]]
 
@@ -157,9 +153,8 @@ class Actor:
         multiple = (self.grid.tp if self.config.parallel.sequence else 1) * fp8.rows_multiple(self.config.fp8)
         micro = pack(rows, batch, where, multiple, self.grid.cp, self.grid.cp_rank)
         if micro.experts is not None:
-            micro.chosen_experts = {
-                routing.layer: self._cut(as_chosen(micro.experts, routing.layer)) for routing in self._routings
-            }
+            layers = (routing.layer for routing in self._routings)
+            micro.chosen_experts = {layer: self._cut(as_chosen(micro.experts, layer)) for layer in layers}
         return micro
 
     # ----------------------------------------------------------------------------------------------------- compute
