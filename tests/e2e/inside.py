@@ -134,6 +134,8 @@ def damage_sync(run: Any) -> dict[str, str]:
     engine.shapes = lambda: {**shapes(), KEPT: (1,)}
     faults["another layout"] = str(WeightSync(run.config, run.grid, run.learner.actor, engine).whole_because)
     engine.shapes = shapes
+    run.config.rollout.sync = "whole"
+    faults["whole"] = f"in slices: {WeightSync(run.config, run.grid, run.learner.actor, engine).transfer}"
     engine.submit([Request(("", 0), tokens[0], Sampling(1.0, 1.0, max_tokens=4), seed=1)])
     engine.step()
     try:
