@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 from megatron_rl.algorithms import RewardTable, make_algorithm
 from megatron_rl.config.schema import Config
-from megatron_rl.data import Rollout, Sample
+from megatron_rl.data import Rollout, Rollouts, Sample
 from megatron_rl.rollout.engine import Completion, Request
 from megatron_rl.rollout.generate import EngineError, generate
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
@@ -62,6 +64,38 @@ def test_rollouts_come_by_sample_then_index_with_their_version() -> None:
     assert drawn.facts["num_tokens"].tolist() == [2, 2, 4, 2, 2, 2]
     assert drawn.facts["version"].tolist() == [5, 5, 0, 5, 5, 5]
     assert drawn.truncated.tolist() == [[False, False], [True, False], [False, False]]
+
+
+def test_the_ranks_of_an_engine_take_turns_in_handing_out_what_all_of_them_drew() -> None:
+    parts, both = {}, threading.Barrier(2)
+
+    def rank_of(rank: int) -> Rollouts:
+        def gather(own: bytes) -> list[bytes]:
+            parts[rank] = own
+            both.wait(10)
+            return [parts[0], parts[1]]
+
+        engine: Any = Queue(others=[b""])
+        engine.grid = SimpleNamespace(rank=rank, all_gather_bytes=gather)
+        return generate(engine, SAMPLES, 2, SAMPLING, 3)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(rank_of, range(2))
+    assert first.facts["source"].tolist() == [0, 1, 0, 1, 0, 1]
+    assert (first.facts == second.facts).all()
+    assert sorted(first.held) == sorted(second.held) == [0, 1, 2, 3, 4, 5]
+
+
+def test_groups_that_are_kept_and_joined_keep_what_is_known_of_them() -> None:
+    engine: Any = Queue()
+    drawn = generate(engine, SAMPLES, 2, SAMPLING, 3)
+    drawn.columns, drawn.rewards = ("r",), np.arange(6.0)[:, None]
+    kept = drawn.of_prompts([2]) + drawn.of_prompts([0])
+    assert [sample.id for sample in kept.samples] == ["t/2", "t/0"]
+    assert [kept.held[row].response_ids.tolist() for row in range(4)] == [[120], [121], [100], [101]]
+    assert kept.facts["row"].tolist() == [0, 1, 2, 3]
+    assert [kept.rewards_of(row)["r"] for row in range(len(kept))] == [4, 5, 0, 1]
+    assert [outcome.sample_id for outcome in kept.outcomes()] == ["t/2", "t/2", "t/0", "t/0"]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
