@@ -115,3 +115,20 @@ def test_parts_of_fused_layers_and_experts_have_hugging_faces_names() -> None:
     assert places["mlp.experts.4.gate_proj.weight"] == ((5, 4), 40)
     assert places["mlp.experts.4.up_proj.weight"] == ((5, 4), 60)
     assert places["mlp.experts.5.down_proj.weight"] == ((4, 5), 40)
+
+
+def test_shards_are_counted(model: Any) -> None:
+    """Layers without a method of vLLM's take them in place; padding is zero."""
+    model.norm = nn.Module()
+    model.norm.weight = nn.Parameter(torch.full((4, 2), float("nan")), requires_grad=False)
+    loader = packed.ShardLoader(model, {"norm.weight": 6})
+    loader.tensor("norm.weight")[:2] = 1
+    loader.count("norm.weight", 4)
+    with pytest.raises(RuntimeError, match=r"4 of 6 elements came for the engine's norm.weight"):
+        loader.finish()
+    loader.tensor("norm.weight")[2] = 2
+    loader.count("norm.weight", 2)
+    loader.finish()
+    assert model.norm.weight.tolist() == [[1, 1], [1, 1], [2, 2], [0, 0]]
+    with pytest.raises(RuntimeError, match=r"8 elements came for the engine's norm.weight, of 6: some came twice"):
+        loader.count("norm.weight", 2)
