@@ -162,13 +162,8 @@ def activation_bytes_per_token(
 
 
 def _layer_bytes_per_token(model: Model, parallel: ParallelConfig, dtype_bytes: int) -> float:
-    return activation_bytes_per_token(
-        model,
-        tensor=parallel.tensor,
-        sequence=parallel.sequence,
-        expert_tensor=parallel.expert_tensor,
-        dtype_bytes=dtype_bytes,
-    )
+    sizes = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor, "dtype_bytes": dtype_bytes}
+    return activation_bytes_per_token(model, sequence=parallel.sequence, **sizes)
 
 
 def _activations(model: Model, config: Config, dtype_bytes: int) -> float:
@@ -338,13 +333,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
             (*(("actor.recompute=full",) if actor.recompute != "full" else ()), "actor.tokens_per_microbatch"),
             estimate=True,
         ),
-        Component(
-            HEAD,
-            _head_workspace(model, config),
-            (UPDATE,),
-            ("actor.logits_mib",),
-            estimate=True,
-        ),
+        Component(HEAD, _head_workspace(model, config), (UPDATE,), ("actor.logits_mib",), estimate=True),
         Component(
             "engine: weights",
             engine_weights,
