@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,7 @@ class Sampler:
 
     def _sequences(self, rollouts: Rollouts, rows: Sequence[int]) -> list[list[int]]:
         """The tokens of a few rollouts, on every rank. They go by rank 0, in a tree: no rank sends them to all others."""
-        known = exchange(self.grid, rollouts, [((0,), rows)])
+        known = self._to_main(rollouts, rows)
         lengths = rollouts.facts["num_tokens"][list(rows)]
         flat = np.empty(lengths.sum(), dtype=np.int32)
         if self.grid.is_main:
@@ -110,10 +111,14 @@ class Sampler:
             self.grid.broadcast_array(flat)
         return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])]
 
+    def _to_main(self, rollouts: Rollouts, rows: Sequence[int]) -> dict[int, Rollout]:
+        """Rollouts on rank 0. Experts stay: nothing there replays them, and an evaluation's kept responses have none."""
+        return exchange(self.grid, replace(rollouts, experts=None), [((0,), rows)])
+
     def whole(self, rollouts: Rollouts, count: int) -> list[Rollout]:
         """The first `count` rollouts with tokens, text and rewards, on rank 0; [] elsewhere."""
         rows = range(len(rollouts))[:count]
-        got = exchange(self.grid, rollouts, [((0,), rows)])
+        got = self._to_main(rollouts, rows)
         known = [got[row] for row in rows if self.grid.is_main]
         self._decode(known)
         for row, rollout in enumerate(known):

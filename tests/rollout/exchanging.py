@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron_rl.data import FACTS, Rollout, Rollouts, Sample, Segment
 from megatron_rl.rollout import exchange as module
 from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, ExchangeError, Need, exchange
 from megatron_rl.runtime.distributed import ALONE, Grid
+from megatron_rl.trainer.sampler import Sampler
 
 WORLD = 4
 COUNT = 3  # rollouts per prompt
@@ -133,10 +135,23 @@ def gathered(grid: Grid, folder: Path) -> None:
     assert array.tolist() == [0, 0, 0]
 
 
+def to_rank_0(grid: Grid, folder: Path) -> None:
+    """Where experts are replayed, too, responses that an interrupted evaluation has kept come without any."""
+    rollouts, everything = rollouts_of(1, 5, grid.rank, grid.world, 2)
+    for rollout in rollouts.held.values():
+        rollout.experts = None
+    sampler: Any = SimpleNamespace(grid=grid)
+    got = Sampler._to_main(sampler, rollouts, range(4))
+    assert [got[row].tokens.tolist() for row in sorted(got)] == (
+        [everything[row].tokens.tolist() for row in range(4)] if grid.is_main else []
+    )
+
+
 def everything(grid: Grid, folder: Path) -> None:
     every_layout(grid, folder)
     bytes_of_worlds(grid, folder)
     gathered(grid, folder)
+    to_rank_0(grid, folder)
 
 
 def one_is_missing(grid: Grid, folder: Path) -> None:
