@@ -43,6 +43,7 @@ TWO = [
     Layout("experts replayed, EP 2 recompute", experts=True, expert=2, replay=True, actor={"recompute": "full"}),
     Layout("dense bf16, TP 2 sequence", tensor=2, sequence=True, dtype=BF16),
     Layout("experts bf16, EP 2", experts=True, expert=2, dtype=BF16),
+    Layout("dense bf16, CP 2", context=2, dtype=BF16),
 ]
 
 

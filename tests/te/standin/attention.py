@@ -1,13 +1,13 @@
-"""Attention over packed sequences, by the packed attention of the project's own layers; and their padded form."""
+"""Attention over packed sequences, of whole ones or of a context-parallel rank's part; and their padded form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from megatron_rl.models.layers import packed_attention
 from tests.te.standin.enums import (
     DType,
     NVTE_Bias_Type,
@@ -33,15 +33,30 @@ def get_fused_attn_backend(
         q_dtype in (DType.kBFloat16, DType.kFloat16)
         and qkv_layout == NVTE_QKV_Layout["NVTE_THD_THD_THD"]
         and bias_type == NVTE_Bias_Type["NVTE_NO_BIAS"]
-        and attn_mask_type == NVTE_Mask_Type["NVTE_PADDING_CAUSAL_MASK"]
+        and attn_mask_type in (NVTE_Mask_Type["NVTE_PADDING_CAUSAL_MASK"], NVTE_Mask_Type["NVTE_PADDING_MASK"])
         and softmax_type == NVTE_Softmax_Type["NVTE_VANILLA_SOFTMAX"]
     )
     backends = NVTE_Fused_Attn_Backend
     return backends.NVTE_F16_arbitrary_seqlen if ours else backends.NVTE_No_Backend
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
-    return packed_attention(q.float(), k.float(), v.float(), cu_seqlens.long(), longest, scale)
+def _tiles(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> list[tuple[slice, slice]]:
+    """Of each sequence its queries and its keys."""
+    ends = [cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()]
+    return [(slice(a, b), slice(c, d)) for (a, b), (c, d) in zip(*map(pairwise, ends), strict=True)]
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, mask: NVTE_Mask_Type) -> Tensor:
+    """Queries [s, heads, d] and as many keys or others, of all heads -> float32 [heads, queries, keys]."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if mask == NVTE_Mask_Type["NVTE_PADDING_CAUSAL_MASK"]:
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+    return scores
+
+
+def _of_all_heads(tensor: Tensor, q: Tensor) -> Tensor:
+    """Keys or values, each for as many heads as share it; float32."""
+    return tensor.float().repeat_interleave(q.shape[1] // tensor.shape[1], dim=1)
 
 
 def fused_attn_fwd(
@@ -63,9 +78,14 @@ def fused_attn_fwd(
     V: Tensor,
     *_: object,
 ) -> list[Tensor]:
-    """Attention in fp32, rounded; with what stands for the softmax's statistics and the random state."""
-    out = _attend(Q, K, V, cu_seqlens_q, max_seqlen_q, attn_scale).to(Q.dtype)
-    return [out, torch.empty(0), torch.empty(0, dtype=torch.int64)]
+    """Attention in fp32, rounded; the logarithm of each softmax's denominator, [queries, heads, 1]; a random state."""
+    q, k, v = Q.float(), _of_all_heads(K, Q), _of_all_heads(V, Q)
+    out, lse = torch.zeros_like(q), torch.zeros(*q.shape[:2], 1)
+    for queries, keys in _tiles(cu_seqlens_q, cu_seqlens_kv):
+        scores = _scores(q[queries], k[keys], attn_scale, attn_mask_type)
+        lse[queries, :, 0] = scores.logsumexp(dim=2).T
+        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=2), v[keys])
+    return [out.to(Q.dtype), lse, torch.empty(0, dtype=torch.int64)]
 
 
 def fused_attn_bwd(
@@ -87,13 +107,73 @@ def fused_attn_bwd(
     V: Tensor,
     O: Tensor,
     dO: Tensor,
+    fake_dtype: torch.dtype,
+    dqkv_dtype: DType,
+    aux_ctx_tensors: Sequence[Tensor],
     *_: object,
 ) -> list[Tensor]:
-    """The gradients of queries, keys and values, from the forward pass done again."""
-    with torch.enable_grad():
-        inputs = [tensor.detach().requires_grad_() for tensor in (Q, K, V)]
-        out = _attend(*inputs, cu_seqlens_q, max_seqlen_q, attn_scale)
-        return list(torch.autograd.grad(out, inputs, dO.float()))
+    """The gradients of queries, keys, values and of no bias, by the forward pass's denominators: with context parallelism
+    these are of more keys than come here, and so is the output."""
+    q, k, v = Q.float(), _of_all_heads(K, Q), _of_all_heads(V, Q)
+    out, grad, lse = O.float(), dO.float(), aux_ctx_tensors[0][..., 0]
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for queries, keys in _tiles(cu_seqlens_q, cu_seqlens_kv):
+        shares = (_scores(q[queries], k[keys], attn_scale, attn_mask_type) - lse[queries].T[..., None]).exp()
+        dv[keys] = torch.einsum("hqk,qhd->khd", shares, grad[queries])
+        own = (grad[queries] * out[queries]).sum(dim=2).T[..., None]
+        dscores = shares * (torch.einsum("qhd,khd->hqk", grad[queries], v[keys]) - own) * attn_scale
+        dq[queries] = torch.einsum("hqk,khd->qhd", dscores, k[keys])
+        dk[keys] = torch.einsum("hqk,qhd->khd", dscores, q[queries])
+    dk, dv = (tensor.unflatten(1, (K.shape[1], -1)).sum(dim=2) for tensor in (dk, dv))
+    return [dq.to(Q.dtype), dk.to(K.dtype), dv.to(V.dtype), torch.empty(0)]
+
+
+# ------------------------------------------------------------------------------------------------- context parallelism
+# A rank has two halves of every sequence: a piece from its beginning, and one from its end. Denominators are [heads, tokens].
+def _half(cu_seqlens: Tensor, number: int) -> Tensor:
+    """Indices of the tokens in every sequence's first or second half."""
+    halves = [(a, (a + b) // 2, b) for a, b in pairwise(cu_seqlens.tolist())]
+    return torch.cat([torch.arange(*half[number : number + 2]) for half in halves])
+
+
+def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
+    return tensor[_half(cu_seqlens, half_idx)]
+
+
+def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> Tensor:
+    return lse[:, _half(cu_seqlens, 1)]
+
+
+def thd_second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, lse_packed: bool) -> None:
+    second = _half(cu_seqlens, 1)
+    lse[:, second] = torch.logaddexp(lse[:, second], lse_per_step)
+
+
+def thd_out_correction(
+    out: Tensor,
+    out_per_step: Tensor,
+    lse: Tensor,
+    lse_per_step: Tensor,
+    cu_seqlens: Tensor,
+    only_second_half: bool,
+    lse_packed: bool,
+) -> None:
+    """Adds a step's output, for its share of the denominator."""
+    rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(len(out))
+    share = (lse_per_step - lse[:, rows]).exp().T[..., None]
+    out[rows] = (out[rows] + out_per_step.view(-1, *out.shape[1:]) * share).to(out.dtype)
+
+
+def thd_grad_correction(
+    grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, first_half: str, second_half: str
+) -> None:
+    """Copies or adds a step's gradient to the halves that it has."""
+    whole = "none" not in (first_half, second_half)
+    for number, what in enumerate((first_half, second_half)):
+        rows = _half(cu_seqlens, number)
+        if what != "none":
+            own = grad_per_step[rows] if whole else grad_per_step
+            grad[rows] = own + (grad[rows] if what == "add" else 0)
 
 
 def _slots(cu_seqlens: Tensor, longest: int, tokens: int) -> Tensor:

@@ -43,6 +43,7 @@ def install() -> None:
     for name, answer in _CUDA.items():
         setattr(torch.cuda, name, functools.partial(_always, answer))
     torch.version.cuda = "13.0"
+    torch.distributed.batch_isend_irecv = _waited_for_once(torch.distributed.batch_isend_irecv)
     import transformer_engine.common as common
 
     common.load_framework_extension = lambda framework: None
@@ -76,6 +77,15 @@ def _missing(name: str) -> Callable[..., None]:
 
 def _always(answer: object, *_: object) -> object:
     return answer
+
+
+def _waited_for_once(exchange: Callable[..., Any]) -> Callable[..., list[SimpleNamespace]]:
+    """Requests that may be waited for again, as those of NCCL: gloo would then wait for another message."""
+
+    def call(operations: Sequence[object]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(wait=functools.cache(request.wait)) for request in exchange(operations)]
+
+    return call
 
 
 def _as_on_a_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
