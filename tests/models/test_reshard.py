@@ -112,7 +112,7 @@ class Weights:
 
         for name, value in tensors.items():
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
-                padded = np.full((128, value.shape[1]), -1)
+                padded = np.full((-(-len(value) // 64) * 64, value.shape[1]), -1)
                 padded[: len(value)] = value
                 found[name] = np.split(padded, tp)[place]
             elif "norm" in name or name.endswith("mlp.gate.weight"):
