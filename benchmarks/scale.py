@@ -89,11 +89,17 @@ def held_and_needed(
         both = [part for want in wanted for piece in own if (part := want.within(piece)) is not None]
         return elements(model, index, own), elements(model, index, wanted), elements(model, index, both)
 
+    @cache
+    def layers(index: int, stage: int) -> int:
+        """How often a stage has the rule's weight."""
+        rule = model.family.rules[index]
+        return sum(stage in actor.stages(model, rule, layer) for layer in layers_of(model, rule))
+
     found = np.zeros((actor.world, 3), np.int64)
     for rank in range(actor.world):
         stage, inner = divmod(rank, actor.stage_ranks)
         for index, rule in numbered(model):
-            here = sum(stage in actor.stages(model, rule, layer) for layer in layers_of(model, rule))
+            here = layers(index, stage)
             held, needed, both = shared(index, inner % actor.cells(rule), rank % engine.tensor)
             found[rank] += (here * held, len(layers_of(model, rule)) * needed, here * both)
     return found[:, 0], found[:, 1], found[:, 2]

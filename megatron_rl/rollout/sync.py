@@ -183,7 +183,7 @@ def _no_plan(config: Config, grid: Grid, actor: Actor, engine: Engine) -> str | 
     if name := unplaced(model):
         reason = f"family `{model.family.name}` does not say where vLLM keeps {name}"
     else:
-        declared, found = _engine_layout(config).parameters(model), engine.shapes()
+        declared, found = EngineLayout.of(config.rollout).parameters(model), engine.shapes()
         if name := next((name for name in {**declared, **found} if declared.get(name) != found.get(name)), None):
             reason = f"vLLM's {name} is {found.get(name)}, where {declared.get(name)} was expected"
         elif odd := next((weight.dtype for weight in actor.weights().values() if weight.dtype != actor.dtype), None):
@@ -191,16 +191,12 @@ def _no_plan(config: Config, grid: Grid, actor: Actor, engine: Engine) -> str | 
     return next(filter(None, grid.all_gather(reason)), None)
 
 
-def _engine_layout(config: Config) -> EngineLayout:
-    return EngineLayout(config.rollout.tensor_parallel, config.rollout.expert_parallel)
-
-
 def _plan(config: Config, grid: Grid, actor: Actor) -> Plan:
     layout = ActorLayout.of(config.actor.parallel, actor.model.dims["layers"], grid.world)
     elements = BUCKET_BYTES // actor.dtype.itemsize
     # Nodes may be of several sizes; every rank has to make the same plan.
     node = min(grid.all_gather(int(os.environ.get("LOCAL_WORLD_SIZE", grid.world))))
-    return make_plan(actor.model, layout, _engine_layout(config), bucket_elements=elements, node=node)
+    return make_plan(actor.model, layout, EngineLayout.of(config.rollout), bucket_elements=elements, node=node)
 
 
 def _holds(held: Tensor, full: Tensor, tp_rank: int, tp: int) -> bool:
