@@ -29,9 +29,12 @@ class ExchangeError(RuntimeError):
 def exchange(grid: Grid, rollouts: Rollouts, needs: Sequence[Need]) -> dict[int, Rollout]:
     """The rollouts that this rank needs, by row. Every rank calls it with the same facts and needs.
 
+    After a failure it goes on with the ranks that are left: one that did not get its part from here would name this rank.
+
     Raises:
         ExchangeError: another rank died, or was later than the process group's timeout; names it.
     """
+    failed: list[ExchangeError] = []
     sources, sizes = rollouts.facts["source"], _sizes(rollouts)
     got: dict[int, Rollout] = {}
     receives: list[tuple[int, np.ndarray, torch.Tensor]] = []  # source, rows, their bytes
@@ -49,7 +52,7 @@ def exchange(grid: Grid, rollouts: Rollouts, needs: Sequence[Need]) -> dict[int,
             receives.append((source, chosen, buffer))
             if len(buffer):
                 failure = f"rank {source} did not hand over {_name(rollouts, chosen)}"
-                with _naming(failure):
+                with _naming(failure, failed):
                     works.append((dist.irecv(buffer, source, group=grid.host_group, tag=tag), failure))
     for tag, (ranks, wanted) in enumerate(needs):
         rows = np.asarray(wanted, dtype=np.int64)
@@ -58,23 +61,25 @@ def exchange(grid: Grid, rollouts: Rollouts, needs: Sequence[Need]) -> dict[int,
             flat = torch.from_numpy(flatten(rollouts, own.tolist()))
             for rank in others:
                 failure = f"rank {rank} did not take {_name(rollouts, own)}"
-                with _naming(failure):
+                with _naming(failure, failed):
                     works.append((dist.isend(flat, rank, group=grid.host_group, tag=tag), failure))
     for work, failure in works:
-        with _naming(failure):
+        with _naming(failure, failed):
             assert work is not None  # this rank is in the group
             work.wait()
+    if failed:
+        raise failed[0]
     for _, chosen, buffer in receives:
         got |= unflatten(rollouts, chosen.tolist(), buffer.numpy())
     return got
 
 
 @contextlib.contextmanager
-def _naming(failure: str) -> Iterator[None]:
+def _naming(failure: str, failed: list[ExchangeError]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ExchangeError(f"{failure}: {error}") from error
+        failed.append(ExchangeError(f"{failure}: {error}"))
 
 
 def _name(rollouts: Rollouts, rows: np.ndarray) -> str:

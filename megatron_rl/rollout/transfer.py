@@ -164,13 +164,16 @@ class Transfer:
         self._keep(self._sent, [(message.target, message) for message in sends + own])
         operations = [dist.P2POp(dist.irecv, message.buffer, message.source, tag=number) for message in receives]
         operations += [dist.P2POp(dist.isend, message.buffer, message.target, tag=number) for message in sends]
-        if not operations:
-            return _Flight(sends, receives, own, [])
         names = [f"receive {self._describe(message)}" for message in receives]
         names += [f"send {self._describe(message)}" for message in sends]
-        works = self._waiting(partial(dist.batch_isend_irecv, operations), names[0])
-        if len(works) < len(names):  # NCCL has one for all
-            names = [f"exchange {self._describe((receives + sends)[0])}"]
+        works: list[dist.Work] = []
+        if device.has_gpu() and names:  # NCCL wants them together, and has one work for all
+            name = f"exchange {self._describe((receives + sends)[0])}"
+            works += self._waiting(partial(dist.batch_isend_irecv, operations), name)
+            names = [name] * len(works)
+        else:
+            for operation, name in zip(operations, names, strict=True):
+                works += self._waiting(partial(dist.batch_isend_irecv, [operation]), name)
         return _Flight(sends, receives, own, list(zip(works, names, strict=True)))
 
     def _land(self, flight: _Flight, loader: Loader) -> None:

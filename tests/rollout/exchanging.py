@@ -155,7 +155,8 @@ def everything(grid: Grid, folder: Path) -> None:
 
 
 def one_is_missing(grid: Grid, folder: Path) -> None:
-    """The last rank dies, or hangs, before it hands over what it drew; the others write what they say."""
+    """The last rank dies, or hangs, before it hands over what it drew; the others write what they say. Rank 0 waits
+    already when it dies, rank 1 comes later: it still hands over, so that rank 0 does not name it."""
 
     def both_have_said_it() -> None:
         while len([*folder.glob("said_*")]) < grid.world - 1:
@@ -165,8 +166,10 @@ def one_is_missing(grid: Grid, folder: Path) -> None:
     if grid.rank == grid.world - 1:
         if (folder / "hangs").exists():
             both_have_said_it()
+        time.sleep(0.5)
         os._exit(0)
     rollouts, _ = rollouts_of(0, 6, grid.rank, grid.world, 1)
+    time.sleep(grid.rank)
     begin = time.monotonic()
     try:
         exchange(grid, rollouts, [([rank], range(len(rollouts))) for rank in range(grid.world)])
