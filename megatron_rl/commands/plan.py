@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl.commands import step_time
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, model_of, read_hf_config
@@ -20,8 +21,6 @@ from megatron_rl.runtime import exit_codes
 if TYPE_CHECKING:
     from megatron_rl.exact import RankMemory
 
-_DEFAULT_GPU_GIB = 79.0  # what an 80 GB H100 offers
-
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
@@ -31,9 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--gpu-memory-gib",
         type=float,
-        default=_DEFAULT_GPU_GIB,
         metavar="GIB",
-        help=f"memory of one GPU (default {_DEFAULT_GPU_GIB:g}: an H100 with 80 GB)",
+        help="memory of one GPU (default: that of --hardware; 79, an H100 with 80 GB)",
     )
     parser.add_argument(
         "--model-config",
@@ -47,42 +45,53 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         help="build a rank of each pipeline stage with Megatron-Core itself, on tensors without content, and count; seconds "
         "to a minute, needs torch",
     )
-    parser.add_argument("--json", action="store_true", help="with --exact: the figures as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="the step's time as JSON; with --exact also each class of ranks"
+    )
+    step_time.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where it fits, 1 where it does not, 2 for a bad recipe."""
     world = args.nodes * args.gpus_per_node
     try:
-        if world < 1 or args.gpu_memory_gib <= 0:
+        hardware = step_time.hardware(args)
+        gib = hardware.memory_gib if args.gpu_memory_gib is None else args.gpu_memory_gib
+        if world < 1 or gib <= 0:
             raise ConfigError("--nodes, --gpus-per-node and --gpu-memory-gib must be greater than 0")
         machine = Machine(gpus=args.gpus_per_node, world_size=world, local_world_size=args.gpus_per_node)
         config = load_recipe(args.recipe, args.overrides)
         config.launch.processes = None  # the command line says how many there are
         given, source = _given(config, args.model_config)
         config = check(config, command="train", machine=machine, model=given)
-        plan = make_plan(config, model_of(_hf_config(config, given)), world, args.gpu_memory_gib * GIB)
-        if args.json and not args.exact:
-            raise ConfigError("--json needs --exact: it is the figures of each class of ranks")
-        if not args.exact:
-            print(render(config, plan, source))
-            return exit_codes.FAILED if any(plan.problems()) else exit_codes.OK
-        return _exactly(config, given, plan, args.json)
+        plan = make_plan(config, model_of(_hf_config(config, given)), world, gib * GIB)
+        predictor = step_time.predictor(args, config, plan.model)
+        step = None if predictor is None else predictor.of(config, plan)
+        found: dict[str, object] = {"step_time": None if step is None else step_time.figures(step)}
+        text = [] if step is None or predictor is None else [step_time.table(step, predictor)]
+        if args.exact:
+            measured = _exactly(config, given, plan)
+            found |= figures(measured)
+            text.insert(0, table(measured))
+            fits = not any(any(rank.problems()) for _, rank in measured)
+        else:
+            text.insert(0, render(config, plan, source))
+            fits = not any(plan.problems())
+        print(json.dumps(found, indent=2) if args.json else "\n\n".join(text))
+        return exit_codes.OK if fits else exit_codes.FAILED
     except (ConfigError, ValueError) as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT
 
 
-def _exactly(config: Config, given: HFConfig | None, plan: Plan, as_json: bool) -> int:
+def _exactly(config: Config, given: HFConfig | None, plan: Plan) -> list[tuple[RankMemory, Plan]]:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}  # read when torch is imported
     import warnings
 
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     from megatron_rl.exact import measure, on_rank
 
-    measured = [(memory, on_rank(plan, memory)) for memory in measure(config, _hf_config(config, given), plan.world)]
-    print(json.dumps(figures(measured), indent=2) if as_json else table(measured))
-    return exit_codes.FAILED if any(any(rank.problems()) for _, rank in measured) else exit_codes.OK
+    return [(memory, on_rank(plan, memory)) for memory in measure(config, _hf_config(config, given), plan.world)]
 
 
 def figures(measured: Sequence[tuple[RankMemory, Plan]]) -> dict[str, object]:

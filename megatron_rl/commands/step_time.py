@@ -1,0 +1,99 @@
+"""Of `plan`: the predicted time of a step, its options, table and figures."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_rl.config import Config, ConfigError
+from megatron_rl.models import Model
+from megatron_rl.predict.hardware import TABLES, Hardware, parse
+from megatron_rl.predict.lengths import Lengths
+from megatron_rl.predict.step import GENERATE, UPDATE, Predictor, StepTime
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the step's time")
+    group.add_argument(
+        "--hardware",
+        default="h100",
+        metavar="NAME",
+        help=f"{', '.join(TABLES)}, or a YAML file with values and their `base`; values may follow: h100,network=25e9 "
+        "(default h100; docs/layouts.md has the tables)",
+    )
+    group.add_argument("--response-tokens", type=float, metavar="MEAN", help="default: half of rollout.max_tokens")
+    group.add_argument(
+        "--response-spread",
+        type=float,
+        default=0.6,
+        metavar="SIGMA",
+        help="standard deviation of the logarithm of a response's length (default 0.6)",
+    )
+    group.add_argument(
+        "--prompt-tokens", type=float, metavar="MEAN", help="default: a quarter of rollout.max_prompt_tokens"
+    )
+    group.add_argument(
+        "--reward-seconds", type=float, default=0.0, metavar="S", help="scoring after the last response (default 0)"
+    )
+
+
+def hardware(args: argparse.Namespace) -> Hardware:
+    """Raises:
+    ConfigError: an unknown name, or a value that is no number above 0.
+    """
+    return parse(args.hardware)
+
+
+def predictor(args: argparse.Namespace, config: Config, model: Model) -> Predictor | None:
+    """None for fp32 models, which the tables have no rates for.
+
+    Raises:
+        ConfigError: lengths that cannot be.
+    """
+    if config.model.dtype == "float32":
+        return None
+    limit = config.rollout.max_tokens
+    if args.reward_seconds < 0:
+        raise ConfigError("--reward-seconds must not be below 0")
+    try:
+        lengths = Lengths.log_normal(
+            limit / 2 if args.response_tokens is None else args.response_tokens,
+            limit,
+            spread=args.response_spread,
+            prompt=config.rollout.max_prompt_tokens / 4 if args.prompt_tokens is None else args.prompt_tokens,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--response-tokens, --response-spread: {error}") from None
+    return Predictor(model, parse(args.hardware), lengths, args.reward_seconds)
+
+
+def figures(step: StepTime) -> dict[str, object]:
+    return {
+        "seconds": {**step.seconds, "step": step.total},
+        "tokens_per_s_per_gpu": step.tokens_per_s_per_gpu,
+        "bounds": dict(step.bounds),
+        "bubble_share": step.bubble,
+        "tail_idle_share": step.generation.idle,
+        "microbatches": step.microbatches,
+    }
+
+
+def table(step: StepTime, predictor: Predictor) -> str:
+    """A line per phase, and what waits."""
+    lengths, rates = predictor.lengths, step.tokens_per_s_per_gpu
+    longest = lengths.longest(step.responses / lengths.mean)
+    lines = [
+        f"a step on {predictor.hardware.name}: {step.tokens / 1e6:.2f} M tokens, prompts of {lengths.prompt:,.0f} and "
+        f"responses of {lengths.mean:,.0f} in the mean, the longest about {longest:,.0f}",
+        f"{'predicted, never timed on a GPU':40s}{'seconds':>10s}{'share':>10s}{'tokens/s/GPU':>14s}  bounded by",
+    ]
+    for name, seconds in step.seconds.items():
+        lines.append(
+            f"{name:40s}{seconds:10.1f}{seconds / step.total:10.0%}{rates[name]:14,.0f}  {step.bounds.get(name, '')}"
+        )
+    lines.append(f"{'step':40s}{step.total:10.1f}{1:10.0%}{rates['step']:14,.0f}")
+    waits = [
+        f"{step.generation.idle:.0%} of the engines' places are empty while the longest responses end ({GENERATE})"
+    ]
+    if step.bubble > 0:
+        waits.append(f"the pipeline's bubble is {step.bubble:.0%} of the {UPDATE}")
+    return "\n".join([*lines, "; ".join(waits)])

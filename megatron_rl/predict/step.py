@@ -1,0 +1,175 @@
+"""The phases of a step, in seconds, by the names of `timing_s/...`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from megatron_rl.config import Config
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.models import Model
+from megatron_rl.planner import Plan, engine_weight_bytes
+from megatron_rl.predict.generation import Decoding, Generation
+from megatron_rl.predict.hardware import Hardware
+from megatron_rl.predict.kernels import Group, host_seconds, memory_seconds
+from megatron_rl.predict.lengths import Lengths
+from megatron_rl.predict.training import Cost, Training
+
+GENERATE, REWARD, SWITCH, OLD, REFERENCE, UPDATE, SYNC = (
+    "generate",
+    "reward",
+    "switch",
+    "old_log_prob",
+    "ref_log_prob",
+    "update",
+    "sync",
+)
+_SAMPLES = 256  # sequences whose packing stands for that of all
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step's prediction.
+
+    Attributes:
+        seconds: of each phase, in order; phases that the recipe has not are left out.
+        tokens: of a step: prompts and responses; `responses` without prompts.
+        gpus: of the job.
+        bounds: what takes most of a phase.
+        generation, update: with what they are made of.
+        microbatches: of a data-parallel rank and optimizer step.
+    """
+
+    seconds: Mapping[str, float]
+    tokens: float
+    responses: float
+    gpus: int
+    bounds: Mapping[str, str]
+    generation: Generation
+    update: Cost
+    microbatches: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_s_per_gpu(self) -> dict[str, float]:
+        """Of each phase and of the step; generation: of responses."""
+        phases = {
+            name: (self.responses if name == GENERATE else self.tokens) / seconds / self.gpus
+            for name, seconds in self.seconds.items()
+            if seconds > 0
+        }
+        return phases | {"step": self.tokens / self.total / self.gpus}
+
+    @property
+    def bubble(self) -> float:
+        """Share of the update in which stages of the pipeline wait for their first and last micro-batch."""
+        return self.update.bubble / self.update.seconds
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """What is common to all layouts of a recipe; `of` gives a layout's step.
+
+    Attributes:
+        reward_seconds: what scoring takes after the last response.
+        factors: measured over predicted seconds, by phase (`calibrate`).
+    """
+
+    model: Model
+    hardware: Hardware
+    lengths: Lengths
+    reward_seconds: float = 0.0
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, config: Config, plan: Plan) -> StepTime:
+        """A checked recipe in the layout that `plan` is of."""
+        training = Training(self.model, config.actor, plan.world, self.hardware)
+        decoding = Decoding(self.model, config.rollout, self.hardware, plan.cache_tokens)
+        responses = config.trainer.prompts_per_step * config.rollout.group_size
+        generation = decoding.generate(responses / plan.engines, responses, self.lengths)
+        optimizer_steps = config.trainer.minibatches * config.trainer.epochs
+        per_rank = responses / training.data_parallel
+        batches, tokens = self.packing(config, per_rank / config.trainer.minibatches)
+        pairs = tokens / self.lengths.total * self.lengths.pairs
+        once = training.passes(batches, tokens, pairs, train=True) + training.optimizer()
+        update = (once + training.data_communication(tokens, pairs)) * optimizer_steps
+        forward = training.passes(*self._whole(config, per_rank), train=False)
+        host = host_seconds(self.hardware, _optimizer_bytes(plan)) if config.actor.offload else 0.0
+        seconds = {GENERATE: generation.seconds, REWARD: self.reward_seconds}
+        bounds = {GENERATE: generation.bound, REWARD: "the reward", OLD: forward.largest, UPDATE: update.largest}
+        # What returns does so under the log-probs.
+        seconds[OLD] = max(forward.seconds, host)
+        if config.algorithm.kl.coef > 0 or config.algorithm.kl.reward_coef > 0:
+            weights = 2 * plan.parameters.total
+            seconds[REFERENCE] = forward.seconds + 2 * host_seconds(self.hardware, weights)
+            bounds[REFERENCE] = forward.largest
+        seconds[UPDATE] = update.seconds
+        moved = sync_seconds(self.model, config, plan, self.hardware)
+        seconds[SYNC], bounds[SYNC] = moved + host, "the host's link" if host > moved else "the weights' way"
+        return StepTime(
+            {name: value * self.factors.get(name, 1.0) for name, value in seconds.items() if value},
+            responses * self.lengths.total,
+            responses * self.lengths.mean,
+            plan.world,
+            bounds,
+            generation,
+            update,
+            batches,
+        )
+
+    def packing(self, config: Config, sequences: float) -> tuple[int, float]:
+        """Micro-batches of a data-parallel rank for so many sequences, and the tokens in each."""
+        fill = _fill(self.lengths, config.actor.tokens_per_microbatch)
+        tokens = sequences * self.lengths.total
+        count = max(1, math.ceil(tokens / (fill * config.actor.tokens_per_microbatch) - 1e-6))
+        return count, tokens / count
+
+    def _whole(self, config: Config, sequences: float) -> tuple[int, float, float]:
+        batches, tokens = self.packing(config, sequences)
+        return batches, tokens, tokens / self.lengths.total * self.lengths.pairs
+
+
+@cache
+def _fill(lengths: Lengths, budget: int) -> float:
+    """Share of the budget that sequences fill where the longest are packed first."""
+    room: list[float] = []
+    wanted = [min(float(budget), lengths.prompt + value) for value in lengths.quantiles(_SAMPLES)]
+    for value in reversed(wanted):
+        place = next((i for i, free in enumerate(room) if free >= value), None)
+        if place is None:
+            room.append(budget - value)
+        else:
+            room[place] -= value
+    # The last bin of so few sequences is as empty as chance has it.
+    whole = len(room) - 1 + (1 - room[-1] / budget) if len(room) > 1 else 1.0
+    return min(1.0, sum(wanted) / (whole * budget)) if len(room) > 1 else 1.0
+
+
+def _optimizer_bytes(plan: Plan) -> float:
+    return sum(part.bytes for part in plan.components if part.name == "actor: optimizer state")
+
+
+def sync_seconds(model: Model, config: Config, plan: Plan, hardware: Hardware) -> float:
+    """The weights' way into the engines: each rank's slice, from its own domain where that has all stages, else over the
+    network; and three times through memory (packed, received, put in place)."""
+    parallel, rollout = config.actor.parallel, config.rollout
+    bf16 = engine_weight_bytes(model, _unquantised(rollout), 2)
+    aligned = rollout.tensor_parallel in (1, parallel.tensor) and not model.dims["experts"]
+    held = 2 * plan.parameters.total if aligned or (rollout.tensor_parallel == 1 and model.dims["experts"]) else 0.0
+    moved = max(0.0, bf16 - min(held, bf16 / parallel.pipeline))
+    copy = max(1, parallel.pipeline * max(parallel.tensor, parallel.expert * parallel.expert_tensor))  # ranks
+    near = Group(hardware, copy).near / copy
+    links = max(
+        near * moved / (hardware.nvlink * hardware.nvlink_share),
+        (1 - near) * moved / (hardware.network * hardware.network_share),
+    )
+    return links + memory_seconds(hardware, 3 * bf16)
+
+
+def _unquantised(rollout: RolloutConfig) -> RolloutConfig:
+    return replace(rollout, fp8="none")
