@@ -67,7 +67,8 @@ class Decoding:
         dims, hardware = self.model.dims, self.hardware
         always, experts = self._weights
         touched = 1 - (1 - dims["top_k"] / dims["experts"]) ** running if dims["experts"] else 0.0
-        weights = memory_seconds(hardware, always + touched * experts)
+        read = hardware.memory * hardware.decode_share
+        weights = (always + touched * experts) / read
         peak = (
             hardware.bf16 * hardware.product_share
             if self.rollout.fp8 == "none"
@@ -78,7 +79,7 @@ class Decoding:
         return {
             "weights": weights,
             "products": max(0.0, products - weights),
-            "cache": memory_seconds(hardware, running * context * self._cache),
+            "cache": running * context * self._cache / read,
             "tensor": 2 * dims["layers"] * self._group.reduce_seconds(moved),
             "launches": dims["layers"] * _KERNELS[bool(dims["experts"])] * hardware.launch,
             "sampling": memory_seconds(hardware, running * dims["vocab"] * _SAMPLING),
@@ -111,6 +112,14 @@ class Decoding:
     def places(self, lengths: Lengths) -> float:
         """Sequences that are decoded at a time: what the recipe allows and the cache holds at their mean length under way."""
         return max(1.0, min(self.rollout.max_concurrent, self.cache_tokens / (lengths.prompt + lengths.remaining)))
+
+    def steady_seconds(self, responses: float, lengths: Lengths) -> float:
+        """`responses` of an engine that always has more to draw: with no tail, as where the next batch begins before this one's
+        end."""
+        places = self.places(lengths)
+        prompts = responses / self.rollout.group_size
+        prompt = self.prompt_seconds(prompts * lengths.prompt, prompts * lengths.prompt**2 / 2)
+        return prompt + responses * lengths.mean / places * self.step_seconds(places, lengths.prompt + lengths.remaining)
 
     def generate(self, responses: float, everywhere: float, lengths: Lengths) -> Generation:
         """`responses` of each engine, `everywhere` of all engines together: the slowest engine ends it.

@@ -32,6 +32,7 @@ class Hardware:
         product_share, product_share_fp8: of `bf16` and `fp8`, in large matrix products at the clock that power allows.
         attention_share: of `bf16`, in the forward pass of fused attention; the backward pass takes 2.5 times the operations.
         memory_share, nvlink_share, network_share, host_link_share: of the bytes per second.
+        decode_share: of `memory`, in decoding, whose products have few rows and whose attention reads scattered blocks.
         exchange_share: of the links' bytes per second in all-to-alls, whose messages are small and uneven.
         overlap: how much of communication that runs beside computation is hidden.
         launch: seconds from one kernel's end to the next one's full speed.
@@ -57,6 +58,7 @@ class Hardware:
     product_share_fp8: float = 0.62
     attention_share: float = 0.6
     memory_share: float = 0.8
+    decode_share: float = 0.6
     nvlink_share: float = 0.75
     network_share: float = 0.8
     exchange_share: float = 0.6
@@ -67,10 +69,13 @@ class Hardware:
     network_message: float = 20e-6
     host_dense: float = 0.35e-3
     host_experts: float = 1.0e-3
-    engine_host: float = 3e-3
-    engine_host_sequence: float = 20e-6
+    engine_host: float = 5e-3
+    engine_host_sequence: float = 40e-6
 
 
+# Blackwell's programs reach less of what is printed, and Grace's cores take half as long again for a program in Python.
+_BLACKWELL = {"product_share": 0.65, "decode_share": 0.5}
+_GRACE = {"host_dense": 0.5e-3, "host_experts": 1.5e-3, "engine_host": 7.5e-3, "engine_host_sequence": 60e-6}
 # NVIDIA's data sheets of the H100 SXM5, H200 SXM, HGX B200 and GB200 NVL72, without sparsity; NVLink per direction is half of
 # the figure printed there. `memory_gib` is what the driver reports, rounded down. Network: one port of 400 Gb/s per GPU. Host
 # link: PCIe 5.0 x16; GB200: NVLink-C2C, 450 GB/s in each direction for two GPUs.
@@ -79,8 +84,8 @@ TABLES: Mapping[str, Hardware] = {
     for table in (
         Hardware("h100", 989e12, 1979e12, 132, 79, 3.35e12, 450e9, 8, 50e9, 64e9),
         Hardware("h200", 989e12, 1979e12, 132, 139, 4.8e12, 450e9, 8, 50e9, 64e9),
-        Hardware("b200", 2250e12, 4500e12, 148, 178, 8e12, 900e9, 8, 50e9, 64e9),
-        Hardware("gb200", 2500e12, 5000e12, 148, 184, 8e12, 900e9, 72, 50e9, 225e9),
+        Hardware("b200", 2250e12, 4500e12, 148, 178, 8e12, 900e9, 8, 50e9, 64e9, **_BLACKWELL),
+        Hardware("gb200", 2500e12, 5000e12, 148, 184, 8e12, 900e9, 72, 50e9, 225e9, **_BLACKWELL, **_GRACE),
     )
 }
 _VALUES = tuple(field.name for field in fields(Hardware) if field.name != "name")

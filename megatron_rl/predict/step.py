@@ -10,7 +10,7 @@ from functools import cache
 from megatron_rl.config import Config
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import Model
-from megatron_rl.planner import Plan, engine_weight_bytes
+from megatron_rl.planner import Plan, engine_weight_bytes, total_parameters
 from megatron_rl.predict.generation import Decoding, Generation
 from megatron_rl.predict.hardware import Hardware
 from megatron_rl.predict.kernels import Group, host_seconds, memory_seconds
@@ -155,13 +155,15 @@ def _optimizer_bytes(plan: Plan) -> float:
 
 
 def sync_seconds(model: Model, config: Config, plan: Plan, hardware: Hardware) -> float:
-    """The weights' way into the engines: each rank's slice, from its own domain where that has all stages, else over the
-    network; and three times through memory (packed, received, put in place)."""
+    """The weights' way into the engines: each rank's slice (`rollout.sync: whole`: everything), from its own domain where that
+    has all stages, else over the network; and three times through memory (packed, received, put in place)."""
     parallel, rollout = config.actor.parallel, config.rollout
     bf16 = engine_weight_bytes(model, _unquantised(rollout), 2)
     aligned = rollout.tensor_parallel in (1, parallel.tensor) and not model.dims["experts"]
     held = 2 * plan.parameters.total if aligned or (rollout.tensor_parallel == 1 and model.dims["experts"]) else 0.0
     moved = max(0.0, bf16 - min(held, bf16 / parallel.pipeline))
+    if rollout.sync == "whole":
+        moved = bf16 = 2.0 * total_parameters(model)
     copy = max(1, parallel.pipeline * max(parallel.tensor, parallel.expert * parallel.expert_tensor))  # ranks
     near = Group(hardware, copy).near / copy
     links = max(
