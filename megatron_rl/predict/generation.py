@@ -114,12 +114,13 @@ class Decoding:
         return max(1.0, min(self.rollout.max_concurrent, self.cache_tokens / (lengths.prompt + lengths.remaining)))
 
     def steady_seconds(self, responses: float, lengths: Lengths) -> float:
-        """`responses` of an engine that always has more to draw: with no tail, as where the next batch begins before this one's
-        end."""
+        """`responses` of an engine that always has more to draw, as where a batch begins before the last one ends."""
         places = self.places(lengths)
         prompts = responses / self.rollout.group_size
         prompt = self.prompt_seconds(prompts * lengths.prompt, prompts * lengths.prompt**2 / 2)
-        return prompt + responses * lengths.mean / places * self.step_seconds(places, lengths.prompt + lengths.remaining)
+        return prompt + responses * lengths.mean / places * self.step_seconds(
+            places, lengths.prompt + lengths.remaining
+        )
 
     def generate(self, responses: float, everywhere: float, lengths: Lengths) -> Generation:
         """`responses` of each engine, `everywhere` of all engines together: the slowest engine ends it.

@@ -155,8 +155,8 @@ def _optimizer_bytes(plan: Plan) -> float:
 
 
 def sync_seconds(model: Model, config: Config, plan: Plan, hardware: Hardware) -> float:
-    """The weights' way into the engines: each rank's slice (`rollout.sync: whole`: everything), from its own domain where that
-    has all stages, else over the network; and three times through memory (packed, received, put in place)."""
+    """The weights' way into the engines: each rank's slice (`rollout.sync: whole`: everything), from its own domain where
+    that has all stages, else over the network; and three times through memory (packed, received, put in place)."""
     parallel, rollout = config.actor.parallel, config.rollout
     bf16 = engine_weight_bytes(model, _unquantised(rollout), 2)
     aligned = rollout.tensor_parallel in (1, parallel.tensor) and not model.dims["experts"]
