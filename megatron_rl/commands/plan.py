@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.commands import step_time
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.published import published_config
-from megatron_rl.models import HFConfig, model_of, read_hf_config
+from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.qwen3 import created_config
 from megatron_rl.planner import GIB, PHASES, Plan, active_parameters, make_plan, total_parameters
 from megatron_rl.runtime import exit_codes
@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
         given, source = _given(config, args.model_config)
         config = check(config, command="train", machine=machine, model=given)
         plan = make_plan(config, model_of(_hf_config(config, given)), world, gib * GIB)
-        predictor = step_time.predictor(args, config, plan.model)
-        step = None if predictor is None else predictor.of(config, plan)
-        found: dict[str, object] = {"step_time": None if step is None else step_time.figures(step)}
-        text = [] if step is None or predictor is None else [step_time.table(step, predictor)]
+        predictor = step_time.predictor(args, config, plan.model, _sizes, gib * GIB)
+        step = predictor.of(config, plan)
+        found: dict[str, object] = {"step_time": step_time.figures(step)}
+        text = [step_time.table(step, predictor, config)]
         if args.exact:
             measured = _exactly(config, given, plan)
             found |= figures(measured)
@@ -155,6 +155,11 @@ def _read(path: Path) -> HFConfig:
     if not isinstance(model, dict):
         raise ConfigError(f"--model-config {path} does not hold a JSON object")
     return model
+
+
+def _sizes(config: Config) -> Model:
+    """The model of a recipe without `--model-config`."""
+    return model_of(_hf_config(config, _given(config, None)[0]))
 
 
 def _hf_config(config: Config, given: HFConfig | None) -> HFConfig:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
-from megatron_rl.config import Config, ConfigError
+from megatron_rl.config import Config, ConfigError, load_recipe
 from megatron_rl.models import Model
+from megatron_rl.planner import make_plan
+from megatron_rl.predict.calibrate import Run, calibrated
 from megatron_rl.predict.hardware import TABLES, Hardware, parse
 from megatron_rl.predict.lengths import Lengths
 from megatron_rl.predict.step import GENERATE, UPDATE, Predictor, StepTime
@@ -32,7 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens", type=float, metavar="MEAN", help="default: a quarter of rollout.max_prompt_tokens"
     )
     group.add_argument(
-        "--reward-seconds", type=float, default=0.0, metavar="S", help="scoring after the last response (default 0)"
+        "--reward-seconds",
+        type=float,
+        metavar="S",
+        help="scoring after the last response (default: that of --calibrate, or 0)",
+    )
+    group.add_argument(
+        "--calibrate",
+        metavar="RUN",
+        help="a run's folder: phases are scaled so that its own times come out, and its lengths are taken",
     )
 
 
@@ -43,18 +56,19 @@ def hardware(args: argparse.Namespace) -> Hardware:
     return parse(args.hardware)
 
 
-def predictor(args: argparse.Namespace, config: Config, model: Model) -> Predictor | None:
-    """None for fp32 models, which the tables have no rates for.
+def predictor(
+    args: argparse.Namespace, config: Config, model: Model, sizes: Callable[[Config], Model], gpu_bytes: float
+) -> Predictor:
+    """`sizes`: the model of another recipe, that of the run to calibrate with.
 
     Raises:
-        ConfigError: lengths that cannot be.
+        ConfigError: lengths that cannot be, or a folder that is no run's.
     """
-    if config.model.dtype == "float32":
-        return None
-    limit = config.rollout.max_tokens
-    if args.reward_seconds < 0:
+    if args.reward_seconds is not None and args.reward_seconds < 0:
         raise ConfigError("--reward-seconds must not be below 0")
+    limit = config.rollout.max_tokens
     try:
+        run = None if args.calibrate is None else Run.read(Path(args.calibrate))
         lengths = Lengths.log_normal(
             limit / 2 if args.response_tokens is None else args.response_tokens,
             limit,
@@ -62,8 +76,14 @@ def predictor(args: argparse.Namespace, config: Config, model: Model) -> Predict
             prompt=config.rollout.max_prompt_tokens / 4 if args.prompt_tokens is None else args.prompt_tokens,
         )
     except ValueError as error:
-        raise ConfigError(f"--response-tokens, --response-spread: {error}") from None
-    return Predictor(model, parse(args.hardware), lengths, args.reward_seconds)
+        raise ConfigError(f"--response-tokens, --response-spread, --calibrate: {error}") from None
+    made = Predictor(model, parse(args.hardware), lengths)
+    if run is not None:
+        ran = load_recipe(run.folder / "recipe.yaml")
+        own = sizes(ran)
+        measured = calibrated(replace(made, model=own), run, ran, make_plan(ran, own, run.gpus, gpu_bytes))
+        made = replace(measured, model=model, lengths=lengths if args.response_tokens is not None else run.lengths)
+    return made if args.reward_seconds is None else replace(made, reward_seconds=args.reward_seconds)
 
 
 def figures(step: StepTime) -> dict[str, object]:
@@ -77,14 +97,14 @@ def figures(step: StepTime) -> dict[str, object]:
     }
 
 
-def table(step: StepTime, predictor: Predictor) -> str:
+def table(step: StepTime, predictor: Predictor, config: Config) -> str:
     """A line per phase, and what waits."""
     lengths, rates = predictor.lengths, step.tokens_per_s_per_gpu
     longest = lengths.longest(step.responses / lengths.mean)
     lines = [
         f"a step on {predictor.hardware.name}: {step.tokens / 1e6:.2f} M tokens, prompts of {lengths.prompt:,.0f} and "
         f"responses of {lengths.mean:,.0f} in the mean, the longest about {longest:,.0f}",
-        f"{'predicted, never timed on a GPU':40s}{'seconds':>10s}{'share':>10s}{'tokens/s/GPU':>14s}  bounded by",
+        f"{_kind(predictor, config):40s}{'seconds':>10s}{'share':>10s}{'tokens/s/GPU':>14s}  bounded by",
     ]
     for name, seconds in step.seconds.items():
         lines.append(
@@ -97,3 +117,9 @@ def table(step: StepTime, predictor: Predictor) -> str:
     if step.bubble > 0:
         waits.append(f"the pipeline's bubble is {step.bubble:.0%} of the {UPDATE}")
     return "\n".join([*lines, "; ".join(waits)])
+
+
+def _kind(predictor: Predictor, config: Config) -> str:
+    if predictor.factors:
+        return "predicted, scaled to a run's times"
+    return "predicted" + (" at the rates of bf16" if config.model.dtype == "float32" else ", not timed on a GPU")

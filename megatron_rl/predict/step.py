@@ -78,6 +78,7 @@ class Predictor:
     Attributes:
         reward_seconds: what scoring takes after the last response.
         factors: measured over predicted seconds, by phase (`calibrate`).
+        others: seconds of phases that are not predicted, measured.
     """
 
     model: Model
@@ -85,6 +86,7 @@ class Predictor:
     lengths: Lengths
     reward_seconds: float = 0.0
     factors: Mapping[str, float] = field(default_factory=dict)
+    others: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, config: Config, plan: Plan) -> StepTime:
         """A checked recipe in the layout that `plan` is of."""
@@ -111,8 +113,9 @@ class Predictor:
         seconds[UPDATE] = update.seconds
         moved = sync_seconds(self.model, config, plan, self.hardware)
         seconds[SYNC], bounds[SYNC] = moved + host, "the host's link" if host > moved else "the weights' way"
+        scaled = {name: value * self.factors.get(name, 1.0) for name, value in seconds.items() if value}
         return StepTime(
-            {name: value * self.factors.get(name, 1.0) for name, value in seconds.items() if value},
+            {**scaled, **self.others},
             responses * self.lengths.total,
             responses * self.lengths.mean,
             plan.world,
