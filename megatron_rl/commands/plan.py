@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands import step_time
+from megatron_rl.commands import simulated, step_time
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         "--json", action="store_true", help="the step's time as JSON; with --exact also each class of ranks"
     )
     step_time.add_arguments(parser)
+    simulated.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,6 +70,10 @@ def run(args: argparse.Namespace) -> int:
         step = predictor.of(config, plan)
         found: dict[str, object] = {"step_time": step_time.figures(step)}
         text = [step_time.table(step, predictor, config)]
+        if args.simulate:
+            steps = simulated.run(args, config, plan, predictor, step)
+            found |= simulated.figures(steps)
+            text.append(simulated.table(steps))
         if args.exact:
             measured = _exactly(config, given, plan)
             found |= figures(measured)

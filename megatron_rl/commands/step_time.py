@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from megatron_rl.config import Config, ConfigError, load_recipe
 from megatron_rl.models import Model
 from megatron_rl.planner import make_plan
@@ -14,6 +16,7 @@ from megatron_rl.predict.calibrate import Run, calibrated
 from megatron_rl.predict.hardware import TABLES, Hardware, parse
 from megatron_rl.predict.lengths import Lengths
 from megatron_rl.predict.step import GENERATE, UPDATE, Predictor, StepTime
+from megatron_rl.simulation.lengths import read_lengths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"{', '.join(TABLES)}, or a YAML file with values and their `base`; values may follow: h100,network=25e9 "
         "(default h100; docs/layouts.md has the tables)",
+    )
+    group.add_argument(
+        "--response-lengths",
+        type=Path,
+        metavar="RUN",
+        help="a run folder, or one of its rollouts/step_<n>.npz: lengths as recorded there, in place of the next two",
     )
     group.add_argument("--response-tokens", type=float, metavar="MEAN", help="default: half of rollout.max_tokens")
     group.add_argument(
@@ -67,22 +76,24 @@ def predictor(
     if args.reward_seconds is not None and args.reward_seconds < 0:
         raise ConfigError("--reward-seconds must not be below 0")
     limit = config.rollout.max_tokens
+    prompt = config.rollout.max_prompt_tokens / 4 if args.prompt_tokens is None else args.prompt_tokens
     try:
         run = None if args.calibrate is None else Run.read(Path(args.calibrate))
-        lengths = Lengths.log_normal(
-            limit / 2 if args.response_tokens is None else args.response_tokens,
-            limit,
-            spread=args.response_spread,
-            prompt=config.rollout.max_prompt_tokens / 4 if args.prompt_tokens is None else args.prompt_tokens,
-        )
+        if args.response_lengths is not None:
+            recorded = read_lengths(args.response_lengths, limit)
+            lengths = Lengths.recorded(np.concatenate([tokens.ravel() for tokens in recorded]), prompt)
+        else:
+            mean = limit / 2 if args.response_tokens is None else args.response_tokens
+            lengths = Lengths.log_normal(mean, limit, spread=args.response_spread, prompt=prompt)
     except ValueError as error:
-        raise ConfigError(f"--response-tokens, --response-spread, --calibrate: {error}") from None
+        raise ConfigError(f"--response-..., --calibrate: {error}") from None
     made = Predictor(model, parse(args.hardware), lengths)
     if run is not None:
         ran = load_recipe(run.folder / "recipe.yaml")
         own = sizes(ran)
+        given = args.response_tokens is not None or args.response_lengths is not None
         measured = calibrated(replace(made, model=own), run, ran, make_plan(ran, own, run.gpus, gpu_bytes))
-        made = replace(measured, model=model, lengths=lengths if args.response_tokens is not None else run.lengths)
+        made = replace(measured, model=model, lengths=lengths if given else run.lengths)
     return made if args.reward_seconds is None else replace(made, reward_seconds=args.reward_seconds)
 
 

@@ -1,0 +1,1 @@
+"""A discrete simulation of RL steps: engines that decode until their sequences end, what follows, failures. No torch."""

@@ -1,0 +1,116 @@
+"""What failures and checkpoints leave of a job's time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Exponentially distributed, independent of what the job does; seconds.
+
+    Attributes:
+        between: mean time between two failures of the whole job (a node's divided by the nodes).
+        restart: from a failure to the first step of the next start.
+        blocked: what training waits for a save (`checkpoint/blocked_s`).
+        write: from then on until the checkpoint is whole (`checkpoint/write_s`), beside training; a failure before loses it.
+    """
+
+    between: float
+    restart: float
+    blocked: float
+    write: float
+
+
+def saves(seconds: np.ndarray, every: int, failures: Failures) -> tuple[np.ndarray, np.ndarray]:
+    """When checkpoints are whole after a start, and the seconds of steps in each, float64 [checkpoints], ascending.
+
+    `seconds`: of steps one after the other. A save that comes while another is written is put off: none come more often than
+    a write takes.
+    """
+    every = max(every, math.ceil(failures.write / float(seconds.mean())))
+    held = np.cumsum(seconds)[every - 1 :: every]
+    return held + failures.blocked * np.arange(1, len(held) + 1) + failures.write, held
+
+
+def goodput(seconds: np.ndarray, every: int, failures: Failures) -> float:
+    """Expected share of the time in which steps are done that are not lost, over a long job.
+
+    A start runs for an exponential time; what it leaves is what its last whole checkpoint holds (renewal-reward).
+    """
+    whole, held = saves(_repeated(seconds, failures), every, failures)
+    gained = np.diff(held, prepend=0.0) @ np.exp(-whole / failures.between)
+    return float(gained / (failures.between + failures.restart))
+
+
+def _repeated(seconds: np.ndarray, failures: Failures) -> np.ndarray:
+    """Steps for as long as a start may last: longer ones have a share of exp(-9)."""
+    return np.resize(seconds, math.ceil(9 * failures.between / float(seconds.mean())) + len(seconds))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Steps between checkpoints, and the goodput."""
+
+    steps: int
+    goodput: float
+
+
+def intervals(seconds: np.ndarray, failures: Failures, most: int = 10_000) -> list[Interval]:
+    """Goodput over intervals from the shortest that the disk keeps up with to several times the best, about 10 to a factor of
+    ten."""
+    tried, found, best = max(1, math.ceil(failures.write / float(seconds.mean()))), list[Interval](), 0.0
+    while tried <= most or not found:
+        found.append(Interval(tried, goodput(seconds, tried, failures)))
+        best = max(best, found[-1].goodput)
+        if found[-1].goodput < 0.9 * best:
+            break
+        tried = max(tried + 1, round(tried * 1.25))
+    return found
+
+
+def young(failures: Failures) -> float:
+    """Young's interval (1974), seconds of work between two saves."""
+    return math.sqrt(2 * failures.blocked * failures.between)
+
+
+def daly(failures: Failures) -> float:
+    """Daly's interval (2006, equation 37), seconds of work between two saves."""
+    cost, between = failures.blocked, failures.between
+    if cost >= 2 * between:
+        return between
+    ratio = cost / (2 * between)
+    return math.sqrt(2 * cost * between) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+
+
+@dataclass(frozen=True)
+class Day:
+    """24 hours of a job: when it failed, and the seconds of steps that were kept."""
+
+    failed: Sequence[float]
+    kept: float
+
+
+def days(seconds: np.ndarray, every: int, failures: Failures, count: int, seed: int) -> list[Day]:
+    """Days that begin with a start. The last start of a day goes on, so nothing of it is lost."""
+    rng = np.random.default_rng((seed, 2))
+    whole, held = saves(_repeated(seconds, failures), every, failures)
+    found = []
+    for _ in range(count):
+        now, kept, failed = 0.0, 0.0, list[float]()
+        while now < 86_400:
+            lasts = float(rng.exponential(failures.between))
+            if now + lasts >= 86_400:
+                blocked = failures.blocked * np.searchsorted(whole, 86_400 - now)
+                kept += max(0.0, 86_400 - now - float(blocked))
+                break
+            saved = int(np.searchsorted(whole, lasts, side="right"))
+            kept += float(held[saved - 1]) if saved else 0.0
+            failed.append(now + lasts)
+            now += lasts + failures.restart
+        found.append(Day(failed, kept))
+    return found

@@ -1,0 +1,65 @@
+"""`megatron-rl plan --simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.cli import main
+
+ROOT = Path(__file__).parents[2]
+PLAN = (
+    "plan",
+    str(ROOT / "recipes" / "scale" / "qwen3-32b.yaml"),
+    "--nodes",
+    "4",
+    "--simulate",
+    "--simulated-steps",
+    "2",
+)
+
+
+def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--json", "--mtbf-hours", "50", "--judge-seconds", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    simulated, predicted = found["simulation"], found["step_time"]["seconds"]
+    phases = {name: phase["seconds"] for name, phase in simulated["synchronous"]["phases"].items()}
+    # Training is the predicted one's for the tokens that were drawn; generation is its own calculation.
+    assert phases["update"] == pytest.approx(predicted["update"], rel=0.03)
+    assert phases["sync"] == pytest.approx(predicted["sync"])
+    assert phases["generate"] == pytest.approx(predicted["generate"], rel=0.35)
+    assert phases["reward"] > 1
+    assert sum(phases.values()) == pytest.approx(simulated["synchronous"]["seconds"])
+    assert simulated["partial"]["seconds"] < simulated["synchronous"]["seconds"]
+    goodput = simulated["goodput"]
+    assert goodput["recipe"]["steps"] == 10
+    assert goodput["recipe"]["goodput"] <= goodput["best"]["goodput"] < 1
+    assert np.mean(goodput["days"]) == pytest.approx(goodput["best"]["goodput"], abs=0.03)
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    np.savez(tmp_path / "step_1.npz", lengths=np.full((4, 16), 700.0))
+    assert main([*PLAN, "--response-lengths", str(tmp_path / "step_1.npz"), "rollout.max_tokens=512"]) == 0
+    text = capsys.readouterr().out
+    assert "responses of 512 in the mean, the longest about 512" in text
+    assert "recorded, of 4 prompts" in text
+    assert "one step off, " in text
+    assert text.count("not in this product") == 2
+    assert "goodput" not in text  # nothing is known of failures
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mtbf-hours", "0"], "--mtbf-hours must be above 0"),
+        (["--judge-seconds", "-1"], "--judge-seconds must not be below 0"),
+        (["--simulated-steps", "0"], "--simulated-steps must be above 0"),
+        (["--response-lengths", "/nowhere"], "/nowhere has no recorded rollouts"),
+    ],
+)
+def test_what_cannot_be_simulated(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, *arguments]) == 2
+    assert message in capsys.readouterr().err
