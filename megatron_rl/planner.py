@@ -314,7 +314,8 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
     experts_kept = 0.0
     if actor.moe.routing_replay == "rollout":  # vLLM keeps those of the tokens in its cache, a byte each (of up to 256)
         experts_kept = max(0.0, cache_tokens) * model.dims["layers"] * model.dims["top_k"]
-    state_in = (UPDATE,) if actor.offload else PHASES
+    state_in = (UPDATE, CHECK) if actor.offload else PHASES
+    weights_in = (UPDATE, SYNC, CHECK) if actor.offload_weights else PHASES
     offload = () if actor.offload else ("actor.offload=true",)
     split = (
         "actor.parallel.tensor",
@@ -322,7 +323,9 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         *["actor.parallel.expert"] * bool(model.dims["experts"]),
     )
     components = [
-        Component(WEIGHTS, weights, PHASES, split),
+        Component(
+            WEIGHTS, weights, weights_in, (*["actor.offload_weights=true"] * (not actor.offload_weights), *split)
+        ),
         Component("actor: FP8 copies of the weights", fp8_copies, PHASES, ("actor.fp8.param_gather",)),
         Component(GRADIENTS, gradients, state_in, (*offload, *split)),
         Component(OPTIMIZER, optimizer, state_in, (*offload, "more nodes")),
@@ -337,11 +340,11 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         Component(
             "engine: weights",
             engine_weights,
-            (GENERATE, SYNC, CHECK),
+            (GENERATE, SYNC),
             ("rollout.tensor_parallel", *["rollout.fp8=blockwise"] * (config.rollout.fp8 == "none")),
         ),
-        Component("engine: workspace", ENGINE_WORKSPACE_GIB * GIB, (GENERATE, CHECK), (), estimate=True),
-        Component("engine: KV cache", max(0.0, cache), (GENERATE, CHECK), ("rollout.memory_fraction",)),
+        Component("engine: workspace", ENGINE_WORKSPACE_GIB * GIB, (GENERATE,), (), estimate=True),
+        Component("engine: KV cache", max(0.0, cache), (GENERATE,), ("rollout.memory_fraction",)),
         Component("sync: under way", _sync_workspace(model, config.rollout, parallel.pipeline, width), (SYNC,), ()),
         Component(
             CHECKED,
@@ -365,7 +368,9 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         engines=world // engine_tp,
         cache_tokens=cache_tokens,
         longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
-        host_bytes_per_gpu=(optimizer if actor.offload else 0) + (weights if reference else 0) + experts_kept,
+        host_bytes_per_gpu=(optimizer if actor.offload else 0)
+        + weights * (reference + actor.offload_weights)
+        + experts_kept,
     )
 
 

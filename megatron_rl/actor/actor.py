@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_rl.actor import build, fp8
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
-from megatron_rl.actor.offload import Offload
+from megatron_rl.actor.offload import ActorMemory
 from megatron_rl.actor.packing import MicroBatch, pack, planned
 from megatron_rl.actor.routing import Pass, as_chosen, expert_load, layer_routings
 from megatron_rl.actor.schedule import learning_rate
@@ -98,7 +98,7 @@ class Actor:
         self._routings = layer_routings(self.chunks, self._replays)
         self.reference: list[dict[str, Tensor]] | None = None
         self._optimizer: Optimizer | None = None
-        self._offload = Offload()
+        self._memory = ActorMemory(self.config, self.ddp_chunks)
         self.optimizer_config = self.config.optimizer
         self.optimizer_steps = 0  # optimizer steps taken; the learning rate is a function of it
         self.total_optimizer_steps = 0
@@ -119,7 +119,7 @@ class Actor:
 
     @property
     def optimizer(self) -> Optimizer:
-        self._offload.wait()
+        self._memory.wait()
         return self._started_optimizer()
 
     def _started_optimizer(self) -> Optimizer:
@@ -381,20 +381,15 @@ class Actor:
     # ------------------------------------------------------------------------------------------------ GPU memory
     def offload(self) -> None:
         """Gradients are freed and the optimizer's state moves to the host, so that the engine has the room."""
-        if not self.config.offload:
-            return
-        with device.megatron():
-            for chunk in self.ddp_chunks:
-                chunk.offload_grad_buffers()
-        if self.has_optimizer:
-            self._offload.out(self.optimizer_state())
-        device.empty_cache()
+        self._memory.state_out(self.optimizer_state() if self.has_optimizer else ())
+
+    def offload_weights(self) -> None:
+        """The weights move to the host, once the engine has them. Until they are back nothing reads them here."""
+        self._memory.weights_out(parameter for chunk in self.chunks for parameter in chunk.parameters())
+
+    def onload_weights(self) -> None:
+        self._memory.weights_back()
 
     def onload(self) -> None:
-        """Undoes `offload`. The optimizer's state is copied while log-probs and gradients are computed."""
-        if not self.config.offload:
-            return
-        self._offload.back()
-        with device.megatron():
-            for chunk in self.ddp_chunks:
-                chunk.restore_grad_buffers()
+        """Undoes both. The optimizer's state is copied while log-probs and gradients are computed."""
+        self._memory.back()

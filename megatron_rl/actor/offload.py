@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
 
+from megatron_rl.config.actor import ActorConfig
 from megatron_rl.runtime import device
 from megatron_rl.runtime.host_memory import HostMemory
+from megatron_rl.seams.megatron import Chunk
+from megatron_rl.seams.transformer_engine import parts
 
 
 class Offload:
@@ -56,6 +59,45 @@ class Offload:
             return contextlib.nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
+
+
+class ActorMemory:
+    """The device memory that an actor gives up while the engine generates, as its recipe says."""
+
+    def __init__(self, config: ActorConfig, ddp_chunks: Sequence[Chunk]) -> None:
+        self._config, self._chunks = config, ddp_chunks
+        self._state, self._weights = Offload(), Offload()
+
+    def state_out(self, state: Iterable[Tensor]) -> None:
+        """Frees gradients, and moves the optimizer's state to the host."""
+        if self._config.offload:
+            with device.megatron():
+                for chunk in self._chunks:
+                    chunk.offload_grad_buffers()
+            self._state.out(state)
+            device.empty_cache()
+
+    def weights_out(self, parameters: Iterable[Tensor]) -> None:
+        if self._config.offload_weights:
+            self._weights.out(part for parameter in parameters for part in parts(parameter) if part is not None)
+            device.empty_cache()
+
+    def weights_back(self) -> None:
+        self._weights.back()
+        self._weights.wait()
+
+    def back(self) -> None:
+        """Weights first; the optimizer's state follows while they are in use, see `wait`."""
+        self.weights_back()
+        if self._config.offload:
+            self._state.back()
+            with device.megatron():
+                for chunk in self._chunks:
+                    chunk.restore_grad_buffers()
+
+    def wait(self) -> None:
+        """Before the optimizer's state is read."""
+        self._state.wait()
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

@@ -123,4 +123,9 @@ class ActorConfig:
     )
     moe: MoEConfig = field(default_factory=MoEConfig)
     offload: bool = key(False, "GPU: gradients and optimizer state leave the device while the engine generates")
+    offload_weights: bool = key(
+        False,
+        "GPU, with `offload`: the weights leave too, once the engine has them, which leaves room for a larger share "
+        "(`rollout.memory_fraction`)",
+    )
     fp8: FP8Config | None = key(None, "GPU with Transformer Engine: the section below")

@@ -25,6 +25,11 @@ def check_actor(config: Config) -> Iterator[str]:
                 f"`{key}.moments=bfloat16` needs {key}.distributed=true and model.dtype=bfloat16 (they are "
                 f"{str(optimizer.distributed).lower()} and {config.model.dtype}); set them, or moments=float32"
             )
+    if actor.offload_weights and not actor.offload:
+        yield (
+            "`actor.offload_weights` without `actor.offload` leaves on the device what is larger, gradients and optimizer "
+            "state; set actor.offload=true, or offload_weights=false"
+        )
     if actor.fp8 is not None and actor.fp8.format == "e4m3" and actor.fp8.recipe == "delayed":
         yield (
             "`actor.fp8.recipe=delayed` knows no scale before its first backward pass, where e4m3 rounds most of the "

@@ -10,7 +10,7 @@ from functools import cache
 from megatron_rl.config import Config
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import Model
-from megatron_rl.planner import Plan, engine_weight_bytes, total_parameters
+from megatron_rl.planner import OPTIMIZER, WEIGHTS, Plan, engine_weight_bytes, total_parameters
 from megatron_rl.predict.generation import Decoding, Generation
 from megatron_rl.predict.hardware import Hardware
 from megatron_rl.predict.kernels import Group, host_seconds, memory_seconds
@@ -101,18 +101,20 @@ class Predictor:
         once = training.passes(batches, tokens, pairs, train=True) + training.optimizer()
         update = (once + training.data_communication(tokens, pairs)) * optimizer_steps
         forward = training.passes(*self._whole(config, per_rank), train=False)
-        host = host_seconds(self.hardware, _optimizer_bytes(plan)) if config.actor.offload else 0.0
+        host = host_seconds(self.hardware, _bytes(plan, OPTIMIZER)) if config.actor.offload else 0.0
+        weights_host = host_seconds(self.hardware, _bytes(plan, WEIGHTS)) if config.actor.offload_weights else 0.0
         seconds = {GENERATE: generation.seconds, REWARD: self.reward_seconds}
         bounds = {GENERATE: generation.bound, REWARD: "the reward", OLD: forward.largest, UPDATE: update.largest}
         # What returns does so under the log-probs.
-        seconds[OLD] = max(forward.seconds, host)
+        seconds[OLD] = max(forward.seconds, host) + weights_host
         if config.algorithm.kl.coef > 0 or config.algorithm.kl.reward_coef > 0:
             weights = 2 * plan.parameters.total
             seconds[REFERENCE] = forward.seconds + 2 * host_seconds(self.hardware, weights)
             bounds[REFERENCE] = forward.largest
         seconds[UPDATE] = update.seconds
         moved = sync_seconds(self.model, config, plan, self.hardware)
-        seconds[SYNC], bounds[SYNC] = moved + host, "the host's link" if host > moved else "the weights' way"
+        out = host + weights_host
+        seconds[SYNC], bounds[SYNC] = moved + out, "the host's link" if out > moved else "the weights' way"
         scaled = {name: value * self.factors.get(name, 1.0) for name, value in seconds.items() if value}
         return StepTime(
             {**scaled, **self.others},
@@ -153,8 +155,8 @@ def _fill(lengths: Lengths, budget: int) -> float:
     return min(1.0, sum(wanted) / (whole * budget)) if len(room) > 1 else 1.0
 
 
-def _optimizer_bytes(plan: Plan) -> float:
-    return sum(part.bytes for part in plan.components if part.name == "actor: optimizer state")
+def _bytes(plan: Plan, name: str) -> float:
+    return sum(part.bytes for part in plan.components if part.name == name)
 
 
 def sync_seconds(model: Model, config: Config, plan: Plan, hardware: Hardware) -> float:

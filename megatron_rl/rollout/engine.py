@@ -218,6 +218,12 @@ class Engine:
         if device.has_gpu():
             self.llm.wake_up(tags=["weights"])
 
+    def drop_cache(self) -> None:
+        """GPU: of an engine that is awake, keeps the weights only. It generates no more: what wakes it loads new weights."""
+        if device.has_gpu():
+            self.llm.sleep(level=1)
+            self.llm.wake_up(tags=["weights"])
+
     def wake_cache(self) -> None:
         if device.has_gpu():
             self.llm.wake_up(tags=["kv_cache"])

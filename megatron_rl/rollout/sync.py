@@ -57,6 +57,14 @@ class SyncDifference:
         }
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Sequences of token ids, and the actor's log-probs of every token but the first of each: float32 [len - 1]."""
+
+    sequences: list[Sequence[int]]
+    log_probs: dict[int, np.ndarray]
+
+
 class WeightSync:
     """Moves the actor's weights into the engine and compares log-probs afterwards.
 
@@ -101,7 +109,12 @@ class WeightSync:
             if first := next((names[number][0] for names in by_rank if names[number]), None):
                 raise SyncError(f"a weight sync went wrong. The first tensor {what} is {first}.")
 
-    def check(self, sequences: Sequence[Sequence[int]]) -> SyncDifference:
+    def score(self, sequences: Sequence[Sequence[int]]) -> Scored:
+        """The actor's side of a check, on every rank; while the actor has the device."""
+        sequences = [tokens[: self.engine.max_scored] for tokens in sequences if len(tokens) > 1]
+        return Scored(sequences, self._actor_scores(sequences) if sequences else {})
+
+    def check(self, actor: Scored) -> SyncDifference:
         """How far the engine's log-probs are from the actor's, over all tokens but the first of each sequence.
 
         Every engine scores the same sequences. The comparison is over all ranks, so all of them return or raise alike: each
@@ -110,11 +123,10 @@ class WeightSync:
         Raises:
             SyncError: where the mean or the 99th percentile is above its tolerance, or not finite, with a diagnosis.
         """
-        sequences = [tokens[: self.engine.max_scored] for tokens in sequences if len(tokens) > 1]
-        if not sequences:
+        if not actor.sequences:
             return SyncDifference()
-        scored, actor_scores = self.engine.score(sequences), self._actor_scores(sequences)
-        differences = np.abs(np.concatenate([ours - actor_scores[row] for row, ours in enumerate(scored)]))
+        engine = self.engine.score(actor.sequences)
+        differences = np.abs(np.concatenate([ours - actor.log_probs[row] for row, ours in enumerate(engine)]))
         by_rank = self.grid.all_gather(SyncDifference.of(differences))
         worst = SyncDifference(*np.max([astuple(of_rank) for of_rank in by_rank], axis=0).tolist())  # NaN if any is
         if not worst.within(self.tolerance):
@@ -127,7 +139,6 @@ class WeightSync:
         return worst
 
     def _actor_scores(self, sequences: Sequence[Sequence[int]]) -> dict[int, np.ndarray]:
-        """The actor's log-probs of every token but the first, by sequence, on every rank; float32 [len - 1] each."""
         micro_batches = self.actor.micro_batches(
             TokenBatch.continuations((tokens[:1], tokens[1:]) for tokens in sequences)
         )
@@ -137,7 +148,7 @@ class WeightSync:
         ):
             for local, row in enumerate(micro.rows):
                 own[row] = log_probs[micro.sequence_ids == local].cpu().numpy()
-        device.empty_cache()  # the engine generates next, and finds what the actor's pass took free
+        device.empty_cache()  # the engine takes the device next, and finds what this pass took free
         scores: dict[int, np.ndarray] = {}
         for part in self.grid.all_gather(own if self.grid.reports_loss else {}):
             scores.update(part)
@@ -149,6 +160,8 @@ class WeightSync:
         bad_ranks = [rank for rank, difference in enumerate(by_rank) if not difference.within(self.tolerance)]
         bad_engines = sorted({rank // self.engine.config.tensor_parallel for rank in bad_ranks})
         where = f"Engines affected: {bad_engines} of {self.engine.engines}."
+        self.engine.drop_cache()
+        self.actor.onload_weights()
         kept_bad = None
         kept, packed = self.engine.parameters(), self.engine.packed_weights()
         tp_rank, tp = self.grid.rank % self.engine.config.tensor_parallel, self.engine.config.tensor_parallel

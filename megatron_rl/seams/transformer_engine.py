@@ -26,15 +26,21 @@ def keep_rounded(parameters: Iterable[Tensor]) -> None:
             setattr(parameter, EXACT, parameter.detach().dequantize().cpu())
 
 
+def parts(parameter: Tensor) -> list[Tensor | None]:
+    """What an FP8 parameter is made of: data and scales, some of them perhaps not there; of another, itself."""
+    if not hasattr(parameter, GET_PARTS):
+        return [parameter.data]
+    found = getattr(parameter, GET_PARTS)()[0]  # they are taken out
+    getattr(parameter, SET_PARTS)(found)
+    return found
+
+
 def holding(parameter: Tensor) -> Callable[[], None]:
     """Copies a parameter; what is returned gives it these values back, bit for bit.
 
     A clone of an FP8 tensor shares its scales, which other values that are quantised into the tensor overwrite.
     """
-    own: list[Tensor | None] = [parameter.data]
-    if hasattr(parameter, GET_PARTS):
-        own = getattr(parameter, GET_PARTS)()[0]  # data and scales, taken out
-        getattr(parameter, SET_PARTS)(own)
+    own = parts(parameter)
     copies = [part if part is None else part.clone() for part in own]
 
     @torch.no_grad()

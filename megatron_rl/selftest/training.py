@@ -71,12 +71,13 @@ def _cycles(bench: Bench, experts: int) -> Figures:
     for _ in range(2):
         run.hand_device_to_actor()
         asleep.append(_free())
+        scored = run.sampler.score_by_actor()
         begin = time.perf_counter()
         run.hand_device_to_engine()
         device.synchronize()
         seconds = time.perf_counter() - begin
         awake.append(_free())
-        difference = run.sampler.check_sync()
+        difference = run.sampler.sync.check(scored)
         if _greedy(run) != before:
             raise Surprise("the engine's greedy answers are others after sleep, reload and wake, with the same weights")
     figures |= difference.metrics()

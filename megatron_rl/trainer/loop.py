@@ -45,6 +45,7 @@ def train(run: Run, resume: str) -> None:
             run.hand_device_to_actor()
             checkpoints.save_before_end(run.state)
             raise
+    run.hand_device_to_actor()
     checkpoints.export()
     checkpoints.finish()
 
@@ -76,12 +77,15 @@ def step(run: Run) -> None:
 
     with run.timer("checkpoint"):
         snapshot = run.checkpoints.capture(number, config.trainer.steps)
-    with run.timer("sync"):
-        run.hand_device_to_engine()
-    difference = None
+    scored = difference = None
     if number % config.rollout.sync_check_every == 0:
         with run.timer("sync_check"):
-            difference = sampler.check_sync(rollouts)
+            scored = sampler.score_by_actor(rollouts)
+    with run.timer("sync"):
+        run.hand_device_to_engine()
+    if scored is not None:
+        with run.timer("sync_check"):
+            difference = sampler.sync.check(scored)
     run.state = replace(run.state, step=number, position=position)
 
     seconds = run.timer.take()

@@ -50,7 +50,8 @@ def remedies(phase: str, config: Config) -> list[str]:
         f"rollout.tensor_parallel (now {rollout.tensor_parallel}): more devices per engine",
     ]
     offload = (
-        f"actor.offload (now {str(actor.offload).lower()}): gradients and optimizer on the host while the engine works"
+        f"actor.offload (now {str(actor.offload).lower()}): gradients and optimizer on the host while the engine works; "
+        f"actor.offload_weights (now {str(actor.offload_weights).lower()}): the weights too"
     )
     layout = [
         f"actor.parallel.tensor, pipeline (now {parallel.tensor}, {parallel.pipeline}): more devices per copy of the model"
@@ -61,8 +62,10 @@ def remedies(phase: str, config: Config) -> list[str]:
     ]
     if phase in ("generate", "evaluate"):
         return [*engine[:3], offload, engine[3]]
-    if phase in ("sync", "sync_check", "switch"):
-        return [offload, engine[1], f"rollout.sync_check_rollouts (now {rollout.sync_check_rollouts})", *layout]
+    if phase in ("sync", "switch"):
+        return [offload, engine[1], *layout]
+    if phase == "sync_check":
+        return [f"rollout.sync_check_rollouts (now {rollout.sync_check_rollouts})", *forward, *layout]
     if phase in ("old_log_prob", "ref_log_prob", "estimate"):
         return [*forward, *layout]
     if phase == "update":

@@ -42,15 +42,28 @@ class Run:
     def start_engine(self) -> None:
         """Starts the colocated engine, gives it the actor's weights, and proves that it computes what the actor does."""
         with self.timer.untimed("start", "starting the engine"):
-            self.learner.actor.offload()  # vLLM wants its whole share of the device free when it starts
-            self.sampler.start_engine(self.learner.actor)
+            actor, sampler = self.learner.actor, self.sampler
+            actor.offload()  # vLLM wants its whole share of the device free when it starts
+            actor.offload_weights()
+            sampler.start_engine(actor)
+            actor.onload_weights()
+            scored = sampler.score_by_actor()
             self.hand_device_to_engine()
-            self.sampler.check_sync()
+            sampler.sync.check(scored)
 
     def hand_device_to_engine(self) -> None:
-        """The device is the engine's from here on, and the engine has the actor's weights."""
-        self.learner.actor.offload()
-        self.sampler.wake()
+        """The device is the engine's from here on, and the engine has the actor's weights.
+
+        On a GPU its weights are mapped first, filled from the actor, and only then does its KV cache come back: the two
+        copies of the weights overlap, the cache and the actor's gradients never do, and with `actor.offload_weights` nor do
+        the cache and the actor's weights. On a CPU nothing moves.
+        """
+        actor, sampler = self.learner.actor, self.sampler
+        actor.offload()
+        sampler.engine.wake_weights()
+        sampler.sync.push()
+        actor.offload_weights()
+        sampler.engine.wake_cache()
         self.actor_has_device = False
 
     def hand_device_to_actor(self) -> None:

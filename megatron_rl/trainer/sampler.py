@@ -19,7 +19,7 @@ from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.exchange import exchange
 from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.sync import SyncDifference, WeightSync
+from megatron_rl.rollout.sync import Scored, WeightSync
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.step_timer import StepTimer
@@ -77,28 +77,14 @@ class Sampler:
         assert self._sync is not None, "start_engine has not been called"
         return self._sync
 
-    def wake(self) -> None:
-        """The engine takes the device, and the actor's weights.
-
-        On a GPU its weights are mapped first, filled from the actor, and only then does its KV cache come back: the two
-        copies of the weights overlap, the cache and the actor's gradients never do. On a CPU nothing moves.
-        """
-        self.engine.wake_weights()
-        self.sync.push()
-        self.engine.wake_cache()
-
-    def check_sync(self, rollouts: Rollouts | None = None) -> SyncDifference:
-        """Differences of log-probs from the actor's over a few rollouts; None: over the recipe's first prompts.
-
-        Raises:
-            SyncError: they are above `rollout.sync_tolerance`.
-        """
+    def score_by_actor(self, rollouts: Rollouts | None = None) -> Scored:
+        """The actor's side of the check after the next sync, over a few rollouts; None: over the recipe's first prompts."""
         count = self.config.rollout.sync_check_rollouts
         if rollouts is None:
             samples = self.prompts.train or [s for samples in self.prompts.eval.values() for s in samples]
-            return self.sync.check([sample.prompt_ids for sample in samples[:count]])
+            return self.sync.score([sample.prompt_ids for sample in samples[:count]])
         rows = range(len(rollouts))[:: max(1, len(rollouts) // count)][:count]
-        return self.sync.check(self._sequences(rollouts, rows))
+        return self.sync.score(self._sequences(rollouts, rows))
 
     def _sequences(self, rollouts: Rollouts, rows: Sequence[int]) -> list[list[int]]:
         """The tokens of a few rollouts, on every rank. They go by rank 0, in a tree: no rank sends them to all others."""

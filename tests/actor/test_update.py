@@ -99,14 +99,17 @@ def test_offloaded_state_comes_back_bit_for_bit(root: Path, kind: Layout) -> Non
     results, made = [], mock.Mock(side_effect=device.host_buffer)
     for offload in (False, True):
         actor = ranks.make_actor(root, kind)
-        actor.config.offload = offload
+        actor.config.offload = actor.config.offload_weights = offload
         tensors: dict[str, Tensor] = {}
         for _ in range(3):
             with mock.patch.object(device, "host_buffer", made):
                 actor.offload()
                 actor.offload()  # before the engine starts, and when it takes the device
+                if offload:
+                    check_away(actor)
+                actor.offload_weights()
             if offload:
-                check_away(actor)
+                assert not any(p.untyped_storage().nbytes() for chunk in actor.chunks for p in chunk.parameters())
             actor.onload()
             metrics, tensors = learned(actor)
         results.append((metrics, tensors))
@@ -116,6 +119,7 @@ def test_offloaded_state_comes_back_bit_for_bit(root: Path, kind: Layout) -> Non
     assert same(tensors, offloaded_tensors)
     masters = 1 if kind.dtype == "bfloat16" else 0
     state = sum(tensor.nbytes for name, tensor in tensors.items() if "exp_avg" in name) * (2 + masters) / 2
+    state += sum(weight.nbytes for name, weight in tensors.items() if "exp_avg" not in name)
     pinned = sum(call.args[0] for call in made.call_args_list)
     assert state <= pinned < 1.5 * state, "made once, not in each of three rounds"
 
@@ -137,7 +141,7 @@ def test_state_that_comes_back_is_waited_for_after_the_backward_pass(root: Path)
         return lambda *args, **options: (order.append(name), function(*args, **options))[1]
 
     actor._run = noted("run", actor._run)  # type: ignore[method-assign]
-    actor._offload.wait = noted("wait", actor._offload.wait)  # type: ignore[method-assign]
+    actor._memory.wait = noted("wait", actor._memory.wait)  # type: ignore[method-assign]
     ranks.learn(actor, seed=1)
     ranks.close()
     # The second minibatch's old log-probs, then two updates.

@@ -62,6 +62,7 @@ def main(run_dir: Path) -> None:
     from megatron_rl.trainer.sft import warm_up
 
     config = load_recipe(run_dir / "recipe.yaml")
+    config.actor.offload = config.actor.offload_weights = True  # as on a GPU
     torch.manual_seed(config.seed)
     run = build_run(config, distributed.initialize(config.actor.parallel, 5), run_dir)
     run.report.start_over()
@@ -74,6 +75,9 @@ def main(run_dir: Path) -> None:
         run.learner.algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
         run.sampler.scorer = Scorer(config.rewards, run.learner.algorithm.estimator.needs.columns)
         step(run)
+        weights = [parameter for chunk in run.learner.actor.chunks for parameter in chunk.parameters()]
+        assert not any(weight.untyped_storage().nbytes() for weight in weights)
+    run.learner.actor.onload_weights()
     faults = damage_sync(run)
     if run.grid.is_main:
         (run_dir / "faults.json").write_text(json.dumps(faults))
@@ -91,10 +95,14 @@ def damage_sync(run: Any) -> dict[str, str]:
     tokens = [sample.prompt_ids for sample in run.sampler.prompts.train[:4]]
 
     def verdict() -> str:
+        scored = run.sampler.sync.score(tokens)
+        run.learner.actor.offload_weights()  # a diagnosis brings them back
         try:
-            return f"good: {run.sampler.sync.check(tokens)}"
+            return f"good: {run.sampler.sync.check(scored)}"
         except SyncError as error:
             return str(error)
+        finally:
+            run.learner.actor.onload_weights()
 
     def corrupted(weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         for name, tensor in weights:

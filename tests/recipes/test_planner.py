@@ -20,6 +20,7 @@ from megatron_rl.planner import (
     CHECK,
     GENERATE,
     GIB,
+    PHASES,
     SYNC,
     UPDATE,
     Plan,
@@ -215,6 +216,13 @@ def test_offload_takes_gradients_and_optimizer_out_of_the_engines_phases() -> No
         assert resident.peak(phase) - offloaded.peak(phase) == pytest.approx(state)
     assert resident.peak(UPDATE) == offloaded.peak(UPDATE)
     assert offloaded.host_bytes_per_gpu == pytest.approx(12 * 8_190_735_360 / 8)
+    without = plan_for("Qwen3-8B", offload=True, offload_weights=True)
+    weights = 2 * 8_190_735_360
+    assert offloaded.peak(GENERATE) - without.peak(GENERATE) == pytest.approx(weights)
+    assert without.host_bytes_per_gpu - offloaded.host_bytes_per_gpu == pytest.approx(weights)
+    assert [without.peak(phase) for phase in (SYNC, UPDATE, CHECK)] == [
+        offloaded.peak(phase) for phase in (SYNC, UPDATE, CHECK)
+    ]
 
 
 def test_experts_that_are_replayed_are_kept_for_the_tokens_of_the_engines_cache() -> None:
@@ -245,9 +253,10 @@ def test_a_sync_takes_two_buckets_each_way_and_whole_tensors_more() -> None:
     assert part(plan_for("Qwen3-8B", 8, whole), "sync: under way") == 3 * 151_936 * 4096 * 2
 
 
-def test_the_sync_check_runs_the_actor_beside_the_whole_engine() -> None:
+def test_the_sync_check_runs_the_actor_beside_its_state_before_the_engine_wakes() -> None:
     small, large = (plan_for("Qwen3-8B", tokens_per_microbatch=tokens) for tokens in (8192, 32768))
-    assert small.peak(CHECK) == pytest.approx(small.peak(GENERATE) + part(small, "sync check"))
+    actors = sum(part.bytes for part in small.components if part.phases == PHASES)
+    assert small.peak(CHECK) == pytest.approx(actors + part(small, "sync check"))
     # Of four rollouts each of eight data-parallel ranks scores one at most, of 8,192 tokens.
     assert part(small, "sync check") == part(large, "sync check")
     layer = activation_bytes_per_token(small.model, tensor=1, sequence=False)

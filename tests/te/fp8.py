@@ -23,6 +23,7 @@ from megatron_rl.config.actor import FP8Config, OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
 from megatron_rl.runtime import device, distributed
+from megatron_rl.seams.transformer_engine import parts
 from tests.actor.layouts import make_batch
 from tests.checkpoint import ranks
 from tests.models import tiny
@@ -215,6 +216,13 @@ def _parameters(root: str, case: Case) -> None:
 
     exported = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
     scores, values = score(actor), [weight.dequantize().clone() for weight in fp8_parameters(actor)]
+    actor.config.offload = actor.config.offload_weights = True
+    actor.offload()
+    actor.offload_weights()
+    assert not any(part.untyped_storage().nbytes() for weight in own for part in parts(weight) if part is not None), case
+    actor.onload()
+    assert torch.equal(score(actor), scores), case
+
     actor.keep_reference()
     update(actor)
     trained = [weight.dequantize().clone() for weight in fp8_parameters(actor)]

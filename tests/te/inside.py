@@ -138,9 +138,10 @@ def learn_offloaded(root: str, layouts: list[Layout]) -> None:
     """Four updates as `save_trained` makes them, with the optimizer's state on the host before and between."""
     for layout in layouts:
         actor, folder = ranks.make_actor(Path(root), layout), Path(root) / "offloaded" / layout.name
-        actor.config.offload = True
+        actor.config.offload = actor.config.offload_weights = True
         for seed in (0, 1):
             actor.offload()
+            actor.offload_weights()
             assert not any(tensor.untyped_storage().nbytes() for tensor in actor.optimizer_state() if seed)
             actor.onload()
             ranks.learn(actor, seed)
