@@ -219,7 +219,9 @@ def _parameters(root: str, case: Case) -> None:
     actor.config.offload = actor.config.offload_weights = True
     actor.offload()
     actor.offload_weights()
-    assert not any(part.untyped_storage().nbytes() for weight in own for part in parts(weight) if part is not None), case
+    assert not any(part.untyped_storage().nbytes() for weight in own for part in parts(weight) if part is not None), (
+        case
+    )
     actor.onload()
     assert torch.equal(score(actor), scores), case
 
