@@ -16,7 +16,7 @@ from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.qwen3 import created_config
 from megatron_rl.planner import GIB, PHASES, Plan, active_parameters, make_plan, total_parameters
-from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime import disk, exit_codes
 
 if TYPE_CHECKING:
     from megatron_rl.exact import RankMemory
@@ -48,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--json", action="store_true", help="the step's time as JSON; with --exact also each class of ranks"
     )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also a page: memory and time by phase; with --simulate the steps, drawn",
+    )
     step_time.add_arguments(parser)
     simulated.add_arguments(parser)
 
@@ -70,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         step = predictor.of(config, plan)
         found: dict[str, object] = {"step_time": step_time.figures(step)}
         text = [step_time.table(step, predictor, config)]
+        steps = None
         if args.simulate:
             steps = simulated.run(args, config, plan, predictor, step)
             found |= simulated.figures(steps)
@@ -78,12 +85,21 @@ def run(args: argparse.Namespace) -> int:
             measured = _exactly(config, given, plan)
             found |= figures(measured)
             text.insert(0, table(measured))
-            fits = not any(any(rank.problems()) for _, rank in measured)
+            held = [(f"ranks {own.rank} to {own.rank + own.ranks - 1}", rank) for own, rank in measured]
         else:
             text.insert(0, render(config, plan, source))
-            fits = not any(plan.problems())
+            held = [("the fullest GPU", plan)]
+        problems = list(dict.fromkeys(problem for _, rank in held for problem in rank.problems()))
+        if args.html is not None:
+            from megatron_rl.commands import plan_page
+
+            heading = f"{Path(args.recipe).stem} on {args.nodes} node{'s' * (args.nodes > 1)}"
+            disk.replace(args.html, plan_page.render(heading, problems, held, step, steps))
         print(json.dumps(found, indent=2) if args.json else "\n\n".join(text))
-        return exit_codes.OK if fits else exit_codes.FAILED
+        return exit_codes.FAILED if problems else exit_codes.OK
+    except OSError as error:
+        print(f"megatron-rl: cannot write {args.html}: {error.strerror}; name another place", file=sys.stderr)
+        return exit_codes.FAILED
     except (ConfigError, ValueError) as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT

@@ -197,7 +197,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     # Text stays text; the same run gives the same page.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "megatron-rl", "font.family": "sans-serif"}
     figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
-    axes.grid(True, color="#e2e8f0", linewidth=0.6)
+    axes.grid(True, color="#94a3b8", alpha=0.3, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=7, color="#94a3b8")
     axes.set_xlabel("step", fontsize=7)
@@ -214,7 +214,7 @@ def _svg(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> str:
     from matplotlib import pyplot
 
     out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
+    figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)
     places: Iterable[tuple[float, float]] = []
     if marks:
         places = axes.transData.transform([(mark.x, mark.y) for mark in marks]) * 72 / figure.dpi

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 
 import yaml
@@ -10,35 +9,20 @@ import yaml
 from megatron_rl.report.charts import CHARTS, COLOURS, draw, draw_time
 from megatron_rl.report.findings import find
 from megatron_rl.report.groups import Group, chosen_groups
+from megatron_rl.report.html import document, section, table, text
 from megatron_rl.report.run import RunRecord, differing_keys
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #0f172a; max-width: 1240px; margin: 2rem auto; padding: 0 1.5rem; }
-h1 { font-size: 1.6rem; margin-bottom: .2rem }
-h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #e2e8f0 }
-.sub { color: #64748b; margin-top: 0 }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(370px, 1fr)); gap: .6rem }
-svg { max-width: 100%; height: auto }
-table { border-collapse: collapse; font-size: .9rem }
-td, th { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top }
-th { color: #64748b; font-weight: 600 }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
-tr + tr td { border-top: 1px solid #f1f5f9 }
 ul.findings { list-style: none; padding: 0 }
 ul.findings li { margin: .25rem 0 }
 .tag { display: inline-block; width: 3.4rem; font-size: .75rem; font-weight: 700; text-transform: uppercase }
-.good { color: #059669 }
-.look { color: #d97706 }
-.bad { color: #dc2626 }
 .dot { font-size: 1.2em }
-pre { background: #f8fafc; padding: .7rem; margin: .2rem 0; font-size: .8rem; white-space: pre-wrap; overflow-wrap: anywhere }
-details { margin: .6rem 0 }
 details.group > summary .sub { font-weight: 400 }
-details.more { margin: 0 } details.more > summary { font-weight: 400; font-size: .8rem; color: #64748b }
+details.more { margin: 0 } details.more > summary { font-weight: 400; font-size: .8rem; color: var(--soft) }
 details.more[open] > summary { display: none }
 td.text { width: 100%; min-width: 20rem }
-.mark { fill: #0f172a; fill-opacity: 0 } .mark:hover { fill-opacity: .35 }
-summary { cursor: pointer; font-weight: 600 }
+.mark { fill: var(--ink); fill-opacity: 0 } .mark:hover { fill-opacity: .35 }
 """
 _SHOWN = 8  # rollouts of a group
 _LONG = 700  # characters of a text that are seen at once
@@ -47,25 +31,21 @@ _LONG = 700  # characters of a text that are seen at once
 def render(runs: Sequence[RunRecord]) -> str:
     """The page for one run, or for several side by side."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    parts = [f"<h1>{_text(title)}</h1>", *_heads(runs)]
-    parts += _section("Findings", _findings(runs))
-    parts += _section("Numbers", [_numbers(runs)])
-    parts += _section(
+    parts = [f"<h1>{text(title)}</h1>", *_heads(runs)]
+    parts += section("Findings", _findings(runs))
+    parts += section("Numbers", [_numbers(runs)])
+    parts += section(
         "Curves", ['<div class="charts">', *(svg for chart in CHARTS if (svg := draw(chart, runs))), "</div>"]
     )
     times = [(run, svg) for run in runs if (svg := draw_time(run))]
-    parts += _section("Where the time went", [_named(run, svg, len(runs)) for run, svg in times])
+    parts += section("Where the time went", [_named(run, svg, len(runs)) for run, svg in times])
     if len(runs) > 1:
-        parts += _section("Where the recipes differ", [_differences(runs)])
-    parts += _section("Rollouts", _rollouts(runs))
+        parts += section("Where the recipes differ", [_differences(runs)])
+    parts += section("Rollouts", _rollouts(runs))
     recipes = [(run.name, yaml.safe_dump(run.recipe, sort_keys=False)) for run in runs]
     folded = "<details><summary>{}</summary><pre>{}</pre></details>"
-    parts += _section("Recipes", [folded.format(_text(name), _text(recipe)) for name, recipe in recipes])
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
-        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
-    )
-    return page.encode(errors="backslashreplace").decode()  # models and file names may give half a surrogate pair
+    parts += section("Recipes", [folded.format(text(name), text(recipe)) for name, recipe in recipes])
+    return document(title, _STYLE, parts)
 
 
 def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
@@ -78,15 +58,15 @@ def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
         ]
         if run.attempts > 1:
             what.append(f"{run.attempts} attempts")
-        mark = f'<span class="dot" style="color:{colour}">●</span> {_text(run.name)}: ' if len(runs) > 1 else ""
-        yield f'<p class="sub">{mark}{_text("; ".join(what))}; {_text(str(run.path))}</p>'
+        mark = f'<span class="dot" style="color:{colour}">●</span> {text(run.name)}: ' if len(runs) > 1 else ""
+        yield f'<p class="sub">{mark}{text("; ".join(what))}; {text(str(run.path))}</p>'
 
 
 def _findings(runs: Sequence[RunRecord]) -> list[str]:
     parts = []
     for run in runs:
         items = "".join(
-            f'<li><span class="tag {finding.level}">{finding.level}</span> {_text(finding.text)}</li>'
+            f'<li><span class="tag {finding.level}">{finding.level}</span> {text(finding.text)}</li>'
             for finding in find(run)
         )
         parts.append(_named(run, f'<ul class="findings">{items or "<li>nothing to point at</li>"}</ul>', len(runs)))
@@ -110,12 +90,12 @@ def _numbers(runs: Sequence[RunRecord]) -> str:
             best = max(values) if "@" in name or "reward" in name else None
             cells = [_number(values[0]), "" if best is None else _number(best), _number(values[-1])]
             rows.append([name, *([run.name] if len(runs) > 1 else []), *cells])
-    return _table(head, rows, numbers=3)
+    return table(head, rows, numbers=3)
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:
     rows = [[key, *map(str, values)] for key, values in differing_keys(runs).items()]
-    return _table(["key", *(run.name for run in runs)], rows) if rows else "<p>Only in run_dir.</p>"
+    return table(["key", *(run.name for run in runs)], rows) if rows else "<p>Only in run_dir.</p>"
 
 
 def _rollouts(runs: Sequence[RunRecord]) -> list[str]:
@@ -130,59 +110,40 @@ def _rollouts(runs: Sequence[RunRecord]) -> list[str]:
 def _group_of(group: Group, why: Sequence[str]) -> str:
     """One prompt with its responses, folded."""
     columns = list(group.rollouts[0]["rewards"])
-    head = "".join(f"<th>{_text(name)}</th>" for name in ("response", *columns, "advantage", "tokens", "ended by"))
+    head = "".join(f"<th>{text(name)}</th>" for name in ("response", *columns, "advantage", "tokens", "ended by"))
     rows = []
     for rollout in group.rollouts[:_SHOWN]:
         cells = [_number(rollout["rewards"].get(column)) for column in columns]
         cells += [
             _number(rollout.get("advantage")),
             str(rollout["tokens"]),
-            _text(str(rollout.get("finish_reason", ""))),
+            text(str(rollout.get("finish_reason", ""))),
         ]
         response = f'<td class="text">{_long(rollout["response"])}</td>'
         rows.append(f"<tr>{response}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     prompt = group.rollouts[0]["prompt"]
-    text = prompt if isinstance(prompt, str) else yaml.safe_dump(prompt, sort_keys=False, allow_unicode=True)
+    asked = prompt if isinstance(prompt, str) else yaml.safe_dump(prompt, sort_keys=False, allow_unicode=True)
     facts = f"reward {_number(group.reward)}, up to {group.longest} tokens, {len(group.rollouts)} rollouts"
     return (
-        f'<details class="group"><summary>Step {group.step}: {_text(", ".join(why))} '
+        f'<details class="group"><summary>Step {group.step}: {text(", ".join(why))} '
         f'<span class="sub">{facts}</span></summary>'
-        f"{_long(text)}<table><tr>{head}</tr>{''.join(rows)}</table></details>"
+        f"{_long(asked)}<table><tr>{head}</tr>{''.join(rows)}</table></details>"
     )
 
 
-def _long(text: str) -> str:
+def _long(given: str) -> str:
     """A text, cut with a button for the rest where it is long."""
-    if len(text) <= _LONG:
-        return f"<pre>{_text(text)}</pre>"
+    if len(given) <= _LONG:
+        return f"<pre>{text(given)}</pre>"
     return (
-        f'<pre>{_text(text[:_LONG])}</pre><details class="more"><summary>… show all {len(text):,} characters</summary>'
-        f"<pre>{_text(text[_LONG:])}</pre></details>"
+        f'<pre>{text(given[:_LONG])}</pre><details class="more"><summary>… show all {len(given):,} characters</summary>'
+        f"<pre>{text(given[_LONG:])}</pre></details>"
     )
 
 
 # ------------------------------------------------------------------------------------------------------------- pieces
-def _section(title: str, parts: Sequence[str]) -> list[str]:
-    return [f"<h2>{_text(title)}</h2>", *parts] if any(parts) else []
-
-
 def _named(run: RunRecord, content: str, runs: int) -> str:
-    return content if runs == 1 else f"<h3>{_text(run.name)}</h3>{content}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0) -> str:
-    """`numbers`: how many of the last columns are numbers."""
-    kinds = ["" if i < len(head) - numbers else ' class="n"' for i in range(len(head))]
-    top = "".join(f"<th{kind}>{_text(cell)}</th>" for cell, kind in zip(head, kinds, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{_text(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f"<table><tr>{top}</tr>{body}</table>"
-
-
-def _text(value: str) -> str:
-    return html.escape(value)
+    return content if runs == 1 else f"<h3>{text(run.name)}</h3>{content}"
 
 
 def _number(value: float | None) -> str:

@@ -1,0 +1,78 @@
+"""`megatron-rl plan --html`."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli import main
+
+ROOT = Path(__file__).parents[2]
+PLAN = ("plan", str(ROOT / "recipes" / "scale" / "qwen3-32b.yaml"), "--nodes", "4")
+
+
+class Page(HTMLParser):
+    """What is drawn and said; fails on tags that do not nest and on anything from elsewhere."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.titles: list[str] = []
+        self.text = ""
+        self.drawn: list[dict[str, str]] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        assert tag != "script"
+        assert not {"src", "href"} & set(given)
+        self.titles.append(given.get("title", ""))
+        self.drawn += [given] if tag == "rect" else []
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.drawn += [{name: value or "" for name, value in attrs}] if tag == "rect" else []
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_memory_and_time_without_a_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.html"
+    assert main([*PLAN, "--html", str(file), "--gpu-memory-gib", "40"]) == 1
+    page = Page(file.read_text("utf-8"))
+    table = capsys.readouterr().out
+    for said in re.findall(r"^  (phase .*)$", table, re.MULTILINE):  # why it does not fit
+        assert said in page.text
+    assert "It fits." not in page.text
+    [weights] = re.findall(r"^engine: weights +([\d.]+)", table, re.MULTILINE)
+    assert page.titles.count(f"engine: weights: {weights} GiB") == 3  # generate, sync, check
+    assert "Simulated" not in page.text
+
+
+def test_steps_checkpoints_and_days(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    more = ["--simulate", "--simulated-steps", "2", "--mtbf-hours", "100", "--judge-seconds", "5"]
+    assert main([*PLAN, "--html", str(file), *more]) == 0
+    page = Page(file.read_text("utf-8"))
+    for words in (
+        "It fits.",
+        "synchronous",
+        "one step off",
+        "not in this product",
+        "Days, the worst first",
+        "Young",
+        "Daly",
+    ):
+        assert words in page.text
+    assert len(page.drawn) > 3 * 2 * 8  # three ways, two steps, eight engines
+    assert all(0 <= float(one["x"]) <= float(one["x"]) + float(one["width"]) < 1181 for one in page.drawn)
+    assert main([*PLAN, "--html", str(tmp_path / "no" / "folder.html")]) == 1
