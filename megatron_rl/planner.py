@@ -16,6 +16,7 @@ from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Model
 from megatron_rl.models.fp8 import BLOCK, module_of, quantised_modules
+from megatron_rl.models.lora import adapters_of
 from megatron_rl.models.reshard import BUCKET_BYTES
 from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
 
@@ -299,14 +300,16 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
     actor, parallel, engine_tp = config.actor, config.actor.parallel, config.rollout.tensor_parallel
     width = 4 if config.model.dtype == "float32" else 2
     fullest = _fullest_rank(model, parallel)
+    adapters = _fullest_rank(adapters_of(model, actor.lora), parallel) if actor.lora.rank else Parameters()
+    trained = adapters if actor.lora.rank else fullest
     replicas = world // (parallel.tensor * parallel.pipeline)
-    weights = fullest.total * width
+    weights = (fullest + adapters).total * width
     # Hopper multiplies FP8 matrices in one orientation only: Transformer Engine keeps a weight twice in FP8, by rows and by
     # columns, two bytes in all. Without `param_gather` they come on top of the bf16 weights.
     twice = actor.fp8 is not None and not actor.fp8.param_gather
     fp8_copies = 2 * (fullest.linear + fullest.expert) if twice else 0
-    optimizer = _optimizer_bytes(config, fullest, world, width)
-    gradients = 4 * fullest.total
+    optimizer = _optimizer_bytes(config, trained, world, width)
+    gradients = 4 * trained.total
     engine_share = config.rollout.memory_fraction * gpu_bytes
     engine_weights = engine_weight_bytes(model, config.rollout, width)
     cache = engine_share - engine_weights - ENGINE_WORKSPACE_GIB * GIB
@@ -355,7 +358,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         ),
         Component("reserve: CUDA, NCCL, fragmentation", RESERVE_GIB * GIB, PHASES, (), estimate=True),
     ]
-    reference = config.algorithm.kl.coef > 0 or config.algorithm.kl.reward_coef > 0
+    reference = not actor.lora.rank and (config.algorithm.kl.coef > 0 or config.algorithm.kl.reward_coef > 0)
     if reference:  # its weights lie on the host; while it is scored, the actor's own are set aside on the device
         components.insert(2, Component("actor: weights set aside for the reference", weights, (UPDATE,), split))
     return Plan(

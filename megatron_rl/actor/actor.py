@@ -25,6 +25,7 @@ from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
 from megatron_rl.models import Model, family_for, padded_vocab_size, read_hf_config
+from megatron_rl.models.adapters import add_adapters, switched_off
 from megatron_rl.models.files import WeightSource
 from megatron_rl.models.gather import iter_hf_weights
 from megatron_rl.models.inventory import Key, local_weights
@@ -74,6 +75,7 @@ class Actor:
         self.hf_config = read_hf_config(folder)
         self.family = family_for(self.hf_config)
         self.description = self.family.describe(self.hf_config)
+        self.model = Model(self.family, self.description)
         vocab_size = self.description.dims["vocab"]
         with device.megatron():
             self.chunks = build.build_model(self.family, self.description, self.config, self.dtype)
@@ -81,6 +83,7 @@ class Actor:
             for chunk in self.chunks:
                 if chunk.post_process:
                     return_hidden_states(chunk)
+            self.adapters = add_adapters(self.chunks, self.model, self.hf_config, config, self.parallel)
             self.load_hf(weights or folder)
             fp8_params = self.config.fp8 is not None and self.config.fp8.param_gather
             measures = config.logging.gradient_variance_every > 0  # it needs this rank's gradients, not yet summed
@@ -229,9 +232,7 @@ class Actor:
     def expert_load(self) -> dict[str, float]:
         """How evenly the updates since the last call used the experts, on every rank; {} where the model has none."""
         dims = self.description.dims
-        if not dims["experts"]:
-            return {}
-        return expert_load(self._routings, dims["layers"], dims["experts"])
+        return expert_load(self._routings, dims["layers"], dims["experts"]) if dims["experts"] else {}
 
     def reduce(self, parts: Sequence[Metrics]) -> Metrics:
         """The metrics of all micro-batches of all data-parallel ranks, added in rank order, on every rank."""
@@ -334,10 +335,6 @@ class Actor:
         """(Hugging Face name, full tensor) of every weight, on every rank, in the same order."""
         return iter_hf_weights(self.chunks, self.family, self.hf_config, self.parallel)
 
-    @property
-    def model(self) -> Model:
-        return Model(self.family, self.description)
-
     def weights(self) -> dict[Key, nn.Parameter]:
         """This rank's parameters, by rule, layer and local expert."""
         found = local_weights(self.chunks, self.family, self.description, self.parallel)
@@ -353,26 +350,28 @@ class Actor:
             load_hf_weights(self.chunks, self.family, self.hf_config, weights, self.parallel)
 
     def keep_reference(self) -> None:
-        """Makes the current weights the reference policy (a copy in host memory)."""
-        self.reference = [
-            {name: parameter.detach().to("cpu", copy=True) for name, parameter in chunk.named_parameters()}
-            for chunk in self.chunks
-        ]
+        """Makes the current weights the reference policy (a copy in host memory); with adapters it is the model without."""
+        if self.adapters is None:
+            self.reference = [
+                {name: parameter.detach().to("cpu", copy=True) for name, parameter in chunk.named_parameters()}
+                for chunk in self.chunks
+            ]
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[None]:
         """While entered, the actor computes with the reference policy's weights."""
-        if self.reference is None:
+        if self.reference is None and self.adapters is None:
             raise RuntimeError("no reference policy was kept; call keep_reference() first")
         current = []
         with torch.no_grad():
-            for chunk, reference in zip(self.chunks, self.reference, strict=True):
+            for chunk, reference in zip(self.chunks, self.reference or (), strict=self.reference is not None):
                 for name, parameter in chunk.named_parameters():
                     current.append(holding(parameter))
                     parameter.copy_(reference[name])
         replays, self._replays = self._replays, False  # its router is another one
         try:
-            yield
+            with switched_off(self.chunks):
+                yield
         finally:
             self._replays = replays
             for restore in current:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_rl.actor import fp8
-from megatron_rl.config.actor import ActorConfig, MoEConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Family, ModelDescription, padded_vocab_size
 from megatron_rl.runtime import device
@@ -73,7 +73,7 @@ def transformer_config(description: ModelDescription, actor: ActorConfig, dtype:
         apply_rope_fusion=transformer_engine,
         persist_layer_norm=False,
         **_recomputation(actor),
-        **_mixture_of_experts(actor.moe, transformer_engine),
+        **_mixture_of_experts(actor, transformer_engine),
         **fp8.megatron_options(actor.fp8),
     )
 
@@ -90,18 +90,18 @@ def _recomputation(actor: ActorConfig) -> dict[str, str | int | list[str]]:
     return options | {"recompute_method": "block", "recompute_num_layers": actor.recompute_layers}
 
 
-def _mixture_of_experts(moe: MoEConfig, transformer_engine: bool) -> dict[str, str | bool]:
+def _mixture_of_experts(actor: ActorConfig, transformer_engine: bool) -> dict[str, str | bool]:
     """Megatron's options for experts beside those of the family; the dispatcher also where there are none.
 
     Without the fused permutation a token's experts are added up by atomic additions, in an order that changes from run to
     run on a GPU: two passes over the same tokens would differ.
     """
-    deepep = moe.dispatcher == "deepep"
+    moe, deepep = actor.moe, actor.moe.dispatcher == "deepep"
     return {
         # These two take sequences of varying length; Megatron refuses the third whatever the model.
         "moe_token_dispatcher_type": "flex" if deepep else "alltoall",
         **({"moe_flex_dispatcher_backend": "deepep"} if deepep else {}),
-        "moe_grouped_gemm": transformer_engine,
+        "moe_grouped_gemm": transformer_engine and not actor.lora.experts,  # an adapter belongs to one matrix
         "moe_permute_fusion": transformer_engine,
         "moe_router_fusion": transformer_engine and moe.routing_replay == "none",  # the kernel chooses by itself
     }

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, BinaryIO, NotRequired, Protocol, TypedDict
 
 from blake3 import blake3
 
@@ -42,6 +42,7 @@ class Manifest(TypedDict):
     kind: NotRequired[str]  # `conversion`
     task: NotRequired[dict[str, object]]  # of a conversion: what the result depends on
     model: NotRequired[dict[str, object]]  # of a training checkpoint: config.json
+    adapters: NotRequired[Any]  # of a training checkpoint: what `trainer.adapters` says of them; null: there are none
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.gather import StandIns
 from megatron_rl.checkpoint.index import BACKEND
 from megatron_rl.checkpoint.manifest import StoredChunk
+from megatron_rl.models.adapters import adapters_in, sharded_adapters
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.host_memory import HostMemory
@@ -55,8 +56,17 @@ class Written:
 
 
 def sharded_model(chunks: Sequence[Chunk]) -> State:
-    """Megatron's sharded state dictionary of the model alone."""
-    return {f"model{i}": chunk.sharded_state_dict(metadata=dict(METADATA)) for i, chunk in enumerate(chunks)}
+    """Megatron's sharded state dictionary of the model alone: of one with adapters, of these."""
+    return {
+        f"model{i}": sharded_adapters(chunk) or chunk.sharded_state_dict(metadata=dict(METADATA))
+        for i, chunk in enumerate(chunks)
+    }
+
+
+def restore_model(chunks: Sequence[Chunk], state: State) -> None:
+    """Fills the chunks from what was asked for by `sharded_model`."""
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{i}"], strict=not adapters_in(chunk))
 
 
 def sharded_state(chunks: Sequence[Chunk], optimizer: Optimizer, loading: bool) -> State:

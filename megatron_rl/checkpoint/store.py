@@ -17,7 +17,7 @@ from typing import NotRequired, TypedDict
 import torch
 
 from megatron_rl.checkpoint import manifest, unpickle
-from megatron_rl.checkpoint.snapshot import sharded_model, sharded_state
+from megatron_rl.checkpoint.snapshot import restore_model, sharded_model, sharded_state
 from megatron_rl.runtime import device
 from megatron_rl.runtime.disk import next_previous
 from megatron_rl.runtime.distributed import Grid
@@ -81,11 +81,8 @@ def load_model(folder: Path, chunks: Sequence[Chunk]) -> None:
     Raises:
         CheckpointError: on every rank, if a file is damaged or names a class that has no place in a checkpoint.
     """
-    with device.megatron():
-        with _named():
-            loaded = unpickle.load(sharded_model(chunks), folder)
-        for i, chunk in enumerate(chunks):
-            chunk.load_state_dict(loaded[f"model{i}"], strict=True)
+    with device.megatron(), _named():
+        restore_model(chunks, unpickle.load(sharded_model(chunks), folder))
 
 
 @contextlib.contextmanager
@@ -190,8 +187,7 @@ def _load_optimizer(folder: Path, tensors: State, masters: State, chunks: Sequen
     key = "optimizer" if alike else "optimizer now"  # Megatron merges what it finds under the same key
     models = {name: value for name, value in tensors.items() if name != "optimizer"}
     loaded = unpickle.load(models | {key: wanted}, folder)
-    for i, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[f"model{i}"], strict=True)
+    restore_model(chunks, loaded)
     state = loaded[key]
     if masters:
         merge(state, unpickle.load({"masters": masters}, folder)["masters"])

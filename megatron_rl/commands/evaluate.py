@@ -7,9 +7,10 @@ own model) is answered by a colocated engine; a served model (`--endpoint URL`) 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_rl.commands.run_recipe import (
@@ -23,6 +24,7 @@ from megatron_rl.commands.run_recipe import (
     start_ranks,
 )
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe
+from megatron_rl.config.actor import LoRAConfig
 from megatron_rl.launch.checks import check_recipe
 from megatron_rl.models import HFConfig, read_hf_config
 from megatron_rl.runtime import exit_codes
@@ -58,6 +60,7 @@ class _Checkpoint:
     recipe: Path  # <run>/recipe.yaml
     model: Path  # Hugging Face folder that the run started from: config and tokenizer
     dtype: str
+    lora: LoRAConfig  # the adapters that it holds, if any
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,6 +95,7 @@ def _resolve(args: argparse.Namespace, machine: Machine) -> tuple[Config, _Check
         if is_checkpoint and (of_a_run or not is_model) and not args.endpoint:
             checkpoint = _checkpoint(folder.resolve())
             overrides += [f"model.path={checkpoint.model}", f"model.dtype={checkpoint.dtype}"]
+            overrides += [f"actor.lora.{key}={json.dumps(value)}" for key, value in asdict(checkpoint.lora).items()]
         elif is_model:  # a Hugging Face folder, or a converted one
             overrides.append(f"model.path={folder}")
         else:
@@ -143,13 +147,14 @@ def _checkpoint(folder: Path) -> _Checkpoint:
         raise ConfigError(
             f"--model {folder}: a checkpoint is read with its run's recipe, and {run / 'recipe.yaml'} is missing"
         )
-    model = load_recipe(run / "recipe.yaml").model
+    recipe = load_recipe(run / "recipe.yaml")
+    model = recipe.model
     base = run / "model" if model.path is None else Path(model.path).expanduser()
     if not (base / "config.json").is_file():
         raise ConfigError(
             f"--model {folder}: its run started from the model in {base}, whose config.json and tokenizer are needed"
         )
-    return _Checkpoint(folder, run / "recipe.yaml", base, model.dtype)
+    return _Checkpoint(folder, run / "recipe.yaml", base, model.dtype, recipe.actor.lora)
 
 
 def _no_model(folder: Path, endpoint: bool) -> str:

@@ -93,6 +93,24 @@ class MoEConfig:
 
 
 @dataclass
+class LoRAConfig:
+    """With a `rank`, only adapters beside linear layers are trained: [lora.md](lora.md)."""
+
+    rank: CountOrNone = key(0, "of the adapters; 0: there are none, and every parameter is trained")
+    alpha: Positive | None = key(None, "what an adapter adds is scaled by `alpha` / `rank`; null: by 1")
+    targets: list[str] = key(
+        ["all-linear"],
+        "which linear layers have one, by the names of Hugging Face's modules: q_proj, k_proj, v_proj, o_proj, gate_proj, "
+        "up_proj, down_proj; `all-linear`: all of them",
+    )
+    experts: bool = key(False, "the experts' linear layers are among them")
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+@dataclass
 class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -122,6 +140,7 @@ class ActorConfig:
         "gathered in the next forward pass; null: on a GPU, unless `logging.gradient_variance_every` measures",
     )
     moe: MoEConfig = field(default_factory=MoEConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     offload: bool = key(False, "GPU: gradients and optimizer state leave the device while the engine generates")
     offload_weights: bool = key(
         False,

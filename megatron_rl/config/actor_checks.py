@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config.actor import OptimizerConfig
+from megatron_rl.config.actor import LoRAConfig, OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.models.rules import Dims
 
 
-def check_actor(config: Config) -> Iterator[str]:
+def check_actor(config: Config, command: str) -> Iterator[str]:
     """Yields a sentence per combination of keys that Megatron-Core or Transformer Engine refuses, or that does nothing."""
     actor, parallel = config.actor, config.actor.parallel
     if actor.moe.dispatcher == "deepep" and parallel.expert * parallel.expert_tensor == 1:
@@ -38,10 +38,31 @@ def check_actor(config: Config) -> Iterator[str]:
     if actor.fp8 is not None and actor.fp8.bf16_ends and actor.fp8.recipe == "delayed":
         yield "`actor.fp8.bf16_ends` cannot go with recipe=delayed, whose scales span all layers; set it to 0"
     yield from _check_fp8(config)
+    yield from _check_lora(config, command)
     if actor.overlap and config.logging.gradient_variance_every:
         yield (
             "`logging.gradient_variance_every` needs gradients that are not summed over ranks yet; set it to 0, or "
             "`actor.overlap` to null or false"
+        )
+
+
+def _check_lora(config: Config, command: str) -> Iterator[str]:
+    """Of `actor.lora`, beside the model; `models.lora.check_lora` has what depends on it."""
+    lora, kl = config.actor.lora, config.algorithm.kl
+    if not lora.rank:
+        if lora != LoRAConfig():
+            yield "`actor.lora` has no effect while `actor.lora.rank` is 0; set a rank, or leave the section out"
+        return
+    if not lora.targets:
+        yield "`actor.lora.targets` is empty: no adapter would be trained; name linear layers, or all-linear"
+    if lora.experts and config.actor.parallel.expert_tensor > 1:
+        yield "`actor.lora.experts` needs whole experts on every rank; set actor.parallel.expert_tensor=1"
+    if config.actor.fp8 is not None and config.actor.fp8.param_gather:
+        yield "`actor.fp8.param_gather` is for parameters that are trained; with `actor.lora` set it to false"
+    if command == "train" and config.sft.steps and (kl.coef or kl.reward_coef):
+        yield (
+            "`sft.steps` before RL trains the adapters, and the reference policy of `algorithm.kl` is the model without "
+            "them; fine-tune first (megatron-rl sft) and set model.path to its export, with sft.steps=0"
         )
 
 

@@ -92,7 +92,7 @@ def check(
         problems += [
             *_check_layout(config, world, machine),
             *(_check_batch(config, world) if command != "evaluate" else ()),
-            *check_actor(config),
+            *check_actor(config, command),
             *check_rollout(config, machine.local_world_size),
             *_check_gradient_variance(config, world),
             *_check_trainer(config, command),

@@ -15,6 +15,7 @@ from megatron_rl.config.rollout_checks import check_rollout_model
 from megatron_rl.config.schema import Config, CreateModelConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
+from megatron_rl.models.lora import check_lora
 from megatron_rl.models.qwen3 import created_config
 from megatron_rl.models.rules import shard_shape
 from megatron_rl.names import show
@@ -195,6 +196,7 @@ def _check_layout(config: Config, model: Model) -> Iterator[str]:
     elif experts % parallel.expert:
         yield f"the model's {experts} experts must be a multiple of `actor.parallel.expert` ({parallel.expert})"
     yield from check_actor_model(config, dims)
+    yield from check_lora(config.actor.lora, model)
     yield from _check_length(config, model.description.max_positions)
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_rl.models.family import Family
+from megatron_rl.models.family import Family, Model
 from megatron_rl.models.files import copy_companions, save_tensors, shard_names, whole_folder, write_index, write_json
 from megatron_rl.models.gather import iter_hf_weights
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.parallel import ParallelGroups
+
+if TYPE_CHECKING:
+    from megatron_rl.config.actor import LoRAConfig
 
 SHARD_BYTES = 5 * 10**9
 
@@ -37,11 +42,58 @@ def export_hf(
         RuntimeError: writing failed (no space, no permission); raised on every process.
     """
     weights = iter_hf_weights(model_chunks, family, hf_config, parallel)
+    write = partial(_write, weights=weights, hf_config=hf_config, source=Path(source_folder), shard_bytes=shard_bytes)
+    _export(folder, weights, parallel, write)
+
+
+def export_peft(
+    folder: str | Path,
+    model_chunks: Sequence[nn.Module],
+    adapters: Model,
+    lora: LoRAConfig,
+    hf_config: HFConfig,
+    parallel: ParallelGroups,
+    base: str | Path,
+) -> None:
+    """Write the adapters as a folder that PEFT and vLLM load: adapter_config.json, which names the Hugging Face folder
+    `base` that they belong to, and adapter_model.safetensors. Otherwise as `export_hf`."""
+    weights = iter_hf_weights(model_chunks, adapters.family, hf_config, parallel)
+
+    def write(temporary: Path) -> None:
+        values = {name: value.to("cpu", copy=True, memory_format=torch.contiguous_format) for name, value in weights}
+        save_tensors(temporary / "adapter_model.safetensors", values)
+        modules = {name.split(".")[-3] for name in values}
+        write_json(temporary / "adapter_config.json", _peft_config(lora, sorted(modules), str(base)))
+
+    _export(folder, weights, parallel, write)
+
+
+def _peft_config(lora: LoRAConfig, modules: list[str], base: str) -> dict[str, object]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.rank if lora.alpha is None else lora.alpha,
+        "target_modules": modules,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _export(
+    folder: str | Path,
+    weights: Iterator[tuple[str, Tensor]],
+    parallel: ParallelGroups,
+    write: Callable[[Path], None],
+) -> None:
+    """Has the writing process `write` a new folder, which exhausts `weights`, while the others take part."""
     problem: str | None = None
     if parallel.is_writer:
         try:
             with whole_folder(folder) as temporary:
-                _write(temporary, weights, hf_config, Path(source_folder), shard_bytes)
+                write(temporary)
         except OSError as error:
             problem = f"export to {folder} failed: {error}"
     # Experts may lie on ranks of several replicas; without them, other replicas' groups would gather what nothing reads.

@@ -61,6 +61,7 @@ class Family:
         describe: config.json to Megatron's terms; refuses what it does not understand.
         build: one chunk of this rank's model, uninitialised; takes the description, Megatron's config of it, the padded
             vocabulary size and the virtual pipeline stage (None: there is one).
+        adapters: these are the rules of LoRA's adapters beside another family's weights (`lora.adapters_of`).
     """
 
     name: str
@@ -68,6 +69,7 @@ class Family:
     rules: tuple[Rule, ...]
     describe: Callable[[HFConfig], ModelDescription]
     build: Callable[[ModelDescription, TransformerConfig, int, int | None], Chunk] = build_gpt
+    adapters: bool = False
 
     @property
     def embedding(self) -> Rule:

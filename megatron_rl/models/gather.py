@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_rl.models.adapters import merged
 from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import Key, LocalWeight, local_experts, local_weights, split_axis
@@ -157,10 +158,10 @@ def _gather(
 
 
 def values(parameter: nn.Parameter) -> Tensor:
-    """A parameter's numbers: FP8 ones dequantised."""
+    """A parameter's numbers: FP8 ones dequantised, those of a layer with adapters merged with what they add."""
     from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
-    return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
+    return merged(parameter, dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach())
 
 
 def _over_stages(tasks: Sequence[_Task], local: dict[Key, LocalWeight], pp: Axis, device: torch.device) -> Tensor:

@@ -45,7 +45,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | 
     experts, qk_norm = config.num_moe_experts, config.qk_layernorm
     if device.has_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=qk_norm
+            num_experts=experts, moe_grouped_gemm=experts is not None and config.moe_grouped_gemm, qk_layernorm=qk_norm
         )
     spec = get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm, normalization="RMSNorm"

@@ -9,6 +9,7 @@ from typing import cast
 from torch import nn
 
 from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models.lora import is_adapter
 from megatron_rl.models.parallel import Axis, ParallelGroups
 from megatron_rl.models.rules import Place, Rule
 from megatron_rl.seams.megatron import Chunk
@@ -48,7 +49,7 @@ def unwrap(module: nn.Module) -> Chunk:
 def local_weights(
     chunks: Sequence[nn.Module], family: Family, description: ModelDescription, parallel: ParallelGroups
 ) -> list[LocalWeight]:
-    """The parameters of this process's model chunks.
+    """The parameters of this process's model chunks, of a family or of its adapters.
 
     Raises:
         ValueError: a parameter that the family's map does not know, or a weight of the family that the module lacks.
@@ -58,6 +59,8 @@ def local_weights(
     for chunk in map(unwrap, chunks):
         layers = {i: layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
         for name, parameter in chunk.named_parameters():
+            if is_adapter(name) != family.adapters:
+                continue
             key, rule = _match(name, family, layers)
             if rule.is_output and description.tied:  # the last stage's copy of the embedding: loaded, never exported
                 rule = replace(rule, hf=family.embedding.hf)

@@ -16,7 +16,7 @@ from functools import cached_property
 
 Dims = Mapping[str, int]  # sizes by symbol, e.g. {"hidden": 128, "q": 128, ...}; see `DIM_FIELDS`
 
-# The field of config.json behind each symbol, for error messages.
+# The field of config.json (or key of the recipe) behind each symbol, for error messages.
 DIM_FIELDS: Mapping[str, str] = {
     "vocab": "vocab_size",
     "hidden": "hidden_size",
@@ -26,6 +26,7 @@ DIM_FIELDS: Mapping[str, str] = {
     "ffn": "intermediate_size",
     "experts": "num_experts",
     "expert_ffn": "moe_intermediate_size",
+    "rank": "actor.lora.rank",  # of a recipe: see `lora`
 }
 
 

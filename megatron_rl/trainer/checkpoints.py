@@ -18,13 +18,15 @@ from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.models.export import export_hf
+from megatron_rl.models.export import export_hf, export_peft
 from megatron_rl.models.files import companions
 from megatron_rl.models.hf_config import JSON, HFConfig
 from megatron_rl.runtime import device, provenance
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.owner import Ownership
 from megatron_rl.runtime.step_timer import StepTimer
+from megatron_rl.trainer import adapters
+from megatron_rl.trainer.adapters import AdapterFacts
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.report import Reporter
 
@@ -151,14 +153,16 @@ class Checkpoints:
             "layout": {**asdict(self.config.actor.parallel), "data": self._grid.dp, "world": self._grid.world},
             "optimizer": "distributed" if actor.optimizer_config.distributed else "plain",
             "model": model_facts(actor.hf_config),
+            "adapters": self.adapters,
         }
         files = {
             "state.json": (json.dumps(progress, indent=1, sort_keys=True) + "\n").encode(),
             "recipe.yaml": to_yaml(self.config).encode(),
         }
         if self._grid.is_main:
-            model = _with_dtype(actor.hf_config, self.config.model.dtype)
-            files |= {"config.json": model, **_companions(self.folder)}
+            files |= _companions(self.folder)
+        if self._grid.is_main and actor.adapters is None:  # which are no model by themselves
+            files["config.json"] = _with_dtype(actor.hf_config, self.config.model.dtype)
         self._saver_of(state.warming_up).submit(state.stage_step, snapshot, about, files)
 
     def metrics(self) -> dict[str, float]:
@@ -263,9 +267,15 @@ class Checkpoints:
         left = f"The last whole checkpoint is {store.name_of(newest)}" if newest else "There is no earlier checkpoint"
         return f"could not save {self._saver.root / f'step_{outcome.step}'}: {outcome.error}. {left}"
 
+    @functools.cached_property
+    def adapters(self) -> AdapterFacts | None:
+        """This run's; every rank asks for them."""
+        return adapters.facts(self._learner.actor, self.folder)
+
     # ----------------------------------------------------------------------------------------------------------- export
     def export(self) -> None:
-        """`<run_dir>/export`: the final weights as a Hugging Face folder.
+        """`<run_dir>/export`: the final weights as a Hugging Face folder; adapters merged, and beside it by themselves, in
+        `<run_dir>/adapter`, as PEFT's.
 
         Raises:
             CheckpointError: it could not be written.
@@ -273,7 +283,7 @@ class Checkpoints:
         if not self.config.checkpoint.export:
             return
         with self.timer.untimed("export", "exporting"):
-            error = self._export(self.run_dir / "export")
+            error = self._export(self.run_dir / "export") or self._export_adapters(self.run_dir / "adapter")
         if error is not None:
             raise CheckpointError(f"{error}. Make room, then run the same command: it writes the export again")
 
@@ -283,6 +293,19 @@ class Checkpoints:
         try:
             with device.megatron():
                 export_hf(folder, actor.chunks, actor.family, actor.hf_config, actor.parallel, self.folder)
+        except RuntimeError as failure:  # raised on every rank
+            return str(failure)
+        return None
+
+    def _export_adapters(self, folder: Path) -> str | None:
+        """As `_export`; nothing where there are none."""
+        actor = self._learner.actor
+        if actor.adapters is None:
+            return None
+        lora = self.config.actor.lora
+        try:
+            with device.megatron():
+                export_peft(folder, actor.chunks, actor.adapters, lora, actor.hf_config, actor.parallel, self.folder)
         except RuntimeError as failure:  # raised on every rank
             return str(failure)
         return None

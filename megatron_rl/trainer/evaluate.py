@@ -13,6 +13,7 @@ from megatron_rl.data import Outcome, Rollout, Sample
 from megatron_rl.evaluation import kept
 from megatron_rl.evaluation.run import Answers, answer_tasks, resume_responses, seed_step, write_evaluation
 from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.trainer import adapters
 from megatron_rl.trainer.run import Run
 
 
@@ -58,6 +59,7 @@ def evaluate_only(run: Run, resume: str) -> None:
         folder = Path(resume)
         if problems := store.verify(folder, run.grid, skip_prefix="optimizer."):
             raise CheckpointError(f"{folder} is not a whole checkpoint: {store.summarize(problems)}")
+        adapters.check(folder, run.checkpoints.adapters)
         model = {"door": "checkpoint", "path": str(folder), "step": store.read_state(folder)["progress"]["step"]}
     tasks = run.sampler.prompts.eval
     if run.grid.is_main:

@@ -17,6 +17,7 @@ from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.models import HFConfig
 from megatron_rl.models.files import companions
 from megatron_rl.runtime import disk
+from megatron_rl.trainer import adapters
 from megatron_rl.trainer.checkpoints import State, model_facts
 from megatron_rl.trainer.run import Run
 
@@ -53,7 +54,7 @@ def load_checkpoint(run: Run, resume: str, optimizer: OptimizerConfig, total_upd
     state = State(**saved["progress"], warming_up=saved.get("warm_up", False))
     _check(run, folder, saved, state)
     _note_changes(run, folder)
-    if learner.algorithm.needs_reference and not state.warming_up:
+    if learner.algorithm.needs_reference and not state.warming_up and learner.actor.adapters is None:
         _load_reference(run, folder, saved["reference"])
     if state.warming_up:
         optimizer, total_updates = run.config.sft.optimizer, run.config.sft.steps
@@ -139,6 +140,7 @@ def _check(run: Run, folder: Path, saved: SavedState, state: State) -> None:
             f"{folder} was written by `megatron-rl {saved['command']}`; give this run another run_dir, or --resume never"
         )
     check_model(run.learner.actor.hf_config, folder)
+    adapters.check(folder, run.checkpoints.adapters)
     _check_tokenizer(run, folder)
     estimator, own = saved["algorithm"]["estimator"], run.learner.algorithm.estimator.name
     if estimator != own:

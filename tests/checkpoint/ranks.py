@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rl.actor.actor import Actor
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.saver import Saver
-from megatron_rl.config.actor import OptimizerConfig, ParallelConfig
+from megatron_rl.config.actor import LoRAConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.runtime import distributed
 from tests.actor.layouts import make_batch
@@ -39,6 +39,7 @@ class Layout:
     model: str = "model-False"
     dtype: str = "float32"
     moments: str = "float32"
+    lora: int = 0  # rank of the adapters
 
     @property
     def name(self) -> str:
@@ -47,6 +48,7 @@ class Layout:
         return (
             f"{self.model}-tp{self.tensor}{order}-pp{self.pipeline}x{self.virtual}-cp{self.context}-ep{self.expert}"
             f"x{self.expert_tensor}-{kind}-{self.dtype}{'-moments' if self.moments != 'float32' else ''}"
+            f"{f'-lora{self.lora}' if self.lora else ''}"
         )
 
 
@@ -66,6 +68,7 @@ def make_actor(root: Path, layout: Layout) -> Actor:
         lr=1e-3, schedule="linear", distributed=layout.distributed, moments=layout.moments
     )
     config.actor.tokens_per_microbatch = 96
+    config.actor.lora = LoRAConfig(rank=layout.lora, experts="experts" in layout.model)
     config.actor.logits_mib = 1
     config.trainer.minibatches = 2
     config.rollout.max_tokens = 40

@@ -33,7 +33,21 @@ TIED = Layout(tensor=2, model="model-True")
 TIED_PLAIN = Layout(tensor=2, model="model-True", distributed=False)
 UNEVEN = Layout(pipeline=2, virtual=2)  # 4 and 2 layers
 CONTEXT = Layout(context=2)
-SAVED = [TP2, TP2_PLAIN, BF16, BF16_PLAIN, EXPERTS, EXPERTS_PLAIN, TIED, TIED_PLAIN, UNEVEN, CONTEXT]
+LORA, LORA_EXPERTS = Layout(tensor=2, sequence=True, lora=4), replace(WHOLE, lora=4)
+SAVED = [
+    LORA,
+    LORA_EXPERTS,
+    TP2,
+    TP2_PLAIN,
+    BF16,
+    BF16_PLAIN,
+    EXPERTS,
+    EXPERTS_PLAIN,
+    TIED,
+    TIED_PLAIN,
+    UNEVEN,
+    CONTEXT,
+]
 SAVED += [CUT, CUT_PLAIN, WHOLE]
 ON_TWO = [
     (TP2, TP2),
@@ -71,6 +85,12 @@ ON_TWO = [
     (BF16_PLAIN, Layout(dtype="bfloat16")),
     (EXPERTS, EXPERTS_PLAIN),
     (EXPERTS_PLAIN, Layout(model="model-experts")),
+    # of adapters alone
+    (LORA, LORA),
+    (LORA, Layout(lora=4)),
+    (LORA, Layout(pipeline=2, distributed=False, lora=4)),
+    (LORA_EXPERTS, LORA_EXPERTS),
+    (LORA_EXPERTS, Layout(model="model-experts", lora=4)),
 ]
 ON_FOUR = [
     (TP2, Layout(tensor=4)),

@@ -78,8 +78,9 @@ def of_recipes() -> list[tuple[str, int, dict[str, Any]]]:
         model = published_config(Path(config.model.path).name)
         assert model is not None, name
         world = int(machine[1]) * int(machine[2])
+        actor = config.actor
         key = json.dumps(
-            [world, Path(config.model.path).name, vars(config.actor.parallel), config.actor.optimizer.distributed]
+            [world, Path(config.model.path).name, vars(actor.parallel), actor.optimizer.distributed, actor.lora.rank]
         )
         found.setdefault(key, (name, world, dict(model)))
     return list(found.values())

@@ -116,7 +116,8 @@ def shrinkage(
         "trainer.eval_rollouts": other.pop("samples", 16),
         "trainer.eval_every": interval,
         "algorithm.estimator.name": "shrinkage",
-        **({"actor.optimizer.lr": other["lr"]} if "lr" in other else {}),  # not where the paper trains a LoRA
+        "actor.optimizer.lr": other["lr"],
+        "actor.lora.rank": other.get("rank", 0),
         **({"trainer.steps": other["steps"]} if "steps" in other else {}),
     }
 
@@ -142,13 +143,13 @@ PAPERS = {
     "dgpo/7b.yaml": dgpo(1, 4.63e-7),
     "dgpo/14b.yaml": dgpo(1, 3.27e-7),
     "shrinkage/math-1.5b.yaml": shrinkage(64, 4, 2, 2048, 0.22, 0.8, 50, lr=2e-6),
-    "shrinkage/math-7b.yaml": shrinkage(64, 4, 2, 2048, 0.22, 0.8, 50),
+    "shrinkage/math-7b.yaml": shrinkage(64, 4, 2, 2048, 0.22, 0.8, 50, lr=2e-5, rank=256),
     "shrinkage/math-4b.yaml": {
         **shrinkage(64, 4, 2, 3072, 0.28, 1.0, 50, lr=2e-6),
         "algorithm.aggregation": "token-mean",  # section 4.1
     },
-    "shrinkage/knk-easy.yaml": shrinkage(32, 8, 2, 2048, 0.22, 0.7, 25),
-    "shrinkage/knk-hard.yaml": shrinkage(32, 8, 2, 2048, 0.22, 0.7, 25),
+    "shrinkage/knk-easy.yaml": shrinkage(32, 8, 2, 2048, 0.22, 0.7, 25, lr=4e-5, rank=256),
+    "shrinkage/knk-hard.yaml": shrinkage(32, 8, 2, 2048, 0.22, 0.7, 25, lr=4e-5, rank=256),
     "shrinkage/knk-1.5b.yaml": shrinkage(32, 8, 2, 2048, 0.22, 0.7, 25, lr=5e-7, steps=1000),
     "shrinkage/countdown.yaml": shrinkage(64, 5, 2, 1024, 0.22, 0.7, 10, lr=1e-6, prompt=512),
     "shrinkage/maze.yaml": shrinkage(32, 8, 2, 2048, 0.25, 0.7, 25, lr=3e-7),

@@ -1,0 +1,124 @@
+"""LoRA's adapters as a weight map of their own, derived from a family's. No torch.
+
+Every targeted Hugging Face matrix W [out, in] has a pair, A [rank, in] and B [out, rank], also where Megatron-Core holds
+several in one parameter, so pairs are those of PEFT one to one. A pair is cut over tensor-parallel ranks as W is: where
+W's rows are, B's rows are and A is whole; where W's columns are, A's columns are and B is whole. Whatever moves, saves or
+counts weights by rules does so with adapters too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_rl.models.family import Family, Model, ModelDescription
+from megatron_rl.models.hf_config import HFConfig
+from megatron_rl.models.rules import HFTensor, Rule, Sharding
+from megatron_rl.names import did_you_mean
+
+if TYPE_CHECKING:
+    from megatron_rl.config.actor import LoRAConfig
+
+ALL = "all-linear"
+MODULE = "lora"  # Megatron's linear layer has its adapters in a child module of this name
+_PEFT = "base_model.model."  # before the names of modules in PEFT's files
+
+
+def module_of(tensor: HFTensor) -> str:
+    """The last part of a module's name, as targets are given: `q_proj`."""
+    return tensor.name.split(".")[-2]
+
+
+def targetable(model: Model, experts: bool) -> list[str]:
+    """The modules of a model that may have adapters, in the order of the weight map."""
+    return list(dict.fromkeys(module_of(tensor) for rule in _linear(model, experts) for tensor in rule.hf))
+
+
+def targets_of(lora: LoRAConfig, model: Model) -> list[str]:
+    """The recipe's targets, `all-linear` written out."""
+    every = targetable(model, lora.experts)
+    return every if ALL in lora.targets else [name for name in every if name in lora.targets]
+
+
+def check_lora(lora: LoRAConfig, model: Model) -> Iterator[str]:
+    """Yields a sentence per key of `actor.lora` that the model rules out."""
+    if not lora.rank:
+        return
+    every = targetable(model, lora.experts)
+    for name in lora.targets:
+        if name in targetable(model, experts=True) and name not in every:
+            yield f"`actor.lora.targets` has {name}, which only the model's experts have; set actor.lora.experts=true"
+        elif name != ALL and name not in every:
+            nearest = did_you_mean(name, [ALL, *every])
+            yield f"`actor.lora.targets` has {name!r}, and the model's linear layers are {', '.join(every)}{nearest}"
+    if lora.experts and not model.dims["experts"]:
+        yield "`actor.lora.experts` is for experts, and the model has none; set it to false"
+    wanted = targets_of(lora, model)
+    for tensor in (tensor for rule in _linear(model, lora.experts) for tensor in rule.hf):
+        if module_of(tensor) in wanted and lora.rank > min(sizes := tensor.sizes(model.dims)):
+            yield (
+                f"`actor.lora.rank` ({lora.rank}) is larger than the model's {module_of(tensor)}, {sizes[0]} x {sizes[1]}; "
+                f"make it at most {min(sizes)}"
+            )
+
+
+def adapters_of(model: Model, lora: LoRAConfig) -> Model:
+    """The adapters of a recipe as a model of their own: rules named as PEFT names the tensors, and sizes with the `rank`."""
+    wanted = targets_of(lora, model)
+    rules = tuple(
+        adapter
+        for rule in _linear(model, lora.experts)
+        for tensor in rule.hf
+        if module_of(tensor) in wanted
+        for adapter in pair(rule, tensor)
+    )
+
+    def describe(config: HFConfig) -> ModelDescription:
+        return _ranked(model.family.describe(config), lora.rank)
+
+    family = Family(f"LoRA of {model.family.name}", (), rules, describe, adapters=True)
+    return Model(family, _ranked(model.description, lora.rank))
+
+
+def pair(rule: Rule, tensor: HFTensor) -> tuple[Rule, Rule]:
+    """The rules of A and B beside one tensor of a linear layer's rule."""
+    rows, columns = tensor.shape
+    by_columns = rule.sharding is Sharding.ROW
+    inner, outer = parameter_names(tensor)
+    layer = rule.megatron[0].removesuffix("weight") + MODULE
+    name = _PEFT + tensor.name.removesuffix("weight")
+    return (
+        Rule(
+            (f"{layer}.{inner}",),
+            (HFTensor(f"{name}lora_A.weight", ("rank", columns)),),
+            Sharding.ROW if by_columns else Sharding.REPLICATED,
+            rule.place,
+        ),
+        Rule(
+            (f"{layer}.{outer}",),
+            (HFTensor(f"{name}lora_B.weight", (rows, "rank")),),
+            Sharding.REPLICATED if by_columns else Sharding.COLUMN,
+            rule.place,
+        ),
+    )
+
+
+def parameter_names(tensor: HFTensor) -> tuple[str, str]:
+    """Of A and B, in the child module."""
+    return f"{module_of(tensor)}_A", f"{module_of(tensor)}_B"
+
+
+def is_adapter(parameter: str) -> bool:
+    """Whether a parameter of a Megatron module is an adapter's, by its name."""
+    return f".{MODULE}." in parameter
+
+
+def _linear(model: Model, experts: bool) -> list[Rule]:
+    """The rules of matrices that tokens are multiplied with, without the output layer."""
+    return [rule for rule in model.parameters if rule.is_projection and (experts or not rule.per_expert)]
+
+
+def _ranked(description: ModelDescription, rank: int) -> ModelDescription:
+    untied = {**description.model, "share_embeddings_and_output_weights": False}
+    return replace(description, dims={**description.dims, "rank": rank}, model=untied)

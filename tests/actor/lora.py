@@ -1,0 +1,184 @@
+"""The same adapters in PEFT's model on one process, and in the actor at a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.actor import Actor
+from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.algorithms.metrics import Metrics
+from megatron_rl.config.actor import LoRAConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.schema import Config
+from megatron_rl.data import TokenBatch
+from megatron_rl.models.export import export_hf, export_peft
+from megatron_rl.models.files import SafetensorsFolder, save_tensors
+from megatron_rl.models.gather import iter_hf_weights
+from megatron_rl.models.load import load_hf_weights
+from tests.models import tiny
+
+# As `layouts.LINEAR_ADAM`, and without decay, momentum's start and clipping: what changes is the gradient.
+SGD = OptimizerConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)
+LENGTHS = (7, 31, 12, 40, 25, 9)  # of the sequences; the first three tokens of each are its prompt
+ALPHA = 6.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    variant: str = "qwen2"  # `tiny`'s
+    targets: tuple[str, ...] = ("all-linear",)
+    experts: bool = False
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence: bool = False
+    distributed: bool = True
+    actor: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        return "-".join((self.variant, *self.targets)) + ("-experts" if self.experts else "")
+
+
+def sequences() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(2, tiny.VOCAB, size=length) for length in LENGTHS]
+
+
+def weights_of_tokens() -> list[Tensor]:
+    """What each scored token's log-prob counts in the loss, of either sign; weights change by a few percent."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(length - 3, generator=generator) * 3e-2 for length in LENGTHS]
+
+
+def make(root: Path, layout: Layout) -> None:
+    """A model and adapters of which neither factor is zero: random values under the names that the actor's have."""
+    folder = root / layout.model
+    if folder.exists():
+        return
+    tiny.write(folder, layout.variant)
+    from megatron_rl.models import model_of, read_hf_config
+    from megatron_rl.models.lora import adapters_of
+
+    adapters = adapters_of(model_of(read_hf_config(folder)), lora_of(layout))
+    generator = torch.Generator().manual_seed(2)
+    values = {
+        tensor.name: torch.randn(tensor.sizes(adapters.dims), generator=generator) * 0.2
+        for rule in adapters.family.weights(adapters.description)
+        for tensor in rule.hf
+    }
+    (folder / "begin").mkdir()
+    save_tensors(folder / "begin" / "adapter_model.safetensors", values)
+
+
+def lora_of(layout: Layout) -> LoRAConfig:
+    return LoRAConfig(rank=4, alpha=ALPHA, targets=list(layout.targets), experts=layout.experts)
+
+
+def run(root: str, layouts: list[Layout]) -> None:
+    """One rank of every layout in turn: log-probs with and without adapters, one update, both exports."""
+    from megatron.core import parallel_state
+
+    from megatron_rl.runtime import device, distributed
+
+    for layout in layouts:
+        config, folder = Config(run_dir=root), Path(root) / layout.model
+        config.model.dtype = "float32"
+        config.actor.parallel = ParallelConfig(
+            tensor=layout.tensor,
+            pipeline=layout.pipeline,
+            virtual_pipeline=layout.virtual,
+            context=layout.context,
+            expert=layout.expert,
+            sequence=layout.sequence,
+        )
+        config.actor.optimizer = OptimizerConfig(**{**vars(SGD), "distributed": layout.distributed})
+        config.actor.tokens_per_microbatch, config.actor.logits_mib, config.actor.lora = 64, 1, lora_of(layout)
+        for key, value in layout.actor.items():
+            setattr(config.actor, key, value)
+        grid = distributed.initialize(config.actor.parallel, timeout_minutes=2)
+        actor = Actor(config, grid, folder)
+        assert actor.adapters is not None
+        fresh = scores(actor)
+        family, begin = actor.adapters.family, SafetensorsFolder(folder / "begin")
+        load_hf_weights(actor.chunks, family, actor.hf_config, begin, actor.parallel)
+        result: dict[str, Any] = {"fresh": fresh, "before": scores(actor)}
+        with actor.as_reference():
+            result["reference"] = scores(actor)
+        update(actor)
+        result["after"] = scores(actor)
+        named = iter_hf_weights(actor.chunks, family, actor.hf_config, actor.parallel)
+        result["adapters"] = {name: value.clone() for name, value in named}
+        result["merged"] = {name: value.clone() for name, value in actor.iter_hf_weights()}
+        out, hf, parallel = Path(root) / layout.name, actor.hf_config, actor.parallel
+        out.mkdir(exist_ok=True)
+        with device.megatron():
+            export_peft(out / "adapter", actor.chunks, actor.adapters, config.actor.lora, hf, parallel, folder)
+            export_hf(out / "merged", actor.chunks, actor.family, hf, parallel, folder)
+        if grid.is_main:
+            torch.save(result, out / "result.pt")
+        parallel_state.destroy_model_parallel()
+
+
+def scores(actor: Actor) -> dict[int, Tensor]:
+    """Log-probs of every sequence's scored tokens, on every rank."""
+    micro_batches = actor.micro_batches(batch())
+    own = {}
+    for micro, (log_probs, _) in zip(micro_batches, actor.log_probs(micro_batches, 1.0), strict=False):
+        own |= {row: log_probs[micro.sequence_ids == local] for local, row in enumerate(micro.rows)}
+    whole: dict[int, Tensor] = {}
+    for part in actor.grid.all_gather(own):
+        whole |= part
+    return whole
+
+
+def batch() -> TokenBatch:
+    return TokenBatch.continuations((tokens[:3], tokens[3:]) for tokens in sequences())
+
+
+def update(actor: Actor) -> None:
+    actor.start_optimizer(actor.config.optimizer, 1)
+    micro_batches, weights = actor.micro_batches(batch()), weights_of_tokens()
+
+    def loss(number: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
+        micro: MicroBatch = micro_batches[number]
+        return (log_probs * torch.cat([weights[row] for row in micro.rows])).sum(), Metrics()
+
+    actor.update(micro_batches, loss, temperature=1.0)
+
+
+# ------------------------------------------------------------------------------------------------------------ with PEFT
+def with_peft(base: Path, adapter: Path) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    return PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()
+
+
+def peft_scores(model: Any) -> dict[int, Tensor]:
+    found = {}
+    for row, tokens in enumerate(sequences()):
+        ids = torch.from_numpy(tokens)[None]
+        log_probs = model(input_ids=ids).logits[0, 2:-1].log_softmax(-1)
+        found[row] = log_probs.gather(1, ids[0, 3:, None])[:, 0]
+    return found
+
+
+def peft_update(model: Any) -> None:
+    """The update of `SGD`: by lr · gradient / (|gradient| + eps)."""
+    weights = weights_of_tokens()
+    loss = torch.stack([(log_probs * weights[row]).sum() for row, log_probs in peft_scores(model).items()]).sum()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= SGD.lr * parameter.grad / (parameter.grad.abs() + SGD.eps)

@@ -1,0 +1,141 @@
+"""Adapters in the Megatron model are PEFT's: log-probs, gradients and merged weights, at every layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .layouts import distance
+from .lora import ALPHA, Layout, make, peft_scores, peft_update, run, with_peft
+from .processes import spawn
+
+pytestmark = pytest.mark.ranks
+TOLERANCE = 1e-5  # relative, fp32
+SOME = ("q_proj", "v_proj", "down_proj")
+FULL = {"recompute": "full"}
+ONE = [
+    Layout("alone"),
+    Layout("alone some", targets=SOME),
+    Layout("alone experts", variant="qwen3_moe", experts=True),
+    Layout("recompute full", actor=FULL),
+]
+TWO = [
+    Layout("TP 2", tensor=2),
+    Layout("TP 2 some", tensor=2, targets=SOME),
+    Layout("TP 2 sequence", tensor=2, sequence=True),
+    Layout("TP 2 sequence recompute full", tensor=2, sequence=True, actor=FULL),
+    Layout("TP 2 tied", variant="qwen2-tied", tensor=2),
+    Layout("PP 2", pipeline=2),
+    Layout("PP 2 virtual 2 tied", variant="qwen2-tied", pipeline=2, virtual=2),
+    Layout("DP 2"),
+    Layout("DP 2 plain optimizer", distributed=False),
+    Layout("CP 2", context=2),
+    Layout("EP 2", variant="qwen3_moe", expert=2),
+    Layout("EP 2 experts", variant="qwen3_moe", expert=2, experts=True),
+    Layout("TP 2 EP 2 experts", variant="qwen3_moe", tensor=2, sequence=True, expert=2, experts=True),
+    Layout("TP 2 whole experts", variant="qwen3_moe", tensor=2, sequence=True, experts=True),
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("lora")
+    for layout in ONE + TWO:
+        make(root, layout)
+    spawn(run, 1, str(root), ONE)
+    spawn(run, 2, str(root), TWO)
+    return root
+
+
+@pytest.fixture(scope="module")
+def references(root: Path) -> dict[str, dict[str, Any]]:
+    """By model: what PEFT makes of the same adapters; transformers has a layer's experts in one tensor, PEFT no adapters for
+    them, so there the actor alone is the reference."""
+    found = {}
+    for layout in ONE + TWO:
+        if layout.model in found:
+            continue
+        if layout.experts:
+            found[layout.model] = _result(root, "alone experts")
+            continue
+        begin = root / layout.model / "begin"
+        shutil.copy(root / layout.name / "adapter" / "adapter_config.json", begin)
+        model = with_peft(root / layout.model, begin)
+        with model.disable_adapter():
+            base = peft_scores(model)
+        before = peft_scores(model)
+        peft_update(model)
+        after = peft_scores(model)
+        adapters = {
+            name.replace(".default", ""): value for name, value in model.named_parameters() if value.requires_grad
+        }
+        merged = model.merge_and_unload().state_dict()
+        found[layout.model] = {
+            "fresh": base,
+            "reference": base,
+            "before": before,
+            "after": after,
+            "adapters": adapters,
+            "merged": merged,
+        }
+    return found
+
+
+def _result(root: Path, name: str) -> dict[str, Any]:
+    return torch.load(root / name / "result.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("layout", ONE + TWO, ids=lambda layout: layout.name)
+def test_adapters_learn_what_pefts_learn(root: Path, references: dict[str, Any], layout: Layout) -> None:
+    own, want = _result(root, layout.name), references[layout.model]
+    for when in ("fresh", "before", "reference", "after"):
+        assert own[when].keys() == want[when].keys()
+        for row, scores in want[when].items():
+            torch.testing.assert_close(own[when][row], scores.detach(), rtol=1e-5, atol=1e-4, msg=f"{when} {row}")
+    begin = _tensors(root / layout.model / "begin")
+    assert own["adapters"].keys() == want["adapters"].keys() == begin.keys()
+    for name, value in want["adapters"].items():
+        assert distance(value.detach(), begin[name]) > 100 * TOLERANCE, name
+        assert distance(own["adapters"][name] - begin[name], value.detach() - begin[name]) < TOLERANCE, name
+    assert {name for name in own["merged"] if ".experts." not in name} <= want["merged"].keys()
+    for name in own["merged"].keys() & want["merged"].keys():
+        value = own["merged"][name]
+        assert distance(value, want["merged"][name]) < TOLERANCE, name
+
+
+def test_the_reference_policy_is_the_model_without_adapters(root: Path) -> None:
+    for layout in ONE + TWO:
+        own = _result(root, layout.name)
+        for row, scores in own["fresh"].items():  # B is zero
+            assert torch.equal(scores, own["reference"][row])
+            assert not torch.equal(scores, own["before"][row])
+
+
+def test_both_exports_are_the_trained_model(root: Path, references: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for name in ("alone", "TP 2", "EP 2"):
+        layout = next(each for each in ONE + TWO if each.name == name)
+        about = json.loads((root / name / "adapter" / "adapter_config.json").read_text())
+        assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (
+            4,
+            ALPHA,
+            str(root / layout.model),
+        )
+        loaded = [with_peft(root / layout.model, root / name / "adapter")]
+        loaded.append(AutoModelForCausalLM.from_pretrained(root / name / "merged", dtype=torch.float32))
+        for model in loaded:
+            for row, scores in peft_scores(model).items():
+                torch.testing.assert_close(_result(root, name)["after"][row], scores.detach(), rtol=1e-5, atol=1e-4)
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
