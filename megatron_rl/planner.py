@@ -300,10 +300,9 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
     actor, parallel, engine_tp = config.actor, config.actor.parallel, config.rollout.tensor_parallel
     width = 4 if config.model.dtype == "float32" else 2
     fullest = _fullest_rank(model, parallel)
-    adapters = _fullest_rank(adapters_of(model, actor.lora), parallel) if actor.lora.rank else Parameters()
-    trained = adapters if actor.lora.rank else fullest
+    trained = _fullest_rank(adapters_of(model, actor.lora), parallel) if actor.lora.rank else fullest
     replicas = world // (parallel.tensor * parallel.pipeline)
-    weights = (fullest + adapters).total * width
+    weights = (fullest.total + (trained.total if actor.lora.rank else 0)) * width
     # Hopper multiplies FP8 matrices in one orientation only: Transformer Engine keeps a weight twice in FP8, by rows and by
     # columns, two bytes in all. Without `param_gather` they come on top of the bf16 weights.
     twice = actor.fp8 is not None and not actor.fp8.param_gather
@@ -314,9 +313,10 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
     engine_weights = engine_weight_bytes(model, config.rollout, width)
     cache = engine_share - engine_weights - ENGINE_WORKSPACE_GIB * GIB
     cache_tokens = cache / cache_bytes_per_token(model, engine_tp, width)
-    experts_kept = 0.0
-    if actor.moe.routing_replay == "rollout":  # vLLM keeps those of the tokens in its cache, a byte each (of up to 256)
-        experts_kept = max(0.0, cache_tokens) * model.dims["layers"] * model.dims["top_k"]
+    replay = (
+        actor.moe.routing_replay == "rollout"
+    )  # vLLM keeps experts of the tokens in its cache, a byte each (of up to 256)
+    experts_kept = replay * max(0.0, cache_tokens) * model.dims["layers"] * model.dims.get("top_k", 0)
     state_in = (UPDATE, CHECK) if actor.offload else PHASES
     weights_in = (UPDATE, SYNC, CHECK) if actor.offload_weights else PHASES
     offload = () if actor.offload else ("actor.offload=true",)
@@ -371,9 +371,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         engines=world // engine_tp,
         cache_tokens=cache_tokens,
         longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
-        host_bytes_per_gpu=(optimizer if actor.offload else 0)
-        + weights * (reference + actor.offload_weights)
-        + experts_kept,
+        host_bytes_per_gpu=optimizer * actor.offload + weights * (reference + actor.offload_weights) + experts_kept,
     )
 
 
