@@ -7,6 +7,7 @@ A rank receives what it needs, and sends what it drew to each rank that needs it
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron_rl.runtime.distributed import Grid
 
 # Id, log-prob, whether it was sampled; prompts stay where they are: every rank has them. Experts go with all tokens.
 BYTES_PER_TOKEN = 9
+_ALIGNMENT = 4  # bytes, of a rollout in a message
 Need = tuple[Sequence[int], Sequence[int]]
 """Ranks, and the rows that each of them needs."""
 
@@ -34,103 +36,103 @@ def exchange(grid: Grid, rollouts: Rollouts, needs: Sequence[Need]) -> dict[int,
     Raises:
         ExchangeError: another rank died, or was later than the process group's timeout; names it.
     """
-    failed: list[ExchangeError] = []
-    sources, sizes = rollouts.facts["source"], _sizes(rollouts)
     got: dict[int, Rollout] = {}
-    receives: list[tuple[int, np.ndarray, torch.Tensor]] = []  # source, rows, their bytes
-    works: list[tuple[dist.Work | None, str]] = []
+    receives: list[tuple[int, int, list[int]]] = []  # tag, source, rows
+    sends: list[tuple[int, list[int], list[int]]] = []  # tag, targets, rows
     for tag, (ranks, wanted) in enumerate(needs):
-        rows = np.asarray(wanted, dtype=np.int64)
-        if grid.rank not in ranks:
-            continue
-        for source in np.unique(sources[rows]).tolist():
-            chosen = rows[sources[rows] == source]
-            if source == grid.rank:
-                got |= {row: rollouts.held[row] for row in chosen.tolist()}
-                continue
-            buffer = torch.empty(int(sizes[chosen].sum()), dtype=torch.uint8)
-            receives.append((source, chosen, buffer))
-            if len(buffer):
-                failure = f"rank {source} did not hand over {_name(rollouts, chosen)}"
-                with _naming(failure, failed):
-                    works.append((dist.irecv(buffer, source, group=grid.host_group, tag=tag), failure))
-    for tag, (ranks, wanted) in enumerate(needs):
-        rows = np.asarray(wanted, dtype=np.int64)
-        own, others = rows[sources[rows] == grid.rank], [rank for rank in ranks if rank != grid.rank]
-        if others and sizes[own].sum():
-            flat = torch.from_numpy(flatten(rollouts, own.tolist()))
-            for rank in others:
-                failure = f"rank {rank} did not take {_name(rollouts, own)}"
-                with _naming(failure, failed):
-                    works.append((dist.isend(flat, rank, group=grid.host_group, tag=tag), failure))
-    for work, failure in works:
-        with _naming(failure, failed):
+        by_source: dict[int, list[int]] = {}
+        for row, source in zip(wanted, rollouts.facts["source"][list(wanted)].tolist(), strict=True):
+            by_source.setdefault(source, []).append(row)
+        own = by_source.pop(grid.rank, [])
+        if own and (targets := [rank for rank in ranks if rank != grid.rank]):
+            sends.append((tag, targets, own))
+        if grid.rank in ranks:
+            got |= {row: rollouts.held[row] for row in own}
+            receives += [(tag, source, rows) for source, rows in by_source.items()]
+
+    sizes, failed = sizes_of(rollouts), list[ExchangeError]()
+    incoming, outgoing = (_buffers([sizes[rows] for *_, rows in messages]) for messages in (receives, sends))
+    works: list[tuple[dist.Work | None, str, list[int]]] = []
+    for (tag, source, rows), (whole, _) in zip(receives, incoming, strict=True):
+        if len(whole):
+            with _naming(failure := f"rank {source} did not hand over", rollouts, rows, failed):
+                works.append((dist.irecv(torch.from_numpy(whole), source, grid.host_group, tag), failure, rows))
+    for (tag, targets, rows), (whole, parts) in zip(sends, outgoing, strict=True):
+        for row, part in zip(rows, parts, strict=True):
+            flatten(rollouts, row, part)
+        for target in targets if len(whole) else ():
+            with _naming(failure := f"rank {target} did not take", rollouts, rows, failed):
+                works.append((dist.isend(torch.from_numpy(whole), target, grid.host_group, tag), failure, rows))
+    for work, failure, rows in works:
+        with _naming(failure, rollouts, rows, failed):
             assert work is not None  # this rank is in the group
             work.wait()
     if failed:
         raise failed[0]
-    for _, chosen, buffer in receives:
-        got |= unflatten(rollouts, chosen.tolist(), buffer.numpy())
+    for (*_, rows), (_, parts) in zip(receives, incoming, strict=True):
+        got |= {row: unflatten(rollouts, row, part) for row, part in zip(rows, parts, strict=True)}
     return got
 
 
 @contextlib.contextmanager
-def _naming(failure: str, failed: list[ExchangeError]) -> Iterator[None]:
+def _naming(failure: str, rollouts: Rollouts, rows: list[int], failed: list[ExchangeError]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        failed.append(ExchangeError(f"{failure}: {error}"))
+        first = f"rollout {rows[0] % rollouts.count} of {rollouts.sample(rows[0]).id}"
+        which = first if len(rows) == 1 else f"{len(rows)} rollouts from {first} on"
+        failed.append(ExchangeError(f"{failure} {which}: {error}"))
 
 
-def _name(rollouts: Rollouts, rows: np.ndarray) -> str:
-    """For a message: how many, and the first."""
-    first = f"rollout {rows[0] % rollouts.count} of {rollouts.sample(rows[0]).id}"
-    return first if len(rows) == 1 else f"{len(rows)} rollouts from {first} on"
-
-
-def _sizes(rollouts: Rollouts) -> np.ndarray:
+def sizes_of(rollouts: Rollouts) -> np.ndarray:
     """int64 [rows]: bytes of each that are exchanged."""
     tokens = rollouts.facts["num_tokens"].astype(np.int64)
     of_experts = 0 if rollouts.experts is None else rollouts.experts.itemsize
-    return BYTES_PER_TOKEN * (tokens - rollouts.prompt_lengths) + of_experts * tokens
+    sizes = BYTES_PER_TOKEN * (tokens - rollouts.prompt_lengths) + of_experts * tokens
+    return -(-sizes // _ALIGNMENT) * _ALIGNMENT
 
 
-def flatten(rollouts: Rollouts, rows: Sequence[int]) -> np.ndarray:
-    """What follows the prompts of rollouts held here: ids int32, log-probs float32 (0 where a token was not sampled) and
-    which were sampled, each of all rows one after the other; then experts, if any, of all tokens; uint8 [bytes]."""
-    segments = [segment for row in rows for segment in rollouts.held[row].segments[1:]]
-    sizes = [len(segment.ids) for segment in segments]
-    flat = np.empty(int(_sizes(rollouts)[list(rows)].sum()), dtype=np.uint8)
-    ids, log_probs, mask, of_experts = _views(flat, sum(sizes))
-    np.concatenate([segment.ids for segment in segments], out=ids, casting="same_kind")
-    np.concatenate(
-        [np.zeros(len(s.ids), dtype=np.float32) if s.logprobs is None else s.logprobs for s in segments], out=log_probs
-    )
-    mask[:] = np.repeat([segment.logprobs is not None for segment in segments], sizes)
+def _buffers(messages: Sequence[np.ndarray]) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+    """For messages of rollouts of so many bytes each: a message's bytes, and of these each rollout's. All lie in one piece of
+    memory: small pieces would be new pages each time."""
+    ends = [0, *np.cumsum([sizes.sum() for sizes in messages], dtype=np.int64).tolist()]
+    memory = np.empty(ends[-1], dtype=np.uint8)
+    wholes = [memory[begin:end] for begin, end in itertools.pairwise(ends)]
+    return [(whole, np.split(whole, np.cumsum(sizes)[:-1])) for whole, sizes in zip(wholes, messages, strict=True)]
+
+
+def flatten(rollouts: Rollouts, row: int, flat: np.ndarray) -> None:
+    """Writes what follows the prompt of a rollout held here: ids int32, log-probs float32 (0 where a token was not sampled),
+    which were sampled; then experts, if any, of all tokens."""
+    rollout = rollouts.held[row]
+    segments = rollout.segments[1:]
+    ids, log_probs, sampled, of_experts = _views(flat, sum(len(segment.ids) for segment in segments))
+    end = 0
+    for segment in segments:
+        begin, end = end, end + len(segment.ids)
+        ids[begin:end] = segment.ids
+        log_probs[begin:end] = 0 if segment.logprobs is None else segment.logprobs
+        sampled[begin:end] = segment.logprobs is not None
     if rollouts.experts is not None:
-        of_experts[:] = np.concatenate([rollouts.held[row].experts for row in rows], axis=None).view(np.uint8)
-    return flat
+        assert rollout.experts is not None
+        of_experts[: rollout.experts.nbytes] = rollout.experts.reshape(-1).view(np.uint8)
 
 
-def unflatten(rollouts: Rollouts, rows: Sequence[int], flat: np.ndarray) -> dict[int, Rollout]:
-    """Undoes `flatten`, by the facts about these rows. Neighbouring segments of one author become one."""
-    totals = rollouts.facts["num_tokens"][list(rows)]
-    sizes = totals - rollouts.prompt_lengths[list(rows)]
-    ends = np.cumsum(sizes)
-    ids, log_probs, mask, of_experts = _views(flat, int(sizes.sum()))
-    experts: list[np.ndarray | None] = [None] * len(rows)
+def unflatten(rollouts: Rollouts, row: int, flat: np.ndarray) -> Rollout:
+    """Undoes `flatten`, by the facts about the rollout. Neighbouring segments of one author become one."""
+    sample, version = rollouts.sample(row), int(rollouts.facts["version"][row])
+    total = int(rollouts.facts["num_tokens"][row])
+    size = total - len(sample.prompt_ids)
+    ids, log_probs, sampled, of_experts = _views(flat, size)
+    segments = [Segment(np.asarray(sample.prompt_ids, dtype=np.int64))]
+    cuts = 1 + np.flatnonzero(sampled[1:] != sampled[:-1])
+    for begin, end in itertools.pairwise([0, *cuts.tolist(), size]):
+        drawn = bool(sampled[begin:end].all())
+        segments.append(Segment(ids[begin:end], log_probs[begin:end] if drawn else None, version))
+    experts = None
     if rollouts.experts is not None:
-        experts[:] = np.split(np.frombuffer(of_experts, rollouts.experts), np.cumsum(totals)[:-1])
-    got: dict[int, Rollout] = {}
-    for row, begin, end, own in zip(rows, (ends - sizes).tolist(), ends.tolist(), experts, strict=True):
-        sample, version = rollouts.sample(row), int(rollouts.facts["version"][row])
-        segments = [Segment(np.asarray(sample.prompt_ids, dtype=np.int64))]
-        cuts = begin + 1 + np.flatnonzero(np.diff(mask[begin:end]))
-        for first, last in zip([begin, *cuts], [*cuts, end], strict=True):
-            sampled = bool(mask[first:last].all())
-            segments.append(Segment(ids[first:last], log_probs[first:last] if sampled else None, version))
-        got[row] = Rollout(sample.id, row % rollouts.count, segments, rollouts.finish_reason(row), own)
-    return got
+        experts = np.frombuffer(of_experts, rollouts.experts, total)
+    return Rollout(sample.id, row % rollouts.count, segments, rollouts.finish_reason(row), experts)
 
 
 def _views(flat: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.data import FACTS, Rollout, Rollouts, Sample, Segment
 from megatron_rl.rollout import exchange as module
-from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, ExchangeError, Need, exchange
+from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, ExchangeError, Need, exchange, sizes_of
 from megatron_rl.runtime.distributed import ALONE, Grid
 from megatron_rl.trainer.sampler import Sampler
 
@@ -116,12 +116,13 @@ def bytes_of_worlds(grid: Grid, folder: Path) -> None:
             moved.update(isend=0, irecv=0)
             part = Grid(**{**vars(grid), "world": world, "host_group": group})
             exchange(part, rollouts, [([rank], row.tolist()) for rank, row in enumerate(rows)])
-            tokens = rollouts.facts["num_tokens"] - rollouts.prompt_lengths
+            sizes = sizes_of(rollouts)
+            assert (sizes < 4 + BYTES_PER_TOKEN * (rollouts.facts["num_tokens"] - rollouts.prompt_lengths)).all()
             mine = rows[grid.rank]
             from_others = mine[rollouts.facts["source"][mine] != grid.rank]
             to_others = np.setdiff1d(np.flatnonzero(rollouts.facts["source"] == grid.rank), mine)
-            assert moved["irecv"] == BYTES_PER_TOKEN * tokens[from_others].sum()
-            assert moved["isend"] == BYTES_PER_TOKEN * tokens[to_others].sum()
+            assert moved["irecv"] == sizes[from_others].sum()
+            assert moved["isend"] == sizes[to_others].sum()
             assert world == 1 or moved["irecv"] > 0
     module.dist = dist
 
