@@ -314,6 +314,7 @@ class TokenBatch:
     tokens: Mapping[int, np.ndarray]  # int64 [tokens], of the sequences that this rank computes on
     loss_mask: Mapping[int, np.ndarray]  # bool [tokens]; False for a sequence's first token, which has no predictor
     experts: Mapping[int, np.ndarray] = field(default_factory=dict)  # see `Rollout.experts`; {}: not replayed
+    shift: int = 1  # a scored token's output is that of the token so many before it; 0: its own, a reward model's
 
     @classmethod
     def of(cls, lengths: Sequence[int], rollouts: Mapping[int, Rollout]) -> TokenBatch:
@@ -335,6 +336,13 @@ class TokenBatch:
             tokens[row] = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in (given, scored)])
             loss_mask[row] = np.arange(len(given) + len(scored)) >= len(given)
         return cls([len(ids) for ids in tokens.values()], tokens, loss_mask)
+
+    @classmethod
+    def ends(cls, sequences: Iterable[Sequence[int] | np.ndarray]) -> TokenBatch:
+        """Whole sequences, each scored by its last token's output; all of them known to every rank."""
+        tokens = {row: np.asarray(ids, dtype=np.int64) for row, ids in enumerate(sequences)}
+        last = {row: np.arange(len(ids)) == len(ids) - 1 for row, ids in tokens.items()}
+        return cls([len(ids) for ids in tokens.values()], tokens, last, shift=0)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -284,7 +284,7 @@ answer() {
   esac
 }
 
-# run_recipe COMMAND RECIPE [key=value ...]: a whole job of `train`, `sft` or `evaluate`.
+# run_recipe COMMAND RECIPE [key=value ...]: a whole job of `train`, `sft`, `reward-model` or `evaluate`.
 run_recipe() {
   begin_job "$@"
   run_and_wait launch "${COMMAND[@]}"

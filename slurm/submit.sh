@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# slurm/submit.sh [sbatch options] train|sft|evaluate|convert|preflight ARGUMENTS...
+# slurm/submit.sh [sbatch options] train|sft|reward-model|evaluate|convert|preflight ARGUMENTS...
 # slurm/submit.sh [sbatch options] sweep FILE RECIPE [key=value ...]
 # slurm/submit.sh [sbatch options] chain RECIPE [key=value ...]     convert, train, evaluate, export
 # slurm/submit.sh [sbatch options] serve MODEL [options of vLLM's server]
@@ -19,7 +19,7 @@ usage() {
   exit 2
 }
 
-COMMANDS=' train sft evaluate convert preflight sweep chain serve '
+COMMANDS=' train sft reward-model evaluate convert preflight sweep chain serve '
 is_command() { [[ -n $1 && $COMMANDS == *" $1 "* ]]; }
 
 given=("$@")
@@ -146,7 +146,7 @@ fi
 
 # The words that the job is to run, checked here.
 case $command in
-  train | sft | evaluate)
+  train | sft | reward-model | evaluate)
     checked=(megatron_rl "$command" "$@" launch.processes=null --check)
     [[ $world == unknown ]] || checked+=(--processes "$world")
     ;;

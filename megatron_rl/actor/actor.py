@@ -24,7 +24,7 @@ from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
-from megatron_rl.models import Model, family_for, padded_vocab_size, read_hf_config
+from megatron_rl.models import HFConfig, Model, family_for, padded_vocab_size, read_hf_config
 from megatron_rl.models.adapters import add_adapters, switched_off
 from megatron_rl.models.files import WeightSource
 from megatron_rl.models.gather import iter_hf_weights
@@ -66,13 +66,21 @@ class Actor:
     Args:
         config: the recipe.
         grid: where this process stands.
-        folder: with config.json, and the initial weights as Hugging Face's safetensors unless `weights` has them.
+        folder: with config.json unless `hf_config` is what it says, and the initial weights as Hugging Face's safetensors
+            unless `weights` has them.
     """
 
-    def __init__(self, config: Config, grid: Grid, folder: str | Path, weights: WeightSource | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        folder: str | Path,
+        weights: WeightSource | None = None,
+        hf_config: HFConfig | None = None,
+    ) -> None:
         self.config, self.grid, self.folder = config.actor, grid, Path(folder)
         self.dtype = build.DTYPES[config.model.dtype]
-        self.hf_config = read_hf_config(folder)
+        self.hf_config = hf_config or read_hf_config(folder)
         self.family = family_for(self.hf_config)
         self.description = self.family.describe(self.hf_config)
         self.model = Model(self.family, self.description)
@@ -298,17 +306,12 @@ class Actor:
         Context-parallel ranks score the targets that they hold the predictors of, and all get all of them: whatever follows
         is the same on each, and its gradient goes to the rank that a token came from.
         """
-        from megatron.core.tensor_parallel import (
-            copy_to_tensor_model_parallel_region,
-            gather_from_sequence_parallel_region,
-            reduce_from_tensor_model_parallel_region,
-        )
+        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region as copy_to_region
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         hidden = hidden[0]
-        if self.config.parallel.sequence:
-            hidden = gather_from_sequence_parallel_region(hidden)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden)
+        whole = gather_from_sequence_parallel_region if self.config.parallel.sequence else copy_to_region
+        hidden = whole(hidden)
         last = self.chunks[-1]
         tied = last.share_embeddings_and_output_weights
         weight = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
@@ -321,14 +324,8 @@ class Actor:
             self.config.logits_mib * 2**20,
             with_entropy,
         )
-        if self.grid.cp == 1:
-            return log_probs, entropy
-
-        def whole(own: Tensor) -> Tensor:
-            spread = own.new_zeros(len(micro.targets)).index_copy(0, micro.own, own)
-            return reduce_from_tensor_model_parallel_region(spread, group=self.parallel.cp.group)
-
-        return whole(log_probs), whole(entropy) if entropy is not None else None
+        cp = self.parallel.cp
+        return micro.whole(log_probs, cp), micro.whole(entropy, cp) if entropy is not None else None
 
     # ----------------------------------------------------------------------------------------------------- weights
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:

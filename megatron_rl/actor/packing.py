@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_rl.data import TokenBatch
 from megatron_rl.models.layers import held
+from megatron_rl.models.parallel import Axis
 
 _FEW = 32  # sequences of a rank
 
@@ -36,7 +37,7 @@ class MicroBatch:
         Tensor  # int32 [sequences + 1], start of each whole sequence, padding included; the last may be all padding
     )
     longest: int
-    predictors: Tensor  # int64 [own]: index in `tokens` of each position here whose output predicts a scored token
+    predictors: Tensor  # int64 [own]: index in `tokens` of each position here whose output a scored token is read from
     own: Tensor  # int64 [own]: which scored tokens these are; without context parallelism all, in order
     targets: Tensor  # int64 [scored tokens]
     sequence_ids: Tensor  # int64 [scored tokens]: index into `rows`
@@ -59,6 +60,15 @@ class MicroBatch:
                 max_seqlen_kv=self.longest,
             ),
         }
+
+    def whole(self, own: Tensor, cp: Axis) -> Tensor:
+        """One number per scored token, of those whose outputs this context-parallel rank has -> of all."""
+        from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+        if cp.size == 1:
+            return own
+        spread = own.new_zeros(len(self.targets)).index_copy(0, self.own, own)
+        return reduce_from_tensor_model_parallel_region(spread, group=cp.group)
 
     def spread(self, per_sequence: np.ndarray) -> Tensor:
         """One number per sequence of the batch -> float32 [scored tokens] of this micro-batch."""
@@ -207,7 +217,7 @@ def pack(
     for local, row in enumerate(rows):
         length, scored = batch.lengths[row], np.flatnonzero(batch.loss_mask[row])
         tokens += [batch.tokens[row], np.zeros(-length % pieces, dtype=np.int64)]
-        predictors.append(start + scored - 1)
+        predictors.append(start + scored - batch.shift)
         sequence_ids.append(np.full(len(scored), local))
         lengths.append(length + -length % pieces)
         start += lengths[-1]

@@ -22,6 +22,7 @@ class Command(Protocol):
 COMMANDS = {
     "train": ("run_recipe", "reinforcement learning (after a warm-up by fine-tuning, where sft.steps > 0)"),
     "sft": ("run_recipe", "supervised fine-tuning on demonstrations"),
+    "reward-model": ("run_recipe", "a Bradley-Terry reward model on preference pairs"),
     "evaluate": ("evaluate", "a checkpoint, a Hugging Face folder or a served model on held-out tasks"),
     "plan": ("plan", "where the memory of each GPU goes on a number of nodes, and whether the recipe fits"),
     "convert": ("convert", "Hugging Face folders to Megatron checkpoints and back, losing nothing"),

@@ -1,4 +1,4 @@
-"""`train`, `sft`: checks the recipe and starts one process per device (or joins torchrun's or srun's world)."""
+"""`train`, `sft`, `reward-model`: checks the recipe and starts one process per device (or joins another launcher's world)."""
 
 from __future__ import annotations
 

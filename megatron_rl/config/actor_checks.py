@@ -19,7 +19,7 @@ def check_actor(config: Config, command: str) -> Iterator[str]:
         )
     if actor.recompute == "selective" and not actor.recompute_modules:
         yield "`actor.recompute=selective` needs `actor.recompute_modules`, which is empty; name one, or set recompute=none"
-    for key, optimizer in _optimizers(config):
+    for key, optimizer in optimizers(config):
         if optimizer.moments == "bfloat16" and not (optimizer.distributed and config.model.dtype == "bfloat16"):
             yield (
                 f"`{key}.moments=bfloat16` needs {key}.distributed=true and model.dtype=bfloat16 (they are "
@@ -59,7 +59,7 @@ def _check_lora(config: Config, command: str) -> Iterator[str]:
         yield "`actor.lora.experts` needs whole experts on every rank; set actor.parallel.expert_tensor=1"
     if config.actor.fp8 is not None and config.actor.fp8.param_gather:
         yield "`actor.fp8.param_gather` is for parameters that are trained; with `actor.lora` set it to false"
-    if command == "train" and config.sft.steps and (kl.coef or kl.reward_coef):
+    if command == "train" and config.sft.wanted and (kl.coef or kl.reward_coef):
         yield (
             "`sft.steps` before RL trains the adapters, and the reference policy of `algorithm.kl` is the model without "
             "them; fine-tune first (megatron-rl sft) and set model.path to its export, with sft.steps=0"
@@ -82,8 +82,13 @@ def _check_fp8(config: Config) -> Iterator[str]:
         )
 
 
-def _optimizers(config: Config) -> tuple[tuple[str, OptimizerConfig], ...]:
-    return ("actor.optimizer", config.actor.optimizer), ("sft.optimizer", config.sft.optimizer)
+def optimizers(config: Config) -> tuple[tuple[str, OptimizerConfig], ...]:
+    """Key and section of each."""
+    return (
+        ("actor.optimizer", config.actor.optimizer),
+        ("sft.optimizer", config.sft.optimizer),
+        ("reward_model.optimizer", config.reward_model.optimizer),
+    )
 
 
 def check_actor_machine(config: Config) -> Iterator[str]:
@@ -95,7 +100,7 @@ def check_actor_machine(config: Config) -> Iterator[str]:
         yield "`actor.offload` moves state off a GPU and this machine has none; set actor.offload=false"
     if actor.moe.dispatcher == "deepep":
         yield "`actor.moe.dispatcher=deepep` needs GPUs and this machine has none; set it to alltoall"
-    for key, optimizer in _optimizers(config):
+    for key, optimizer in optimizers(config):
         if optimizer.moments != "float32":
             yield f"`{key}.moments=bfloat16` needs Transformer Engine and so a GPU; set it to float32 here"
     if actor.recompute == "selective":

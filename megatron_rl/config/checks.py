@@ -18,13 +18,14 @@ from operator import attrgetter
 from pathlib import Path
 
 from megatron_rl.config.actor import OptimizerConfig
-from megatron_rl.config.actor_checks import check_actor, check_actor_machine
+from megatron_rl.config.actor_checks import check_actor, check_actor_machine, optimizers
 from megatron_rl.config.algorithm_checks import check_method_choice
 from megatron_rl.config.keys import problems as out_of_range
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
 from megatron_rl.config.rollout_checks import check_rollout, check_rollout_machine
 from megatron_rl.config.schema import PHASES, Config
 from megatron_rl.config.shape import ConfigError
+from megatron_rl.config.stage_checks import check_stages
 from megatron_rl.models import HFConfig
 from megatron_rl.names import did_you_mean, show
 
@@ -63,7 +64,7 @@ def check(
 
     Args:
         config: not changed.
-        command: train | sft | evaluate; some needs differ.
+        command: train | sft | reward-model | evaluate; some needs differ.
         model: the model's config.json; None: it is read from `model.path`.
 
     Returns:
@@ -92,15 +93,16 @@ def check(
         problems += [
             *_check_layout(config, world, machine),
             *(_check_batch(config, world) if command != "evaluate" else ()),
+            *check_stages(config, world, command),
             *check_actor(config, command),
             *check_rollout(config, machine.local_world_size),
             *_check_gradient_variance(config, world),
-            *_check_trainer(config, command),
+            *_check_trainer(config),
             *check_method_choice(config),
             *_check_names(config),
             *_check_rewards(config, command),
             *_check_tasks(config, command),
-            *check_model(config, model),
+            *check_model(config, model, command),
             *_check_checkpoint(config, command),
             *_check_outputs(config),
         ]
@@ -111,6 +113,11 @@ def check(
 def check_machine(config: Config, machine: Machine | None = None, command: str = "train") -> None:
     """Raises ConfigError where this machine cannot run a (checked) recipe. Not for a login node that only checks it."""
     _refuse(list(_check_machine(config, machine or Machine.here(), command)))
+
+
+def _generates(config: Config, command: str) -> bool:
+    """Whether the command starts an engine, and scores what it draws."""
+    return command in ("train", "evaluate") or (command == "sft" and bool(config.tasks.eval))
 
 
 def _refuse(problems: list[str]) -> None:
@@ -136,7 +143,7 @@ def _check_values(config: Config) -> Iterator[str]:
             f"a step has {rollouts:,} rollouts (`trainer.prompts_per_step` {config.trainer.prompts_per_step:,} x "
             f"`rollout.group_size` {config.rollout.group_size:,}); at most {_MOST_ROLLOUTS:,.0f} are possible: lower one"
         )
-    for key, section in (("actor.optimizer", config.actor.optimizer), ("sft.optimizer", config.sft.optimizer)):
+    for key, section in optimizers(config):
         yield from _check_optimizer(key, section)
     for phase in config.watchdog.phases:
         if phase not in PHASES:
@@ -217,7 +224,7 @@ def _check_machine(config: Config, machine: Machine, command: str) -> Iterator[s
             f"`actor.parallel.context` is {config.actor.parallel.context}, and Transformer Engine has no attention for "
             "`model.dtype` float32 over several ranks; set model.dtype=bfloat16, or actor.parallel.context=1"
         )
-    if not machine.gpus and (command != "sft" or config.tasks.eval):
+    if not machine.gpus and _generates(config, command):
         yield from check_cpu_engine(config)
 
 
@@ -237,8 +244,6 @@ def _check_batch(config: Config, world: int) -> Iterator[str]:
             f"{trainer.minibatches} x rollout.group_size {rollout.group_size}) for {ranks} data-parallel ranks; give "
             "each at least one: raise prompts_per_step or group_size, or use fewer processes"
         )
-    if config.sft.steps and config.sft.batch_size < ranks:
-        yield f"`sft.batch_size` ({config.sft.batch_size}) must be at least the {ranks} data-parallel ranks"
     longest = rollout.max_prompt_tokens + rollout.max_tokens
     if config.actor.tokens_per_microbatch < longest:
         yield (
@@ -265,7 +270,7 @@ def _check_gradient_variance(config: Config, world: int) -> Iterator[str]:
         )
 
 
-def _check_trainer(config: Config, command: str) -> Iterator[str]:
+def _check_trainer(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if trainer.eval_rollouts > 1 and trainer.eval_temperature == 0:
         yield (
@@ -280,8 +285,6 @@ def _check_trainer(config: Config, command: str) -> Iterator[str]:
     for k in config.evaluation.pass_k or ():
         if not 1 <= k <= trainer.eval_rollouts:
             yield f"`evaluation.pass_k` has {k}; pass@k needs 1 <= k <= `trainer.eval_rollouts` ({trainer.eval_rollouts})"
-    if command == "sft" and config.sft.steps == 0:
-        yield "`sft.steps` is 0: there is nothing to do for the command sft; set it to 1 or more"
 
 
 # -------------------------------------------------------------------------------------------------- tasks and rewards
@@ -312,7 +315,7 @@ def _check_rewards(config: Config, command: str) -> Iterator[str]:
             )
         elif config.rewards and all(config.rewards[name].when_needed for name in own):
             yield f"no reward says whether a response to `tasks.eval.{task}` is right; add it to a `rewards.<name>.tasks`"
-    if not config.rewards and (command != "sft" or config.tasks.eval):
+    if not config.rewards and _generates(config, command):
         yield "`rewards` is empty: name at least one, for example rewards.correct.reward=math"
     tasks = {*config.tasks.train, *config.tasks.eval}
     for name, reward in config.rewards.items():
@@ -332,13 +335,6 @@ def _check_tasks(config: Config, command: str) -> Iterator[str]:
         for name, task in tasks.items():
             if task.chat and config.model.path is None:
                 yield f"`tasks.{split}.{name}.chat`: `model.create` makes no chat template; set chat to false"
-    if config.sft.steps and command != "evaluate" and config.tasks.train:
-        without = [name for name, task in config.tasks.train.items() if task.demonstrations is None]
-        if len(without) == len(config.tasks.train):
-            yield (
-                f"`sft.steps` is {config.sft.steps}, but no task has demonstrations to learn from; set "
-                f"`tasks.train.{without[0]}.demonstrations`, or sft.steps=0"
-            )
 
 
 # ------------------------------------------------------------------------------------------------------------ outputs

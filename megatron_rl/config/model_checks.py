@@ -15,6 +15,7 @@ from megatron_rl.config.rollout_checks import check_rollout_model
 from megatron_rl.config.schema import Config, CreateModelConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
+from megatron_rl.models.classifier import is_classifier
 from megatron_rl.models.lora import check_lora
 from megatron_rl.models.qwen3 import created_config
 from megatron_rl.models.rules import shard_shape
@@ -28,12 +29,13 @@ _MOST_PARAMETERS = 100_000_000_000
 _MOST_BYTES, _MOST_INDEX_BYTES = 2**26, 2**30  # of a config.json, of the list of weights
 
 
-def check_model(config: Config, model: HFConfig | None = None) -> Iterator[str]:
+def check_model(config: Config, model: HFConfig | None = None, command: str = "train") -> Iterator[str]:
     """Yields a sentence per problem with `model`, its sizes, and the layouts of actor and engine on it.
 
     Args:
         model: the model's config.json; None: it is read from `model.path`. A served model may be of an unsupported family:
             then only the length of its sequences is checked.
+        command: only `reward-model` takes the folder of a reward model.
     """
     if model is not None:
         try:
@@ -57,7 +59,7 @@ def check_model(config: Config, model: HFConfig | None = None) -> Iterator[str]:
         found = list(_check_folder(folder))
         yield from found
         if not found:
-            yield from _check_sizes(config, read_hf_config(folder))
+            yield from _check_sizes(config, read_hf_config(folder), command)
     elif config.model.create is not None:
         found = list(check_create(config.model.create))
         yield from found
@@ -151,12 +153,14 @@ def check_create(create: CreateModelConfig) -> Iterator[str]:
         )
 
 
-def _check_sizes(config: Config, hf_config: HFConfig) -> Iterator[str]:
+def _check_sizes(config: Config, hf_config: HFConfig, command: str = "train") -> Iterator[str]:
     try:
         model = model_of(hf_config)
     except ValueError as error:
         yield f"`model.path`: {error}"
     else:
+        if is_classifier(model.family) and command != "reward-model":
+            yield f"`model.path`: {config.model.path} is a reward model: it gives a score, and generates nothing"
         yield from _check_layout(config, model)
 
 

@@ -204,14 +204,34 @@ class RolloutConfig:
 
 # ---------------------------------------------------------------------------------------------------------- trainer
 @dataclass
-class SFTConfig:
-    """Supervised fine-tuning on demonstrations: the whole of `megatron-rl sft`, or a warm-up before RL where
-    steps > 0."""
+class SupervisedConfig:
+    """A stage without rollouts."""
 
-    steps: StepsOrNone = key(0)
-    batch_size: Count = key(64, "demonstrations per step")
+    steps: StepsOrNone = key(0, "0: none, unless `epochs` is set")
+    epochs: Annotated[float, Range(above=0, high=1e5)] | None = key(
+        None, "passes over the examples, rounded up to whole steps; `steps` then follows from them"
+    )
+    batch_size: Count = key(64, "demonstrations, or pairs, per step")
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     log_every: Steps = key(10)
+    eval_every: StepsOrNone = key(0, "steps between evaluations of the command's own run; 0: only after the last step")
+
+    @property
+    def wanted(self) -> bool:
+        return self.steps > 0 or self.epochs is not None
+
+
+@dataclass
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning on demonstrations: the whole of `megatron-rl sft`, or a warm-up before RL where `steps` > 0 or
+    `epochs` is set."""
+
+
+@dataclass
+class RewardModelConfig(SupervisedConfig):
+    """A Bradley-Terry reward model on preference pairs: the whole of `megatron-rl reward-model`."""
+
+    centering: NonNegative = key(0.0, "weight of the squared sum of a pair's scores, which keeps scores near 0; 0: off")
 
 
 @dataclass
@@ -352,6 +372,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -26,7 +26,7 @@ class ModelDescription:
 
     Attributes:
         dims: sizes by symbol (see `rules.DIM_FIELDS`), plus `layers`, `heads`, `kv_heads`; of a mixture of experts also
-            `top_k`, the experts per token. Dense: 0 `experts`.
+            `top_k`, the experts per token. Dense: 0 `experts`. A reward model has `labels`, which is 1.
         transformer: fields of `TransformerConfig` that the architecture decides (none of layout, dtype or speed);
             `activation_func` by name, see `gpt.ACTIVATIONS`.
         model: arguments of `GPTModel`; `vocab_size` is unpadded, see `rules.padded_vocab_size`.

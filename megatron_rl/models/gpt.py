@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -13,11 +14,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor, nn
 
 from megatron_rl.models.family import ModelDescription
 from megatron_rl.models.layers import PackedAttention, SequenceParallelRMSNorm
 from megatron_rl.runtime import device
-from megatron_rl.seams.megatron import Chunk
+from megatron_rl.seams.megatron import Chunk, OutputLayer
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -37,7 +39,22 @@ def build(description: ModelDescription, config: TransformerConfig, vocab_size: 
         vp_stage=vp_stage,
         **(description.model | {"vocab_size": vocab_size}),
     )
+    if "labels" in description.dims and chunk.post_process:  # a reward model
+        chunk.output_layer = ScalarHead(config.hidden_size)
     return chunk
+
+
+class ScalarHead(OutputLayer):
+    """One output per token, in the output layer's place; whole on every tensor-parallel rank."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden_size))
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        return F.linear(input_, self.weight), None
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:

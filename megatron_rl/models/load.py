@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from megatron_rl.models.classifier import SCORE
 from megatron_rl.models.family import Family, ModelDescription
 from megatron_rl.models.files import SafetensorsFolder, WeightSource
 from megatron_rl.models.fit import check_names, check_tensors
@@ -104,3 +106,35 @@ def check_tied(files: WeightSource, family: Family) -> None:
         raise ValueError(
             f"config.json of {files.folder} says tie_word_embeddings = True, but {output} differs from {embedding}"
         )
+
+
+class WithHead:
+    """A policy's weights, its output layer replaced by a new head: normal, of variance 1 / (hidden size + 1).
+
+    Stiennon et al. 2020, Learning to summarize from human feedback, draw the head so.
+    """
+
+    def __init__(self, source: WeightSource, family: Family, description: ModelDescription, seed: int) -> None:
+        self.folder = source.folder
+        self._source, self._seed = source, seed
+        self._name, self._output = SCORE.hf[0].name, family.output.hf[0].name
+        self._shape = (1, description.dims["hidden"])
+
+    def names(self) -> set[str]:
+        return self._source.names() - {self._output} | {self._name}
+
+    def file_of(self, name: str) -> Path:
+        return self.folder if name == self._name else self._source.file_of(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shape if name == self._name else self._source.shape(name)
+
+    def dtype(self, name: str) -> str:
+        return "F32" if name == self._name else self._source.dtype(name)
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        if name != self._name:
+            return self._source.read(name, dim, start, stop)
+        generator = torch.Generator().manual_seed(self._seed)
+        head = torch.randn(self._shape, generator=generator) / math.sqrt(self._shape[1] + 1)
+        return head.narrow(dim, start, stop - start)

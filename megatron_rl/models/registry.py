@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_rl.models.classifier import classifier
 from megatron_rl.models.family import Family, Model
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.llama import LLAMA, MISTRAL
@@ -13,7 +14,7 @@ FAMILIES: tuple[Family, ...] = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL)
 
 
 def family_for(hf_config: HFConfig) -> Family:
-    """The family that serves a config's architecture.
+    """The family that serves a config's architecture; of a classifier the family with a scalar head.
 
     Raises:
         ValueError: the architecture is missing or not known; the message lists the known ones.
@@ -21,7 +22,7 @@ def family_for(hf_config: HFConfig) -> Family:
     architectures = hf_config.get("architectures") or []
     if not isinstance(architectures, list):
         architectures = [architectures]
-    for family in FAMILIES:
+    for family in (*FAMILIES, *map(classifier, FAMILIES)):
         if any(name in family.architectures for name in architectures):
             return family
     known = ", ".join(name for family in FAMILIES for name in family.architectures)

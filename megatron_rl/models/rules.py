@@ -27,6 +27,7 @@ DIM_FIELDS: Mapping[str, str] = {
     "experts": "num_experts",
     "expert_ffn": "moe_intermediate_size",
     "rank": "actor.lora.rank",  # of a recipe: see `lora`
+    "labels": "num_labels",
 }
 
 

@@ -6,20 +6,25 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from megatron_rl.config.keys import Finite
 from megatron_rl.config.schema import ServerConfig
+from megatron_rl.models import read_hf_config
+from megatron_rl.models.classifier import num_labels
 from megatron_rl.parameters import Range
 from megatron_rl.rewards.judge_prompt import as_text
 from megatron_rl.rewards.kinds import InlineReward, Reward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward, Reply
-from megatron_rl.sample import Message
+from megatron_rl.sample import Message, Prompt
 from megatron_rl.tokenizer import Tokenizer
 
 _LOADING = threading.Lock()
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ def reward_model(
     if path is not None:
         if not (Path(path) / "config.json").exists():
             raise ValueError(f"path: {path} is not a Hugging Face folder: it has no config.json")
+        if (outputs := num_labels(read_hf_config(path))) != 1:
+            raise ValueError(f"path: {path}: a classifier with {outputs} outputs; a reward model has one")
         return LocalModel(path, squashed, batch_size, max_tokens, device)
     if urls is None or not model:
         raise ValueError("model is missing: the name under which the server has the reward model")
@@ -76,8 +83,8 @@ def reward_model(
             "truncation_side": "left",
         }
         if isinstance(prompt, str):
-            return {**body, "input": prompt + completion}
-        return {**body, "messages": _chat(prompt, completion), "add_generation_prompt": False}
+            return {**body, "input": conversation(prompt, completion)}
+        return {**body, "messages": conversation(prompt, completion), "add_generation_prompt": False}
 
     def read(reply: Reply) -> tuple[float, str]:
         try:
@@ -95,8 +102,23 @@ def reward_model(
     return RemoteReward(urls, server, policy, "/classify", render, read, is_reply)
 
 
-def _chat(prompt: list[Message], completion: str) -> list[Message]:
-    return [*prompt, {"role": "assistant", "content": completion}]
+def conversation(prompt: Prompt, response: str) -> Prompt:
+    """What is scored: the chat that ends with the response, or of a prompt of text that text and the response."""
+    return prompt + response if isinstance(prompt, str) else [*prompt, Message(role="assistant", content=response)]
+
+
+def conversation_ids(tokenizer: Tokenizer, whole: Prompt) -> list[int]:
+    """Tokens of a conversation; of a chat in the tokenizer's template, or where it has none under the roles' names."""
+    if isinstance(whole, str) or tokenizer.chat_template is None:
+        return list(tokenizer(as_text(whole))["input_ids"])
+    return list(tokenizer.apply_chat_template(whole, tokenize=True, return_dict=True)["input_ids"])
+
+
+def _encode(path: str, encode: Callable[[T], R], text: T) -> R:
+    try:
+        return encode(text)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ValueError(f"{path}: the reward model's tokenizer cannot encode {text!r:.80}: {error}") from error
 
 
 def _sigmoid(value: float) -> float:
@@ -107,7 +129,7 @@ class LocalModel(InlineReward):
     """A sequence classifier in this process. It scores all rollouts together, after generation.
 
     Raises:
-        ValueError: at the first call, where the folder's model has not exactly one output.
+        ValueError: its tokenizer does not know a text, or it is no decoder with a `score` layer.
     """
 
     batched = True
@@ -115,10 +137,29 @@ class LocalModel(InlineReward):
     def __init__(
         self, path: str, squash: Callable[[float], float], batch_size: int, max_tokens: int | None, device: str
     ) -> None:
-        super().__init__(lambda completion, sample: next(self.scores([completion], [sample])))
+        super().__init__(
+            lambda completion, sample: next(self.scores([completion], [sample])), check_sample=self._check_prompt
+        )
         self.path, self.squash, self.batch_size = path, squash, batch_size
         self.max_tokens, self.device = max_tokens, device
         self._loaded: tuple[Any, Tokenizer] | None = None
+        self._vocabulary: tuple[Any, int] | None = None  # the tokenizer's, and the model's number of tokens
+
+    def _check_prompt(self, sample: SampleMapping) -> None:
+        """ValueError where the tokenizer in the folder does not know the prompt, or gives it tokens that the model has not:
+        it is another model's. Needs no torch."""
+        if self._vocabulary is None:
+            from tokenizers import Tokenizer as Fast
+
+            file = Path(self.path) / "tokenizer.json"
+            rows = read_hf_config(self.path).get("vocab_size")
+            self._vocabulary = Fast.from_file(str(file)) if file.is_file() else None, int(str(rows))
+        tokenizer, rows = self._vocabulary
+        text = as_text(sample.get("prompt", ""))
+        if tokenizer is not None and max(_encode(self.path, tokenizer.encode, text).ids, default=0) >= rows:
+            raise ValueError(
+                f"{self.path}: its tokenizer has tokens for {text!r:.80} that its model has not ({rows} rows)"
+            )
 
     def scores(self, completions: Sequence[str], samples: Sequence[SampleMapping]) -> Iterator[Score]:
         """One score per completion, in order. Batches have similar lengths, the longest first."""
@@ -127,7 +168,10 @@ class LocalModel(InlineReward):
         model, tokenizer = self._load()
         limit = self.max_tokens or model.config.max_position_embeddings
         ids = [
-            self._tokens(tokenizer, completion, sample)[-limit:]
+            _encode(
+                self.path, partial(conversation_ids, tokenizer), conversation(sample.get("prompt", ""), completion)
+            )[-limit:]
+            or [tokenizer.eos_token_id]
             for completion, sample in zip(completions, samples, strict=True)
         ]
         scores = [0.0] * len(ids)
@@ -148,16 +192,6 @@ class LocalModel(InlineReward):
                 scores[i] = self.squash(float(logits[row, 0]))
         return iter(scores)
 
-    def _tokens(self, tokenizer: Tokenizer, completion: str, sample: SampleMapping) -> list[int]:
-        prompt = sample.get("prompt", "")
-        if isinstance(prompt, str):
-            ids = tokenizer(prompt + completion)["input_ids"]
-        elif tokenizer.chat_template is None:
-            ids = tokenizer(as_text(_chat(prompt, completion)))["input_ids"]
-        else:
-            ids = tokenizer.apply_chat_template(_chat(prompt, completion), tokenize=True, return_dict=True)["input_ids"]
-        return list(ids) or [tokenizer.eos_token_id]
-
     def _load(self) -> tuple[Any, Tokenizer]:
         with _LOADING:
             if self._loaded is None:
@@ -166,11 +200,8 @@ class LocalModel(InlineReward):
 
                 tokenizer = AutoTokenizer.from_pretrained(self.path)
                 model = AutoModelForSequenceClassification.from_pretrained(self.path, dtype="auto")
-                if model.config.num_labels != 1 or not hasattr(model, "score"):
-                    outputs = f"{model.config.num_labels} outputs of a {type(model).__name__}"
-                    raise ValueError(
-                        f"{self.path}: {outputs}; a reward model has one, of a decoder with a `score` layer"
-                    )
+                if not hasattr(model, "score"):
+                    raise ValueError(f"{self.path}: a {type(model).__name__} is no decoder with a `score` layer")
                 if model.config.pad_token_id is None:
                     model.config.pad_token_id = tokenizer.pad_token_id or 0  # masked out all the same
                 on_gpu = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())

@@ -91,7 +91,7 @@ def hold_out(name: str, config: TaskConfig, samples: list[Sample]) -> tuple[list
             left.append(sample)
         elif key not in held:
             index = sample.id.rpartition("/")[2]
-            held[key] = replace(sample, id=f"{name}/{index}", task=name, demonstration=None)
+            held[key] = replace(sample, id=f"{name}/{index}", task=name)
     return list(held.values()), left
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
-    """Runs `train`, `sft` or `evaluate` on this rank, by the resolved recipe in the file `recipe`; returns the exit code."""
+    """Runs a command on this rank, by the resolved recipe in the file `recipe`; returns the exit code."""
     stop = StopFlag()  # before anything that takes time
     quiet_known_warnings()
     gc.disable()  # a million objects are imported, and stay: to search them for garbage again and again takes seconds
@@ -33,6 +33,7 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
     from megatron_rl.runtime import distributed
     from megatron_rl.trainer.evaluate import evaluate_only
     from megatron_rl.trainer.loop import train
+    from megatron_rl.trainer.reward_model import reward_model
     from megatron_rl.trainer.run import build_run
     from megatron_rl.trainer.sft import sft
 
@@ -52,7 +53,8 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
         attempt.run = build_run(config, grid, Path(run_dir), command, stop, attempt.ownership)
         gc.freeze()
         gc.enable()
-        {"train": train, "sft": sft, "evaluate": evaluate_only}[command](attempt.run, resume)
+        commands = {"train": train, "sft": sft, "reward-model": reward_model, "evaluate": evaluate_only}
+        commands[command](attempt.run, resume)
         attempt.run.report.summary()
         HEARTBEAT.finish()
     except StopRequested as request:
@@ -130,7 +132,7 @@ def quiet_known_warnings() -> None:
 
 def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.trainer.main")
-    parser.add_argument("command", choices=("train", "sft", "evaluate"))
+    parser.add_argument("command", choices=("train", "sft", "reward-model", "evaluate"))
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--recipe", required=True, metavar="FILE", help="the resolved recipe")
     parser.add_argument("--resume", default="auto")

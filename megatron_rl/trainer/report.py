@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from torch import Tensor
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, SupervisedConfig
 from megatron_rl.data import Rollout, Sample
 from megatron_rl.report import read_run, render
 from megatron_rl.rewards import ScoringStats
@@ -34,6 +34,15 @@ _LINE = (
     ("grad", "actor/grad_norm", ".3f"),
     ("lr", "actor/lr", ".1e"),
     ("tok/s", "perf/tokens_per_s", ",.0f"),
+    ("s", "timing_s/step", ".2f"),
+)
+_STAGE_LINE = (
+    ("loss", "sft/loss", ".4f"),
+    ("loss", "reward_model/loss", ".4f"),
+    ("accuracy", "reward_model/accuracy", ".3f"),
+    ("margin", "reward_model/margin", ".3f"),
+    ("grad", "actor/grad_norm", ".3f"),
+    ("lr", "actor/lr", ".1e"),
     ("s", "timing_s/step", ".2f"),
 )
 _OUTPUTS = (
@@ -194,17 +203,13 @@ class Reporter:
             os.fsync(file.fileno())
             return os.fstat(file.fileno()).st_size
 
-    def log_sft(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row of `sft/metrics.jsonl` (of `metrics.jsonl` under `megatron-rl sft`), and a line."""
-        if not self.active:  # other pipeline stages have no loss
+    def log_stage(self, name: str, section: SupervisedConfig, step: int, metrics: Mapping[str, float]) -> None:
+        """One row of `metrics.jsonl` (of `sft/metrics.jsonl` in the warm-up before RL), and a line."""
+        if not self.active:
             return
-        line = (
-            f"sft step {step:>4}  loss {metrics['sft/loss']:.4f}  grad {metrics['actor/grad_norm']:.3f}  "
-            f"lr {metrics['actor/lr']:.1e}  s {metrics['timing_s/step']:.2f}"
-        )
-        sft = self.config.sft
-        shows = step % max(sft.log_every, sft.steps // 10) == 0 or step == sft.steps
-        self._log(step, metrics, line if shows else "", warm_up=self.command == "train")
+        line = "  ".join(f"{label} {metrics[key]:{spec}}" for label, key, spec in _STAGE_LINE if key in metrics)
+        shows = step % max(section.log_every, section.steps // 10) == 0 or step == section.steps
+        self._log(step, metrics, f"{name.lower()} step {step:>4}  {line}" if shows else "", self.command == "train")
 
     def _remember(self, row: Mapping[str, float]) -> None:
         for name, value in row.items():
@@ -259,7 +264,7 @@ class Reporter:
         if spent:
             shares = sorted(self._seconds.items(), key=lambda item: -item[1])
             shown = ", ".join(f"{name.removeprefix('timing_s/')} {value / spent:.0%}" for name, value in shares)
-            self.console.print(f"Time within {'SFT' if self.command == 'sft' else 'RL'} steps: {shown}")
+            self.console.print(f"Time within {'RL' if self.command == 'train' else self.command} steps: {shown}")
         if self.config.logging.report and self.command != "evaluate":
             disk.replace(self.run_dir / "report.html", render([read_run(self.run_dir)]))
         self.console.print(f"Everything is in {self.run_dir}: " + ", ".join(self._files()), markup=False)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.actor.actor import Actor
+from megatron_rl.actor.reward import RewardActor
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.checkpoint.convert import open_weights
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, SupervisedConfig
+from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.models.create import create_model, differences
 from megatron_rl.rewards import Scorer
 from megatron_rl.runtime.disk import next_previous
@@ -16,6 +19,7 @@ from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.owner import Ownership
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.runtime.stop import StopFlag
+from megatron_rl.tasks.preferences import Pairs, load_pairs
 from megatron_rl.tasks.prompts import check_demonstrations, load_prompts
 from megatron_rl.trainer.checkpoints import Checkpoints, State
 from megatron_rl.trainer.learner import Learner
@@ -36,6 +40,7 @@ class Run:
     report: Reporter
     timer: StepTimer
     stop: StopFlag
+    pairs: Pairs | None = None  # of a reward model's run
     state: State = field(default_factory=State)
     actor_has_device: bool = True
 
@@ -100,8 +105,14 @@ def build_run(
     grid.barrier()
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     prompts = load_prompts(config, tokenizer, report.note, training=command != "evaluate")
-    if command == "sft" or config.sft.steps:
+    if command == "sft" or config.sft.wanted:
         check_demonstrations(prompts.train, tokenizer, config.rollout.max_tokens)
+        set_steps(config.sft, sum(sample.demonstration is not None for sample in prompts.train))
+    pairs = None
+    if command == "reward-model":
+        vocab_size = model_of(read_hf_config(folder)).dims["vocab"]
+        pairs = load_pairs(prompts, tokenizer, config.rollout, vocab_size, report.note)
+        set_steps(config.reward_model, len(pairs.train))
     algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
     scorer = Scorer(config.rewards, algorithm.estimator.needs.columns)
     for samples in ([prompts.train] if command == "train" else []) + list(prompts.eval.values()):
@@ -114,7 +125,8 @@ def build_run(
         weight = config.algorithm.correction.weight
         report.note(f"rollouts are drawn with weights in FP8, corrected by algorithm.correction.weight={weight}")
     timer = StepTimer(report.phase)
-    learner = Learner(config, Actor(config, grid, folder, open_weights(folder)), algorithm, timer)
+    actor = (Actor if pairs is None else RewardActor)(config, grid, folder, open_weights(folder))
+    learner = Learner(config, actor, algorithm, timer)
     return Run(
         config=config,
         run_dir=run_dir,
@@ -125,7 +137,14 @@ def build_run(
         report=report,
         timer=timer,
         stop=stop or StopFlag(),
+        pairs=pairs,
     )
+
+
+def set_steps(section: SupervisedConfig, examples: int) -> None:
+    """Steps follow from the number of examples, where the recipe counts epochs."""
+    if section.epochs is not None:
+        section.steps = max(1, math.ceil(section.epochs * examples / section.batch_size))
 
 
 def model_folder(config: Config, report: Reporter, run_dir: Path) -> Path:

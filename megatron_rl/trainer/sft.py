@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,25 +12,18 @@ from torch import Tensor
 from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.data import Sample, TokenBatch
-from megatron_rl.runtime.stop import StopRequested
-from megatron_rl.tasks import make_order
 from megatron_rl.tasks.prompts import refuse_long
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer.evaluate import evaluate
-from megatron_rl.trainer.resume import load_checkpoint
 from megatron_rl.trainer.run import Run
+from megatron_rl.trainer.supervised import run_stage, train_stage
+
+Example = tuple[list[int], np.ndarray]  # tokens of the prompt, and of the demonstration with its end
 
 
 def sft(run: Run, resume: str) -> None:
     """The whole of `megatron-rl sft`: train, evaluate where the recipe has eval tasks, export."""
-    config = run.config
-    if not load_checkpoint(run, resume, config.sft.optimizer, config.sft.steps):
-        run.learner.actor.start_optimizer(config.sft.optimizer, config.sft.steps)
-    if run.state.step >= config.sft.steps:
-        run.report.note(f"already at step {run.state.step} of {config.sft.steps}; to train on, raise sft.steps")
-    _train(run)
-    run.checkpoints.export()
-    run.checkpoints.finish()
+    run_stage(run, run.config.sft, lambda: _train(run), resume)
 
 
 def warm_up(run: Run) -> None:
@@ -44,48 +37,36 @@ def warm_up(run: Run) -> None:
 
 
 def _train(run: Run) -> None:
-    """The remaining steps. Where they are the whole run, not its warm-up, the last one has an evaluation."""
-    config, prompts, warming_up = run.config.sft, run.sampler.prompts, run.state.warming_up
+    """The remaining steps. Where they are the whole run, not its warm-up, there are evaluations."""
+    actor, prompts = run.learner.actor, run.sampler.prompts
     samples = [sample for sample in prompts.train if sample.demonstration is not None]
-    targets = demonstration_ids(
-        samples, run.sampler.tokenizer, run.config.rollout.max_tokens, run.learner.actor.vocab_shard.vocab_size
-    )
-    tasks = [sample.task for sample in samples]
-    weights = prompts.weights and {name: weight for name, weight in prompts.weights.items() if name in tasks}
-    order = make_order(tasks, weights, run.config.seed)
-    run.report.begin("SFT", run.state.stage_step, config.steps)
-    for step in range(run.state.stage_step + 1, config.steps + 1):
-        try:
-            run.stop.check(run.grid)
-        except StopRequested:
-            run.checkpoints.save_before_end(run.state)
-            raise
-        run.timer.start(step)
-        indices = order.take((step - 1) * config.batch_size, config.batch_size)
-        batch = TokenBatch.continuations((samples[i].prompt_ids, targets[i]) for i in indices)
-        with run.timer("update"):
-            metrics = _step(run.learner.actor, batch)
-        with run.timer("checkpoint"):
-            snapshot = run.checkpoints.capture(step, config.steps, warming_up)
-        metrics |= run.timer.take()
-        metrics |= run.checkpoints.metrics()
-        run.state = replace(run.state, warm_up=step) if warming_up else replace(run.state, step=step)
-        if step == config.steps and prompts.eval and not warming_up:
-            run.start_engine()
-            metrics |= evaluate(run, step) | run.sampler.take_counters()
-        if step % config.log_every == 0 or step == config.steps:
-            run.report.log_sft(step, metrics)
-        if snapshot is not None:
-            run.checkpoints.submit(run.state, snapshot, metrics)
+    examples = _examples(run, samples)
+    held_out = {
+        task: _examples(run, own)
+        for task, own in prompts.eval.items()
+        if not run.state.warming_up and own and all(sample.demonstration is not None for sample in own)
+    }
+
+    def learn(indices: Sequence[int]) -> dict[str, float]:
+        return _step(actor, TokenBatch.continuations(examples[i] for i in indices))
+
+    def evaluated(step: int) -> dict[str, float]:
+        return _held_out_loss(run, held_out) | (_generate(run, step) if prompts.eval else {})
+
+    train_stage(run, "SFT", run.config.sft, [sample.task for sample in samples], learn, evaluated)
+
+
+def _examples(run: Run, samples: Sequence[Sample]) -> list[Example]:
+    vocab_size = run.learner.actor.vocab_shard.vocab_size
+    targets = demonstration_ids(samples, run.sampler.tokenizer, run.config.rollout.max_tokens, vocab_size)
+    return [(sample.prompt_ids, target) for sample, target in zip(samples, targets, strict=True)]
 
 
 def _step(actor: Actor, batch: TokenBatch) -> dict[str, float]:
     num_tokens = sum(int(mask.sum()) for mask in batch.loss_mask.values())
 
     def loss(number: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
-        metrics = Metrics()
-        metrics.mean("sft/loss", -log_probs, torch.ones_like(log_probs, dtype=torch.bool))
-        return -log_probs.sum() / num_tokens, metrics
+        return -log_probs.sum() / num_tokens, _cross_entropy(log_probs)
 
     result = actor.update(actor.micro_batches(batch), loss, temperature=1.0)
     return result.metrics.values() | {
@@ -93,6 +74,37 @@ def _step(actor: Actor, batch: TokenBatch) -> dict[str, float]:
         "actor/lr": result.learning_rate,
         "sft/tokens": float(num_tokens),
     }
+
+
+def _cross_entropy(log_probs: Tensor) -> Metrics:
+    metrics = Metrics()
+    metrics.mean("sft/loss", -log_probs, torch.ones_like(log_probs, dtype=torch.bool))
+    return metrics
+
+
+def _held_out_loss(run: Run, held_out: Mapping[str, Sequence[Example]]) -> dict[str, float]:
+    """Mean cross-entropy per token of the eval tasks' demonstrations."""
+    actor, metrics = run.learner.actor, {}
+    for task, examples in held_out.items():
+        with run.timer.untimed("evaluate", f"loss on {task}"):
+            scored = actor.log_probs(actor.micro_batches(TokenBatch.continuations(examples)), temperature=1.0)
+            found = actor.reduce([_cross_entropy(log_probs) for log_probs, _ in scored]).values()
+        metrics[f"eval/{task}/loss"] = found["sft/loss"]
+    return metrics
+
+
+def _generate(run: Run, step: int) -> dict[str, float]:
+    """Responses of the engine with the present weights; the device is the actor's again where steps follow."""
+    if run.sampler.has_engine:
+        scored = run.sampler.score_by_actor()
+        run.hand_device_to_engine()
+        run.sampler.sync.check(scored)
+    else:
+        run.start_engine()
+    metrics = evaluate(run, step) | run.sampler.take_counters()
+    if step < run.config.sft.steps:
+        run.hand_device_to_actor()
+    return metrics
 
 
 def demonstration_ids(

@@ -25,6 +25,7 @@ from megatron_rl.launch.checks import check_recipe
 from megatron_rl.runtime.attempts import new_attempt, rank_environment
 from megatron_rl.runtime.spawn import run_ranks
 from tests.rewards.chat_server import ChatServer
+from tests.rewards.tiny_models import classifier
 
 from . import in_turn, tiny
 
@@ -40,6 +41,7 @@ def recipes(evaluations: bool) -> list[str]:
 
 
 TRAININGS, EVALUATIONS = recipes(False), recipes(True)
+REWARD_MODELS = ["cpu/preference_reward.yaml"]
 # The model of an evaluation: what a training run has left.
 DOORS = {
     "eval/api_bank.yaml": "runs/awpo/qwen3-8b/export",
@@ -82,6 +84,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
             "MODELS": root / "models",
             "DATA": root / "data",
             "JUDGE_URL": judge.url,
+            "REWARD_MODEL": classifier(root / "reward_model"),
             "HF_HUB_OFFLINE": 1,
             "CUDA_VISIBLE_DEVICES": "",
         }.items():
@@ -94,7 +97,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
         ran.configs |= trainings
         worlds: dict[int, list[list[str]]] = {1: [], 2: []}
         for config in trainings.values():
-            worlds[config.launch.processes or 1].append(["train", written(config), "never"])
+            worlds[config.launch.processes or 1].append([command_of(config), written(config), "never"])
         run_in_turn(ran, worlds[2])
         for name in EVALUATIONS:
             try:
@@ -131,8 +134,8 @@ def write_models(configs: list[Config], folder: Path) -> None:
 
 def checked(name: str, overrides: list[str], root: Path) -> Config:
     """As `megatron-rl train` takes the recipe, on a machine without a GPU."""
-    args = argparse.Namespace(command="train", recipe=str(RECIPES / name), overrides=overrides)
-    config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, Machine(gpus=0))
+    config = load_recipe(RECIPES / name, overrides)
+    config = check_recipe(config, command_of(config), Machine(gpus=0))
     run_recipe.check_machine(config, Machine(gpus=0))
     return config
 
@@ -149,6 +152,11 @@ def evaluated(name: str, overrides: list[str], root: Path) -> tuple[Config, str]
     )
     config, checkpoint = evaluate._resolve(args, Machine(gpus=0))
     return config, "never" if checkpoint is None else str(checkpoint.folder)
+
+
+def command_of(config: Config) -> str:
+    """What the recipe is for."""
+    return "reward-model" if config.reward_model.wanted else "train"
 
 
 def written(config: Config) -> str:
@@ -180,7 +188,16 @@ def run_in_turn(ran: Ran, *lists: list[list[str]]) -> None:
                     ran.outcomes[begun] = outcome.code
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("name", REWARD_MODELS)
+def test_a_reward_models_recipe_takes_steps_that_learn(ran: Ran, name: str) -> None:
+    config = ran.config(name)
+    rows = ran.rows(name)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert {f"eval/{task}/accuracy" for task in config.tasks.eval} <= rows[-1].keys()
+    assert (Path(config.run_dir) / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", sorted({*TRAININGS} - {*REWARD_MODELS}))
 def test_a_training_recipe_takes_a_step_that_learns(ran: Ran, name: str) -> None:
     config = ran.config(name)
     before, after = ran.rows(name)

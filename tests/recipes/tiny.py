@@ -96,7 +96,9 @@ def overrides(config: Config, data: Path) -> list[str]:
         "checkpoint.every": min(config.checkpoint.every, 1),
         "sft.steps": min(config.sft.steps, 2),
         "sft.batch_size": 8,
-        "actor.tokens_per_microbatch": prompt + response,
+        "reward_model.epochs": 1 if config.reward_model.wanted else None,
+        "reward_model.batch_size": 8,
+        "actor.tokens_per_microbatch": 2 * (prompt + response),  # a pair
         # layout
         **{f"actor.parallel.{name}": size for name, size in layout.items()},
         "actor.parallel.sequence": parallel.sequence and tensor > 1,
@@ -112,7 +114,7 @@ def overrides(config: Config, data: Path) -> list[str]:
     }
     for group, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):
         for name, task in tasks.items():
-            if task.source in ("reasoning_gym", "tool_world"):
+            if task.source in ("reasoning_gym", "tool_world") or ":" in task.source:
                 changed[f"tasks.{group}.{name}.size"] = size_of(task)
             if task.source == "huggingface":
                 changed[f"tasks.{group}.{name}.path"] = data / name
@@ -121,8 +123,8 @@ def overrides(config: Config, data: Path) -> list[str]:
 
 
 def size_of(task: TaskConfig) -> int:
-    """Prompts of a generated task: enough for demonstrations, else one, whose answer the tiny model knows."""
-    return 32 if task.demonstrations is not None else 1
+    """Prompts of a generated task: enough for demonstrations or pairs, else one, whose answer the tiny model knows."""
+    return 32 if task.demonstrations is not None or ":" in task.source else 1
 
 
 def processes(config: Config) -> int:

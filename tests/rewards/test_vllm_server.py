@@ -14,9 +14,10 @@ from e2e.serving import VllmServer
 from megatron_rl.rewards import make_reward
 from megatron_rl.rewards.judge_prompt import TIERS
 from megatron_rl.rewards.remote import RemoteReward
+from tests.actor.processes import spawn
 
 from .test_judge import SAMPLE, adds_up, scores
-from .tiny_models import CHAT_TEMPLATE, chat_model, classifier
+from .tiny_models import CHAT_TEMPLATE, chat_model, classifier, export_reward_model
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +36,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
     folder = tmp_path_factory.mktemp("served")
     options = ("--chat-template", CHAT_TEMPLATE, "--distributed-executor-backend", "uni")
     chat = VllmServer(chat_model(folder / "chat"), folder / "chat.log", "--max-model-len", "4096", *options)
-    scorer = VllmServer(classifier(folder / "scorer"), folder / "scorer.log", "--runner", "pooling", *options)
+    spawn(export_reward_model, 1, str(classifier(folder / "policy")), str(folder / "scorer"))
+    scorer = VllmServer(folder / "scorer", folder / "scorer.log", "--runner", "pooling", *options)
     try:
         yield chat.url(), scorer.url().removesuffix("/v1"), folder / "scorer"
     finally:

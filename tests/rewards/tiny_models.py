@@ -54,3 +54,21 @@ def classifier(folder: Path, labels: int = 1) -> Path:
     )
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
     return folder
+
+
+def export_reward_model(source: str, target: str) -> None:
+    """What a rank does: the reward model of a folder into another, by way of the actor, as `reward-model` exports it."""
+    from megatron.core import parallel_state
+
+    from megatron_rl.actor.reward import RewardActor
+    from megatron_rl.checkpoint.convert import open_weights
+    from megatron_rl.config.schema import Config
+    from megatron_rl.models.export import export_hf
+    from megatron_rl.runtime import distributed
+
+    config = Config(run_dir=target)
+    config.model.dtype = "float32"
+    grid = distributed.initialize(config.actor.parallel, timeout_minutes=2)
+    actor = RewardActor(config, grid, source, open_weights(source))
+    export_hf(target, actor.chunks, actor.family, actor.hf_config, actor.parallel, source)
+    parallel_state.destroy_model_parallel()

@@ -104,7 +104,7 @@ def test_a_split_is_seeded_disjoint_and_whole(tmp_path: Path, printable: PreTrai
     assert not set(held) & set(left)
     assert set(held) | set(left) == set(prompts)
     sample = loaded.eval["part"][0]
-    assert (sample.task, sample.answer, sample.demonstration) == ("part", "1", None)
+    assert (sample.task, sample.answer, sample.demonstration) == ("part", "1", sample.metadata["d"])
     assert sample.id == f"part/{prompts.index(str(sample.prompt))}"
     assert [s.prompt for s in load_tasks(tasks(path), printable).eval["part"]] == held
     assert [s.prompt for s in load_tasks(tasks(path, seed=2), printable).eval["part"]] != held
