@@ -92,14 +92,23 @@ def test_a_full_cache_sets_the_last_back_and_loses_nothing() -> None:
 
 def test_the_cache_is_never_overfull() -> None:
     held: list[float] = []
+    read: list[float] = []
 
     def pass_seconds(running: int, context: float) -> float:
         held.append(running * context)
         return 0.01
 
-    lengths, _ = LogNormal(300, 0.7, 2000).draw(np.random.default_rng(5), 16, 8)
-    run(EngineSpeed(pass_seconds, lambda tokens: 0.0, 6000.0, 64), lengths)
+    def read_seconds(tokens: float) -> float:
+        read.append(tokens)
+        return 0.0
+
+    lengths = np.full((16, 1), 1000)  # one by one: what is read is a prompt, and what was drawn before it was set back
+    found = run(EngineSpeed(pass_seconds, read_seconds, 6000.0, 64), lengths)
     assert 5000 < max(held) <= 6000
+    assert found.set_back > 10
+    assert max(read) < 6000
+    # What each has drawn until then, not all that it will draw.
+    assert sum(read) < 16 * 10 + found.set_back * 700
 
 
 def test_interrupted_responses_go_on_where_they_were() -> None:

@@ -84,6 +84,8 @@ def test_what_the_other_modes_would_give() -> None:
         np.mean([step.tokens for step in synchronous.steps]), rel=0.1
     )
     for step in ahead.steps:
+        [update] = [span.seconds for span in step.spans if span.name == "update"]
+        assert update == pytest.approx(training(step.tokens)["update"] / (1 - ahead.engines_share))  # on fewer GPUs
         longest = max(
             sum(
                 span.seconds
