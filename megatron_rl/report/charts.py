@@ -1,4 +1,5 @@
-"""Charts as SVG text, drawn by matplotlib. One line per run and metric; colours tell runs apart, dashes metrics."""
+"""Charts as SVG text, drawn by matplotlib. One line per run and metric; colours tell runs apart, dashes metrics. Runs of one
+recipe with several seeds are one line, their mean, in a band from the lowest to the highest."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from megatron_rl.report.run import RunRecord
+from megatron_rl.report.run import RunRecord, by_recipe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,14 +92,19 @@ def draw(chart: Chart, runs: Sequence[RunRecord]) -> str | None:
         return None
     figure, axes = _figure(4.6, 2.7)
     marks: list[Mark] = []
-    for i, run in enumerate(runs):
+    kinds = by_recipe(runs)
+    for i, seeds in enumerate(kinds):
         for j, metric in enumerate(metrics):
-            steps, values = run.series(metric)
+            steps, all_values = _together([run.series(metric) for run in seeds])
             if not steps:
                 continue
-            label = _label(run, metric, len(runs), len(metrics))
-            colour = COLOURS[(i if len(runs) > 1 else j) % len(COLOURS)]
-            dash = _DASHES[j % len(_DASHES)] if len(runs) > 1 else "-"
+            label = _label(seeds, metric, len(kinds), len(metrics))
+            colour = COLOURS[(i if len(kinds) > 1 else j) % len(COLOURS)]
+            dash = _DASHES[j % len(_DASHES)] if len(kinds) > 1 else "-"
+            values = [fmean(of_step) for of_step in all_values]
+            if len(seeds) > 1:
+                ends = [min(of_step) for of_step in all_values], [max(of_step) for of_step in all_values]
+                axes.fill_between(steps, *ends, color=colour, alpha=0.18, linewidth=0)
             _line(axes, steps, values, colour, dash, label)
             marks += _point_marks(label, steps, values)
     if chart.log and all(value > 0 for run in runs for metric in metrics for value in run.series(metric)[1]):
@@ -108,7 +115,7 @@ def draw(chart: Chart, runs: Sequence[RunRecord]) -> str | None:
     if len(drawn) == 1:  # else the axis has fractions of a step
         axes.set_xlim(min(drawn) - 1, min(drawn) + 1)
     axes.set_title(chart.title, fontsize=10, loc="left", fontweight="bold")
-    if len(runs) > 1 or len(metrics) > 1:
+    if len(kinds) > 1 or len(metrics) > 1:
         axes.legend(fontsize=7, frameon=False)
     if len(metrics) == 1:
         axes.set_title(metrics[0], fontsize=7, loc="right", color="#94a3b8")
@@ -163,9 +170,17 @@ def _point_marks(label: str, steps: Sequence[int], values: Sequence[float]) -> l
     ]
 
 
-def _label(run: RunRecord, metric: str, runs: int, metrics: int) -> str:
+def _together(series: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int], list[list[float]]]:
+    """Steps that all runs have which have the metric at all, and the runs' values at each."""
+    known = [dict(zip(*one, strict=True)) for one in series if one[0]]
+    steps = sorted(set.intersection(*(set(one) for one in known))) if known else []
+    return steps, [[one[step] for one in known] for step in steps]
+
+
+def _label(seeds: Sequence[RunRecord], metric: str, kinds: int, metrics: int) -> str:
+    name = seeds[0].name if len(seeds) == 1 else f"{seeds[0].name}, {len(seeds)} seeds"
     short = metric.removeprefix("eval/").removeprefix("reward/")
-    return run.name if metrics == 1 else short if runs == 1 else f"{run.name}: {short}"
+    return name if metrics == 1 else short if kinds == 1 else f"{name}: {short}"
 
 
 def _line(axes: Axes, steps: list[int], values: list[float], colour: str, dash: str, label: str) -> None:

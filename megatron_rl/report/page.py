@@ -10,7 +10,8 @@ from megatron_rl.report.charts import CHARTS, COLOURS, draw, draw_time
 from megatron_rl.report.findings import find
 from megatron_rl.report.groups import Group, chosen_groups
 from megatron_rl.report.html import document, section, table, text
-from megatron_rl.report.run import RunRecord, differing_keys
+from megatron_rl.report.run import RunRecord, by_recipe, differing_keys
+from megatron_rl.report.viewer import STYLE, viewer
 
 _STYLE = """
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(370px, 1fr)); gap: .6rem }
@@ -42,14 +43,17 @@ def render(runs: Sequence[RunRecord]) -> str:
     if len(runs) > 1:
         parts += section("Where the recipes differ", [_differences(runs)])
     parts += section("Rollouts", _rollouts(runs))
+    parts += section("All sampled rollouts", viewer(runs))
     recipes = [(run.name, yaml.safe_dump(run.recipe, sort_keys=False)) for run in runs]
     folded = "<details><summary>{}</summary><pre>{}</pre></details>"
     parts += section("Recipes", [folded.format(text(name), text(recipe)) for name, recipe in recipes])
-    return document(title, _STYLE, parts)
+    return document(title, _STYLE + STYLE, parts)
 
 
 def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
-    for run, colour in zip(runs, COLOURS * (1 + len(runs) // len(COLOURS)), strict=False):
+    kinds = by_recipe(runs)
+    for run in runs:
+        colour = COLOURS[next(i for i, seeds in enumerate(kinds) if run in seeds) % len(COLOURS)]
         last, model = run.rows[-1], run.recipe.get("model", {})
         what = [
             f"{run.recipe.get('algorithm', {}).get('preset')} on {model.get('path') or 'a model made at start-up'}",

@@ -13,7 +13,8 @@ from megatron_rl.report.status import attempts_of
 from megatron_rl.runtime.disk import json_lines
 
 Row = Mapping[str, float]  # of metrics.jsonl
-_SAMPLED_STEPS = 13  # files of rollouts that are read; odd, so that the middle one is among them
+_SAMPLED_STEPS = 13  # files of rollouts that are read at least; odd, so that the middle one is among them
+_ROLLOUTS, _BYTES = 10_000, 20 * 2**20  # of samples that are read at most, in further files
 
 
 class RolloutRow(TypedDict):
@@ -26,6 +27,7 @@ class RolloutRow(TypedDict):
     answer: object
     rewards: dict[str, float | None]  # None: without a score
     advantage: NotRequired[float]  # of training steps
+    pieces: NotRequired[list[str]]  # texts of the tokens, at steps that are recorded
     finish_reason: NotRequired[str]
     tokens: int
 
@@ -38,7 +40,7 @@ class RunRecord:
     recipe: dict[str, Any]
     rows: Sequence[Row]
     sft_rows: Sequence[Row]
-    samples: dict[int, list[RolloutRow]]  # by step: the first, the last and some between them
+    samples: dict[int, list[RolloutRow]]  # by step: the first, the last, and between them as many as a page holds
     attempts: int
 
     @property
@@ -87,6 +89,15 @@ def differing_keys(runs: Sequence[RunRecord]) -> dict[str, list[object]]:
     return {key: values for key, values in table.items() if len(set(map(repr, values))) > 1}
 
 
+def by_recipe(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Runs whose recipes differ in the seed only (and `run_dir`) together, in the order of the first of each."""
+    found: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        recipe = {key: value for key, value in _flatten(run.recipe) if key not in ("seed", "run_dir")}
+        found.setdefault(repr(sorted(recipe.items())), []).append(run)
+    return list(found.values())
+
+
 def _flatten(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     if isinstance(node, dict) and node:
         for key, value in node.items():
@@ -97,7 +108,12 @@ def _flatten(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 def _read_samples(folder: Path) -> dict[int, list[RolloutRow]]:
     steps = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.jsonl"))
-    count = min(_SAMPLED_STEPS, len(steps))
+    if not steps:
+        return {}
+    first = folder / f"step_{steps[0]}.jsonl"
+    size = sum((folder / f"step_{step}.jsonl").stat().st_size for step in steps) / len(steps)
+    fit = min(_ROLLOUTS / max(1, len(list(json_lines(first)))), _BYTES / max(1.0, size))
+    count = min(max(_SAMPLED_STEPS, int(fit)), len(steps))
     chosen = {steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)}
     read = {step: list(json_lines(folder / f"step_{step}.jsonl")) for step in sorted(chosen)}
     return {step: rows for step, rows in read.items() if rows}

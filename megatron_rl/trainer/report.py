@@ -220,10 +220,22 @@ class Reporter:
                 self._seconds[name] = self._seconds.get(name, 0.0) + value
 
     # ----------------------------------------------------------------------------------------------------------- samples
-    def samples(self, step: int, samples: Sequence[Sample], rollouts: Sequence[Rollout], advantages: Tensor) -> None:
-        """`samples/step_<n>.jsonl`: the step's first rollouts, whole groups first, with rewards and advantages."""
+    def samples(
+        self,
+        step: int,
+        samples: Sequence[Sample],
+        rollouts: Sequence[Rollout],
+        advantages: Tensor,
+        pieces: Sequence[list[str]] | None = None,
+    ) -> None:
+        """`samples/step_<n>.jsonl`: the step's first rollouts, whole groups first, with rewards and advantages; and `pieces`,
+        the texts of their tokens."""
         if self.active:
-            extra = [{"advantage": value} for value in advantages.flatten().tolist()[: len(rollouts)]]
+            extra: list[dict[str, object]] = [
+                {"advantage": value} for value in advantages.flatten().tolist()[: len(rollouts)]
+            ]
+            for more, texts in zip(extra, pieces or (), strict=False):
+                more["pieces"] = texts
             _write_rollouts(self.run_dir / "samples" / f"step_{step}.jsonl", samples, rollouts, extra)
 
     def shows(self, step: int) -> bool:
@@ -288,7 +300,7 @@ def _remove_later(run_dir: Path, step: int) -> None:
 
 
 def _write_rollouts(
-    path: Path, samples: Sequence[Sample], rollouts: Sequence[Rollout], extra: Sequence[Mapping[str, float]]
+    path: Path, samples: Sequence[Sample], rollouts: Sequence[Rollout], extra: Sequence[Mapping[str, object]]
 ) -> None:
     by_id = {sample.id: sample for sample in samples}
     path.parent.mkdir(exist_ok=True)

@@ -111,6 +111,13 @@ class Sampler:
             rollout.rewards = rollouts.rewards_of(row)
         return known
 
+    def pieces(self, rollouts: Sequence[Rollout]) -> list[list[str]]:
+        """The text of each response token by itself; part of a character is U+FFFD."""
+        return [
+            self.tokenizer.batch_decode([[token] for token in rollout.response_ids], clean_up_tokenization_spaces=False)
+            for rollout in rollouts
+        ]
+
     def close(self) -> None:
         self.scorer.close()
         if self._engine is not None:

@@ -44,7 +44,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     temporary = Path(tempfile.mkdtemp(prefix="straight-"))  # with a short path, as sockets need it
     job = Job(
         tmp_path_factory.mktemp("straight"),
-        *(*STATEFUL, "logging.report=true"),
+        *(*STATEFUL, "logging.report=true", "logging.record_every=2"),
         environment={"TMPDIR": str(temporary)},
         is_new=True,
     )

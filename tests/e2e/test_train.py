@@ -65,6 +65,10 @@ def test_the_run_folder_is_complete(straight: Finished) -> None:
     assert sorted(path.name for path in (folder / "samples").iterdir()) == sorted(
         [*(f"step_{n}.jsonl" for n in range(1, STEPS + 1)), *(f"eval_held_out_step_{n}.jsonl" for n in (0, STEPS))]
     )
+    for row in samples(folder, "step_2.jsonl"):  # a recorded step
+        assert len(row["pieces"]) == row["tokens"]
+        assert "".join(row["pieces"]).startswith(row["response"])
+    assert "pieces" not in samples(folder, "step_1.jsonl")[0]
     assert list((folder / "tensorboard").glob("events.*"))
     assert (folder / "report.html").stat().st_size > 10_000
     logs = folder / "logs" / "attempt_1"

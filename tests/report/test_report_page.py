@@ -19,7 +19,7 @@ from megatron_rl.report.charts import CHARTS, COLOURS, _running_mean, draw, draw
 from megatron_rl.report.groups import chosen_groups
 from megatron_rl.report.run import differing_keys
 
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "input"}
 
 
 class Outline(HTMLParser):
@@ -130,7 +130,7 @@ def test_the_page_nests_escapes_what_the_model_said_and_holds_every_curve(tmp_pa
     page = render([run])
     outline = Outline(page)
     text = "".join(outline.text)
-    assert "script" not in outline.tags
+    assert outline.tags.count("script") == 2  # the viewer's data and itself; none of the model's
     assert "1 < 2 & <b>?" in text
     assert "the\u2028newest" in text
     for title in ("Evaluation", "Reward columns", "Entropy, nats per token", "Seconds per step, by phase", "Findings"):
@@ -220,16 +220,13 @@ def test_a_handful_of_groups_is_shown_over_the_run(tmp_path: Path) -> None:
     steps[8] = [rollout("worst", "r", -1.0), rollout("best", "r", 2.0)]
     steps[18] = [rollout("longest", "r", 0.5, tokens=900), rollout("cut", "r", 0.5, ended="length")]
     record = read_run(sampled(tmp_path / "run", steps))
-    assert {1, 15, 30} <= record.samples.keys()
-    assert len(record.samples) == 13
+    assert len(record.samples) == 30
     found = {group.rollouts[0]["prompt"]: (group.step, why) for group, why in chosen_groups(record.samples)}
-    shown = {8, 18} & record.samples.keys()
-    assert shown == {8, 18}, "the test's steps are not among those that are read"
     assert found == {
         "q1": (1, ["first step"]),
         "worst": (8, ["lowest reward"]),
         "best": (8, ["highest reward"]),
-        "q15": (15, ["middle"]),
+        "q16": (16, ["middle"]),
         "longest": (18, ["longest response"]),
         "cut": (18, ["cut at the token limit"]),
         "q30": (30, ["last step"]),

@@ -1,0 +1,36 @@
+"""Several seeds of one recipe in one page: their mean, in a band."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl.report import read_run, render
+from megatron_rl.report.charts import Chart, _together, draw
+from megatron_rl.report.run import by_recipe
+
+from .test_report_page import Outline, healthy, write_run
+
+
+def test_seeds_of_a_recipe_are_one_line_in_a_band(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / f"grpo-{seed}", healthy(), {"seed": seed})) for seed in range(3)]
+    other = read_run(write_run(tmp_path / "gdpo", healthy(), {"algorithm": {"preset": "gdpo"}}))
+    assert [[run.name for run in seeds] for seeds in by_recipe([runs[0], other, *runs[1:]])] == [
+        ["grpo-0", "grpo-1", "grpo-2"],
+        ["gdpo"],
+    ]
+    chart = Chart("Reward, weighted sum", ("reward/mean",))
+    drawn, alone = draw(chart, [*runs, other]), draw(chart, [runs[0], other])
+    assert drawn is not None
+    assert alone is not None
+    assert "grpo-0, 3 seeds" in drawn
+    assert "FillBetweenPolyCollection" in drawn
+    assert "FillBetweenPolyCollection" not in alone
+    page = "".join(Outline(render([*runs, other])).text)
+    assert "4 runs" in page
+    assert "Where the recipes differ" in page
+
+
+def test_the_mean_is_over_steps_that_all_have() -> None:
+    steps, values = _together([([1, 2, 3], [1.0, 2.0, 3.0]), ([2, 3, 4], [4.0, 5.0, 6.0]), ([], [])])
+    assert steps == [2, 3]
+    assert values == [[2.0, 4.0], [3.0, 5.0]]

@@ -1,0 +1,129 @@
+"""The list of all sampled rollouts, in a real browser: searched, sorted, coloured, 10,000 of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from urllib.parse import urlencode
+
+import numpy as np
+import pytest
+
+from megatron_rl.report import read_run, render
+from megatron_rl.report.run import RolloutRow
+
+from .test_report_page import healthy, write_run
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+STEPS, EACH = 20, 500
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with 10,000 sampled rollouts; the tokens of the last step's first group are recorded."""
+    folder = write_run(tmp_path_factory.mktemp("viewer") / "run", healthy(STEPS))
+    for step in range(1, STEPS + 1):
+        rows = [row(step, number) for number in range(EACH)]
+        (folder / "samples" / f"step_{step}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    tokens = folder / "rollouts" / f"step_{STEPS}.tokens"
+    tokens.mkdir(parents=True)
+    np.savez(folder / "rollouts" / f"step_{STEPS}.npz", samples=np.array(["p/0"]), rewards=np.zeros((1, 5, 1)))
+    drawn = np.array([-1.0, -2.0, -3.0], dtype=np.float32)
+    np.savez(
+        tokens / "0.npz",
+        rows=np.array([2]),
+        lengths=np.array([3]),
+        log_probs=drawn + np.float32(0.5),
+        old_log_probs=drawn + np.array([0.0, 0.25, -0.25], dtype=np.float32),
+        rollout_log_probs=drawn,
+    )
+    file = folder / "report.html"
+    file.write_text(render([read_run(folder)]), encoding="utf-8")
+    return file
+
+
+def row(step: int, number: int) -> RolloutRow:
+    return {
+        "sample": f"p/{number // 5}",
+        "rollout": number % 5,
+        "prompt": f"what is {number // 5}? </script>",
+        "response": f"answer-{step}-{number}",
+        "answer": "42",
+        "rewards": {"right": float(number % 2)},
+        "advantage": number / EACH - 0.5,
+        "finish_reason": "length" if number % 10 == 0 else "stop",
+        "tokens": 3,
+        "pieces": ["<b>", "2", "\u00e9"],
+    }
+
+
+def seen(page: Path, script: str = "", **state: str) -> str:
+    """The page's elements after its scripts, and `script`, have run."""
+    assert BROWSER is not None
+    page = page.with_name("seen.html") if script else page
+    if script:
+        whole = (page.parent / "report.html").read_text("utf-8")
+        page.write_text(whole.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    done = subprocess.run(
+        [*command, f"--user-data-dir={page.parent / 'profile'}", f"{page.as_uri()}#{urlencode(state)}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return done.stdout.partition('<div id="viewer"')[2].partition("<script")[0]
+
+
+def lines(text: str) -> list[str]:
+    """The responses in the list."""
+    return re.findall(r'<button class="line[^>]*>.*?<span>([^<]*)</span></button>', text)
+
+
+@needs_browser
+def test_ten_thousand_rollouts_have_elements_for_those_in_sight(page: Path) -> None:
+    text = seen(page)
+    assert "10,000 of 10,000" in text
+    assert 10 < len(lines(text)) < 60
+    assert lines(text)[0] == "answer-1-0"
+    far = seen(page, "list.scrollTop = 26 * 7000; draw();")
+    assert 10 < len(lines(far)) < 60
+    assert "answer-15-0" in lines(far)  # the 7,001st
+
+
+@needs_browser
+def test_search_filter_and_order_come_from_the_address(page: Path) -> None:
+    text = seen(page, search="17? ANSWER-3", sort="advantage, highest")
+    assert "5 of 10,000" in text
+    assert lines(text) == [f"answer-3-{number}" for number in (89, 88, 87, 86, 85)]
+    text = seen(page, step="7", ended="length", sign="advantage > 0", sort="advantage, highest")
+    assert "24 of 10,000" in text
+    assert lines(text)[0] == "answer-7-490"
+    assert "what is 98? &lt;/script&gt;" in text  # the first one is open
+
+
+@needs_browser
+def test_recorded_tokens_are_coloured(page: Path) -> None:
+    state = {"search": f"answer-{STEPS}-2", "step": str(STEPS)}
+    open_ = f"chosen = shown.find(row => row.response === 'answer-{STEPS}-2'); open();"
+    text = seen(page, open_, colour="difference", **state)
+    grounds = re.findall(r'title="([^"]*)" style="background: rgba\((\d+), \d+, \d+, ([\d.]+)\)', text)
+    assert [(red, strength) for _, red, strength in grounds] == [("220", "0"), ("5", "0.8"), ("220", "0.8")]
+    assert [title.rpartition(": ")[2] for title, *_ in grounds] == ["0", "0.25", "-0.25"]
+    assert "&lt;b&gt;" in text
+    text = seen(page, open_, colour="ratio", **state)
+    assert [float(value) for value in re.findall(r': ([\d.]+)" style', text)] == pytest.approx(
+        np.exp([0.5, 0.25, 0.75]), abs=1e-5
+    )
+    assert "were not recorded" in seen(page, colour="ratio", step="1")
+
+
+def test_what_a_page_holds_has_a_limit(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.report.run._ROLLOUTS", 16 * EACH)
+    read = read_run(page.parent).samples
+    assert len(read) == 16
+    assert {1, STEPS} <= read.keys()
