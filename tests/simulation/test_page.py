@@ -53,8 +53,9 @@ def test_memory_and_time_without_a_simulation(tmp_path: Path, capsys: pytest.Cap
     for said in re.findall(r"^  (phase .*)$", table, re.MULTILINE):  # why it does not fit
         assert said in page.text
     assert "It fits." not in page.text
-    [weights] = re.findall(r"^engine: weights +([\d.]+)", table, re.MULTILINE)
-    assert page.titles.count(f"engine: weights: {weights} GiB") == 3  # generate, sync, check
+    [weights] = re.findall(r"^engine: weights +(.*)$", table, re.MULTILINE)
+    phases = weights.split()  # that need them
+    assert page.titles.count(f"engine: weights: {phases[0]} GiB") == len(phases)
     assert "Simulated" not in page.text
 
 
