@@ -1,10 +1,13 @@
-"""`megatron-rl report RUN …`: one HTML page with findings, curves, times, rollouts to read; several runs side by side."""
+"""`megatron-rl report RUN …`: one HTML page with findings, curves, times, rollouts to read; several runs side by side.
+Written, or served as it is at the moment."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import sys
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from megatron_rl.runtime import disk, exit_codes
@@ -12,11 +15,18 @@ from megatron_rl.runtime import disk, exit_codes
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder; several are laid side by side")
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--output",
         metavar="FILE",
         type=Path,
         help="the page (default: RUN/report.html; report.html here for several runs)",
+    )
+    where.add_argument(
+        "--serve",
+        metavar="PORT",
+        type=int,
+        help="no file: http://localhost:PORT has the page, drawn anew where a run went on, until Ctrl-C (0: any free port)",
     )
 
 
@@ -33,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT
+    if args.serve is not None:
+        return _serve([record.path for record in records], args.serve)
     default = records[0].path / "report.html" if len(records) == 1 else Path("report.html")
     output: Path = args.output or default
     try:
@@ -46,4 +58,39 @@ def run(args: argparse.Namespace) -> int:
         for finding in find(record):
             print(f"{record.name}: {finding.level}: {finding.text}")
     print(f"the page: {output}")
+    return exit_codes.OK
+
+
+def _serve(runs: Sequence[Path], port: int) -> int:
+    """One request at a time, from this machine only."""
+    from megatron_rl.report import read_run, render
+
+    drawn: dict[tuple[int, ...], bytes] = {}  # the last page, by the sizes of the metrics that it shows
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/":
+                self.send_error(404)
+                return
+            sizes = tuple((run / "metrics.jsonl").stat().st_size for run in runs)
+            if sizes not in drawn:
+                drawn.clear()
+                drawn[sizes] = render([read_run(run) for run in runs]).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(drawn[sizes])))
+            self.end_headers()
+            self.wfile.write(drawn[sizes])
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing per request."""
+
+    try:
+        server = HTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:
+        print(f"megatron-rl: cannot serve on port {port}: {error}; name another one with --serve", file=sys.stderr)
+        return exit_codes.FAILED
+    with server:
+        print(f"http://localhost:{server.server_port} until Ctrl-C", flush=True)
+        server.serve_forever()
     return exit_codes.OK

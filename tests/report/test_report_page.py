@@ -3,8 +3,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -291,3 +294,28 @@ def test_a_small_share_is_not_drawn_to_full_height(tmp_path: Path) -> None:
     assert svg is not None
     heights = [float(y) for y in re.findall(r'cy="([\d.]+)"', svg)]
     assert 0 < max(heights) - min(heights) < 10  # of some 150 points of the chart's height
+
+
+def test_a_served_page_is_drawn_anew_where_the_run_went_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", healthy())
+    command = [sys.executable, "-m", "megatron_rl", "report", str(folder), "--serve", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            [address] = re.findall(r"http://localhost:(\d+)", process.stdout.readline())
+            url = f"http://127.0.0.1:{address}"
+
+            def page() -> str:
+                with urllib.request.urlopen(url, timeout=120) as answer:
+                    return str(answer.read().decode())
+
+            assert "step 20 of 20" in page()
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(healthy(21)[-1]) + "\n")
+            assert "step 21 of 20" in page()
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(f"{url}/recipe.yaml", timeout=120)
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    assert not (folder / "report.html").exists()
