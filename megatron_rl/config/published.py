@@ -1,8 +1,8 @@
 """Sizes of published models, by name: for plans and checks on a machine without the model's folder.
 
 Each file holds the fields of the config.json published under its name on the Hugging Face hub (organisations Qwen,
-deepseek-ai, mistralai) that decide sizes and layout. Tokens, versions and dropout of zero effect are left out. The tests
-compare the models' parameter counts with the published ones.
+deepseek-ai, mistralai, meta-llama) that decide sizes and layout. Tokens, versions and dropout of zero effect are left
+out. The tests compare the models' parameter counts with the published ones.
 """
 
 from __future__ import annotations

@@ -78,12 +78,13 @@ class Ran:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     root = tmp_path_factory.mktemp("recipes")
-    judge = ChatServer(lambda number, _: f"score:{number % 5 / 4}")
+    judge = ChatServer(answer)
     with pytest.MonkeyPatch.context() as patch, judge:
         for name, value in {
             "MODELS": root / "models",
             "DATA": root / "data",
             "JUDGE_URL": judge.url,
+            "REWARD_MODEL_URL": judge.url.removesuffix("/v1"),
             "REWARD_MODEL": classifier(root / "reward_model"),
             "HF_HUB_OFFLINE": 1,
             "CUDA_VISIBLE_DEVICES": "",
@@ -110,6 +111,13 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
         run_in_turn(ran, worlds[1][::2], worlds[1][1::2])
         ran.judged = len(judge.requests)
         yield ran
+
+
+def answer(number: int, body: dict[str, Any]) -> str:
+    """A judge's grade, or what a served reward model says."""
+    if "use_activation" in body:
+        return "raw:" + json.dumps({"data": [{"probs": [number % 7]}]})
+    return f"score:{number % 5 / 4}"
 
 
 def prepared(name: str, root: Path) -> list[str]:

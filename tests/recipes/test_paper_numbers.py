@@ -154,6 +154,15 @@ PAPERS = {
     "shrinkage/countdown.yaml": shrinkage(64, 5, 2, 1024, 0.22, 0.7, 10, lr=1e-6, prompt=512),
     "shrinkage/maze.yaml": shrinkage(32, 8, 2, 2048, 0.25, 0.7, 25, lr=3e-7),
     "shrinkage/gsm8k.yaml": shrinkage(64, 4, 1, 2048, 0.2, 0.7, 100, lr=1e-6, validation=0.5, samples=10, steps=500),
+    "shrinkage/rlhf.yaml": {  # section 4.4: one epoch of 179k prompts; the rest from the OpenRLHF script that it names
+        "algorithm.estimator.name": "shrinkage",
+        "actor.optimizer.lr": 5e-7,
+        "algorithm.kl.coef": 1e-6,
+        "algorithm.kl.estimator": "k3",
+        "rollout.max_prompt_tokens": 1024,
+        "rollout.max_tokens": 1024,
+        "trainer.steps": 179_000 // 128,
+    },
 }
 # DGPO, Table 12: the lines of baselines.sweep
 GRADIENT_WEIGHTS = {

@@ -57,6 +57,7 @@ PUBLISHED = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
     "Ministral-8B-Instruct-2410": 8_019_808_256,
+    "Llama-3.2-3B-Instruct": 3_212_749_824,
 }
 
 

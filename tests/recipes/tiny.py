@@ -116,6 +116,8 @@ def overrides(config: Config, data: Path) -> list[str]:
         for name, task in tasks.items():
             if task.source in ("reasoning_gym", "tool_world") or ":" in task.source:
                 changed[f"tasks.{group}.{name}.size"] = size_of(task)
+            if task.source == "split":
+                changed[f"tasks.{group}.{name}.hold_out"] = 1
             if task.source == "huggingface":
                 changed[f"tasks.{group}.{name}.path"] = data / name
                 changed[f"tasks.{group}.{name}.subset"] = None

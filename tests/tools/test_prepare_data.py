@@ -269,3 +269,44 @@ def test_a_system_message_of_ones_own(tmp_path: Path) -> None:
 def test_toolaces_calls(text: str, calls: Any) -> None:
     found = read_call_list(text, ["a"])
     assert found == (None if calls is None else [{"name": name, "parameters": values} for name, values in calls])
+
+
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "Hi?"), ("assistant", "Hello."), ("assistant", "No."))
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "written"),
+    [
+        ({"context_messages": [USER], "dataset": "x"}, {"prompt": [USER]}),
+        ({"context_messages": [USER, GOOD, {**USER, "name": None}]}, {"prompt": [USER, GOOD, USER]}),
+        ({"prompt": "Hi?"}, {"prompt": [USER]}),
+        ({"context_messages": [USER, GOOD]}, "the last message is the assistant's"),
+        ({"prompt": " "}, "no prompt"),
+    ],
+)
+def test_prompts_of_a_collection(row: dict[str, Any], written: Any) -> None:
+    [found] = prepare_data.FORMATS["prompts"](prepare_data.Options())(row)
+    assert (found if isinstance(found, dict) else found.reason) == written
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "written"),
+    [
+        ([USER, GOOD], [USER, BAD], {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}),
+        (
+            [USER, GOOD, USER, GOOD],
+            [USER, GOOD, USER, BAD],
+            {"prompt": [USER, GOOD, USER], "chosen": [GOOD], "rejected": [BAD]},
+        ),
+        ([USER, GOOD], [USER, GOOD], "chosen and rejected are the same, or one ends where the other goes on"),
+        ([USER], [USER, GOOD], "chosen and rejected are the same, or one ends where the other goes on"),
+        ([USER, GOOD], [BAD], "chosen and rejected share no prompt"),
+        ("text", [BAD], "no chat messages in chosen and rejected"),
+    ],
+)
+def test_preference_pairs_as_they_are_published(chosen: Any, rejected: Any, written: Any) -> None:
+    row = {"chosen": chosen, "rejected": rejected, "score": 1.0}
+    [found] = prepare_data.FORMATS["preferences"](prepare_data.Options())(row)
+    assert (found if isinstance(found, dict) else found.reason) == written

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_rl.tasks.convert.dialogue import STYLES, SYSTEM, Dropped
+from megatron_rl.tasks.convert.feedback import preference_rows, prompt_rows
 from megatron_rl.tasks.convert.maths import dapo_rows, deepscaler_rows, eurus_rows, gsm8k_rows
 from megatron_rl.tasks.convert.tools import (
     api_bank_rows,
@@ -39,6 +40,8 @@ FORMATS: dict[str, Callable[[Options], Converter]] = {
     "gsm8k": lambda o: gsm8k_rows,
     "dapo_math": lambda o: dapo_rows,
     "deepscaler": lambda o: deepscaler_rows,
+    "prompts": lambda o: prompt_rows,
+    "preferences": lambda o: preference_rows,
     "eurus": lambda o: partial(eurus_rows, ability=o.ability),
 }
 
