@@ -313,9 +313,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
     engine_weights = engine_weight_bytes(model, config.rollout, width)
     cache = engine_share - engine_weights - ENGINE_WORKSPACE_GIB * GIB
     cache_tokens = cache / cache_bytes_per_token(model, engine_tp, width)
-    replay = (
-        actor.moe.routing_replay == "rollout"
-    )  # vLLM keeps experts of the tokens in its cache, a byte each (of up to 256)
+    replay = actor.moe.routing_replay == "rollout"  # vLLM keeps the experts of tokens in its cache, a byte each
     experts_kept = replay * max(0.0, cache_tokens) * model.dims["layers"] * model.dims.get("top_k", 0)
     state_in = (UPDATE, CHECK) if actor.offload else PHASES
     weights_in = (UPDATE, SYNC, CHECK) if actor.offload_weights else PHASES

@@ -56,6 +56,11 @@ def megatron_folder(folder: Path) -> Path:
         ValueError: no checkpoint found; those in a folder of checkpoints are listed.
     """
     if is_megatron(folder):
+        if (folder / manifest.MANIFEST).is_file() and manifest.read(folder).get("adapters"):
+            raise ValueError(
+                f"{folder} holds LoRA's adapters, no whole model: its run writes export/ (merged) and adapter/ (PEFT's) "
+                f"at its end; of this step with its recipe, trainer.steps at it, a run_dir of its own and --resume {folder}"
+            )
         return folder
     if (folder / TRACKER).is_file():
         text = (folder / TRACKER).read_text().strip()

@@ -1,0 +1,77 @@
+"""What of `actor.lora` is refused before a run, and that adapters are not taken for those of another model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.convert.source import megatron_folder
+from megatron_rl.checkpoint.store import CheckpointError
+from megatron_rl.config import ConfigError, check, load_recipe
+from megatron_rl.config.checks import Machine
+from megatron_rl.trainer.adapters import AdapterFacts
+from megatron_rl.trainer.adapters import check as check_adapters
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "cpu" / "quickstart.yaml"
+OWN: AdapterFacts = {
+    "rank": 8,
+    "scale": 1.0,
+    "modules": ["q_proj"],
+    "experts": False,
+    "base": "model",
+    "base_weights": "a",
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["rank=8", "targets=[q_porj]"],
+            "has 'q_porj', and the model's linear layers are q_proj, k_proj.*mean 'q_proj'",
+        ),
+        (["rank=8", "targets=[]"], "targets` is empty"),
+        (["alpha=16"], "no effect while `actor.lora.rank` is 0"),
+        (["rank=65"], r"\(65\) is larger than the model's k_proj, 64 x 128; make it at most 64"),
+        (["rank=8", "experts=true"], "for experts, and the model has none"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_key(overrides: list[str], words: str) -> None:
+    config = load_recipe(QUICKSTART, [f"actor.lora.{each}" for each in overrides])
+    with pytest.raises(ConfigError, match=words):
+        check(config, machine=Machine(gpus=0))
+
+
+def test_a_warm_up_that_the_reference_policy_would_not_have_is_refused() -> None:
+    lora = ["actor.lora.rank=8", "actor.lora.targets=[q_proj, down_proj]"]
+    check(load_recipe(QUICKSTART, lora), machine=Machine(gpus=0))
+    with pytest.raises(ConfigError, match="before RL trains the adapters"):
+        check(load_recipe(QUICKSTART, [*lora, "algorithm.kl.coef=0.1"]), machine=Machine(gpus=0))
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        (None, "trained every parameter, and this recipe trains adapters only"),
+        ({**OWN, "rank": 16}, "actor.lora.rank is 16 there and 8 here"),
+        ({**OWN, "modules": ["v_proj"]}, r"actor.lora.targets is \['v_proj'\] there"),
+        ({**OWN, "base": "other", "base_weights": "b"}, "beside other, whose weights are not those of model"),
+    ],
+)
+def test_other_adapters_or_those_of_another_model_are_refused(
+    tmp_path: Path, saved: AdapterFacts | None, words: str
+) -> None:
+    (tmp_path / ".metadata").write_bytes(b"")
+    manifest.write(tmp_path, {"adapters": saved}, {}, [])
+    with pytest.raises(CheckpointError, match=words):
+        check_adapters(tmp_path, OWN)
+    if saved is not None:
+        check_adapters(tmp_path, saved)
+        with pytest.raises(CheckpointError, match="trained adapters only, and this recipe trains every parameter"):
+            check_adapters(tmp_path, None)
+        with pytest.raises(ValueError, match="holds LoRA's adapters, no whole model"):
+            megatron_folder(tmp_path)
+    assert json.loads((tmp_path / manifest.MANIFEST).read_text())["adapters"] == saved
