@@ -377,6 +377,8 @@ def test_the_readmes_plan_runs_in_a_fresh_clone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MODELS", str(tmp_path / "models"))
+    monkeypatch.chdir(tmp_path)  # where one writes its page
+    (tmp_path / "recipes").symlink_to(RECIPES)
     commands = re.findall(r"^megatron-rl (plan [^#\n]*)", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
     assert commands
     for command in commands:
