@@ -31,11 +31,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "samples" / f"step_{step}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     tokens = folder / "rollouts" / f"step_{STEPS}.tokens"
     tokens.mkdir(parents=True)
-    np.savez(folder / "rollouts" / f"step_{STEPS}.npz", samples=np.array(["p/0"]), rewards=np.zeros((1, 5, 1)))
+    np.savez(folder / "rollouts" / f"step_{STEPS}.npz", samples=np.array(["p/1", "p/0"]), rewards=np.zeros((2, 5, 1)))
     drawn = np.array([-1.0, -2.0, -3.0], dtype=np.float32)
     np.savez(
         tokens / "0.npz",
-        rows=np.array([2]),
+        rows=np.array([7]),  # the third of the second prompt
         lengths=np.array([3]),
         log_probs=drawn + np.float32(0.5),
         old_log_probs=drawn + np.array([0.0, 0.25, -0.25], dtype=np.float32),
