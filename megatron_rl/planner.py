@@ -299,8 +299,8 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
     """The plan of a checked recipe on `world` GPUs of `gpu_bytes` each."""
     actor, parallel, engine_tp = config.actor, config.actor.parallel, config.rollout.tensor_parallel
     width = 4 if config.model.dtype == "float32" else 2
-    fullest = _fullest_rank(model, parallel)
-    trained = _fullest_rank(adapters_of(model, actor.lora), parallel) if actor.lora.rank else fullest
+    fullest = fullest_rank(model, parallel)
+    trained = fullest_rank(adapters_of(model, actor.lora), parallel) if actor.lora.rank else fullest
     replicas = world // (parallel.tensor * parallel.pipeline)
     weights = (fullest.total + (trained.total if actor.lora.rank else 0)) * width
     # Hopper multiplies FP8 matrices in one orientation only: Transformer Engine keeps a weight twice in FP8, by rows and by
@@ -373,19 +373,12 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
     )
 
 
-def _fullest_rank(model: Model, parallel: ParallelConfig) -> Parameters:
-    stages = (
-        actor_parameters(
-            model,
-            tensor=parallel.tensor,
-            pipeline=parallel.pipeline,
-            virtual_pipeline=parallel.virtual_pipeline,
-            expert=parallel.expert,
-            expert_tensor=parallel.expert_tensor,
-            stage=stage,
-        )
-        for stage in range(parallel.pipeline)
-    )
+def fullest_rank(model: Model, parallel: ParallelConfig) -> Parameters:
+    """Of the pipeline stage that holds most; the inner stages are alike."""
+    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "virtual_pipeline": parallel.virtual_pipeline}
+    experts = {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor}
+    some = {0, min(1, parallel.pipeline - 1), parallel.pipeline - 1}
+    stages = (actor_parameters(model, **sizes, **experts, stage=stage) for stage in sorted(some))
     return max(stages, key=lambda parameters: parameters.total)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands import simulated, step_time
+from megatron_rl.commands import layout_search, simulated, step_time
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
     step_time.add_arguments(parser)
     simulated.add_arguments(parser)
+    layout_search.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,6 +71,13 @@ def run(args: argparse.Namespace) -> int:
         config = load_recipe(args.recipe, args.overrides)
         config.launch.processes = None  # the command line says how many there are
         given, source = _given(config, args.model_config)
+        if args.search:
+            model = _hf_config(config, given)
+            predictor = step_time.predictor(args, config, model_of(model), _sizes, gib * GIB)
+            exactly = (lambda one: _exactly(one.config, given, one.plan)) if args.exact else None
+            return layout_search.run(
+                args, layout_search.Space(config, model_of(model), model, machine, gib * GIB), predictor, exactly
+            )
         config = check(config, command="train", machine=machine, model=given)
         plan = make_plan(config, model_of(_hf_config(config, given)), world, gib * GIB)
         predictor = step_time.predictor(args, config, plan.model, _sizes, gib * GIB)

@@ -5,17 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 
 from megatron_rl.config import Config
+from megatron_rl.config.actor import ActorConfig
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import Model
-from megatron_rl.planner import OPTIMIZER, WEIGHTS, Plan, engine_weight_bytes, total_parameters
+from megatron_rl.planner import (
+    OPTIMIZER,
+    WEIGHTS,
+    Parameters,
+    Plan,
+    engine_weight_bytes,
+    total_parameters,
+)
 from megatron_rl.predict.generation import Decoding, Generation
 from megatron_rl.predict.hardware import Hardware
 from megatron_rl.predict.kernels import Group, host_seconds, memory_seconds
 from megatron_rl.predict.lengths import Lengths
-from megatron_rl.predict.training import Cost, Training
+from megatron_rl.predict.training import Cost, Training, trained
 
 GENERATE, REWARD, SWITCH, OLD, REFERENCE, UPDATE, SYNC = (
     "generate",
@@ -88,26 +96,38 @@ class Predictor:
     factors: Mapping[str, float] = field(default_factory=dict)
     others: Mapping[str, float] = field(default_factory=dict)
 
+    @cached_property
+    def _held(self) -> dict[tuple[int, ...], Parameters]:
+        return {}
+
+    def held(self, actor: ActorConfig) -> Parameters:
+        """`training.trained`, computed once for a search's many layouts with the same cut of the weights."""
+        parallel = actor.parallel
+        cut = (
+            actor.lora.rank,
+            parallel.tensor,
+            parallel.pipeline,
+            parallel.virtual_pipeline,
+            parallel.expert,
+            parallel.expert_tensor,
+        )
+        if cut not in self._held:
+            self._held[cut] = trained(self.model, actor)
+        return self._held[cut]
+
     def of(self, config: Config, plan: Plan) -> StepTime:
         """A checked recipe in the layout that `plan` is of."""
-        training = Training(self.model, config.actor, plan.world, self.hardware)
         decoding = Decoding(self.model, config.rollout, self.hardware, plan.cache_tokens)
         responses = config.trainer.prompts_per_step * config.rollout.group_size
         generation = decoding.generate(responses / plan.engines, responses, self.lengths)
-        optimizer_steps = config.trainer.minibatches * config.trainer.epochs
-        per_rank = responses / training.data_parallel
-        batches, tokens = self.packing(config, per_rank / config.trainer.minibatches)
-        pairs = tokens / self.lengths.total * self.lengths.pairs
-        once = training.passes(batches, tokens, pairs, train=True) + training.optimizer()
-        update = (once + training.data_communication(tokens, pairs)) * optimizer_steps
-        forward = training.passes(*self._whole(config, per_rank), train=False)
+        batches, forward, update = self._training(config, plan.world)
         host = host_seconds(self.hardware, _bytes(plan, OPTIMIZER)) if config.actor.offload else 0.0
         weights_host = host_seconds(self.hardware, _bytes(plan, WEIGHTS)) if config.actor.offload_weights else 0.0
         seconds = {GENERATE: generation.seconds, REWARD: self.reward_seconds}
         bounds = {GENERATE: generation.bound, REWARD: "the reward", OLD: forward.largest, UPDATE: update.largest}
         # What returns does so under the log-probs.
         seconds[OLD] = max(forward.seconds, host) + weights_host
-        if config.algorithm.kl.coef > 0 or config.algorithm.kl.reward_coef > 0:
+        if _has_reference(config):
             weights = 2 * plan.parameters.total
             seconds[REFERENCE] = forward.seconds + 2 * host_seconds(self.hardware, weights)
             bounds[REFERENCE] = forward.largest
@@ -127,16 +147,42 @@ class Predictor:
             batches,
         )
 
+    def _training(self, config: Config, world: int) -> tuple[int, Cost, Cost]:
+        """Micro-batches of an optimizer step, the log-probs' pass, and the whole update."""
+        training = Training(self.model, config.actor, world, self.hardware, held=self.held(config.actor))
+        optimizer_steps = config.trainer.minibatches * config.trainer.epochs
+        per_rank = config.trainer.prompts_per_step * config.rollout.group_size / training.data_parallel
+        batches, tokens = self.packing(config, per_rank / config.trainer.minibatches)
+        pairs = tokens / self.lengths.total * self.lengths.pairs
+        once = training.passes(batches, tokens, pairs, train=True) + training.optimizer()
+        update = (once + training.data_communication(tokens, pairs)) * optimizer_steps
+        return batches, training.passes(*self._whole(config, per_rank), train=False), update
+
+    def training_seconds(self, config: Config, world: int) -> float:
+        """Of a step, what depends on the actor's layout: log-probs, the reference's too, and the update."""
+        _, forward, update = self._training(config, world)
+        scale = self.factors.get
+        reference = forward.seconds * scale(REFERENCE, 1.0) if _has_reference(config) else 0.0
+        return forward.seconds * scale(OLD, 1.0) + reference + update.seconds * scale(UPDATE, 1.0)
+
     def packing(self, config: Config, sequences: float) -> tuple[int, float]:
-        """Micro-batches of a data-parallel rank for so many sequences, and the tokens in each."""
+        """Micro-batches of a data-parallel rank for so many sequences, and the tokens in each. With virtual stages they are a
+        multiple of the stages (`Actor.micro_batches`)."""
         fill = _fill(self.lengths, config.actor.tokens_per_microbatch)
         tokens = sequences * self.lengths.total
         count = max(1, math.ceil(tokens / (fill * config.actor.tokens_per_microbatch) - 1e-6))
+        parallel = config.actor.parallel
+        if parallel.virtual_pipeline > 1:
+            count += -count % parallel.pipeline
         return count, tokens / count
 
     def _whole(self, config: Config, sequences: float) -> tuple[int, float, float]:
         batches, tokens = self.packing(config, sequences)
         return batches, tokens, tokens / self.lengths.total * self.lengths.pairs
+
+
+def _has_reference(config: Config) -> bool:
+    return config.algorithm.kl.coef > 0 or config.algorithm.kl.reward_coef > 0
 
 
 @cache

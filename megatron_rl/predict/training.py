@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_rl.config.actor import ActorConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Model
-from megatron_rl.planner import Parameters, actor_parameters
+from megatron_rl.models.lora import adapters_of
+from megatron_rl.planner import Parameters, fullest_rank
 from megatron_rl.predict.hardware import Hardware
 from megatron_rl.predict.kernels import Group, attention_seconds, memory_seconds, product_seconds
 
 WIDTH = 2  # bytes of an activation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a search makes millions
 class Cost:
     """Seconds by what a rank does in them: nothing of it at the same time as anything else."""
 
@@ -32,21 +33,35 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        return sum(getattr(self, name) for name in _PARTS)
+        here = self.products + self.attention + self.memory + self.host
+        return here + self.tensor + self.context + self.experts + self.pipeline + self.data + self.bubble
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, name) + getattr(other, name) for name in _PARTS))
+        return Cost(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.memory + other.memory,
+            self.tensor + other.tensor,
+            self.context + other.context,
+            self.experts + other.experts,
+            self.pipeline + other.pipeline,
+            self.data + other.data,
+            self.host + other.host,
+            self.bubble + other.bubble,
+        )
 
     def __mul__(self, factor: float) -> Cost:
-        return Cost(*(getattr(self, name) * factor for name in _PARTS))
+        return Cost(*(getattr(self, name) * factor for name in Cost.__slots__))
 
     @property
     def largest(self) -> str:
         """The part that takes longest: what to look at first."""
-        return max(_PARTS, key=lambda name: float(getattr(self, name)))
+        return max(Cost.__slots__, key=lambda name: float(getattr(self, name)))
 
 
-_PARTS = tuple(field.name for field in fields(Cost))
+def trained(model: Model, actor: ActorConfig) -> Parameters:
+    """Parameters that are trained, on the rank that holds most: with LoRA the adapters'."""
+    return fullest_rank(adapters_of(model, actor.lora) if actor.lora.rank else model, actor.parallel)
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,7 @@ class Training:
         imbalance: tokens of the busiest rank's experts over the mean.
         tensor_overlap: share of tensor-parallel communication that runs under matrix products (0: ours, one after the other).
         host: whether the host's program issues each kernel; false: CUDA graphs.
+        held: what `trained` gives for the layout, where it is known.
     """
 
     model: Model
@@ -67,6 +83,7 @@ class Training:
     imbalance: float = 1.2
     tensor_overlap: float = 0.0
     host: bool = True
+    held: Parameters | None = None
 
     # ----------------------------------------------------------------------------------------------------- layout
     @cached_property
@@ -81,18 +98,9 @@ class Training:
         return stage_layers(self.model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
 
     @cached_property
-    def fullest(self) -> Parameters:
-        """On the rank that holds most."""
-        parallel = self.actor.parallel
-        sizes = {
-            "tensor": parallel.tensor,
-            "pipeline": parallel.pipeline,
-            "virtual_pipeline": parallel.virtual_pipeline,
-        }
-        experts = {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor}
-        some = {0, parallel.pipeline // 2, parallel.pipeline - 1}  # the inner stages are alike
-        held = (actor_parameters(self.model, **sizes, **experts, stage=stage) for stage in some)
-        return max(held, key=lambda parameters: parameters.total)
+    def trained(self) -> Parameters:
+        """That are trained, on the rank that holds most."""
+        return trained(self.model, self.actor) if self.held is None else self.held
 
     def _group(self, size: int, stride: int = 1) -> Group:
         return Group(self.hardware, size, stride)
@@ -179,6 +187,16 @@ class Training:
             experts=2 * exchange * (parallel.expert_tensor * self.imbalance),
         )
 
+    @cached_property
+    def _known(self) -> dict[tuple[float, float], tuple[Cost, Cost]]:
+        return {}
+
+    def _halves(self, tokens: float, pairs: float) -> tuple[Cost, Cost]:
+        """`attention` and `feed_forward`, computed once."""
+        if (tokens, pairs) not in self._known:
+            self._known[tokens, pairs] = self.attention(tokens, pairs), self.feed_forward(tokens)
+        return self._known[tokens, pairs]
+
     def _waiting(self, cost: Cost, passes: float) -> Cost:
         """With the time that the GPU waits for the host's program."""
         if not self.host:
@@ -188,16 +206,18 @@ class Training:
 
     def forward(self, tokens: float, pairs: float) -> Cost:
         """Of one layer."""
-        return self._waiting(self.attention(tokens, pairs) + self.feed_forward(tokens), 1)
+        attention, feed_forward = self._halves(tokens, pairs)
+        return self._waiting(attention + feed_forward, 1)
 
     def backward(self, tokens: float, pairs: float) -> Cost:
         """Of one layer, without what is computed again: twice the products and bytes, the same communication; gradients of
-        the weights are added in fp32."""
-        once = self.attention(tokens, pairs) + self.feed_forward(tokens)
+        the weights are added in fp32, and with LoRA there are none."""
+        attention, feed_forward = self._halves(tokens, pairs)
+        once = attention + feed_forward
         added = memory_seconds(self.hardware, 8 * self._layer_parameters)
         return self._waiting(
             Cost(
-                products=once.products + max(once.products, added),
+                products=once.products + (0.0 if self.actor.lora.rank else max(once.products, added)),
                 attention=2.5 * once.attention,
                 memory=2 * once.memory,
                 tensor=once.tensor,
@@ -209,7 +229,7 @@ class Training:
 
     @cached_property
     def _layer_parameters(self) -> float:
-        held = self.fullest
+        held = self.trained
         return (held.linear + held.expert) / max(self.stages)
 
     def again(self, tokens: float, pairs: float) -> Cost:
@@ -222,13 +242,13 @@ class Training:
             return self.forward(tokens, pairs) * min(1.0, (actor.recompute_layers or layers) / layers)
         again, mixture = Cost(), bool(self.model.dims["experts"])
         if ("moe" if mixture else "mlp") in actor.recompute_modules:
-            again += self.feed_forward(tokens)
+            again += self._halves(tokens, pairs)[1]
         elif mixture and "moe_act" in actor.recompute_modules:
             _, kept = self._rows(tokens)
             moved = WIDTH * 3 * kept * self.model.dims["top_k"] * self.model.dims["expert_ffn"]
             again += Cost(memory=memory_seconds(self.hardware, moved))
         if "core_attn" in actor.recompute_modules:
-            again += Cost(attention=self.attention(tokens, pairs).attention)
+            again += Cost(attention=self._halves(tokens, pairs)[0].attention)
         return again
 
     def head(self, tokens: float, *, backward: bool) -> Cost:
@@ -288,7 +308,7 @@ class Training:
         """Of an optimizer step: gradients summed in fp32 under the last backward pass, weights gathered in bf16 under the
         first forward pass."""
         dense, experts = self._shared()
-        held = self.fullest
+        held = self.trained
         scatter = dense.gather_seconds(4 * held.dense) + experts.gather_seconds(4 * held.expert)
         gather = dense.gather_seconds(2 * held.dense) + experts.gather_seconds(2 * held.expert)
         hidden = 0.0 if self.actor.overlap is False else self.hardware.overlap
@@ -300,7 +320,7 @@ class Training:
     def optimizer_bytes_moved(self) -> float:
         """In the GPU's memory in an optimizer step: the norm reads all gradients, which are then zeroed; Adam reads gradient,
         master weight and moments, and writes three of them and the weight."""
-        held, (dense, experts) = self.fullest, self._shared()
+        held, (dense, experts) = self.trained, self._shared()
         own = float(held.total)
         if self.actor.optimizer.distributed:
             own = held.dense / dense.size + held.expert / experts.size

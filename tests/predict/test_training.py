@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.actor import ActorConfig, ParallelConfig
+from megatron_rl.config.actor import ActorConfig, LoRAConfig, ParallelConfig
 from megatron_rl.config.published import published_config
 from megatron_rl.models import Model, model_of
 from megatron_rl.planner import actor_parameters
@@ -85,3 +85,13 @@ def test_values_of_hardware_can_be_replaced() -> None:
     for text, why in (("h10", "did you mean"), ("h100,netwrk=1", "'network'"), ("h100,network=-1", "above 0")):
         with pytest.raises(ConfigError, match=why):
             parse(text)
+
+
+def test_adapters_need_no_gradients_of_the_weights() -> None:
+    whole, adapters = (
+        training("Qwen3-8B", TABLES["h100"], 16, ActorConfig(lora=LoRAConfig(rank=rank))) for rank in (0, 16)
+    )
+    ours, theirs = adapters.passes(4, 16384, 1e8, train=True), whole.passes(4, 16384, 1e8, train=True)
+    assert 0.6 < ours.products / theirs.products < 0.75
+    assert adapters.optimizer().seconds < whole.optimizer().seconds / 20
+    assert adapters.data_communication(16384, 1e8).seconds < whole.data_communication(16384, 1e8).seconds

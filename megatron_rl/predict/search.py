@@ -1,0 +1,237 @@
+"""The layouts of a recipe on so many GPUs: which the recipe check accepts, which fit, and how long a step takes in each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from megatron_rl.config import Config, ConfigError, Machine, check
+from megatron_rl.config.actor import ActorConfig, FP8Config, ParallelConfig
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.stages import stage_layers
+from megatron_rl.models import HFConfig, Model
+from megatron_rl.planner import GENERATE, PHASES, UPDATE, Plan, make_plan
+from megatron_rl.predict.step import Predictor, StepTime
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_VIRTUAL = (1, 2, 3, 4, 6)
+_TOKENS = (16384, 32768, 65536)
+_STEP = 5  # per cent of the GPU between shares for an engine
+_SHARES = 3  # of them for each engine: the largest that fits and the next smaller ones
+_SLOWER = 1.2  # layouts that train slower than the fastest by this are not looked at further
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits, and its step."""
+
+    config: Config
+    plan: Plan
+    step: StepTime
+
+    @property
+    def headroom(self) -> float:
+        """Bytes that are free in the phase that needs most."""
+        return self.plan.gpu_bytes - max(map(self.plan.peak, PHASES))
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched: the recipe `config` on the machines, its model, and whether FP8 is tried where it has bf16.
+
+    Attributes:
+        machine: with its world.
+        headroom: bytes that have to stay free on every GPU.
+    """
+
+    config: Config
+    model: Model
+    hf_config: HFConfig
+    machine: Machine
+    gpu_bytes: float
+    headroom: float = 0.0
+    fp8: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.machine.world_size or 1
+
+    def accepts(self, config: Config) -> bool:
+        """Whether the recipe check does."""
+        try:
+            check(config, machine=self.machine, model=self.hf_config)
+        except ConfigError:
+            return False
+        return True
+
+    def check_alone(self) -> None:
+        """Raises ConfigError with what the recipe check says of the recipe in the smallest layout."""
+        actor = replace(
+            self.config.actor, parallel=ParallelConfig(), moe=replace(self.config.actor.moe, dispatcher="alltoall")
+        )
+        rollout = replace(self.config.rollout, tensor_parallel=1, expert_parallel=False)
+        check(self.recipe(actor, rollout), machine=self.machine, model=self.hf_config)
+
+    def given(self, predictor: Predictor) -> Found | None:
+        """The recipe's own layout, where it can run on the machines."""
+        if not self.accepts(self.config):
+            return None
+        plan = self.plan(self.config)
+        return Found(self.config, plan, predictor.of(self.config, plan)) if plan.full_length_sequences >= 1 else None
+
+    # -------------------------------------------------------------------------------------------------- candidates
+    def parallels(self) -> Iterator[ParallelConfig]:
+        """Layouts that the ranks divide into, tensor-parallel within a node; before the recipe check."""
+        dims, node = self.model.dims, self.machine.local_world_size or 1
+        tensors = [size for size in _SIZES if size <= node]
+        pipelines = [size for size in _SIZES if size <= dims["layers"]]
+        experts = [size for size in _SIZES if size <= dims["experts"]] or [1]
+        for tensor, pipeline, context in itertools.product(tensors, pipelines, _SIZES[:4]):
+            if self.world % (tensor * pipeline * context):
+                continue
+            stage = self.world // pipeline
+            virtuals = [
+                size for size in _VIRTUAL if (size == 1 or pipeline > 1) and _spread(dims["layers"], pipeline, size)
+            ]
+            for virtual, expert, cut in itertools.product(virtuals, experts, (1, 2) if dims["experts"] else (1,)):
+                if stage % (expert * cut) == 0 and cut <= tensor:
+                    yield ParallelConfig(tensor, pipeline, virtual, context, expert, cut, sequence=tensor > 1)
+
+    def actors(self, parallel: ParallelConfig) -> Iterator[ActorConfig]:
+        """What is computed again, in micro-batches of how many tokens; state stays on the GPU."""
+        base, rollout = self.config.actor, self.config.rollout
+        mixture = bool(self.model.dims["experts"])
+        layers = -(-self.model.dims["layers"] // (parallel.pipeline * parallel.virtual_pipeline))
+        default = replace(
+            base, parallel=parallel, offload=False, offload_weights=False, recompute="none", recompute_layers=None
+        )
+        longest = rollout.max_prompt_tokens + rollout.max_tokens
+        lengths = sorted({longest, base.tokens_per_microbatch, *(size for size in _TOKENS if size > longest)})
+        again = [
+            default,
+            replace(default, recompute="selective", recompute_modules=["moe" if mixture else "mlp"]),
+            replace(default, recompute="full", recompute_layers=max(1, layers // 2)),
+            replace(default, recompute="full"),
+        ]
+        if mixture:
+            again.append(replace(default, recompute="selective", recompute_modules=["moe_act", "layernorm"]))
+        precisions = [base.fp8] if base.fp8 is not None or not self.fp8 else [None, FP8Config()]
+        for actor, tokens, fp8 in itertools.product(again, lengths, precisions):
+            yield replace(actor, tokens_per_microbatch=tokens, fp8=fp8)
+
+    def engines(self) -> Iterator[RolloutConfig]:
+        """Engines within a node; before the recipe check."""
+        base, node = self.config.rollout, self.machine.local_world_size or 1
+        precisions = [base.fp8] if base.fp8 != "none" or not self.fp8 else ["none", "blockwise"]
+        for tensor, expert, fp8 in itertools.product(_SIZES, (False, True), precisions):
+            if tensor <= node and ((tensor > 1 and self.model.dims["experts"]) or not expert):
+                yield replace(
+                    base, tensor_parallel=tensor, expert_parallel=expert, fp8="blockwise" if fp8 != "none" else "none"
+                )
+
+    def recipe(self, actor: ActorConfig, rollout: RolloutConfig) -> Config:
+        """The recipe with these two sections; in FP8 with the correction that differing log-probs need."""
+        algorithm = self.config.algorithm
+        rounds = actor.fp8 is not None and self.config.actor.fp8 is None
+        if rounds and algorithm.correction.weight == "none":
+            algorithm = replace(algorithm, correction=replace(algorithm.correction, weight="token"))
+        return replace(self.config, actor=actor, rollout=rollout, algorithm=algorithm)
+
+    # ------------------------------------------------------------------------------------------------------ search
+    def plan(self, config: Config) -> Plan:
+        return make_plan(config, self.model, self.world, self.gpu_bytes)
+
+    def fits(self, plan: Plan, phases: Iterable[str] = PHASES) -> bool:
+        return max(map(plan.peak, phases)) + self.headroom <= self.gpu_bytes
+
+    def front(self, predictor: Predictor) -> list[ActorConfig]:
+        """Actors whose update fits and which no other trains faster while it keeps less on the GPU during generation.
+
+        Layouts are looked at by the time that they would take without computing anything again; the plan and the recipe
+        check are for those that may still be among the fastest.
+        """
+        bounded = []
+        for parallel in self.parallels():
+            kept = [actor for actor in self.actors(parallel) if actor.recompute == "none"]
+            if 6 * predictor.held(kept[0]).total + self.headroom > self.gpu_bytes:  # weights and gradients alone
+                continue
+            bounded.append((min(self._seconds(predictor, actor) for actor in kept), parallel))
+        bounded.sort(key=lambda pair: pair[0])
+        best, fitting = float("inf"), []
+        for bound, parallel in bounded:
+            if bound > _SLOWER * best:
+                break
+            for one in self._of_layout(predictor, parallel):
+                fitting.append(one)
+                best = min(best, one[0])
+        fitting.sort(key=lambda one: one[:2])
+        smallest, front = float("inf"), []
+        for _, stays, actor in fitting:
+            if stays < smallest and self.accepts(self.recipe(actor, self.config.rollout)):
+                smallest = stays
+                front.append(actor)
+        return front
+
+    def _seconds(self, predictor: Predictor, actor: ActorConfig) -> float:
+        return predictor.training_seconds(self.recipe(actor, self.config.rollout), self.world)
+
+    def _of_layout(self, predictor: Predictor, parallel: ParallelConfig) -> Iterator[tuple[float, float, ActorConfig]]:
+        """The fastest actor whose update fits, with its state on the GPU throughout and offloaded, in each precision: seconds
+        and bytes on the GPU while a small engine generates."""
+        least = replace(self.config.rollout, memory_fraction=0.01)
+        timed = sorted(((self._seconds(predictor, actor), i, actor) for i, actor in enumerate(self.actors(parallel))))
+        done: set[tuple[bool, bool, bool]] = set()
+        for seconds, _, actor in timed:
+            for offload, weights in ((False, False), (True, False), (True, True)):
+                kind = actor.fp8 is not None, offload, weights
+                if kind in done:
+                    continue
+                made = replace(actor, offload=offload, offload_weights=weights)
+                plan = self.plan(self.recipe(made, least))
+                if self.fits(plan, (UPDATE,)):
+                    done.add(kind)
+                    yield seconds, plan.peak(GENERATE), made
+
+    def search(self, predictor: Predictor) -> list[Found]:
+        """Layouts that fit and of which none is both faster and leaves more memory, the fastest first."""
+        front = self.front(predictor)
+        engines = [one for one in self.engines() if front and self.accepts(self.recipe(front[0], one))]
+        found = [one for actor in front for engine in engines for one in self.with_engine(predictor, actor, engine)]
+        return [one for one in pareto(found) if self.accepts(one.config)]
+
+    def with_engine(self, predictor: Predictor, actor: ActorConfig, engine: RolloutConfig) -> Iterator[Found]:
+        """With the largest shares of the GPU for the engine."""
+        least = self.plan(self.recipe(actor, replace(engine, memory_fraction=0.01)))
+        own = sum(part.bytes for part in least.components if part.name.startswith("engine: "))
+        share = math.floor((self.gpu_bytes - self.headroom - (least.peak(GENERATE) - own)) / self.gpu_bytes * 100)
+        fitting = 0
+        while share > 0 and fitting < _SHARES:
+            config = self.recipe(actor, replace(engine, memory_fraction=share / 100))
+            plan = self.plan(config)
+            if plan.full_length_sequences < 1:
+                return
+            fits = self.fits(plan)
+            if fits:
+                yield Found(config, plan, predictor.of(config, plan))
+            fitting += fits
+            share -= _STEP if fits else 1
+
+
+def _spread(layers: int, pipeline: int, virtual: int) -> bool:
+    """Whether the layers can be spread over the stages."""
+    try:
+        stage_layers(layers, pipeline, virtual)
+    except ValueError:
+        return False
+    return True
+
+
+def pareto(found: Iterable[Found]) -> list[Found]:
+    """Those that no other one beats in both speed and headroom, the fastest first."""
+    best: list[Found] = []
+    for one in sorted(found, key=lambda one: (one.step.total, -one.headroom)):
+        if not best or one.headroom > best[-1].headroom:
+            best.append(one)
+    return best

@@ -1,0 +1,110 @@
+"""The search for layouts: what is among its candidates, that nothing better is missed, and the recipe that it writes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.config import Machine, load_recipe
+from megatron_rl.config.published import published_config
+from megatron_rl.models import model_of
+from megatron_rl.planner import GIB
+from megatron_rl.predict.hardware import TABLES
+from megatron_rl.predict.lengths import Lengths
+from megatron_rl.predict.search import Space
+from megatron_rl.predict.step import Predictor
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def space(recipe: str, gpus: int, name: str | None = None) -> tuple[Space, Predictor]:
+    config = load_recipe(RECIPES / "scale" / f"{recipe}.yaml")
+    found = published_config(name or (config.model.path or "").rpartition("/")[2])
+    assert found is not None
+    node = min(8, gpus)
+    machine = Machine(gpus=node, world_size=gpus, local_world_size=node)
+    made = Space(config, model_of(found), found, machine, 79 * GIB, headroom=3 * GIB)
+    return made, Predictor(made.model, TABLES["h100"], Lengths.log_normal(3000, 8192, prompt=200))
+
+
+# Recipe, GPUs, NeMo-RL's layouts (tensor, context, expert, pipeline; engine), of 8B those of Llama 3.1; Megatron-Bridge's, of
+# 235B without its virtual stages: 94 layers do not divide over them.
+PUBLISHED = [
+    ("qwen3-8b", 16, (1, 1, 1, 2), 1),
+    ("qwen3-8b", 8, (1, 1, 1, 1), None),
+    ("qwen3-32b", 32, (4, 1, 1, 4), 4),
+    ("qwen3-30b-a3b", 32, (1, 1, 8, 1), 2),
+    ("qwen3-30b-a3b", 16, (1, 1, 16, 1), None),
+    ("qwen3-235b-a22b", 128, (2, 2, 16, 8), 8),
+    ("qwen3-235b-a22b", 256, (2, 1, 32, 8), None),
+]
+
+
+@pytest.mark.parametrize(("recipe", "gpus", "layout", "engine"), PUBLISHED)
+def test_published_layouts_are_candidates_and_none_is_better_than_the_found_one(
+    recipe: str, gpus: int, layout: tuple[int, int, int, int], engine: int | None
+) -> None:
+    made, predictor = space(recipe, gpus)
+    there = [
+        parallel
+        for parallel in made.parallels()
+        if (parallel.tensor, parallel.context, parallel.expert, parallel.pipeline) == layout
+        and parallel.virtual_pipeline == parallel.expert_tensor == 1
+    ]
+    assert len(there) == 1
+    engines = [one for one in made.engines() if engine in (None, one.tensor_parallel)]
+    assert engines
+    if engine is None:
+        return
+    best = made.search(predictor)[0]
+    assert best.headroom >= made.headroom
+    for actor, weights in itertools.product(made.actors(there[0]), (False, True)):
+        whole = replace(actor, offload=True, offload_weights=weights)
+        for one in (one for rollout in engines for one in made.with_engine(predictor, whole, rollout)):
+            assert best.step.total <= one.step.total
+
+
+def test_nothing_better_is_missed_in_a_small_world() -> None:
+    made, predictor = space("qwen3-8b", 2, "Qwen3-1.7B")
+    best = made.search(predictor)
+    every = [
+        one
+        for parallel in made.parallels()
+        for actor in made.actors(parallel)
+        for offload, weights in ((False, False), (True, False), (True, True))
+        for rollout in made.engines()
+        for one in made.with_engine(predictor, replace(actor, offload=offload, offload_weights=weights), rollout)
+    ]
+    assert len(every) > 100
+    fastest = next(one for one in sorted(every, key=lambda one: one.step.total) if made.accepts(one.config))
+    assert best[0].step.total <= 1.01 * fastest.step.total
+    assert [one.step.total for one in best] == sorted(one.step.total for one in best)
+    assert [one.headroom for one in best] == sorted(one.headroom for one in best)
+
+
+def test_the_best_is_written_as_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, written = str(RECIPES / "scale" / "qwen3-8b.yaml"), tmp_path / "found.yaml"
+    assert (
+        main(["plan", recipe, "--nodes", "2", "--search", "--json", "--write", str(written), "trainer.minibatches=2"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["layouts"][0]["step_time"]["seconds"]["step"] < found["given"]["step_time"]["seconds"]["step"]
+    assert written.read_text().splitlines()[1].startswith("base: ")
+    assert load_recipe(written).trainer.minibatches == 2
+    assert main(["plan", str(written), "--nodes", "2", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["step_time"]
+    assert planned["seconds"] == pytest.approx(found["layouts"][0]["step_time"]["seconds"])
+    assert main(["plan", recipe, "--nodes", "2", "--search", "--write", str(written)]) == 2
+    assert "the file exists" in capsys.readouterr().err
+
+
+def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES / "scale" / "qwen3-235b-a22b.yaml")
+    assert main(["plan", recipe, "--nodes", "1", "--search"]) == 1
+    assert "NO LAYOUT FITS" in capsys.readouterr().out
