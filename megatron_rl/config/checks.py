@@ -306,6 +306,9 @@ def _check_rewards(config: Config, command: str) -> Iterator[str]:
         name = attrgetter(key)(config)
         if name is not None and name not in config.rewards:
             yield f"`{key}` names {name!r}, which is not one of `rewards` ({', '.join(config.rewards)})"
+    pair = config.evaluation.pairwise
+    if pair is not None and sorted(_position(config, name) for name in pair) != ["A", "B"]:
+        yield f"`evaluation.pairwise` must name two `pairwise` rewards, with position A and with B; it is {pair}"
     for task in config.tasks.eval:
         own = [name for name, reward in config.rewards.items() if reward.tasks is None or task in reward.tasks]
         if chosen in config.rewards and chosen not in own:
@@ -325,6 +328,12 @@ def _check_rewards(config: Config, command: str) -> Iterator[str]:
                 yield f"`rewards.{name}.tasks` names the unknown task {task!r}{hint}"
         if reward.tasks == []:
             yield f"`rewards.{name}.tasks` is an empty list: the reward would never be computed; null means all tasks"
+
+
+def _position(config: Config, name: str) -> str:
+    """Where the response of a `pairwise` reward stands; empty for any other name."""
+    reward = config.rewards.get(name)
+    return str(reward.params.get("position", "")) if reward is not None and reward.reward == "pairwise" else ""
 
 
 def _check_tasks(config: Config, command: str) -> Iterator[str]:

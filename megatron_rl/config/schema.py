@@ -282,6 +282,9 @@ class EvaluationConfig:
     format_reward: str | None = key(None, "a column; `format_ratio` is the share of responses where it is 1 or more")
     bug_reward: str | None = key(None, "a column; `bug_ratio` is the share of responses where it is below 1")
     pass_rate_reward: str | None = key(None, "a column; `pass_rate` is its mean")
+    pairwise: list[str] | None = key(
+        None, "two columns of the reward `pairwise`, one for each `position`; `win_rate` is made of them"
+    )
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
 

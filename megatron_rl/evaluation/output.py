@@ -19,6 +19,7 @@ from megatron_rl.runtime import disk
 
 # What the table shows where a task has it: part of the name, heading, whether it is a share.
 _COLUMNS = (
+    ("win_rate", "win rate", True),
     ("response_length", "length", False),
     ("exceed_share", "exceed", True),
     ("truncated_share", "cut", True),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Outcome, Sample
+from megatron_rl.evaluation.pairwise import win_rate
 from megatron_rl.evaluation.statistics import Interval, combine, mean, pass_at_k, sampling_error
 
 Value = Callable[[Outcome], float]
@@ -115,6 +116,11 @@ def summarize(
     for name, (column, value) in named.items():
         if column in columns and _applies(config, column, task) and (estimate := of_column(column, value)) is not None:
             found[name] = estimate
+    both = options.pairwise
+    if both is not None and all(_applies(config, column, task) for column in both):
+        estimate = win_rate([(rollout.rewards[both[0]], rollout.rewards[both[1]]) for rollout in rollouts])
+        if estimate is not None:
+            found[f"eval/{task}/win_rate"] = estimate
     for column in columns:
         if _applies(config, column, task) and (estimate := of_column(column, float, bounded=False)) is not None:
             found[f"eval/{task}/reward/{column}"] = estimate

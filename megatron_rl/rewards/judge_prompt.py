@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.sample import Prompt, SampleMapping
@@ -70,17 +71,21 @@ _LONGEST_REPLY = 4000  # characters looked at, from the end: what follows the re
 
 def read_template(path: str | None) -> str:
     """The built-in template, or a file's text. ValueError for a file that is missing or names an unknown place."""
-    if path is None:
-        return TEMPLATE
+    return TEMPLATE if path is None else read_places(path, _PLACES, required=("completion",))
+
+
+def read_places(path: str, places: Sequence[str], required: Sequence[str]) -> str:
+    """A template's text. ValueError for a file that is missing, names an unknown place, or lacks a required one."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"template: cannot read {path}: {error}") from None
-    unknown = sorted(set(_PLACE.findall(text)) - set(_PLACES))
+    unknown = sorted(set(_PLACE.findall(text)) - set(places))
     if unknown:
-        raise ValueError(f"template: {path} has the unknown places {unknown}; there are {', '.join(_PLACES)}")
-    if "{completion}" not in text:
-        raise ValueError(f"template: {path} has no place {{completion}}: the judge would not see what it grades")
+        raise ValueError(f"template: {path} has the unknown places {unknown}; there are {', '.join(places)}")
+    for place in required:
+        if f"{{{place}}}" not in text:
+            raise ValueError(f"template: {path} has no place {{{place}}}: the judge would not see what it grades")
     return text
 
 
@@ -100,6 +105,11 @@ def messages(template: str, completion: str, sample: SampleMapping, rationale: s
         "completion": completion,
         "mark": hashlib.blake2b(completion.encode(errors="replace"), digest_size=4).hexdigest(),
     }
+    return chat_of(template, filled)
+
+
+def chat_of(template: str, filled: Mapping[str, str]) -> list[dict[str, str]]:
+    """The chat of a template: what stands before the line `[user]` is the system message."""
     system, divider, user = template.partition("\n[user]\n")
     parts = {"system": system, "user": user} if divider else {"user": template}
     fill = functools.partial(_PLACE.sub, lambda place: filled.get(place[1], place[0]))

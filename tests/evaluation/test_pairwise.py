@@ -1,0 +1,131 @@
+"""Win rates against a baseline: the verdicts, Arena-Hard's arithmetic, and a judge over HTTP."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.config import ConfigError, check, load_recipe
+from megatron_rl.config.checks import Machine
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.data import Sample, ScoredLength
+from megatron_rl.evaluation.pairwise import battles, win_rate
+from megatron_rl.evaluation.summary import metrics_of, summarize
+from megatron_rl.rewards import make_reward
+from megatron_rl.rewards.pairwise import read_verdict
+from tests.rewards.chat_server import serving
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("A is clearer. My final verdict: [[A>>B]]", 2),
+        ("[[A>B]] ... so [[A>B]]", 1),
+        ("[[A=B]]", 0),
+        ("[[B=A]]", 0),
+        ("[[A<B]]", -1),
+        ("[[B>A]]", -1),
+        ("[[B>>A]]", -2),
+        ("[[B<<A]]", 2),
+        ("first [[A>B]], then [[B>A]]", None),
+        ("[[A>>>B]]", None),
+        ("A>B", None),
+        ("", None),
+    ],
+)
+def test_a_verdict_is_the_one_label_of_a_judgment(text: str, verdict: int | None) -> None:
+    assert read_verdict(text) == verdict
+
+
+def recorded(seed: int, count: int = 500) -> list[tuple[float, float]]:
+    """Verdicts of a judge that likes the response more often than not, and whatever comes first."""
+    rng = np.random.default_rng(seed)
+    chances = [0.1, 0.2, 0.2, 0.3, 0.2], [0.2, 0.25, 0.2, 0.25, 0.1]
+    first, second = (rng.choice([-2.0, -1.0, 0.0, 1.0, 2.0], count, p=p) for p in chances)
+    return [*zip(first.tolist(), second.tolist(), strict=True)]
+
+
+def published(pairs: list[tuple[float, float]], rounds: int = 4000) -> tuple[float, float, float]:
+    """The published way with its own tables of labels: each verdict as a list of scores, exploded, drawn with replacement."""
+    scores = {2: [1] * 3, 1: [1], 0: [0.5], -1: [0], -2: [0] * 3}
+    exploded = np.array([score for pair in pairs for verdict in pair for score in scores[int(verdict)]], dtype=float)
+    rng = np.random.default_rng(11)
+    means = np.array([rng.choice(exploded, len(exploded)).mean() for _ in range(rounds)])
+    return means.mean(), *np.quantile(means, [0.05, 0.95])
+
+
+def bradley_terry(pairs: list[tuple[float, float]]) -> float:
+    """Version 0.1: the strength that logistic regression without penalty finds, as a probability of winning."""
+    outcomes = np.array([outcome for pair in pairs for outcome in battles(pair)])
+    strength = 0.0
+    for _ in range(50):  # Newton
+        p = 1 / (1 + math.exp(-strength))
+        strength += (outcomes.mean() - p) / (p * (1 - p))
+    return 1 / (1 + math.exp(-strength))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_win_rate_of_recorded_verdicts_is_the_published_one(seed: int) -> None:
+    pairs = recorded(seed)
+    found = win_rate(pairs)
+    mean, low, high = published(pairs)
+    assert found is not None
+    assert found.value == pytest.approx(mean, abs=0.004)  # of 100 draws
+    assert found.value == pytest.approx(bradley_terry(pairs), abs=0.004)
+    assert (found.low, found.high) == (pytest.approx(low, abs=0.01), pytest.approx(high, abs=0.01))
+    assert found.prompts == 500
+    assert win_rate(pairs) == found, "another draw"
+
+
+def test_weights_ties_and_missing_verdicts() -> None:
+    assert battles([2.0, 1.0, 0.0, -1.0, -2.0]) == [1, 1, 1, 1, 0.5, 0, 0, 0, 0]
+    won = win_rate([(2.0, 1.0), (NAN, -2.0), (-2.0, NAN)])
+    assert won is not None
+    assert (won.value, won.low, won.high, won.prompts) == (1.0, 1.0, 1.0, 1)
+    assert win_rate([(NAN, 1.0)]) is None
+
+
+def rewards_at(url: str) -> dict[str, RewardConfig]:
+    return {
+        f"as_{position}": RewardConfig("pairwise", params={"urls": url, "model": "judge", "position": position})
+        for position in "AB"
+    }
+
+
+def test_a_judge_is_asked_in_both_orders() -> None:
+    def behave(_: int, body: dict[str, Any]) -> str:
+        """Prefers what has the word `good`, and what stands first among equals."""
+        first, second = (part.partition("</answer")[0] for part in body["messages"][1]["content"].split("<answer_")[1:])
+        if "good" in first and "good" not in second:
+            return "say:[[A>>B]]"
+        return "say:[[B>A]]" if "good" in second and "good" not in first else "say:[[A>B]]"
+
+    sample = {"prompt": "Tell me.", "metadata": {"baseline": "a good answer"}}
+    with serving(behave) as server:
+        as_a, as_b = (make_reward("pairwise", **config.params) for config in rewards_at(server.url).values())
+        assert [(as_a(text, sample), as_b(text, sample)) for text in ("bad", "good")] == [(-1, -2), (1, -1)]
+    with pytest.raises(ValueError, match="its metadata has no text 'baseline'"):
+        as_a.check_sample({"prompt": "Tell me."})
+
+
+def test_an_evaluation_has_the_win_rate(tmp_path: Any) -> None:
+    (tmp_path / "recipe.yaml").write_text("run_dir: runs/x\n")
+    config = load_recipe(tmp_path / "recipe.yaml")
+    config.rewards = rewards_at("http://localhost:1/v1")
+    config.evaluation.pairwise = ["as_A", "as_B"]
+    samples = [Sample(f"t/{i}", "t", "p", [1]) for i in range(3)]
+    verdicts = [(2.0, 2.0), (1.0, 1.0), (0.0, NAN)]
+    outcomes = [
+        ScoredLength(sample.id, 3, "stop", {"as_A": a, "as_B": b})
+        for sample, (a, b) in zip(samples, verdicts, strict=True)
+    ]
+    metrics = metrics_of([summarize(config, "t", samples, outcomes)], {})
+    assert metrics["eval/t/win_rate"] == 1.0
+    config.evaluation.pairwise = ["as_A", "as_A"]
+    with pytest.raises(ConfigError, match=r"`evaluation.pairwise` must name two `pairwise` rewards, with position A"):
+        check(config, machine=Machine(), command="evaluate")
