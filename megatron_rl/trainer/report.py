@@ -47,7 +47,7 @@ _STAGE_LINE = (
 )
 _OUTPUTS = (
     *("metrics.jsonl", "evaluation.json", "report.html", "sft", "checkpoints", "samples", "rollouts", "tensorboard"),
-    *("reference", "export", "responses", "wandb_id", "mlflow_id", "run_id"),
+    *("reference", "export", "adapter", "responses", "wandb_id", "mlflow_id", "run_id"),
 )
 
 
@@ -277,7 +277,8 @@ class Reporter:
             shares = sorted(self._seconds.items(), key=lambda item: -item[1])
             shown = ", ".join(f"{name.removeprefix('timing_s/')} {value / spent:.0%}" for name, value in shares)
             self.console.print(f"Time within {'RL' if self.command == 'train' else self.command} steps: {shown}")
-        if self.config.logging.report and self.command != "evaluate":
+        has_metrics = (self.run_dir / "metrics.jsonl").is_file()  # none where a checkpoint was exported without a step
+        if self.config.logging.report and self.command != "evaluate" and has_metrics:
             disk.replace(self.run_dir / "report.html", render([read_run(self.run_dir)]))
         self.console.print(f"Everything is in {self.run_dir}: " + ", ".join(self._files()), markup=False)
 
