@@ -77,8 +77,14 @@ def run(args: argparse.Namespace, space: Space, predictor: Predictor, exactly: E
 def _counted(found: Sequence[Found], exactly: Exactly, space: Space) -> list[Found]:
     """Those that fit by the count of real modules, with its figures; each actor's is made once."""
     result: list[Found] = []
+    counted: dict[str, list[RankMemory]] = {}
     for one in found:
-        plans = [plan for _, plan in exactly(one)]
+        actor = repr(one.config.actor)
+        if actor not in counted:
+            counted[actor] = [memory for memory, _ in exactly(one)]
+        from megatron_rl.exact import on_rank  # after `exactly` has set what torch reads
+
+        plans = [on_rank(one.plan, memory) for memory in counted[actor]]
         fullest = max(plans, key=lambda plan: max(map(plan.peak, PHASES)))
         if not any(problem for plan in plans for problem in plan.problems()) and space.fits(fullest):
             result.append(replace(one, plan=fullest))

@@ -108,3 +108,15 @@ def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(RECIPES / "scale" / "qwen3-235b-a22b.yaml")
     assert main(["plan", recipe, "--nodes", "1", "--search"]) == 1
     assert "NO LAYOUT FITS" in capsys.readouterr().out
+
+
+def test_layouts_that_fit_easily_stay_when_real_modules_are_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "TORCH_COMPILE_DISABLE"):
+        monkeypatch.setenv(name, "1" if name.startswith("TORCH") else "")  # put back after the command has set them
+    arguments = ["plan", str(RECIPES / "cpu" / "quickstart.yaml"), "--gpus-per-node", "2", "--search", "--json"]
+    quick, exact = (
+        main([*arguments, *more]) or json.loads(capsys.readouterr().out)["layouts"] for more in ([], ["--exact"])
+    )
+    assert [one["rollout"] for one in exact] == [one["rollout"] for one in quick]
