@@ -34,7 +34,7 @@ class Counts:
 def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
-        options = Options(args.style, _system(args.system), args.seed, args.ability)
+        options = Options(args.style, _system(args.system), args.seed, args.ability, args.baseline, args.category)
         config = TaskConfig(source="huggingface", path=args.input, subset=args.subset, split=args.split)
         keep = args.keep_duplicates or args.format in BENCHMARKS
         counts = convert(_rows(config), FORMATS[args.format](options), Path(args.output), keep)
@@ -119,6 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ability", choices=("math", "code"), default="math", help="eurus: which of its two halves; math"
     )
+    parser.add_argument("--baseline", metavar="FILE", help="arena_hard: the baseline model's answers")
+    parser.add_argument("--category", help="arena_hard: only questions of this one, e.g. creative_writing")
     parser.add_argument(
         "--keep-duplicates",
         action="store_true",

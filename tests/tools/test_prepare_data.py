@@ -310,3 +310,32 @@ def test_preference_pairs_as_they_are_published(chosen: Any, rejected: Any, writ
     row = {"chosen": chosen, "rejected": rejected, "score": 1.0}
     [found] = prepare_data.FORMATS["preferences"](prepare_data.Options())(row)
     assert (found if isinstance(found, dict) else found.reason) == written
+
+
+def test_arena_hards_questions_meet_the_baselines_answers(tmp_path: Path) -> None:
+    new = {"uid": "u1", "messages": [USER, {"role": "assistant", "content": {"answer": "New."}}]}
+    old = {"question_id": "q1", "choices": [{"index": 0, "turns": [{"content": "Old."}]}]}
+    (tmp_path / "baseline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (new, old)))
+    questions = [
+        {"uid": "u1", "category": "creative_writing", "prompt": "Write."},
+        {"uid": "u2", "category": "creative_writing", "prompt": "Write more."},
+        {"question_id": "q1", "category": "arena-hard-v0.1", "turns": [{"content": "Ask."}]},
+        {"uid": "u3", "category": "creative_writing"},
+    ]
+
+    def found(category: str | None) -> list[Any]:
+        options = prepare_data.Options(baseline=str(tmp_path / "baseline.jsonl"), category=category)
+        convert = prepare_data.FORMATS["arena_hard"](options)
+        rows = [row for question in questions for row in convert(question)]
+        return [
+            (r["prompt"][0]["content"], r["metadata"]["baseline"]) if isinstance(r, dict) else r.reason for r in rows
+        ]
+
+    none = "the baseline has no answer to it"
+    assert found(None) == [("Write.", "New."), none, ("Ask.", "Old."), "no question"]
+    assert found("creative_writing")[2] == "its category is arena-hard-v0.1, not creative_writing"
+    with pytest.raises(ValueError, match="arena_hard needs --baseline FILE"):
+        prepare_data.FORMATS["arena_hard"](prepare_data.Options())
+    (tmp_path / "baseline.jsonl").write_text('{"uid": "u1"}\n')
+    with pytest.raises(ValueError, match=r"baseline.jsonl, line 1: no answer"):
+        found(None)

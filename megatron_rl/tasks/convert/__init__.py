@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_rl.tasks.convert.dialogue import STYLES, SYSTEM, Dropped
-from megatron_rl.tasks.convert.feedback import preference_rows, prompt_rows
+from megatron_rl.tasks.convert.feedback import arena_hard_rows, baseline_answers, preference_rows, prompt_rows
 from megatron_rl.tasks.convert.maths import dapo_rows, deepscaler_rows, eurus_rows, gsm8k_rows
 from megatron_rl.tasks.convert.tools import (
     api_bank_rows,
@@ -28,6 +28,8 @@ class Options:
     system: str = SYSTEM  # tools, toolrl style: the system message, with the field {tools}
     mask_seed: int = 0  # hammer: of the random names
     ability: str = "math"  # eurus: math | code
+    baseline: str | None = None  # arena_hard: file of the baseline's answers
+    category: str | None = None  # arena_hard: only questions of this one
 
 
 FORMATS: dict[str, Callable[[Options], Converter]] = {
@@ -42,10 +44,11 @@ FORMATS: dict[str, Callable[[Options], Converter]] = {
     "deepscaler": lambda o: deepscaler_rows,
     "prompts": lambda o: prompt_rows,
     "preferences": lambda o: preference_rows,
+    "arena_hard": lambda o: partial(arena_hard_rows, answers=baseline_answers(o.baseline), category=o.category),
     "eurus": lambda o: partial(eurus_rows, ability=o.ability),
 }
 
 # Benchmarks: every row is a test case, even where another row has the same prompt and answer.
-BENCHMARKS = frozenset({"api_bank"})
+BENCHMARKS = frozenset({"api_bank", "arena_hard"})
 
 __all__ = ["BENCHMARKS", "FORMATS", "STYLES", "SYSTEM", "Converter", "Dropped", "Options"]

@@ -1,10 +1,13 @@
-"""RLHF: collections of prompts, and preference pairs as they are published."""
+"""RLHF: collections of prompts, preference pairs as they are published, and Arena-Hard's questions."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 from megatron_rl.sample import Message
 from megatron_rl.tasks.convert.dialogue import Dropped
-from megatron_rl.tasks.files import Row, prune
+from megatron_rl.tasks.files import Row, prune, read_jsonl
 
 
 def prompt_rows(row: Row) -> list[Row | Dropped]:
@@ -35,6 +38,48 @@ def preference_rows(row: Row) -> list[Row | Dropped]:
     if not shared:
         return [Dropped("chosen and rejected share no prompt")]
     return [{"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}]
+
+
+def arena_hard_rows(row: Row, answers: Mapping[str, str], category: str | None) -> list[Row | Dropped]:
+    """A question with the baseline's answer. Version 2.0 has `uid`, `prompt`, `category`; 0.1 `question_id`, `turns`."""
+    if category is not None and row.get("category") != category:
+        return [Dropped(f"its category is {row.get('category')}, not {category}")]
+    question = row.get("prompt") or _content(row.get("turns"), 0)
+    answer = answers.get(_identity(row))
+    if not isinstance(question, str) or not question:
+        return [Dropped("no question")]
+    if answer is None:
+        return [Dropped("the baseline has no answer to it")]
+    return [{"prompt": [Message(role="user", content=question)], "metadata": {"baseline": answer}}]
+
+
+def baseline_answers(path: str | None) -> dict[str, str]:
+    """Answers by question, of a file of model answers as Arena-Hard has them (v2.0: `messages`; v0.1: `choices`).
+
+    Raises:
+        ValueError: no path, no such file, or a row without an answer.
+    """
+    if path is None:
+        raise ValueError("arena_hard needs --baseline FILE, the baseline model's answers")
+    answers = {}
+    for number, row in read_jsonl(Path(path)):
+        choices = row.get("choices")
+        turns = choices[0].get("turns") if isinstance(choices, list) and choices else None
+        said = _content(row.get("messages"), -1) if turns is None else _content(turns, 0)
+        text = said.get("answer") if isinstance(said, dict) else said
+        if not isinstance(text, str):
+            raise ValueError(f"{path}, line {number}: no answer in `messages` or `choices`")
+        answers[_identity(row)] = text
+    return answers
+
+
+def _identity(row: Row) -> str:
+    return str(row.get("uid") or row.get("question_id"))
+
+
+def _content(turns: object, index: int) -> object:
+    turn = turns[index] if isinstance(turns, list) and turns else None
+    return turn.get("content") if isinstance(turn, dict) else None
 
 
 def _turns(value: object) -> list[Message]:
