@@ -65,6 +65,9 @@ def hardware(args: argparse.Namespace) -> Hardware:
     return parse(args.hardware)
 
 
+_FAR = 5  # a factor between a run's time and its prediction that only other hardware explains
+
+
 def predictor(
     args: argparse.Namespace, config: Config, model: Model, sizes: Callable[[Config], Model], gpu_bytes: float
 ) -> Predictor:
@@ -127,7 +130,15 @@ def table(step: StepTime, predictor: Predictor, config: Config) -> str:
     ]
     if step.bubble > 0:
         waits.append(f"the pipeline's bubble is {step.bubble:.0%} of the {UPDATE}")
-    return "\n".join([*lines, "; ".join(waits)])
+    lines.append("; ".join(waits))
+    if factors := predictor.factors:
+        took = ", ".join(f"{name} {factor:.3g}" for name, factor in factors.items())
+        far = any(not 1 / _FAR < factors.get(name, 1.0) < _FAR for name in (GENERATE, UPDATE))
+        doubt = (
+            f": it did not run on {predictor.hardware.name}, and of another recipe this predicts nothing" if far else ""
+        )
+        lines.append(f"the run's times, as multiples of their prediction: {took}{doubt}")
+    return "\n".join(lines)
 
 
 def _kind(predictor: Predictor, config: Config) -> str:

@@ -56,3 +56,16 @@ def test_recorded_lengths_are_taken(run: Path, capsys: pytest.CaptureFixture[str
 def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", RECIPE, "--calibrate", str(tmp_path)]) == 2
     assert "it needs recipe.yaml, metrics.jsonl and logs" in capsys.readouterr().err
+
+
+def test_a_run_on_other_hardware_is_doubted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = ("plan", RECIPE, "--nodes", "2", "--calibrate", str(run))
+    main([*nodes])
+    told = capsys.readouterr().out
+    assert "the run's times, as multiples of their prediction: generate " in told
+    assert "did not run on" not in told
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "timing_s/update": 1e5}) + "\n" for row in rows))
+    main([*nodes])
+    assert "did not run on h100, and of another recipe this predicts nothing" in capsys.readouterr().out
