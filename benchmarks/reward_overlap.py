@@ -78,7 +78,8 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     os.environ |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     from transformers import AutoTokenizer
 
-    from megatron_rl.config.schema import Config, CreateModelConfig, RewardConfig
+    from megatron_rl.config.model import CreateModelConfig
+    from megatron_rl.config.schema import Config, RewardConfig
     from megatron_rl.data import Sample
     from megatron_rl.models.create import create_model
     from megatron_rl.rewards import Scorer

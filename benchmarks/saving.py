@@ -44,7 +44,8 @@ def measure(folder: Path, layers: int, hidden: int, saves: int) -> None:
     from megatron_rl.actor.actor import Actor
     from megatron_rl.algorithms.metrics import Metrics
     from megatron_rl.checkpoint.saver import Saver
-    from megatron_rl.config.schema import Config, CreateModelConfig
+    from megatron_rl.config.model import CreateModelConfig
+    from megatron_rl.config.schema import Config
     from megatron_rl.data import TokenBatch
     from megatron_rl.models.create import create_model
     from megatron_rl.runtime import distributed

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.images import PromptImages
 from megatron_rl.sample import Sample
 
 
@@ -315,27 +316,35 @@ class TokenBatch:
     loss_mask: Mapping[int, np.ndarray]  # bool [tokens]; False for a sequence's first token, which has no predictor
     experts: Mapping[int, np.ndarray] = field(default_factory=dict)  # see `Rollout.experts`; {}: not replayed
     shift: int = 1  # a scored token's output is that of the token so many before it; 0: its own, a reward model's
+    images: Mapping[int, PromptImages] = field(default_factory=dict)  # of sequences that begin with such a prompt
 
     @classmethod
-    def of(cls, lengths: Sequence[int], rollouts: Mapping[int, Rollout]) -> TokenBatch:
-        """Whole rollouts; their sampled tokens are scored. `rollouts`: those that this rank computes on."""
+    def of(
+        cls, lengths: Sequence[int], rollouts: Mapping[int, Rollout], samples: Mapping[int, Sample] | None = None
+    ) -> TokenBatch:
+        """Whole rollouts; their sampled tokens are scored. `rollouts`: those that this rank computes on; `samples`: of
+        their prompts, where these may have images."""
         return cls(
             lengths,
             {row: rollout.tokens for row, rollout in rollouts.items()},
             {row: rollout.loss_mask for row, rollout in rollouts.items()},
             {row: rollout.experts for row, rollout in rollouts.items() if rollout.experts is not None},
+            images={row: sample.images for row, sample in (samples or {}).items() if sample.images is not None},
         )
 
     @classmethod
     def continuations(
-        cls, parts: Iterable[tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]]
+        cls,
+        parts: Iterable[tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]],
+        images: Sequence[PromptImages | None] = (),
     ) -> TokenBatch:
-        """(what is given, what is scored) of every sequence, all of them known to every rank."""
+        """(what is given, what is scored) of every sequence, and the images in it, all of them known to every rank."""
         tokens, loss_mask = dict[int, np.ndarray](), dict[int, np.ndarray]()
         for row, (given, scored) in enumerate(parts):
             tokens[row] = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in (given, scored)])
             loss_mask[row] = np.arange(len(given) + len(scored)) >= len(given)
-        return cls([len(ids) for ids in tokens.values()], tokens, loss_mask)
+        seen = {row: own for row, own in enumerate(images) if own is not None}
+        return cls([len(ids) for ids in tokens.values()], tokens, loss_mask, images=seen)
 
     @classmethod
     def ends(cls, sequences: Iterable[Sequence[int] | np.ndarray]) -> TokenBatch:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, cast
+
+if TYPE_CHECKING:
+    from megatron_rl.images import PromptImages
 
 Message: TypeAlias = dict[str, object]  # of a chat: `role`, `content`, and what else the model's template reads
 Prompt: TypeAlias = str | list[Message]
@@ -41,6 +44,7 @@ class Sample:
     needs_response: bool | None = None
     metadata: dict[str, object] = field(default_factory=dict)
     demonstration: str | None = None  # SFT target text, where the task has one
+    images: PromptImages | None = None  # whose tokens are among `prompt_ids`
 
     def as_mapping(self) -> SampleMapping:
         """What a reward function receives, without the keys that only a run knows."""

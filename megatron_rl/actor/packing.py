@@ -17,10 +17,20 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data import TokenBatch
+from megatron_rl.images import PromptImages
 from megatron_rl.models.layers import held
 from megatron_rl.models.parallel import Axis
 
 _FEW = 32  # sequences of a rank
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """The images of packed sequences, see `models.vision.PackedPictures`."""
+
+    prompts: list[PromptImages]
+    slots: Tensor
+    sources: Tensor
 
 
 @dataclass
@@ -32,7 +42,7 @@ class MicroBatch:
 
     rows: list[int]  # index of each sequence in the batch it came from
     tokens: Tensor  # int64 [this rank's tokens]
-    positions: Tensor  # int64 [this rank's tokens], counted from each sequence's start
+    positions: Tensor  # int64 [this rank's tokens], counted from each sequence's start; with images [3, tokens]
     offsets: (
         Tensor  # int32 [sequences + 1], start of each whole sequence, padding included; the last may be all padding
     )
@@ -43,6 +53,7 @@ class MicroBatch:
     sequence_ids: Tensor  # int64 [scored tokens]: index into `rows`
     experts: np.ndarray | None = None  # [this rank's tokens, layers, experts per token] that the engine chose
     chosen_experts: dict[int, Tensor] = field(default_factory=dict)  # see `actor.routing`
+    images: PackedImages | None = None
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of Megatron's model."""
@@ -50,7 +61,7 @@ class MicroBatch:
 
         return {
             "input_ids": self.tokens[None],
-            "position_ids": self.positions[None],
+            "position_ids": self.positions[..., None, :],
             "attention_mask": None,
             "packed_seq_params": PackedSeqParams(
                 qkv_format="thd",
@@ -59,6 +70,7 @@ class MicroBatch:
                 max_seqlen_q=self.longest,
                 max_seqlen_kv=self.longest,
             ),
+            **({} if self.images is None else {"images": self.images}),
         }
 
     def whole(self, own: Tensor, cp: Axis) -> Tensor:
@@ -240,7 +252,7 @@ def pack(
     return MicroBatch(
         rows=list(rows),
         tokens=tensor(join(tokens)[here]),
-        positions=tensor(join([np.arange(length) for length in lengths])[here]),
+        positions=tensor(np.concatenate(_positions(rows, batch, lengths), axis=-1)[..., here]),
         offsets=tensor(np.concatenate([[0], np.cumsum(lengths)]), torch.int32),
         longest=max(lengths),
         predictors=tensor(predictor[own]),
@@ -248,7 +260,41 @@ def pack(
         targets=tensor(join([batch.tokens[row][batch.loss_mask[row]] for row in rows])),
         sequence_ids=tensor(join(sequence_ids)),
         experts=_experts(rows, batch, lengths)[here] if batch.experts and rows else None,
+        images=_images(rows, batch, lengths, device),
     )
+
+
+def _positions(rows: Sequence[int], batch: TokenBatch, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Of every sequence, int64 [its tokens], or [3, its tokens] where any of the micro-batch has images."""
+    plain = [np.arange(length) for length in lengths]
+    if not batch.images.keys() & set(rows):
+        return plain
+    placed = [
+        batch.images[row].positions(length) if row in batch.images else np.tile(np.arange(length), (3, 1))
+        for row, length in zip(rows, lengths, strict=False)
+    ]
+    return [*placed, *(np.tile(own, (3, 1)) for own in plain[len(rows) :])]
+
+
+def _images(
+    rows: Sequence[int], batch: TokenBatch, lengths: Sequence[int], device: torch.device
+) -> PackedImages | None:
+    """A group's rollouts share their prompt's images, which the tower then reads once."""
+    first: dict[PromptImages, int] = {}  # of each prompt's image tokens among those of all prompts
+    slots, sources, start, count = list[np.ndarray](), list[np.ndarray](), 0, 0
+    for row, length in zip(rows, lengths, strict=False):
+        if (own := batch.images.get(row)) is not None:
+            places = own.slots
+            if own not in first:
+                first[own] = count
+                count += len(places)
+            slots.append(start + places)
+            sources.append(first[own] + np.arange(len(places)))
+        start += length
+    if not first:
+        return None
+    flat = (torch.as_tensor(np.concatenate(parts), device=device) for parts in (slots, sources))
+    return PackedImages(list(first), *flat)
 
 
 def _experts(rows: Sequence[int], batch: TokenBatch, lengths: Sequence[int]) -> np.ndarray:

@@ -14,7 +14,7 @@ from megatron_rl.commands import layout_search, simulated, step_time
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
-from megatron_rl.models.qwen3 import created_config
+from megatron_rl.models.registry import created_config
 from megatron_rl.planner import GIB, PHASES, Plan, active_parameters, make_plan, total_parameters
 from megatron_rl.runtime import disk, exit_codes
 

@@ -22,6 +22,7 @@ _MEANING = "meaning"
 
 Count = Annotated[int, Range(1, 1e6)]
 CountOrNone = Annotated[int, Range(0, 1e6)]
+Pixels = Annotated[int, Range(1, 1e8)]
 Steps = Annotated[int, Range(1, 1e9)]
 StepsOrNone = Annotated[int, Range(0, 1e9)]
 Tokens = Annotated[int, Range(1, 1e9)]

@@ -10,14 +10,16 @@ from pathlib import Path
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.actor_checks import check_actor_model
 from megatron_rl.config.keys import problems
+from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.published import published_config
 from megatron_rl.config.rollout_checks import check_rollout_model
-from megatron_rl.config.schema import Config, CreateModelConfig
+from megatron_rl.config.schema import Config
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.classifier import is_classifier
 from megatron_rl.models.lora import check_lora
-from megatron_rl.models.qwen3 import created_config
+from megatron_rl.models.qwen2_5_vl import IMAGE_WORDS
+from megatron_rl.models.registry import created_config
 from megatron_rl.models.rules import shard_shape
 from megatron_rl.names import show
 from megatron_rl.user_files import read_text
@@ -136,6 +138,8 @@ def check_create(create: CreateModelConfig) -> Iterator[str]:
         )
     if create.heads % create.kv_heads:
         yield f"`model.create.heads` ({create.heads}) must be a multiple of `model.create.kv_heads` ({create.kv_heads})"
+    if create.vision is not None:
+        yield from _check_create_vision(create, create.vision)
     if create.head_dim % 2:
         yield f"`model.create.head_dim` ({create.head_dim}) must be even: rotary embeddings turn pairs"
     for key, names in (("characters", create.characters), ("words", create.words)):
@@ -145,12 +149,32 @@ def check_create(create: CreateModelConfig) -> Iterator[str]:
     for word in create.words:
         if len(word) < 2:
             yield f"`model.create.words`: {word!r} is no word; characters belong in `model.create.characters`"
-    tokens = len(create.characters) + len(create.words) + 2
+    special = 2 + len(IMAGE_WORDS) * (create.vision is not None)
+    tokens = len(create.characters) + len(create.words) + special
     if tokens > create.vocab_size:
         yield (
             f"`model.create.vocab_size` ({create.vocab_size}) must hold {len(create.characters)} characters, "
-            f"{len(create.words)} words and 2 special tokens: make it at least {tokens}"
+            f"{len(create.words)} words and {special} special tokens: make it at least {tokens}"
         )
+
+
+def _check_create_vision(create: CreateModelConfig, vision: CreateVisionConfig) -> Iterator[str]:
+    if create.heads * create.head_dim != create.hidden_size:
+        yield (
+            f"`model.create.head_dim` ({create.head_dim}) must be hidden_size / heads ({create.hidden_size} / "
+            f"{create.heads}) in a model with `vision`"
+        )
+    if create.head_dim % 16:
+        yield (
+            f"`model.create.head_dim` ({create.head_dim}) must be a multiple of 16 with `vision`: three axes share its pairs"
+        )
+    if vision.hidden_size % (4 * vision.heads):
+        yield (
+            f"`model.create.vision.hidden_size` ({vision.hidden_size}) must be a multiple of 4 x `heads` "
+            f"({vision.heads}): two axes turn pairs"
+        )
+    if vision.window % (2 * vision.patch):
+        yield f"`model.create.vision.window` ({vision.window}) must be a multiple of 2 x `patch` ({vision.patch})"
 
 
 def _check_sizes(config: Config, hf_config: HFConfig, command: str = "train") -> Iterator[str]:
@@ -199,9 +223,28 @@ def _check_layout(config: Config, model: Model) -> Iterator[str]:
                 yield f"`actor.parallel.{name}` is {value}, but the model has no experts; set it to 1"
     elif experts % parallel.expert:
         yield f"the model's {experts} experts must be a multiple of `actor.parallel.expert` ({parallel.expert})"
+    yield from _check_vision(config, model)
     yield from check_actor_model(config, dims)
     yield from check_lora(config.actor.lora, model)
     yield from _check_length(config, model.description.max_positions)
+
+
+def _check_vision(config: Config, model: Model) -> Iterator[str]:
+    """What a vision tower rules out, and what needs one."""
+    if model.description.vision is None:
+        for name in ("min_pixels", "max_pixels"):
+            if getattr(config.model, name) is not None:
+                yield f"`model.{name}` is for models that read images, and this one does not; remove it"
+        return
+    if config.actor.parallel.context > 1:
+        yield "`actor.parallel.context` cuts sequences, which a model with a vision tower does not support yet; set it to 1"
+    for key, on in (
+        ("actor.fp8", config.actor.fp8 is not None),
+        ("actor.lora.rank", bool(config.actor.lora.rank)),
+        ("rollout.fp8", config.rollout.fp8 != "none"),
+    ):
+        if on:
+            yield f"`{key}` is not supported with a vision tower yet; leave it out"
 
 
 def _check_length(config: Config, positions: int) -> Iterator[str]:

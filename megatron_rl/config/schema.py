@@ -28,42 +28,8 @@ from megatron_rl.config.keys import (
     Wait,
     key,
 )
+from megatron_rl.config.model import ModelConfig
 from megatron_rl.parameters import Range
-
-
-# ------------------------------------------------------------------------------------------------------------ model
-@dataclass
-class CreateModelConfig:
-    """A small, randomly initialised Qwen3 model with a character tokenizer, made at start-up. For runs without
-    downloads."""
-
-    layers: Annotated[int, Range(1, 1e4)] = key(2)
-    hidden_size: Count = key(128)
-    heads: Ranks = key(4, "query heads")
-    kv_heads: Ranks = key(2, "key/value heads")
-    head_dim: Ranks = key(32)
-    ffn_size: Annotated[int, Range(1, 1e7)] = key(256)
-    vocab_size: Annotated[int, Range(1, 1e8)] = key(64, "rows of the embedding; the tokens are padded to it")
-    characters: str = key("0123456789+-*/=#.,() ", "what the tokenizer knows")
-    words: list[str] = key([], "strings that are one token each, e.g. `<think>`; the longest that fits counts")
-    max_positions: Tokens = key(512, "longest sequence")
-    tie_embeddings: bool = key(False, "output layer = embedding")
-    init_std: Annotated[float, Range(above=0, high=100)] = key(0.02, "standard deviation of the initial weights")
-
-
-@dataclass
-class ModelConfig:
-    path: str | None = key(
-        None,
-        "Hugging Face folder: `config.json`, `*.safetensors`, tokenizer; or a Megatron checkpoint that [`convert "
-        "to-megatron`](conversion.md) made of one",
-    )
-    create: CreateModelConfig | None = key(None, "the section below")
-    dtype: Literal["float32", "bfloat16"] = key(
-        "bfloat16",
-        "parameters and activations of actor and engine. The optimizer's master weights and the gradient sums are "
-        "fp32 in either case",
-    )
 
 
 # ------------------------------------------------------------------------------------------------- tasks and rewards
@@ -80,6 +46,11 @@ class ColumnsConfig:
     needs_response: str = key("needs_response", "whether the gold turn also answers the user")
     tools: str = key("tools", "tools for the chat template: a list of JSON schemas, or that list as JSON text")
     system: str | None = key(None, "text of a system message to stand before a prompt that is text")
+    images: str | None = key(
+        None,
+        "images, one or a list: paths (relative to the data's folder) or the files' bytes, as Hugging Face's `Image` columns "
+        "hold them. `<image>` in the prompt's text says where each stands; without it they come first",
+    )
     metadata: dict[str, str] = key({}, "further metadata: name to column, e.g. `{index: extra_info.index}`")
 
 

@@ -1,4 +1,4 @@
-"""A small random Qwen3 model with a character-level tokenizer, as a Hugging Face folder: for runs without downloads."""
+"""A small random Qwen3 or Qwen2.5-VL model with a character-level tokenizer, as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.model_checks import check_create
-from megatron_rl.config.schema import CreateModelConfig
 from megatron_rl.models.files import save_tensors, whole_folder
 from megatron_rl.models.hf_config import read_hf_config
-from megatron_rl.models.qwen3 import created_config
-from megatron_rl.models.registry import family_for
+from megatron_rl.models.qwen2_5_vl import IMAGE_WORDS
+from megatron_rl.models.registry import created_config, family_for
 
 PAD, EOS = "<pad>", "<eos>"
 MADE_FROM = "made_from.json"  # in the folder: settings and seed that it was made from, and every file's checksum
 
 
 def create_model(folder: str | Path, config: CreateModelConfig, seed: int) -> None:
-    """Write a Qwen3 model folder: config.json, float32 weights made from the seed, tokenizer, generation config.
+    """Write a model folder, of Qwen3 or with `vision` of Qwen2.5-VL: config.json, float32 weights made from the seed,
+    tokenizer, generation config, and settings of the image processor.
 
-    Matrices, embedding and output layer are normal with standard deviation `init_std`, whatever the depth; norms are 1.
+    Matrices, embedding and output layer are normal with standard deviation `init_std`, whatever the depth; norms are 1,
+    biases 0.
     The tokenizer maps every word of `words` and every other character of `characters` to one token, after `<pad>` (0) and
     `<eos>` (1); where several words begin, the longest counts. It adds no token by itself. Rows up to `vocab_size` are named
     `<unused_i>`, so that every id decodes. `made_from.json` says what it was made from, for `differences`.
@@ -73,9 +75,17 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _write_config(folder: Path, config: CreateModelConfig) -> None:
-    from transformers import GenerationConfig, Qwen3Config
+    from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen3Config
 
-    Qwen3Config(**created_config(config)).save_pretrained(folder)
+    if config.vision is None:
+        Qwen3Config(**created_config(config)).save_pretrained(folder)
+    else:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        Qwen2_5_VLConfig(**created_config(config)).save_pretrained(folder)
+        Qwen2VLImageProcessorPil(
+            patch_size=config.vision.patch, min_pixels=(4 * config.vision.patch) ** 2
+        ).save_pretrained(folder)
     GenerationConfig(pad_token_id=0, eos_token_id=1).save_pretrained(folder)
 
 
@@ -86,10 +96,11 @@ def write_tokenizer(folder: Path, config: CreateModelConfig) -> None:
     from tokenizers.pre_tokenizers import Split
     from transformers import PreTrainedTokenizerFast
 
-    tokens = [PAD, EOS, *config.characters, *config.words]
+    words = [*config.words, *(IMAGE_WORDS if config.vision is not None else ())]
+    tokens = [PAD, EOS, *config.characters, *words]
     tokens += [f"<unused_{number}>" for number in range(config.vocab_size - len(tokens))]
     tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}))
-    tokenizer.pre_tokenizer = Split(Regex(_pieces(config.words)) if config.words else "", "isolated")
+    tokenizer.pre_tokenizer = Split(Regex(_pieces(words)) if words else "", "isolated")
     tokenizer.decoder = Fuse()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -115,6 +126,8 @@ def random_weights(folder: Path, std: float, seed: int) -> dict[str, Tensor]:
     for rule in family.weights(description):
         for tensor in rule.hf:
             shape = tensor.sizes(description.dims)
-            norm = len(shape) == 1
-            weights[tensor.name] = torch.ones(shape) if norm else torch.randn(shape, generator=generator) * std
+            if len(shape) > 1:
+                weights[tensor.name] = torch.randn(shape, generator=generator) * std
+            else:
+                weights[tensor.name] = torch.zeros(shape) if tensor.name.endswith("bias") else torch.ones(shape)
     return weights

@@ -5,11 +5,11 @@ No torch: recipe checks, the memory plan and conversion read the same declaratio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_rl.models.hf_config import Fields, HFConfig, rope_arguments
+from megatron_rl.models.hf_config import JSON, Fields, HFConfig, rope_arguments
 from megatron_rl.models.rules import Dims, HFTensor, Place, Rule, Sharding
 
 if TYPE_CHECKING:
@@ -18,6 +18,27 @@ if TYPE_CHECKING:
     from megatron_rl.seams.megatron import Chunk
 
 Settings = dict[str, bool | int | float | str]
+
+
+@dataclass(frozen=True)
+class Vision:
+    """What stands in front of a decoder that reads images.
+
+    Attributes:
+        image_token: its id; a prompt has one for each output of the tower.
+        image_text: what stands for one image in a prompt's text, with the image token once.
+        depth: blocks of the tower.
+        merge: rows, and columns, of patches that become one output.
+        sections: pairs of a head's dimensions that turn by time, height and width.
+        tower: arguments of transformers' configuration of the tower.
+    """
+
+    image_token: int
+    image_text: str
+    depth: int
+    merge: int
+    sections: tuple[int, ...]
+    tower: Mapping[str, JSON]
 
 
 @dataclass(frozen=True)
@@ -30,11 +51,13 @@ class ModelDescription:
         transformer: fields of `TransformerConfig` that the architecture decides (none of layout, dtype or speed);
             `activation_func` by name, see `gpt.ACTIVATIONS`.
         model: arguments of `GPTModel`; `vocab_size` is unpadded, see `rules.padded_vocab_size`.
+        vision: None: it reads text only.
     """
 
     dims: Dims
     transformer: Settings
     model: Settings
+    vision: Vision | None = None
 
     @property
     def tied(self) -> bool:
@@ -62,6 +85,7 @@ class Family:
         build: one chunk of this rank's model, uninitialised; takes the description, Megatron's config of it, the padded
             vocabulary size and the virtual pipeline stage (None: there is one).
         adapters: these are the rules of LoRA's adapters beside another family's weights (`lora.adapters_of`).
+        rules_of: where config.json decides which rules there are, all of them; `family_for` returns the family with these.
     """
 
     name: str
@@ -70,6 +94,7 @@ class Family:
     describe: Callable[[HFConfig], ModelDescription]
     build: Callable[[ModelDescription, TransformerConfig, int, int | None], Chunk] = build_gpt
     adapters: bool = False
+    rules_of: Callable[[HFConfig], tuple[Rule, ...]] | None = None
 
     @property
     def embedding(self) -> Rule:

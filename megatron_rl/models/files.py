@@ -28,6 +28,7 @@ INDEX = "model.safetensors.index.json"
 # Everything beside the weights and config.json that belongs to a model: tokenizer, generation config, chat template.
 _COMPANIONS = (
     "generation_config.json",
+    "*processor_config.json",  # of images
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -27,10 +28,19 @@ ACTIVATIONS = {
 }  # by config.json's names
 
 
-def build(description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> Chunk:
-    """One chunk of this rank's model, see `Family.build`; the pipeline stage is that of Megatron's groups."""
+def build(
+    description: ModelDescription,
+    config: TransformerConfig,
+    vocab_size: int,
+    vp_stage: int | None,
+    model: Callable[..., Chunk] = GPTModel,
+) -> Chunk:
+    """One chunk of this rank's model, see `Family.build`; the pipeline stage is that of Megatron's groups.
+
+    `model`: the class, or what takes its arguments.
+    """
     ignore = vp_stage is None
-    chunk: Chunk = GPTModel(
+    chunk = model(
         config=config,
         transformer_layer_spec=block_spec(config, vp_stage),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=ignore, vp_stage=vp_stage),

@@ -140,7 +140,8 @@ class ActorLayout:
         """The stages that hold a weight: one, or for a tied embedding also the last."""
         last = len(self.layers) - 1
         if rule.place is Place.EMBEDDING:
-            return (0, last) if model.description.tied and last else (0,)
+            shared = model.description.tied and rule.sharding is Sharding.VOCAB
+            return (0, last) if shared and last else (0,)
         return (last,) if rule.place is Place.HEAD else (self._stage_of[layer],)
 
     @property

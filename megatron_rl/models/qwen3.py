@@ -18,7 +18,7 @@ from megatron_rl.models.family import (
 from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 
 if TYPE_CHECKING:
-    from megatron_rl.config.schema import CreateModelConfig
+    from megatron_rl.config.model import CreateModelConfig
 
 
 def _describe(config: HFConfig) -> ModelDescription:

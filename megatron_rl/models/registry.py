@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_rl.models import qwen2_5_vl, qwen3
 from megatron_rl.models.classifier import classifier
 from megatron_rl.models.family import Family, Model
-from megatron_rl.models.hf_config import HFConfig
+from megatron_rl.models.hf_config import JSON, HFConfig
 from megatron_rl.models.llama import LLAMA, MISTRAL
 from megatron_rl.models.qwen2 import QWEN2
+from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.models.qwen3 import QWEN3
 from megatron_rl.models.qwen3_moe import QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL)
+if TYPE_CHECKING:
+    from megatron_rl.config.model import CreateModelConfig
+
+FAMILIES: tuple[Family, ...] = (QWEN2, QWEN2_5_VL, QWEN3, QWEN3_MOE, LLAMA, MISTRAL)
 
 
 def family_for(hf_config: HFConfig) -> Family:
@@ -24,10 +32,17 @@ def family_for(hf_config: HFConfig) -> Family:
         architectures = [architectures]
     for family in (*FAMILIES, *map(classifier, FAMILIES)):
         if any(name in family.architectures for name in architectures):
-            return family
+            return family if family.rules_of is None else replace(family, rules=family.rules_of(hf_config))
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     found = ", ".join(map(repr, architectures)) or f"absent (model_type {hf_config.get('model_type')!r})"
     raise ValueError(f"config.json: `architectures` is {found}, which is not supported; supported: {known}")
+
+
+def created_config(create: CreateModelConfig) -> dict[str, JSON]:
+    """config.json of the model that `model.create` makes, as far as it differs from transformers' defaults."""
+    if create.vision is not None:
+        return qwen2_5_vl.created_config(create, create.vision)
+    return qwen3.created_config(create)
 
 
 def model_of(hf_config: HFConfig) -> Model:

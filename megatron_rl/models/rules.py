@@ -28,6 +28,13 @@ DIM_FIELDS: Mapping[str, str] = {
     "expert_ffn": "moe_intermediate_size",
     "rank": "actor.lora.rank",  # of a recipe: see `lora`
     "labels": "num_labels",
+    "v_hidden": "vision_config.hidden_size",
+    "v_ffn": "vision_config.intermediate_size",
+    "v_qkv": "3 * vision_config.hidden_size",
+    "v_merged": "vision_config.hidden_size * spatial_merge_size**2",
+    "v_channels": "vision_config.in_channels",
+    "v_frames": "vision_config.temporal_patch_size",
+    "v_patch": "vision_config.patch_size",
 }
 
 
@@ -201,7 +208,7 @@ def shard_slices(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Slice]:
     size = dims[tensor.shape[rule.dim]]
     field = DIM_FIELDS[tensor.shape[rule.dim]]
     if rule.sharding is Sharding.REPLICATED:
-        return [Slice(0, 0, size)]
+        return [Slice(index, 0, size) for index in range(len(rule.hf))]
     if rule.sharding is Sharding.QKV:
         return _qkv_slices(dims, rank, tp)
     if rule.sharding is Sharding.VOCAB:

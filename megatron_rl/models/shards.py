@@ -16,7 +16,7 @@ def merge_shards(rule: Rule, shards: Sequence[Tensor], dims: Dims) -> dict[str, 
 
     A tensor that is one whole shard comes back as a view of it, anything else as new memory.
     """
-    if rule.sharding is Sharding.REPLICATED:
+    if rule.sharding is Sharding.REPLICATED and len(rule.hf) == 1:
         return {rule.hf[0].name: shards[0]}
     pieces = [shard_slices(rule, dims, rank, len(shards)) for rank in range(len(shards))]
     if len(shards) == 1 and len(rule.hf) == 1:

@@ -11,12 +11,13 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.images import ImageReader, PromptImages
 from megatron_rl.models import Model, fp8, model_of, read_hf_config
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.sampling import Sampling
@@ -24,9 +25,12 @@ from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.seams import vllm as seam
 from megatron_rl.seams.vllm_experts import returned
+from megatron_rl.seams.vllm_images import register_images_only
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+
+T = TypeVar("T")
 
 
 class EngineError(RuntimeError):
@@ -42,6 +46,7 @@ class Request:
     sampling: Sampling
     seed: int | None = None  # of this request alone; None: greedy
     scores_tokens: bool = False  # also the log-probs of `tokens`
+    images: PromptImages | None = None  # of the prompt that `tokens` begin with
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,13 @@ class Completion:
 class Engine:
     """This rank's part of one vLLM engine: a queue of requests, weights, and the device's memory.
 
-    `folder` is a Hugging Face folder with config and tokenizer; weights come by `load_weights` only.
+    `folder` is a Hugging Face folder with config and tokenizer; weights come by `load_weights` only. `images`: how many a
+    prompt may have, of a model that reads them, and by what.
     """
 
-    def __init__(self, config: Config, grid: Grid, folder: str | Path) -> None:
+    def __init__(
+        self, config: Config, grid: Grid, folder: str | Path, images: tuple[int, ImageReader] | None = None
+    ) -> None:
         self.config, self.grid = config.rollout, grid
         self.seed = config.seed
         tp = self.config.tensor_parallel
@@ -88,6 +96,11 @@ class Engine:
             self._in_fp8 = fp8.quantised_modules(model, self.config.fp8_skip)
         self._parameters_in_fp8 = fp8.vllm_parameters(model, self._in_fp8)
         options = gpu_options(self.config, model) if device.has_gpu() else cpu_options(self.config)
+        if images is not None:
+            most, reader = images
+            register_images_only(reader.processor)
+            options |= images_options(most)
+        self._sees = images is not None
         self.experts: np.dtype | None = None  # of a token's entry in `Completion.experts`, [layers, experts per token]
         if config.actor.moe.routing_replay == "rollout":
             kind = np.uint8 if model.dims["experts"] <= 256 else np.uint16
@@ -127,7 +140,7 @@ class Engine:
         """Adds requests to the queue. All ranks of the engine submit the same ones, in the same order."""
         if not requests:
             return
-        prompts = [{"prompt_token_ids": list(request.tokens)} for request in requests]
+        prompts = [_prompt(request) for request in requests]
         names = self.llm.enqueue(prompts, [_parameters(request) for request in requests], use_tqdm=False)
         # vLLM adds to a name what makes it unique; its outputs have the name without.
         self._queue |= {name.partition("-")[0]: request for name, request in zip(names, requests, strict=True)}
@@ -146,13 +159,14 @@ class Engine:
         while self._queue:
             yield from self.step()
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None] = ()) -> list[np.ndarray]:
         """Log-probs at temperature 1 of every token but the first, under the engine's current weights.
 
         Every engine scores all sequences; returns this rank's own engine's answer, float32 [len - 1] each.
         """
         greedy = Sampling(0.0, 1.0, max_tokens=1)
-        self.submit([Request(("", i), tokens, greedy, scores_tokens=True) for i, tokens in enumerate(sequences)])
+        seen = dict(enumerate(images))
+        self.submit([Request(("", i), tokens, greedy, None, True, seen.get(i)) for i, tokens in enumerate(sequences)])
         scores = {completion.request.name: completion.token_scores for completion in self.drain()}
         return [scores["", i] for i in range(len(sequences))]
 
@@ -179,7 +193,9 @@ class Engine:
         return shapes
 
     def _has_taken(self, version: int) -> None:
-        """After new weights: cached prefixes are old ones'."""
+        """After new weights: cached prefixes, and what a vision tower saw, are old ones'."""
+        if self._sees:
+            self.llm.llm_engine.reset_encoder_cache()
         if not self.llm.reset_prefix_cache():
             raise EngineError(
                 "vLLM kept its cached prefixes after a weight sync, because a request still holds a part of its cache; "
@@ -196,12 +212,12 @@ class Engine:
     def parameters(self) -> dict[str, Tensor]:
         """The engine's own parameters on this rank, and views of their parts by Hugging Face name, for diagnosis."""
         [named] = self.llm.apply_model(lambda model: dict(model.named_parameters()) | seam.parts(model))
-        return named
+        return _by_hf_name(named)
 
     def packed_weights(self) -> dict[str, Callable[[], Tensor]]:
         """CPU: what reads a linear layer's weight back from its kernel's copy on this rank, by Hugging Face name."""
         [readers] = self.llm.apply_model(seam.weights)
-        return readers
+        return _by_hf_name(readers)
 
     def stale_layers(self) -> list[str]:
         """CPU: layers whose kernel's copy of a weight is not the weight that they hold on this rank."""
@@ -252,6 +268,16 @@ def gpu_options(config: RolloutConfig, model: Model) -> dict[str, object]:
     }
 
 
+def images_options(most: int) -> dict[str, object]:
+    """vLLM's options for a model that reads at most `most` images in a prompt."""
+    return {
+        "limit_mm_per_prompt": {"image": most},
+        "mm_encoder_tp_mode": "data",  # the tower whole on every rank, as the actor has it
+        "mm_device_do_normalize": False,  # by the processor, as for the actor; and load_format=dummy spoils its constants
+        "mm_processor_cache_gb": 1,
+    }
+
+
 def cpu_options(config: RolloutConfig) -> dict[str, object]:
     """vLLM's options on a CPU."""
     return {
@@ -260,6 +286,19 @@ def cpu_options(config: RolloutConfig) -> dict[str, object]:
         "kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30),
         "enable_chunked_prefill": False,  # a prompt read in two parts rewinds its seed, which no CPU generator can
     }
+
+
+def _by_hf_name(named: dict[str, T]) -> dict[str, T]:
+    """vLLM puts the decoder of a model that reads images a level down."""
+    return {name.removeprefix("language_model."): value for name, value in named.items()}
+
+
+def _prompt(request: Request) -> dict[str, object]:
+    """vLLM repeats an image's token by itself."""
+    if request.images is None:
+        return {"prompt_token_ids": list(request.tokens)}
+    tokens = request.images.collapsed(request.tokens)
+    return {"prompt_token_ids": tokens, "multi_modal_data": {"image": request.images.pictures()}}
 
 
 def _parameters(request: Request) -> SamplingParams:

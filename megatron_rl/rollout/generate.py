@@ -50,7 +50,7 @@ def generate(
                     held[i * count + index] = there[name]
                     continue
                 seed = rollout_seed(engine.seed, step, *name) if sampling.temperature > 0 else None
-                requests.append(Request(name, samples[i].prompt_ids, sampling, seed))
+                requests.append(Request(name, samples[i].prompt_ids, sampling, seed, images=samples[i].images))
             engine.submit(requests)
 
     hand_out = HandOut(engine, longest_first(samples, lengths or {}), count)

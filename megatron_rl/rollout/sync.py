@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron_rl.actor.actor import Actor
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
+from megatron_rl.images import PromptImages
 from megatron_rl.models.placement import ActorLayout, EngineLayout, unplaced
 from megatron_rl.models.reshard import BUCKET_BYTES, Plan, make_plan
 from megatron_rl.rollout.engine import Engine
@@ -59,10 +61,12 @@ class SyncDifference:
 
 @dataclass(frozen=True)
 class Scored:
-    """Sequences of token ids, and the actor's log-probs of every token but the first of each: float32 [len - 1]."""
+    """Sequences of token ids, and the actor's log-probs of every token but the first of each: float32 [len - 1]; and the
+    images in them."""
 
     sequences: list[Sequence[int]]
     log_probs: dict[int, np.ndarray]
+    images: list[PromptImages | None]
 
 
 class WeightSync:
@@ -109,10 +113,12 @@ class WeightSync:
             if first := next((names[number][0] for names in by_rank if names[number]), None):
                 raise SyncError(f"a weight sync went wrong. The first tensor {what} is {first}.")
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> Scored:
-        """The actor's side of a check, on every rank; while the actor has the device."""
+    def score(self, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None] = ()) -> Scored:
+        """The actor's side of a check, on every rank; while the actor has the device. `images`: of the sequences' prompts,
+        where these may have some."""
+        images = [own for own, tokens in zip_longest(images, sequences) if len(tokens) > 1]
         sequences = [tokens[: self.engine.max_scored] for tokens in sequences if len(tokens) > 1]
-        return Scored(sequences, self._actor_scores(sequences) if sequences else {})
+        return Scored(sequences, self._actor_scores(sequences, images) if sequences else {}, images)
 
     def check(self, actor: Scored) -> SyncDifference:
         """How far the engine's log-probs are from the actor's, over all tokens but the first of each sequence.
@@ -125,7 +131,7 @@ class WeightSync:
         """
         if not actor.sequences:
             return SyncDifference()
-        engine = self.engine.score(actor.sequences)
+        engine = self.engine.score(actor.sequences, actor.images)
         differences = np.abs(np.concatenate([ours - actor.log_probs[row] for row, ours in enumerate(engine)]))
         by_rank = self.grid.all_gather(SyncDifference.of(differences))
         worst = SyncDifference(*np.max([astuple(of_rank) for of_rank in by_rank], axis=0).tolist())  # NaN if any is
@@ -138,9 +144,11 @@ class WeightSync:
             )
         return worst
 
-    def _actor_scores(self, sequences: Sequence[Sequence[int]]) -> dict[int, np.ndarray]:
+    def _actor_scores(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None]
+    ) -> dict[int, np.ndarray]:
         micro_batches = self.actor.micro_batches(
-            TokenBatch.continuations((tokens[:1], tokens[1:]) for tokens in sequences)
+            TokenBatch.continuations(((tokens[:1], tokens[1:]) for tokens in sequences), images)
         )
         own: dict[int, np.ndarray] = {}
         for micro, (log_probs, _) in zip(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.build import DTYPES
-from megatron_rl.config.schema import Config, CreateModelConfig
+from megatron_rl.config.model import CreateModelConfig
+from megatron_rl.config.schema import Config
 from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.rollout.engine import Engine, Request
 from megatron_rl.rollout.sampling import Sampling

@@ -9,6 +9,7 @@ from itertools import islice
 
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.names import unknown_name
+from megatron_rl.tasks.bars import bars_params
 from megatron_rl.tasks.columns import column_names, has_column, to_item
 from megatron_rl.tasks.demonstrations import COLUMN, make_writer
 from megatron_rl.tasks.files import Row, files_of, jsonl_rows, own_rows, parquet_rows
@@ -37,6 +38,7 @@ _OWN = _ALL | {"params", "seed", "columns"}
 _KEYS_OF = {
     "reasoning_gym": _ALL | {"name", "params", "seed"},
     "tool_world": _ALL | {"params", "seed"},
+    "bars": _ALL | {"params", "seed"},
     "jsonl": _ALL | {"path", "columns"},
     "parquet": _ALL | {"path", "columns"},
     "huggingface": _ALL | {"path", "columns", "subset", "split", "revision"},
@@ -90,7 +92,7 @@ def _check_task(config: TaskConfig) -> None:
     _check_keys(config)
     if config.chat_params and not config.chat:
         raise ValueError("chat_params: has no effect without chat: true")
-    if config.size is None and config.source in ("reasoning_gym", "tool_world"):
+    if config.size is None and config.source in ("reasoning_gym", "tool_world", "bars"):
         raise ValueError("size: is missing; say how many items to generate")
     try:
         in_template = check_template(config.prompt)
@@ -100,6 +102,8 @@ def _check_task(config: TaskConfig) -> None:
         _check_reasoning_gym(config, in_template)
     elif config.source == "tool_world":
         _check_tool_world(config)
+    elif config.source == "bars":
+        bars_params(config.params)
     else:
         _check_data(config, in_template)
     if config.demonstrations is None:

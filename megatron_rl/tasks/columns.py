@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig
+from megatron_rl.images import Source
 from megatron_rl.rewards.tool_parsers import OPEN, as_call, load_json, parse_tool_calls
 from megatron_rl.sample import Call, Prompt
 from megatron_rl.tasks.files import Row, Rows, prune
@@ -45,14 +48,20 @@ def file_items(rows: Callable[[TaskConfig], Rows], arrow: bool) -> Callable[[Tas
     def items(config: TaskConfig) -> Iterator[Item]:
         for where, row in islice(rows(config), config.size):
             try:
-                yield to_item(row, config.columns, arrow)
+                yield to_item(row, config.columns, arrow, folder_of(config))
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
 
     return items
 
 
-def to_item(row: Row, columns: ColumnsConfig, arrow: bool = False) -> Item:
+def folder_of(config: TaskConfig) -> Path:
+    """What paths of images in a task's data are relative to."""
+    place = Path(config.path or ".").expanduser()
+    return place if place.is_dir() else place.parent
+
+
+def to_item(row: Row, columns: ColumnsConfig, arrow: bool = False, folder: Path = Path()) -> Item:
     """One row's item. Metadata: every column that has no other meaning, the keys of `metadata`, and `columns.metadata`.
 
     Raises:
@@ -71,6 +80,7 @@ def to_item(row: Row, columns: ColumnsConfig, arrow: bool = False) -> Item:
         needs_response = RESPONSE in calls_column
     tools = _tools(column(row, columns.tools), columns.tools, arrow)
     used = {columns.prompt, columns.answer, columns.tool_calls, columns.needs_response, columns.tools, columns.system}
+    used.add(columns.images)
     metadata = {key: value for key, value in row.items() if key not in used and key != "metadata"}
     extra = row.get("metadata") or {}
     if not isinstance(extra, dict):
@@ -87,7 +97,31 @@ def to_item(row: Row, columns: ColumnsConfig, arrow: bool = False) -> Item:
         needs_response=needs_response,
         tools=tools,
         metadata=metadata,
+        images=_images(row, columns.images, folder) if columns.images is not None else (),
     )
+
+
+def _images(row: Row, name: str, folder: Path) -> tuple[Source, ...]:
+    if not has_column(row, name):
+        raise ValueError(f"columns.images: no column {name!r} (it has {', '.join(column_names(row))})")
+    value = column(row, name)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(_image(value, name, folder) for value in values)
+
+
+def _image(value: object, name: str, folder: Path) -> Source:
+    """A path, a file's bytes, an object with either (Hugging Face's form), or PIL's image, which becomes a PNG."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return folder / value
+    if hasattr(value, "save"):
+        file = io.BytesIO()
+        value.save(file, "PNG")
+        return file.getvalue()
+    raise ValueError(f"{name!r} must hold paths or bytes of images, not {value!r:.80}")
 
 
 def _prompt(row: Row, columns: ColumnsConfig, arrow: bool) -> Prompt:

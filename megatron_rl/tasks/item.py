@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_rl.images import Source
 from megatron_rl.sample import Call, Prompt
 
 
@@ -15,3 +16,4 @@ class Item:
     needs_response: bool | None = None
     tools: list[dict[str, object]] | None = None  # JSON schemas for the chat template
     metadata: dict[str, object] = field(default_factory=dict)
+    images: tuple[Source, ...] = ()

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import TaskConfig, TasksConfig
+from megatron_rl.images import ImageReader, Source, fingerprint
 from megatron_rl.sample import Prompt, Sample
 from megatron_rl.tasks.demonstrations import make_writer
 from megatron_rl.tasks.item import Item
+from megatron_rl.tasks.marks import mark_images, place_images
 from megatron_rl.tasks.sources import SPLIT, items_of
 from megatron_rl.tasks.templates import fill
 from megatron_rl.tokenizer import Tokenizer
@@ -25,6 +27,11 @@ class Prompts:
     train: list[Sample]  # every train task's samples, one task after the other; the prompt order mixes them
     eval: dict[str, list[Sample]]
     weights: dict[str, float] | None  # of the train tasks; None: mixed by size
+    reader: ImageReader | None = None  # of the images in them; None: the model reads text only
+
+    @property
+    def everything(self) -> list[list[Sample]]:
+        return [self.train, *self.eval.values()]
 
 
 def tasks_to_evaluate(tasks: TasksConfig) -> TasksConfig:
@@ -33,19 +40,23 @@ def tasks_to_evaluate(tasks: TasksConfig) -> TasksConfig:
     return replace(tasks, train={name: config for name, config in tasks.train.items() if name in sources})
 
 
-def load_tasks(tasks: TasksConfig, tokenizer: Tokenizer) -> Prompts:
+def load_tasks(tasks: TasksConfig, tokenizer: Tokenizer, reader: ImageReader | None = None) -> Prompts:
     """Loads (checked) eval tasks, train tasks without the eval prompts they exclude, and what is held out of those.
+
+    `reader`: of images, where the model reads them.
 
     Raises:
         ValueError: as `load_task`.
     """
     evaluation = {
-        name: load_task(name, config, tokenizer) for name, config in tasks.eval.items() if config.source != SPLIT
+        name: load_task(name, config, tokenizer, reader)
+        for name, config in tasks.eval.items()
+        if config.source != SPLIT
     }
     train: dict[str, list[Sample]] = {}
     for name, config in tasks.train.items():
-        held_out = {_key(sample.prompt) for other in config.exclude for sample in evaluation[other]}
-        train[name] = _load(name, config, tokenizer, held_out)
+        held_out = {_key_of(sample) for other in config.exclude for sample in evaluation[other]}
+        train[name] = _load(name, config, tokenizer, held_out, reader)
     for name, config in tasks.eval.items():
         if config.source == SPLIT:
             source = config.of or ""
@@ -54,6 +65,7 @@ def load_tasks(tasks: TasksConfig, tokenizer: Tokenizer) -> Prompts:
         train=[sample for samples in train.values() for sample in samples],
         eval={name: evaluation[name] for name in tasks.eval},
         weights=task_weights(tasks.train),
+        reader=reader,
     )
 
 
@@ -75,7 +87,7 @@ def hold_out(name: str, config: TaskConfig, samples: list[Sample]) -> tuple[list
         ValueError: no prompt would be held out, or none left to train on.
     """
     assert config.hold_out is not None
-    prompts = sorted({_key(sample.prompt) for sample in samples})
+    prompts = sorted({_key_of(sample) for sample in samples})
     count = round(config.hold_out * len(prompts)) if config.hold_out < 1 else int(config.hold_out)
     if not 1 <= count < len(prompts):
         raise ValueError(
@@ -86,7 +98,7 @@ def hold_out(name: str, config: TaskConfig, samples: list[Sample]) -> tuple[list
     held: dict[str, Sample] = {}
     left = []
     for sample in samples:
-        key = _key(sample.prompt)
+        key = _key_of(sample)
         if key not in drawn:
             left.append(sample)
         elif key not in held:
@@ -95,7 +107,7 @@ def hold_out(name: str, config: TaskConfig, samples: list[Sample]) -> tuple[list
     return list(held.values()), left
 
 
-def load_task(name: str, config: TaskConfig, tokenizer: Tokenizer) -> list[Sample]:
+def load_task(name: str, config: TaskConfig, tokenizer: Tokenizer, reader: ImageReader | None = None) -> list[Sample]:
     """Samples of one task, in the source's order, with ids `<name>/<index in the source>`.
 
     Prompts are tokenised without special tokens: the engine gets exactly the tokens of the text, and a beginning-of-sequence
@@ -105,21 +117,29 @@ def load_task(name: str, config: TaskConfig, tokenizer: Tokenizer) -> list[Sampl
 
     Raises:
         ValueError: an item or parameter the source refuses, a template field that does not exist, characters the
-            tokenizer does not know, messages without `chat: true`, or no samples at all.
+            tokenizer does not know, messages without `chat: true`, an image that cannot be read, or no samples at all.
     """
     if config.source == SPLIT:
         raise ValueError(f"task {name} is part of the train task {config.of}: load it with load_tasks")
     if config.exclude:
         raise ValueError(f"task {name} excludes prompts of {', '.join(config.exclude)}: load it with load_tasks")
-    return _load(name, config, tokenizer, frozenset())
+    return _load(name, config, tokenizer, frozenset(), reader)
 
 
-def _load(name: str, config: TaskConfig, tokenizer: Tokenizer, held_out: Collection[str]) -> list[Sample]:
+def _load(
+    name: str, config: TaskConfig, tokenizer: Tokenizer, held_out: Collection[str], reader: ImageReader | None
+) -> list[Sample]:
     """`load_task` without the held-out prompts."""
     try:
         with _no_collection():
             kept = _kept_items(config, held_out)
-            token_ids = _tokenize([(prompt, item.tools) for _, item, prompt in kept], config, tokenizer)
+            texts = [mark_images(prompt, item.images, reader) for _, item, prompt in kept]
+            tools = [item.tools for _, item, _ in kept]
+            token_ids = _tokenize(list(zip(texts, tools, strict=True)), config, tokenizer)
+            placed = [
+                place_images(f"{name}/{index}", ids, item.images, reader)
+                for (index, item, _), ids in zip(kept, token_ids, strict=True)
+            ]
             samples = [
                 Sample(
                     id=f"{name}/{index}",
@@ -130,8 +150,9 @@ def _load(name: str, config: TaskConfig, tokenizer: Tokenizer, held_out: Collect
                     tool_calls=item.tool_calls,
                     needs_response=item.needs_response,
                     metadata=item.metadata if item.tools is None else {**item.metadata, "tools": item.tools},
+                    images=images,
                 )
-                for (index, item, prompt), ids in zip(kept, token_ids, strict=True)
+                for (index, item, prompt), (ids, images) in zip(kept, placed, strict=True)
             ]
             if config.demonstrations is not None:
                 _demonstrate(samples, config)
@@ -142,7 +163,7 @@ def _load(name: str, config: TaskConfig, tokenizer: Tokenizer, held_out: Collect
 
 def _kept_items(config: TaskConfig, held_out: Collection[str]) -> list[tuple[int, Item, Prompt]]:
     items = [(index, item, fill_prompt(item, config)) for index, item in enumerate(items_of(config))]
-    kept = [entry for entry in items if not held_out or _key(entry[2]) not in held_out]
+    kept = [entry for entry in items if not held_out or _key(entry[2], entry[1].images) not in held_out]
     if not kept:
         raise ValueError(f"it has no prompts ({len(items)} of its items are in the eval tasks it excludes)")
     return kept
@@ -180,9 +201,14 @@ def filter_by_length(samples: Sequence[Sample], max_prompt_tokens: int, too_long
     return kept, dropped
 
 
-def _key(prompt: Prompt) -> str:
+def _key(prompt: Prompt, images: Sequence[Source]) -> str:
     """Equal for equal prompts: the order of a message's keys, which differs between sources, does not matter."""
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+    return f"{text} {fingerprint(images)}" if images else text
+
+
+def _key_of(sample: Sample) -> str:
+    return _key(sample.prompt, sample.images.sources if sample.images is not None else ())
 
 
 def fill_prompt(item: Item, config: TaskConfig) -> Prompt:

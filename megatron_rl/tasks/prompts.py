@@ -6,22 +6,30 @@ from collections.abc import Callable, Sequence
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Sample
+from megatron_rl.images import ImageReader
 from megatron_rl.tasks import Prompts, filter_by_length, load_tasks, tasks_to_evaluate
 from megatron_rl.tokenizer import Tokenizer
 
 
-def load_prompts(config: Config, tokenizer: Tokenizer, note: Callable[[str], None], training: bool) -> Prompts:
+def load_prompts(
+    config: Config,
+    tokenizer: Tokenizer,
+    note: Callable[[str], None],
+    training: bool,
+    reader: ImageReader | None = None,
+) -> Prompts:
     """Loads and tokenises the recipe's tasks; at most `trainer.eval_max_prompts` of each eval task.
 
     Args:
         note: called with a sentence for every task of which prompts are left out.
         training: False: train tasks are read only where a `split` takes eval prompts from them.
+        reader: of images, where the model reads them.
 
     Raises:
         ValueError: an empty task, or prompts that are too long.
     """
     limit, too_long = config.rollout.max_prompt_tokens, config.rollout.too_long
-    tasks = load_tasks(config.tasks if training else tasks_to_evaluate(config.tasks), tokenizer)
+    tasks = load_tasks(config.tasks if training else tasks_to_evaluate(config.tasks), tokenizer, reader)
 
     def fitting(samples: list[Sample], what: str) -> list[Sample]:
         kept, dropped = filter_by_length(samples, limit, too_long)
@@ -32,7 +40,7 @@ def load_prompts(config: Config, tokenizer: Tokenizer, note: Callable[[str], Non
     train = fitting(tasks.train, "training prompts") if training else []
     most = config.trainer.eval_max_prompts
     held_out = {name: fitting(samples, f"prompts of {name}")[:most] for name, samples in tasks.eval.items()}
-    return Prompts(train, held_out, tasks.weights if training else None)
+    return Prompts(train, held_out, tasks.weights if training else None, reader)
 
 
 def check_demonstrations(samples: Sequence[Sample], tokenizer: Tokenizer, limit: int) -> None:

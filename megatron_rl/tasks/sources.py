@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron_rl.config.schema import TaskConfig
+from megatron_rl.tasks.bars import bars_items
 from megatron_rl.tasks.columns import file_items
 from megatron_rl.tasks.files import huggingface_rows, jsonl_rows, own_rows, parquet_rows
 from megatron_rl.tasks.item import Item
@@ -37,6 +38,7 @@ def reasoning_gym_items(config: TaskConfig) -> Iterator[Item]:
 SOURCES: dict[str, Callable[[TaskConfig], Iterator[Item]]] = {
     "reasoning_gym": reasoning_gym_items,
     "tool_world": tool_world_items,
+    "bars": bars_items,
     "jsonl": file_items(jsonl_rows, arrow=False),
     "parquet": file_items(parquet_rows, arrow=True),
     "huggingface": file_items(huggingface_rows, arrow=True),

@@ -87,7 +87,11 @@ class Learner:
         with self.timer("ref_log_prob"):
             rows = np.arange(len(rollouts))
             received = self._receive(rollouts, rows, [rows.tolist()])
-            micro_batches = self.actor.micro_batches(TokenBatch.of(rollouts.facts["num_tokens"].tolist(), received))
+            micro_batches = self.actor.micro_batches(
+                TokenBatch.of(
+                    rollouts.facts["num_tokens"].tolist(), received, {row: rollouts.sample(row) for row in received}
+                )
+            )
             old = self.actor.log_probs(micro_batches, temperature)
             with self.actor.as_reference():
                 reference = self.actor.log_probs(micro_batches, temperature)

@@ -45,7 +45,9 @@ def train_batch(rollouts: Rollouts, estimate: StepEstimate, own: Mapping[int, Ro
     rows = trained_rows(estimate)
     known = {i: own[row] for i, row in enumerate(rows.tolist()) if row in own}
     return TrainBatch(
-        sequences=TokenBatch.of(rollouts.facts["num_tokens"][rows].tolist(), known),
+        sequences=TokenBatch.of(
+            rollouts.facts["num_tokens"][rows].tolist(), known, {i: rollouts.sample(int(rows[i])) for i in known}
+        ),
         rollout_logprobs={i: rollout.logprobs for i, rollout in known.items()},
         advantages=estimate.advantages.flatten().numpy()[rows].astype(np.float32),
         group=rows // estimate.train.shape[1],

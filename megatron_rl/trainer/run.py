@@ -11,6 +11,7 @@ from megatron_rl.actor.reward import RewardActor
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.config.schema import Config, SupervisedConfig
+from megatron_rl.images import ImageReader
 from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.models.create import create_model, differences
 from megatron_rl.rewards import Scorer
@@ -104,7 +105,7 @@ def build_run(
     folder = model_folder(config, report, run_dir)
     grid.barrier()
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    prompts = load_prompts(config, tokenizer, report.note, training=command != "evaluate")
+    prompts = load_prompts(config, tokenizer, report.note, command != "evaluate", _reader(config, folder))
     if command == "sft" or config.sft.wanted:
         check_demonstrations(prompts.train, tokenizer, config.rollout.max_tokens)
         set_steps(config.sft, sum(sample.demonstration is not None for sample in prompts.train))
@@ -145,6 +146,12 @@ def set_steps(section: SupervisedConfig, examples: int) -> None:
     """Steps follow from the number of examples, where the recipe counts epochs."""
     if section.epochs is not None:
         section.steps = max(1, math.ceil(section.epochs * examples / section.batch_size))
+
+
+def _reader(config: Config, folder: Path) -> ImageReader | None:
+    """Of images, where the model has a vision tower."""
+    vision = model_of(read_hf_config(folder)).description.vision
+    return ImageReader(folder, vision, config.model.min_pixels, config.model.max_pixels) if vision is not None else None
 
 
 def model_folder(config: Config, report: Reporter, run_dir: Path) -> Path:

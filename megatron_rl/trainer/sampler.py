@@ -57,7 +57,11 @@ class Sampler:
     # ------------------------------------------------------------------------------------------------------ the engine
     def start_engine(self, actor: Actor) -> None:
         """Starts the colocated engine, asleep and without weights."""
-        self._engine = Engine(self.config, self.grid, self.folder)
+        images = None
+        if self.prompts.reader is not None:
+            every = (sample.images for samples in self.prompts.everything for sample in samples)
+            images = max((len(own.sources) for own in every if own is not None), default=1), self.prompts.reader
+        self._engine = Engine(self.config, self.grid, self.folder, images)
         self._sync = WeightSync(self.config, self.grid, actor, self._engine)
         if self._sync.whole_because is not None:
             self._report.note(f"weights go to the engine whole, not in slices: {self._sync.whole_because}")
@@ -82,9 +86,10 @@ class Sampler:
         count = self.config.rollout.sync_check_rollouts
         if rollouts is None:
             samples = self.prompts.train or [s for samples in self.prompts.eval.values() for s in samples]
-            return self.sync.score([sample.prompt_ids for sample in samples[:count]])
+            chosen = samples[:count]
+            return self.sync.score([sample.prompt_ids for sample in chosen], [sample.images for sample in chosen])
         rows = range(len(rollouts))[:: max(1, len(rollouts) // count)][:count]
-        return self.sync.score(self._sequences(rollouts, rows))
+        return self.sync.score(self._sequences(rollouts, rows), [rollouts.sample(row).images for row in rows])
 
     def _sequences(self, rollouts: Rollouts, rows: Sequence[int]) -> list[list[int]]:
         """The tokens of a few rollouts, on every rank. They go by rank 0, in a tree: no rank sends them to all others."""

@@ -12,13 +12,15 @@ from torch import Tensor
 from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.data import Sample, TokenBatch
+from megatron_rl.images import PromptImages
 from megatron_rl.tasks.prompts import refuse_long
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.supervised import run_stage, train_stage
 
-Example = tuple[list[int], np.ndarray]  # tokens of the prompt, and of the demonstration with its end
+# Tokens of the prompt, and of the demonstration with its end; the prompt's images.
+Example = tuple[list[int], np.ndarray, PromptImages | None]
 
 
 def sft(run: Run, resume: str) -> None:
@@ -48,7 +50,7 @@ def _train(run: Run) -> None:
     }
 
     def learn(indices: Sequence[int]) -> dict[str, float]:
-        return _step(actor, TokenBatch.continuations(examples[i] for i in indices))
+        return _step(actor, _batch([examples[i] for i in indices]))
 
     def evaluated(step: int) -> dict[str, float]:
         return _held_out_loss(run, held_out) | (_generate(run, step) if prompts.eval else {})
@@ -59,7 +61,12 @@ def _train(run: Run) -> None:
 def _examples(run: Run, samples: Sequence[Sample]) -> list[Example]:
     vocab_size = run.learner.actor.vocab_shard.vocab_size
     targets = demonstration_ids(samples, run.sampler.tokenizer, run.config.rollout.max_tokens, vocab_size)
-    return [(sample.prompt_ids, target) for sample, target in zip(samples, targets, strict=True)]
+    return [(sample.prompt_ids, target, sample.images) for sample, target in zip(samples, targets, strict=True)]
+
+
+def _batch(examples: Sequence[Example]) -> TokenBatch:
+    parts = [(given, target) for given, target, _ in examples]
+    return TokenBatch.continuations(parts, [images for _, _, images in examples])
 
 
 def _step(actor: Actor, batch: TokenBatch) -> dict[str, float]:
@@ -87,7 +94,7 @@ def _held_out_loss(run: Run, held_out: Mapping[str, Sequence[Example]]) -> dict[
     actor, metrics = run.learner.actor, {}
     for task, examples in held_out.items():
         with run.timer.untimed("evaluate", f"loss on {task}"):
-            scored = actor.log_probs(actor.micro_batches(TokenBatch.continuations(examples)), temperature=1.0)
+            scored = actor.log_probs(actor.micro_batches(_batch(examples)), temperature=1.0)
             found = actor.reduce([_cross_entropy(log_probs) for log_probs, _ in scored]).values()
         metrics[f"eval/{task}/loss"] = found["sft/loss"]
     return metrics

@@ -24,7 +24,8 @@ from megatron_rl.algorithms import (
 )
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.algorithm import Aggregation, Ratio
-from megatron_rl.config.schema import Config, CreateModelConfig
+from megatron_rl.config.model import CreateModelConfig
+from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
 
 SHAPE = CreateModelConfig(

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.config.actor import OptimizerConfig, ParallelConfig
-from megatron_rl.config.schema import Config, CreateModelConfig
+from megatron_rl.config.model import CreateModelConfig
+from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch, TrainBatch
 from megatron_rl.models.create import create_model
-from tests.models import tiny
+from tests.models import seeing, tiny
 
 SHAPE = CreateModelConfig(layers=6, hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96, vocab_size=61)
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -43,11 +44,12 @@ class Layout:
     dtype: str = "float32"
     replay: bool = False  # of the experts that tokens went to when the old log-probs were computed
     given: bool = False  # experts of all tokens, as an engine would give them
+    images: bool = False  # a model with a vision tower, and prompts with images
     actor: dict[str, Any] = field(default_factory=dict)  # further keys of the recipe's `actor`
 
     @property
     def model(self) -> str:
-        return "model-experts" if self.experts else f"model-{self.tied}"
+        return "model-experts" if self.experts else "model-images" if self.images else f"model-{self.tied}"
 
 
 def make_models(root: Path) -> None:
@@ -56,6 +58,7 @@ def make_models(root: Path) -> None:
         create_model(root / f"model-{tied}", shape, seed=5)
     (root / "model-experts").mkdir()
     tiny.write(root / "model-experts", "qwen3_moe")
+    seeing.write(root / "model-images", tied=True)
 
 
 def make_batch(seed: int = 0, groups: int = 6, group_size: int = 4, given: bool = False) -> TrainBatch:
@@ -79,6 +82,18 @@ def make_batch(seed: int = 0, groups: int = 6, group_size: int = 4, given: bool 
         rollout_logprobs={i: rng.normal(-5.3, 0.3, size=len(responses[i])).astype(np.float32) for i in range(count)},
         advantages=rng.normal(size=count).astype(np.float32),
         group=np.arange(count) // group_size,
+    )
+
+
+def seeing_batch(folder: Path) -> TrainBatch:
+    """Sequences with images and without, as four groups."""
+    sequences, rng = seeing.batch(folder), np.random.default_rng(0)
+    sampled = {row: int(mask.sum()) for row, mask in sequences.loss_mask.items()}
+    return TrainBatch(
+        sequences=sequences,
+        rollout_logprobs={i: rng.normal(-5.3, 0.3, size=count).astype(np.float32) for i, count in sampled.items()},
+        advantages=rng.normal(size=len(sequences)).astype(np.float32),
+        group=np.arange(len(sequences)),
     )
 
 
@@ -135,7 +150,8 @@ def _updates(config: Config, actor: Actor, folder: Path, mode: str, layout: Layo
     actor.load_hf(folder)
     actor.keep_reference()
     actor.start_optimizer(config.actor.optimizer, 2)
-    metrics = Learner(config, actor, algorithm, StepTimer()).update(make_batch(given=layout.given), None)
+    batch = seeing_batch(folder) if layout.images else make_batch(given=layout.given)
+    metrics = Learner(config, actor, algorithm, StepTimer()).update(batch, None)
     weights = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
     return {"metrics": metrics, "weights": weights}
 

@@ -27,7 +27,7 @@ CORRECTED = {
 }
 ALONE = [Layout("alone", modes=MODES), Layout("alone corrected", section=CORRECTED), Layout("alone tied", tied=True)]
 ALONE += [Layout("alone experts", experts=True), Layout("alone replayed", experts=True, replay=True)]
-ALONE += [Layout("alone given", experts=True, given=True)]
+ALONE += [Layout("alone given", experts=True, given=True), Layout("alone images", images=True)]
 ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", tokens_per_microbatch=52)]
 SELECTIVE, FULL, OVERLAP = {"recompute": "selective"}, {"recompute": "full"}, {"overlap": True}
 ONE += [
@@ -44,6 +44,10 @@ TWO = [
     Layout("TP 2 corrected", tensor=2, section=CORRECTED),
     Layout("TP 2 sequence", tensor=2, sequence=True),
     Layout("TP 2 sequence tied", tensor=2, sequence=True, tied=True),
+    Layout("TP 2 images", tensor=2, images=True, tokens_per_microbatch=40),
+    Layout("TP 2 sequence images", tensor=2, sequence=True, images=True),
+    Layout("PP 2 images", pipeline=2, images=True),
+    Layout("DP 2 overlap images", images=True, tokens_per_microbatch=40, actor=OVERLAP),
     Layout("DP 2", modes=MODES),
     Layout("DP 2 corrected", section=CORRECTED),
     Layout("DP 2 tied", tied=True),
@@ -126,6 +130,7 @@ def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> 
         " replayed": layout.replay,
         " given": layout.given,
         " experts": layout.experts,
+        " images": layout.images,
     }
     kind = next((name for name, applies in names.items() if applies), "")
     wanted = _load(root, f"alone{kind}")

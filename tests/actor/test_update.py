@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
-from megatron_rl.config.schema import CreateModelConfig
+from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.models.create import create_model
 from megatron_rl.runtime import device
 from megatron_rl.seams import megatron

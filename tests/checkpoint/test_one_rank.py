@@ -30,7 +30,7 @@ from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
-from megatron_rl.config.schema import CreateModelConfig
+from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.models.create import create_model
 from megatron_rl.runtime.distributed import Grid
 from tests.actor.layouts import SHAPE

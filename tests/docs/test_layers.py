@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "megatron_rl").rglob("*.py"))
 # A declaration names the function that builds its module; it is imported when a module is built.
-DEFERRED = {"models.family imports models.gpt"}
+DEFERRED = {"models.family imports models.gpt", "models.qwen2_5_vl imports models.vision"}
 
 
 def layers() -> dict[str, int]:

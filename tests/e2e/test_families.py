@@ -17,8 +17,8 @@ from models import tiny
 from safetensors.torch import load_file
 
 from megatron_rl.config import load_recipe, to_yaml
+from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.model_checks import CPU_HEAD_SIZES
-from megatron_rl.config.schema import CreateModelConfig
 from megatron_rl.models.create import create_model
 from megatron_rl.runtime.attempts import rank_environment
 from tests.warm import Warm
@@ -34,6 +34,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # Qwen2's head is hidden_size / num_attention_heads
 TIED = {"tie_word_embeddings": True}
 EP = ("actor.parallel.expert=2", "rollout.tensor_parallel=2", "rollout.expert_parallel=true")
+VISION = "vision"  # made by `model.create`
 # name -> (variant of `tiny`, changes to its config, processes, overrides of the recipe)
 MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "qwen2": ("qwen2", TWO_HEADS, 1, ()),
@@ -51,6 +52,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "qwen3-tied-TP-2": ("qwen3", TIED, 2, ("actor.parallel.tensor=2", "rollout.tensor_parallel=2")),
     "qwen2-tied-PP-2": ("qwen2", {**TWO_HEADS, **TIED}, 2, ("actor.parallel.pipeline=2",)),
     "qwen3_moe-EP-2": ("qwen3_moe", EXPERTS, 2, EP),
+    "qwen2_5_vl": (VISION, {}, 1, ()),
+    "qwen2_5_vl-TP-2": (VISION, {}, 2, ("actor.parallel={tensor: 2, sequence: true}", "rollout.tensor_parallel=2")),
+    "qwen2_5_vl-tied-PP-2": (VISION, TIED, 2, ("actor.parallel.pipeline=2",)),
+}
+# Prompts with an image each, for VISION.
+BARS = {
+    "train": {"sums": {"source": "bars", "size": 60, "demonstrations": "chain_sum_steps"}},
+    "eval": {"held_out": {"source": "bars", "size": 8, "seed": 77}},
 }
 # A reward that differs between the responses of untrained models.
 REWARD = "def letters():\n    return lambda completion, sample: sum(map(ord, completion)) % 7 / 6\n"
@@ -67,6 +76,18 @@ OVERRIDES = (
 
 
 def write_model(folder: Path, tokenizer: Path, variant: str, changes: dict[str, Any], with_copy: bool) -> None:
+    if variant == VISION:
+        shape = {
+            "hidden_size": 64,
+            "heads": 2,
+            "kv_heads": 2,
+            "ffn_size": 64,
+            "init_std": 0.1,
+            "characters": "0123456789+-=# rgb",
+        }
+        create = CreateModelConfig(**shape, tie_embeddings=bool(changes), vision=CreateVisionConfig(window=16))
+        create_model(folder, create, seed=0)
+        return
     tiny.write(folder, variant, **{**SIZES, **changes})
     for path in tokenizer.glob("tokenizer*"):
         shutil.copy(path, folder)
@@ -78,9 +99,11 @@ def write_model(folder: Path, tokenizer: Path, variant: str, changes: dict[str, 
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def write_recipe(folder: Path, processes: int, overrides: Sequence[str]) -> None:
+def write_recipe(folder: Path, variant: str, processes: int, overrides: Sequence[str]) -> None:
     (folder / "reward.py").write_text(REWARD)
     recipe = {**RECIPE, "rewards": {"letters": {"reward": f"{folder / 'reward.py'}:letters"}}}
+    if variant == VISION:
+        recipe |= {"tasks": BARS, "rollout": {**RECIPE["rollout"], "max_prompt_tokens": 24}}
     (folder / "base.yaml").write_text(yaml.safe_dump({**recipe, "run_dir": str(folder / "run")}, sort_keys=False))
     given = ["model.create=null", f"model.path={folder / 'model'}", f"launch.processes={processes}", *OVERRIDES]
     given += ["actor.parallel.tensor=1", "rollout.tensor_parallel=1", *overrides]
@@ -95,7 +118,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     create_model(root / "tokenizer", small, seed=0)
     for name, (variant, changes, processes, overrides) in MODELS.items():
         write_model(root / name / "model", root / "tokenizer", variant, changes, "copy" in name)
-        write_recipe(root / name, processes, overrides)
+        write_recipe(root / name, variant, processes, overrides)
     single = [name for name, (_, _, processes, _) in MODELS.items() if processes == 1]
     double = [name for name in MODELS if name not in single]
     (root / "lanes.json").write_text(json.dumps({"one rank": [single[::2], single[1::2]], "two ranks": double}))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from models import tiny
 
-from megatron_rl.config.schema import CreateModelConfig
+from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.models.create import create_model
 
 from .job import Job

@@ -17,7 +17,8 @@ from rewards import chat_server
 from transformers import AutoTokenizer
 
 from megatron_rl.cli import main
-from megatron_rl.config.schema import CreateModelConfig, EndpointConfig
+from megatron_rl.config.model import CreateModelConfig
+from megatron_rl.config.schema import EndpointConfig
 from megatron_rl.data import Sample
 from megatron_rl.evaluation import kept
 from megatron_rl.evaluation.endpoint import Server, complete, find_server

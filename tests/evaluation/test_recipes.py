@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.cli import main
 from megatron_rl.config import load_recipe
-from megatron_rl.config.schema import CreateModelConfig
+from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.evaluation.summary import deciding_column
 from megatron_rl.models.create import create_model
 from megatron_rl.rewards import Scorer

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from megatron_rl.config.schema import CreateModelConfig
+from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.models.create import create_model
 
 CONFIG = CreateModelConfig(init_std=0.08)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config.schema import CreateModelConfig
+from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.models.create import create_model
 from megatron_rl.models.export import export_hf

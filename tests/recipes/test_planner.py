@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.actor import ActorConfig, FP8Config, MoEConfig, ParallelConfig
+from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.published import published_config, published_names
-from megatron_rl.config.schema import Config, ModelConfig, RolloutConfig
+from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import model_of
 from megatron_rl.planner import (
     CHECK,

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.published import published_config
-from megatron_rl.config.schema import CreateModelConfig, TaskConfig
+from megatron_rl.config.schema import TaskConfig
 from megatron_rl.models.create import random_weights, write_tokenizer
 from megatron_rl.models.files import save_tensors
 from megatron_rl.tasks.sources import SOURCES
@@ -114,7 +115,7 @@ def overrides(config: Config, data: Path) -> list[str]:
     }
     for group, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):
         for name, task in tasks.items():
-            if task.source in ("reasoning_gym", "tool_world") or ":" in task.source:
+            if task.source in ("reasoning_gym", "tool_world", "bars") or ":" in task.source:
                 changed[f"tasks.{group}.{name}.size"] = size_of(task)
             if task.source == "split":
                 changed[f"tasks.{group}.{name}.hold_out"] = 1

@@ -9,7 +9,7 @@ CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %
 
 
 def chat_model(folder: Path) -> Path:
-    from megatron_rl.config.schema import CreateModelConfig
+    from megatron_rl.config.model import CreateModelConfig
     from megatron_rl.models.create import create_model
 
     characters = "".join(dict.fromkeys(string.printable[:95] + "\n"))

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron_rl.config.actor import ActorConfig, FP8Config
+from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.published import published_config
-from megatron_rl.config.schema import Config, ModelConfig, RolloutConfig
+from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import model_of
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.checksum import Checksums

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from megatron_rl.config.schema import Config, CreateModelConfig, ModelConfig, TaskConfig
+from megatron_rl.config.model import CreateModelConfig, ModelConfig
+from megatron_rl.config.schema import Config, TaskConfig
 from megatron_rl.data import Sample
 from megatron_rl.models.create import create_model
 from megatron_rl.runtime.distributed import ALONE

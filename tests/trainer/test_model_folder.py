@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.config.schema import Config, CreateModelConfig, ModelConfig
+from megatron_rl.config.model import CreateModelConfig, ModelConfig
+from megatron_rl.config.schema import Config
 from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.run import model_folder
 

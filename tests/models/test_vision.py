@@ -1,0 +1,45 @@
+"""Qwen2.5-VL in one process against `transformers`. Layouts of it are in tests/actor/test_layouts.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.actor.packing import pack
+from megatron_rl.models import family_for, read_hf_config
+from megatron_rl.models.gather import iter_hf_weights
+from megatron_rl.models.load import load_hf_weights
+from megatron_rl.models.parallel import ParallelGroups
+from megatron_rl.runtime import device
+
+from . import seeing
+from .megatron import build
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return seeing.write(tmp_path_factory.mktemp("seeing") / "model")
+
+
+def test_log_probs_and_gradients_are_those_of_transformers(folder: Path, parallel: ParallelGroups) -> None:
+    batch, config = seeing.batch(folder), read_hf_config(folder)
+    family = family_for(config)
+    chunks = build(family, family.describe(config), parallel)
+    load_hf_weights(chunks, family, config, folder, parallel)
+    micro = pack(range(len(batch)), batch, torch.device("cpu"))
+    assert micro.images is not None
+    assert len(micro.images.prompts) == 2  # of three sequences with images two share a prompt
+    with device.megatron():
+        logits = chunks[0](**micro.model_inputs())[0].log_softmax(-1)
+        log_probs = logits[micro.predictors, micro.targets]
+        log_probs.sum().backward()
+    expected, gradients = seeing.expected(folder, batch, gradients=True)
+    torch.testing.assert_close(log_probs.detach(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+    for parameter in chunks[0].parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    for name, own in iter_hf_weights(chunks, family, config, parallel):
+        name = name if name.startswith(("visual", "lm_head")) else name.replace("model.", "language_model.", 1)
+        wanted = gradients[name if name.startswith("lm_head") else f"model.{name}"]
+        assert (own - wanted).norm() <= 1e-5 * wanted.norm(), name
