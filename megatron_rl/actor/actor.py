@@ -116,7 +116,13 @@ class Actor:
 
     # ------------------------------------------------------------------------------------------------ optimizer
     def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
-        """A fresh optimizer; `total_steps` optimizer steps are what the learning-rate schedule spans."""
+        """A fresh optimizer; `total_steps` optimizer steps are what the learning-rate schedule spans.
+
+        Raises:
+            ValueError: it would shard its state otherwise than the model's gradients are summed.
+        """
+        if config.distributed != self.config.optimizer.distributed:
+            raise ValueError(f"distributed={config.distributed}, and the gradients' buffers were made for the opposite")
         recipe = self.config.fp8.recipe if self.config.fp8 else None
         with device.megatron():
             keep_rounded(parameter for chunk in self.chunks for parameter in chunk.parameters())

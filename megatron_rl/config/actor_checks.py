@@ -25,6 +25,12 @@ def check_actor(config: Config, command: str) -> Iterator[str]:
                 f"`{key}.moments=bfloat16` needs {key}.distributed=true and model.dtype=bfloat16 (they are "
                 f"{str(optimizer.distributed).lower()} and {config.model.dtype}); set them, or moments=float32"
             )
+    for key, stage in (("sft", config.sft), ("reward_model", config.reward_model)):
+        if stage.wanted and stage.optimizer.distributed != actor.optimizer.distributed:
+            yield (
+                f"`{key}.optimizer.distributed` is {str(stage.optimizer.distributed).lower()}, and gradients are summed as "
+                f"actor.optimizer.distributed ({str(actor.optimizer.distributed).lower()}) says; set both alike"
+            )
     if actor.offload_weights and not actor.offload:
         yield (
             "`actor.offload_weights` without `actor.offload` leaves on the device what is larger, gradients and optimizer "

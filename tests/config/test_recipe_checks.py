@@ -59,6 +59,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["actor.fp8={recipe: delayed, bf16_ends: 1}"], "cannot go with recipe=delayed"),
         (["actor.fp8.bf16_ends=3"], "(3) must be at most 2, the model's 2 layers over 1 pipeline stages"),
         (["actor.optimizer={moments: bfloat16, distributed: false}"], "needs actor.optimizer.distributed=true and model."),
+        (["actor.optimizer.distributed=false", "sft.steps=1"], "`sft.optimizer.distributed` is true, and gradients are "),
         (["actor.overlap=true", "logging.gradient_variance_every=1"], "set it to 0, or `actor.overlap` to null or false"),
         (["actor.parallel.virtual_pipeline=2"], "needs `actor.parallel.pipeline` > 1, which is 1"),
         (["actor.parallel.sequence=true"], "needs `actor.parallel.tensor` > 1, which is 1"),
