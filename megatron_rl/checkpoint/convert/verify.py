@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_rl.checkpoint.convert.jobs import Progress, ProgressBar, in_parallel
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import SourceModel
+from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.models.files import DTYPES, WeightSource
 from megatron_rl.runtime import memory
 from megatron_rl.runtime.disk import size_text
@@ -175,11 +176,13 @@ def _logits(side: tuple[Path, Path | None], progress: Progress, master: bool) ->
 
 
 def _transformers(folder: Path, tokens: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    sees = model_of(read_hf_config(folder)).description.vision is not None
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         return model(tokens).logits[0]
 
