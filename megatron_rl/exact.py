@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from megatron_rl.actor import build
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.config.actor import Recomputed
 from megatron_rl.config.schema import Config
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.data import TokenBatch
@@ -37,6 +37,7 @@ from megatron_rl.models.inventory import unwrap
 from megatron_rl.planner import ACTIVATIONS, CHECKED, GRADIENTS, HEAD, OPTIMIZER, WEIGHTS, Plan
 from megatron_rl.runtime import device, distributed
 from megatron_rl.seams.megatron import Chunk, routers, tensors_of
+from megatron_rl.seams.megatron_meta import Attention, Norm, fused_kernels
 from megatron_rl.seams.torch_meta import Memory, fake_world, storage_key
 
 META = torch.device("meta")
@@ -137,7 +138,6 @@ def measure(
         ValueError: Megatron-Core refuses the layout; with its reason.
     """
     model, parallel = model_of(hf_config), config.actor.parallel
-    config = with_plain_layers(config)
     per_stage = world // parallel.pipeline
     alike: dict[tuple[int, bool, bool], tuple[RankMemory, list[_Chunk]]] = {}  # stages of the same modules
     measured = []
@@ -152,17 +152,21 @@ def measure(
 
 
 def with_plain_layers(config: Config) -> Config:
-    """Transformer Engine's FP8 and DeepEP are not here; what FP8 keeps is counted by `planner`."""
-    actor = replace(config.actor, fp8=None, moe=replace(config.actor.moe, dispatcher="alltoall"))
+    """Without what needs Transformer Engine or DeepEP; what FP8 keeps is counted by `planner`."""
+    modules: list[Recomputed] = [module for module in config.actor.recompute_modules if module != "moe_act"]
+    moe = replace(config.actor.moe, dispatcher="alltoall")
+    actor = replace(config.actor, fp8=None, recompute_modules=modules, moe=moe)
     return replace(config, actor=actor)
 
 
 def _measure_rank(
     config: Config, hf_config: HFConfig, rank: int, world: int, fused: bool, where: torch.device
 ) -> tuple[RankMemory, list[_Chunk]]:
-    with built_rank(config, hf_config, rank, world, where) as (actor, memory), ExitStack() as stack:
+    plain = with_plain_layers(config)
+    with built_rank(plain, hf_config, rank, world, where) as (actor, memory), ExitStack() as stack:
         if fused:
-            stack.enter_context(_fused_kernels(actor))
+            again = config.actor.recompute == "selective" and "moe_act" in config.actor.recompute_modules
+            stack.enter_context(_fused_kernels(actor, again))
         for chunk in actor.chunks:
             for _, router in routers(chunk):
                 router.register_forward_hook(_evenly)
@@ -269,48 +273,17 @@ def _evenly(router: nn.Module, inputs: object, output: tuple[Tensor, Tensor]) ->
     return probabilities, torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, turns, True)
 
 
-class _Flash(torch.autograd.Function):
-    """What a flash kernel keeps: query, key, value, output, and a float32 number per token and head."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = torch.empty_like(query)
-        statistics = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        ctx.save_for_backward(query, key, value, output, statistics)
-        return output
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _, _ = ctx.saved_tensors  # type: ignore[attr-defined]
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-class _Norm(torch.autograd.Function):
-    """What a fused RMSNorm keeps: its input, its weight, and a float32 number per row."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors  # type: ignore[attr-defined]
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
 @contextmanager
-def _fused_kernels(actor: Actor) -> Iterator[None]:
-    """Attention, norms and SwiGLU keep for the backward pass what Transformer Engine's kernels keep."""
-    packed, norm = layers.packed_attention, layers.SequenceParallelRMSNorm.forward
-    layers.packed_attention = lambda query, key, value, *_: _Flash.apply(query, key, value)
-    layers.SequenceParallelRMSNorm.forward = lambda self, x: _Norm.apply(x, self.weight)  # type: ignore[method-assign]
-    for chunk in actor.chunks:
-        chunk.config.bias_activation_fusion = chunk.config.activation_func is torch.nn.functional.silu
+def _fused_kernels(actor: Actor, activation_recomputed: bool) -> Iterator[None]:
+    """Layers keep for the backward pass what Transformer Engine's kernels keep."""
+    attention, norm = layers.PackedAttention.forward, layers.SequenceParallelRMSNorm.forward
+    layers.PackedAttention.forward = lambda self, query, key, value, *_, **__: Attention.apply(query, key, value)  # type: ignore[method-assign]
+    layers.SequenceParallelRMSNorm.forward = lambda self, x: Norm.apply(x, self.weight)  # type: ignore[method-assign]
     try:
-        yield
+        with fused_kernels(actor.chunks, activation_recomputed):
+            yield
     finally:
-        layers.packed_attention, layers.SequenceParallelRMSNorm.forward = packed, norm  # type: ignore[method-assign]
+        layers.PackedAttention.forward, layers.SequenceParallelRMSNorm.forward = attention, norm  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from megatron_rl.models.fp8 import BLOCK, module_of, quantised_modules
 from megatron_rl.models.lora import adapters_of
 from megatron_rl.models.reshard import BUCKET_BYTES
 from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
+from megatron_rl.passes import activations, check_workspace, head_workspace
 
 GIB = 2**30
 GENERATE, UPDATE, SYNC, CHECK = "generate", "update", "sync", "check"
@@ -140,86 +141,7 @@ def cache_bytes_per_token(model: Model, tensor: int, dtype_bytes: int = 2) -> in
     return model.dims["layers"] * 2 * _engine_kv_heads(model, tensor) * model.dims["head_dim"] * dtype_bytes
 
 
-# -------------------------------------------------------------------------------------------------------- activations
-def activation_bytes_per_token(
-    model: Model, *, tensor: int, sequence: bool, expert_tensor: int = 1, dtype_bytes: int = 2
-) -> float:
-    """Activations that one layer keeps of each packed token for its backward pass, per rank. An estimate.
-
-    The accounting of Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, section 4), for
-    gated feed-forwards, grouped-query attention, no dropout and fused attention, which keeps no scores. The inputs of both
-    norms and of the two first matrices are whole on every tensor-parallel rank without sequence parallelism. Experts are
-    taken as evenly loaded; they keep the tokens sent to them, what they compute, and their outputs. A rank's tokens, its
-    1/tensor of the sequence, go to `top_k` experts each; every rank of `expert_tensor` gets those of all of them.
-    """
-    dims, split = model.dims, tensor if sequence else 1
-    hidden, q, kv = dims["hidden"], dims["q"], dims["kv"]
-    attention = (2 * q + 2 * kv + (q + kv if model.description.transformer["qk_layernorm"] else 0)) / tensor
-    if dims["experts"]:
-        mlp = dims["top_k"] * (2 * hidden * expert_tensor + 3 * dims["expert_ffn"]) / split
-    else:
-        mlp = 3 * dims["ffn"] / tensor
-    return dtype_bytes * (4 * hidden / split + attention + mlp)
-
-
-def _layer_bytes_per_token(model: Model, parallel: ParallelConfig, dtype_bytes: int) -> float:
-    sizes = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor, "dtype_bytes": dtype_bytes}
-    return activation_bytes_per_token(model, sequence=parallel.sequence, **sizes)
-
-
-def _activations(model: Model, config: Config, dtype_bytes: int) -> float:
-    """Bytes on the stage that holds most, as a rule the first: it has as many micro-batches under way as there are stages."""
-    parallel = config.actor.parallel
-    tokens = config.actor.tokens_per_microbatch / parallel.context
-    per_layer = _layer_bytes_per_token(model, parallel, dtype_bytes)
-    stages = stage_layers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
-    kept = per_layer
-    if config.actor.recompute == "full":  # each layer's input
-        kept = dtype_bytes * model.dims["hidden"] / (parallel.tensor if parallel.sequence else 1)
-    elif config.actor.recompute == "selective":
-        kept = per_layer - _recomputed(model, config, dtype_bytes)
-
-    def of_stage(layers: int) -> float:
-        """Bytes per token of one micro-batch's activations in a stage of so many layers."""
-        again = layers
-        if config.actor.recompute == "full" and config.actor.recompute_layers is not None:
-            again = min(layers, config.actor.recompute_layers * parallel.virtual_pipeline)
-        return kept * again + per_layer * (layers - again)
-
-    # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
-    under_way = max(of_stage(count) * (len(stages) - stage) for stage, count in enumerate(stages))
-    if parallel.virtual_pipeline > 1:  # interleaving: 1 + (p - 1) / (p v) times that (section 4.2.3)
-        under_way = of_stage(max(stages)) * (len(stages) + (len(stages) - 1) / parallel.virtual_pipeline)
-    once = per_layer if config.actor.recompute != "none" else 0  # a layer while it is computed again
-    return tokens * (under_way + once)
-
-
-def _recomputed(model: Model, config: Config, dtype_bytes: int) -> float:
-    """Of `activation_bytes_per_token`, what selective recomputation does not keep. An estimate.
-
-    Fused attention keeps no scores (`core_attn`), and Transformer Engine fuses every norm but the one before experts.
-    """
-    dims, parallel, modules = model.dims, config.actor.parallel, set(config.actor.recompute_modules)
-    split = parallel.tensor if parallel.sequence else 1
-    if not dims["experts"]:
-        return dtype_bytes * 3 * dims["ffn"] / parallel.tensor if "mlp" in modules else 0
-    numbers = dims["hidden"] if "layernorm" in modules else 0
-    if "moe" in modules:
-        numbers += dims["top_k"] * (2 * dims["hidden"] * parallel.expert_tensor + 3 * dims["expert_ffn"])
-    elif "moe_act" in modules:
-        numbers += dims["top_k"] * dims["expert_ffn"]
-    return dtype_bytes * numbers / split
-
-
-def _check_workspace(model: Model, config: Config, data_parallel: int, dtype_bytes: int) -> float:
-    """The actor's forward pass over the rollouts of the sync check: one layer's activations and a tile of logits."""
-    rollouts = math.ceil(config.rollout.sync_check_rollouts / data_parallel)
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
-    tokens = min(config.actor.tokens_per_microbatch, rollouts * longest) / config.actor.parallel.context
-    per_token = _layer_bytes_per_token(model, config.actor.parallel, dtype_bytes)
-    return tokens * per_token + 1.5 * config.actor.logits_mib * 2**20
-
-
+# --------------------------------------------------------------------------------------------------------------- sync
 def _sync_workspace(model: Model, rollout: RolloutConfig, stages: int, dtype_bytes: int) -> float:
     """Slices: two buckets, of each what is sent and what is received; for an FP8 engine also a layer's experts (dense: gate
     and up) of every pipeline stage, collected in the model's dtype and made anew. Whole tensors: what is gathered; vLLM keeps
@@ -231,15 +153,6 @@ def _sync_workspace(model: Model, rollout: RolloutConfig, stages: int, dtype_byt
         return 4 * BUCKET_BYTES + (stages * layer / tensor * (1 + 1 / dtype_bytes) if rollout.fp8 != "none" else 0)
     largest = dims["vocab"] * dims["hidden"] * dtype_bytes
     return max(3 * max(BUCKET_BYTES, largest), layer + layer / tensor + 2 * BUCKET_BYTES)
-
-
-def _head_workspace(model: Model, config: Config) -> float:
-    """A tile of logits in fp32 and bf16, the gradient of the hidden states in fp32, and the tensor of the output matrix's
-    shape that autograd wants (actor/head.py)."""
-    tokens, hidden = config.actor.tokens_per_microbatch, model.dims["hidden"]
-    rows = model.dims["vocab"] / config.actor.parallel.tensor
-    tile = min(config.actor.logits_mib * 2**20, tokens * rows * 4)
-    return tile * 1.5 + tokens * hidden * 4 + rows * hidden * 2
 
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -332,12 +245,12 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         Component(OPTIMIZER, optimizer, state_in, (*offload, "more nodes")),
         Component(
             ACTIVATIONS,
-            _activations(model, config, width),
+            activations(model, config, width),
             (UPDATE,),
             (*(("actor.recompute=full",) if actor.recompute != "full" else ()), "actor.tokens_per_microbatch"),
             estimate=True,
         ),
-        Component(HEAD, _head_workspace(model, config), (UPDATE,), ("actor.logits_mib",), estimate=True),
+        Component(HEAD, head_workspace(model, config), (UPDATE,), ("actor.logits_mib",), estimate=True),
         Component(
             "engine: weights",
             engine_weights,
@@ -349,7 +262,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         Component("sync: under way", _sync_workspace(model, config.rollout, parallel.pipeline, width), (SYNC,), ()),
         Component(
             CHECKED,
-            _check_workspace(model, config, replicas // parallel.context, width),
+            check_workspace(model, config, replicas // parallel.context, width),
             (CHECK,),
             ("actor.tokens_per_microbatch", "rollout.sync_check_rollouts"),
             estimate=True,

@@ -15,6 +15,7 @@ from megatron_rl.seams.megatron import (
     Chunk,
     Optimizer,
     allow_fused_accumulation,
+    forget_routing,
     initialize_adam,
     reduce_gradients_of_experts,
     sum_gradients_undivided,
@@ -134,6 +135,7 @@ def build_model(family: Family, description: ModelDescription, actor: ActorConfi
         chunk = family.build(description, config, vocab_size, vp_stage)
         if config.num_moe_experts is not None:
             reduce_gradients_of_experts(chunk)
+            forget_routing(chunk)
         chunks.append(chunk.to(device=device.device(), dtype=dtype) if actor.fp8 is None else chunk.to(device.device()))
     return chunks
 

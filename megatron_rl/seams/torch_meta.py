@@ -54,6 +54,29 @@ class Memory(TorchDispatchMode):
         self.peak = 0
         self._sizes: dict[int, int] = {}  # of living storages
 
+    def __enter__(self) -> Memory:
+        self._resize: Callable[..., object] = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> object:
+            return self._resized(storage, size)
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> object:
+        """A tensor given up and made anew, as Megatron-Core does with what it computes again; no operator tells of it."""
+        result = self._resize(storage, size)
+        if (before := self._sizes.get(storage._cdata)) is not None:
+            self._sizes[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes() - before
+            self.peak = max(self.peak, self.now)
+        return result
+
     def restart(self) -> int:
         """Bytes now; the peak counts from here."""
         self.peak = self.now

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_rl.config import load_recipe
 from megatron_rl.config.published import published_config
-from megatron_rl.config.stages import stage_layers
+from megatron_rl.config.schema import Config
 from megatron_rl.models import model_of
-from megatron_rl.planner import GIB, GRADIENTS, OPTIMIZER, WEIGHTS, make_plan
+from megatron_rl.planner import ACTIVATIONS, GIB, GRADIENTS, HEAD, OPTIMIZER, WEIGHTS, make_plan
 
 from .test_planner import CASES, MOE, QWEN3, RECIPES, as_case, count
 from .test_recipes import header, runnable
@@ -43,7 +43,8 @@ def counted() -> dict[str, list[Any]]:
     cases = {
         "state": [as_case(case, content) for case in CASES for content in (True, False)],
         "passes": [case | {"fused": fused} for fused in (True, False) for case in passes],
-        "recipes": [as_built(*recipe) for recipe in of_recipes()],
+        "recipes": [as_counted(*recipe) for recipe in of_recipes()],
+        "choices": [as_counted(*recipe, *overrides) for *recipe, overrides in of_choices()],
         "refused": [REFUSED],
     }
     for case in cases["passes"]:
@@ -86,25 +87,49 @@ def of_recipes() -> list[tuple[str, int, dict[str, Any]]]:
     return list(found.values())
 
 
-def as_built(name: str, world: int, model: dict[str, Any]) -> dict[str, Any]:
-    """One rank of each kind of stage."""
-    parallel = load_recipe(RECIPES / name).actor.parallel
-    layers = stage_layers(model_of(model).dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
-    stages = {(layers[s], s == 0, s == parallel.pipeline - 1): s for s in reversed(range(parallel.pipeline))}
-    ranks = [stage * (world // parallel.pipeline) for stage in sorted(stages.values())]
-    case = {"recipe": str(RECIPES / name), "overrides": [], "model": model, "world": world, "ranks": ranks}
+def as_counted(name: str, world: int, model: dict[str, Any], *overrides: str) -> dict[str, Any]:
+    case = {"recipe": str(RECIPES / name), "overrides": overrides, "model": model, "world": world, "ranks": None}
     return case | {"fused": True, "content": False}
 
 
-def test_every_recipe_builds_at_its_size(counted: dict[str, list[Any]]) -> None:
+def of_choices() -> list[tuple[str, int, dict[str, Any], tuple[str, ...]]]:
+    """Every way to recompute, of a dense model and of one with experts, each with fewer layers."""
+    ways = {
+        "awpo/qwen3-1.7b": ("none", "full", "selective"),
+        "scale/qwen3-30b-a3b": ("none", "selective moe", "selective moe_act,layernorm"),
+    }
+    found = []
+    for wanted, choices in ways.items():
+        name, world, model = next(recipe for recipe in of_recipes() if recipe[0].startswith(wanted))
+        for way, *modules in map(str.split, choices):
+            overrides = (f"actor.recompute={way}", *(f"actor.recompute_modules=[{names}]" for names in modules))
+            found.append((name, world, {**model, "num_hidden_layers": 4}, overrides))
+    return found
+
+
+def test_the_arithmetic_is_near_what_is_counted_of_every_recipe(counted: dict[str, list[Any]]) -> None:
+    """State within 2 %, passes within 10 %."""
     for (name, world, model), ranks in zip(of_recipes(), counted["recipes"], strict=True):
         assert not isinstance(ranks, str), f"{name}: {ranks}"
-        plan = make_plan(load_recipe(RECIPES / name), model_of(model), world, 79 * GIB)
-        sizes = {part.name: part.bytes for part in plan.components}
+        sizes = parts(load_recipe(RECIPES / name), model, world)
         fullest = max(ranks, key=lambda rank: rank["parameters"])
         assert fullest["parameter_bytes"] == sizes[WEIGHTS], name
         assert fullest["gradient_bytes"] == pytest.approx(sizes[GRADIENTS], rel=0.02), name
         assert fullest["optimizer_bytes"] == pytest.approx(sizes[OPTIMIZER], rel=0.02), name
+        most = max(rank["update_bytes"] for rank in ranks)
+        assert sizes[ACTIVATIONS] + sizes[HEAD] == pytest.approx(most, rel=0.1), name
+
+
+def test_the_arithmetic_is_near_what_is_counted_of_every_way_to_recompute(counted: dict[str, list[Any]]) -> None:
+    for (name, world, model, overrides), ranks in zip(of_choices(), counted["choices"], strict=True):
+        assert not isinstance(ranks, str), f"{name} {overrides}: {ranks}"
+        sizes = parts(load_recipe(RECIPES / name, overrides), model, world)
+        most = max(rank["update_bytes"] for rank in ranks)
+        assert sizes[ACTIVATIONS] + sizes[HEAD] == pytest.approx(most, rel=0.1), (name, overrides)
+
+
+def parts(config: Config, model: dict[str, Any], world: int) -> dict[str, float]:
+    return {part.name: part.bytes for part in make_plan(config, model_of(model), world, 79 * GIB).components}
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:

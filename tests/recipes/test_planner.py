@@ -17,6 +17,7 @@ from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.published import published_config, published_names
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import model_of
+from megatron_rl.passes import activation_bytes_per_token
 from megatron_rl.planner import (
     CHECK,
     GENERATE,
@@ -25,7 +26,6 @@ from megatron_rl.planner import (
     SYNC,
     UPDATE,
     Plan,
-    activation_bytes_per_token,
     active_parameters,
     actor_parameters,
     cache_bytes_per_token,
@@ -261,8 +261,8 @@ def test_the_sync_check_runs_the_actor_beside_its_state_before_the_engine_wakes(
     assert small.peak(CHECK) == pytest.approx(actors + part(small, "sync check"))
     # Of four rollouts each of eight data-parallel ranks scores one at most, of 8,192 tokens.
     assert part(small, "sync check") == part(large, "sync check")
-    layer = activation_bytes_per_token(small.model, tensor=1, sequence=False)
-    assert part(small, "sync check") == 8192 * layer + 1.5 * 64 * 2**20
+    dims = small.model.dims
+    assert part(small, "sync check") == 8192 * 2 * (3 * dims["hidden"] + 3 * dims["ffn"])
 
 
 def test_fp8_copies_come_on_top_unless_the_parameters_are_fp8() -> None:
@@ -297,14 +297,15 @@ def test_recomputation_of_some_layers_or_parts_lies_between_all_and_none() -> No
 
     dims, tokens, none = model_of(model_config("Qwen3-8B")).dims, 8192, activations(tokens_per_microbatch=8192)
     full = activations(recompute="full", tokens_per_microbatch=tokens)
-    layer = none / dims["layers"]
-    kept = (full - layer) / dims["layers"]
-    some = activations(recompute="full", recompute_layers=10, tokens_per_microbatch=tokens)
-    assert some == pytest.approx(10 * kept + (dims["layers"] - 10) * layer + layer)
+    ten, five = (
+        activations(recompute="full", recompute_layers=layers, tokens_per_microbatch=tokens) for layers in (10, 5)
+    )
+    assert full < ten < five < none
+    assert five - ten == pytest.approx(none - five)
     parts = activations(recompute="selective", tokens_per_microbatch=tokens)
-    assert parts == pytest.approx(dims["layers"] * (layer - 2 * 3 * dims["ffn"] * tokens) + layer)
-    nothing = activations(recompute="selective", recompute_modules=["core_attn"], tokens_per_microbatch=tokens)
-    assert nothing == none + layer
+    again = 2 * tokens * (3 * dims["ffn"] + dims["hidden"])
+    assert none - parts == pytest.approx(dims["layers"] * again, rel=0.05)
+    assert activations(recompute="selective", recompute_modules=["core_attn"], tokens_per_microbatch=tokens) == none
 
 
 def test_experts_that_are_cut_keep_the_tokens_of_all_ranks_that_share_them() -> None:
@@ -313,5 +314,5 @@ def test_experts_that_are_cut_keep_the_tokens_of_all_ranks_that_share_them() -> 
         activation_bytes_per_token(model, tensor=4, sequence=True, expert_tensor=ranks, dtype_bytes=2)
         for ranks in (1, 4)
     )
-    # A rank's quarter of the tokens goes to 8 experts each, in and out; cut over four ranks, so does everyone's.
-    assert cut - whole == 2 * 8 * 2 * model.dims["hidden"] * (1 - 1 / 4)
+    # A rank's quarter of the tokens goes to 8 experts each; cut over four ranks, so does everyone's.
+    assert cut - whole == 2 * 8 * model.dims["hidden"] * (1 - 1 / 4)

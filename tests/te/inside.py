@@ -147,3 +147,30 @@ def learn_offloaded(root: str, layouts: list[Layout]) -> None:
             ranks.learn(actor, seed)
         ranks.save(actor, folder, 2)
         ranks.close()
+
+
+def kept_activations() -> None:
+    """What `plan --exact` has layers keep from the forward to the backward pass, on tensors without content, against what
+    Transformer Engine's own modules keep."""
+    import warnings
+
+    from megatron_rl import exact
+    from megatron_rl.config import load_recipe
+    from tests.recipes.test_planner import MOE, QWEN2_TIED, QWEN3, RECIPES
+
+    warnings.filterwarnings("ignore")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    experts = {**MOE, **sizes, "moe_intermediate_size": 128}
+    for model, overrides in (
+        ({**QWEN3, **sizes}, ("actor.recompute=none",)),
+        ({**QWEN2_TIED, **sizes}, ("actor.recompute=selective",)),
+        (experts, ("actor.recompute=none",)),
+        (experts, ("actor.recompute=selective", "actor.recompute_modules=[moe]")),
+    ):
+        given = ("model.dtype=bfloat16", "actor.tokens_per_microbatch=1024", "actor.parallel.tensor=1", *overrides)
+        config = load_recipe(RECIPES / "cpu" / "quickstart.yaml", given)
+        _, own = exact._measure_rank(config, model, 0, 1, False, torch.device("cpu"))
+        with device.plain_layers():
+            _, counted = exact._measure_rank(config, model, 0, 1, True, exact.META)
+        ratio = counted[0].kept / own[0].kept
+        assert 0.98 < ratio < 1.02, f"{overrides}: {ratio}"

@@ -15,6 +15,7 @@ import torch
 from megatron_rl.models.files import SafetensorsFolder
 from tests.actor import processes as plain
 from tests.actor.layouts import Layout, distance, make_models, run_layouts
+from tests.te import inside
 from tests.te.processes import spawn
 
 BF16 = "bfloat16"
@@ -80,3 +81,7 @@ def test_what_it_learns(root: Path, layout: Layout) -> None:
         start = files.read(name, 0, 0, files.shape(name)[0]).to(weight.dtype)
         moved[name] = distance(own["weights"][name] - start, weight - start)
     assert max(moved.values()) < (CHANGE if half else TOLERANCE), max(moved.items(), key=lambda gap: gap[1])
+
+
+def test_plan_counts_what_these_layers_keep() -> None:
+    spawn(inside.kept_activations, 1)

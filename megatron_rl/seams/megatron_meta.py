@@ -1,0 +1,240 @@
+"""Megatron-Core's plain layers as Transformer Engine's, of whose kernels only the shapes count: what they give out, and what
+they keep for the backward pass. Written for Megatron-Core 0.16.1 and Transformer Engine 2.11.
+
+No numbers are computed. `tests/te` holds what is kept here to what Transformer Engine's own modules keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from megatron_rl.seams import replaced
+from megatron_rl.seams.megatron import Chunk
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+
+class Attention(torch.autograd.Function):
+    """Flash attention keeps query, key, value, output, and a float32 number per token and head; views it copies first."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        output = torch.empty_like(query)
+        statistics = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, output, statistics)
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class Norm(torch.autograd.Function):
+    """RMSNorm keeps its input (of a view a copy), its weight, and a float32 number per row."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _Same(torch.autograd.Function):
+    """What keeps nothing and gives out tensors like those it takes: rotary embeddings, rows in another order."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(gradient) for gradient in gradients)
+
+
+class _Products(torch.autograd.Function):
+    """Grouped matrix products keep their input; the weights' gradients are added to the fp32 sums."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, width: int) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.new_empty(len(x), width)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return torch.empty_like(ctx.saved_tensors[0]), None  # type: ignore[attr-defined]
+
+
+class _Permuted(torch.autograd.Function):
+    """Tokens in the order of their experts keep an int32 map [tokens, 2 experts + 1]."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, tokens: Tensor, probs: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        places = probs.new_empty(len(probs), 2 * probs.shape[1] + 1, dtype=torch.int32)
+        ctx.save_for_backward(places)
+        ctx.like = [(part.shape, part.dtype, part.device) for part in (tokens, probs)]  # type: ignore[attr-defined]
+        ctx.mark_non_differentiable(places)
+        return tokens.new_empty(rows, tokens.shape[1]), probs.new_empty(rows), places
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        like = ctx.like  # type: ignore[attr-defined]
+        first, second = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in like)
+        return first, second, None
+
+
+class _Unpermuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.rows = rows.shape  # type: ignore[attr-defined]
+        return rows.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].new_empty(ctx.rows), None, None  # type: ignore[attr-defined]
+
+
+def _permute(tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    return cast(tuple[Tensor, Tensor, Tensor], _Permuted.apply(tokens, probs, num_out_tokens))
+
+
+def _unpermute(
+    rows: Tensor, places: Tensor, merging_probs: Tensor | None = None, restore_shape: torch.Size | None = None
+) -> Tensor:
+    return _Unpermuted.apply(rows, places, restore_shape)
+
+
+def _grouped(activation_recomputed: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """`TEGroupedMLP.forward` itself, over products without weights, for Megatron-Core's experts one after the other."""
+    from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+
+    def product(weight: Tensor) -> Callable[[Tensor, Sequence[int]], tuple[Tensor, None]]:
+        return lambda x, splits: (_Products.apply(x, weight.shape[0]), None)
+
+    def forward(
+        self: SequentialMLP, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        one = self.local_experts[0]
+        grouped = SimpleNamespace(
+            config=self.config,
+            linear_fc1=product(one.linear_fc1.weight),
+            linear_fc2=product(one.linear_fc2.weight),
+            activation_func=self.config.activation_func,
+            activation_recompute=activation_recomputed,
+            offload_expert_fc1=False,
+            offload_moe_act=False,
+            _apply_bias=TEGroupedMLP._apply_bias,
+        )
+        return cast(tuple[Tensor, Tensor | None], TEGroupedMLP.forward(grouped, tokens, tokens_per_expert, probs))
+
+    return forward
+
+
+def _normed_inside(norm: nn.Module, product: nn.Module) -> None:
+    """Has `product` norm its own input, as Transformer Engine's fused module does: who computes it again, computes both."""
+    compute = norm.forward
+    norm.forward = lambda x: x
+    product.register_forward_pre_hook(lambda _, given: (compute(given[0]), *given[1:]))
+
+
+@contextlib.contextmanager
+def fused_kernels(chunks: Sequence[Chunk], activation_recomputed: bool) -> Iterator[None]:
+    """Norms before products, rotary embeddings, SwiGLU, the tokens' way to their experts and back, and the experts, for
+    chunks that are used nowhere else. `activation_recomputed`: the experts' (`moe_act`)."""
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    def halves(y: Tensor) -> Tensor:
+        return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
+
+    moves = {
+        "HAVE_TE": True,
+        "fused_permute_with_probs": _permute,
+        "fused_unpermute": _unpermute,
+        "fused_sort_chunks_by_index": lambda rows, *_: _Same.apply(rows)[0],
+        "fused_sort_chunks_by_index_with_probs": lambda rows, probs, *_: _Same.apply(rows, probs),
+    }
+    no_fp8 = {
+        "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
+        "fp8_autocast": lambda **_: contextlib.nullcontext(),
+        "activation_recompute_forward": lambda **_: contextlib.nullcontext(),
+    }
+    rotary = {"fused_apply_rotary_pos_emb_thd": lambda t, *_, **__: _Same.apply(t)[0]}
+    for config in _configs(chunks):
+        config.apply_rope_fusion = config.moe_permute_fusion = True
+        config.bias_activation_fusion = config.activation_func is torch.nn.functional.silu
+    layers: list[Any] = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    for layer in layers:
+        _normed_inside(layer.input_layernorm, layer.self_attention.linear_qkv)
+        layer.recompute_input_layernorm = False
+        if hasattr(layer.mlp, "linear_fc1"):
+            _normed_inside(layer.pre_mlp_layernorm, layer.mlp.linear_fc1)
+            layer.recompute_pre_mlp_layernorm = False
+    with contextlib.ExitStack() as stack:
+        functions: list[tuple[object, str, Callable[..., object], str]] = [
+            (fused_bias_swiglu, "swiglu", halves, "y"),
+            (fused_bias_swiglu, "weighted_swiglu", lambda y, weights: halves(y), "y weights"),
+            (fused_bias_swiglu, "swiglu_back", lambda g, y: torch.empty_like(y), "g y"),
+            (
+                fused_bias_swiglu,
+                "weighted_swiglu_back",
+                lambda g, y, weights: (torch.empty_like(y), torch.empty_like(weights)),
+                "g y weights",
+            ),
+            (
+                SequentialMLP,
+                "forward",
+                _grouped(activation_recomputed),
+                "self permuted_local_hidden_states tokens_per_expert permuted_probs",
+            ),
+        ]
+        for owner, name, new, parameters in functions:
+            stack.enter_context(replaced(owner, name, new, parameters))
+        stack.enter_context(_with(moe_utils, moves))
+        stack.enter_context(_with(rope_utils, rotary))
+        stack.enter_context(_with(random, no_fp8))
+        yield
+
+
+@contextlib.contextmanager
+def _with(module: ModuleType, names: Mapping[str, object]) -> Iterator[None]:
+    """The module with names that it has only where Transformer Engine is installed."""
+    before = dict(vars(module))
+    vars(module).update(names)
+    try:
+        yield
+    finally:
+        for name in names:
+            if name in before:
+                setattr(module, name, before[name])
+            else:
+                delattr(module, name)
+
+
+def _configs(chunks: Sequence[Chunk]) -> Iterator[TransformerConfig]:
+    """Every configuration that a module of the chunks reads: experts may have their own."""
+    seen: set[int] = set()
+    for chunk in chunks:
+        for module in chunk.modules():
+            config = getattr(module, "config", None)
+            if config is not None and id(config) not in seen:
+                seen.add(id(config))
+                yield config
