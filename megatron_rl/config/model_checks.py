@@ -56,7 +56,7 @@ def check_model(config: Config, model: HFConfig | None = None, command: str = "t
             return
         if known is not None:
             yield f"`model.path`: {folder} does not exist; the other checks used the published sizes of {folder.name}"
-            yield from _check_sizes(config, known)
+            yield from _check_sizes(config, known, command)
             return
         found = list(_check_folder(folder))
         yield from found
@@ -66,7 +66,7 @@ def check_model(config: Config, model: HFConfig | None = None, command: str = "t
         found = list(check_create(config.model.create))
         yield from found
         if not found:
-            yield from _check_sizes(config, created_config(config.model.create))
+            yield from _check_sizes(config, created_config(config.model.create), command)
     else:
         yield "`model` names no model: set `model.path` to a Hugging Face folder, or `model.create` to make a small one"
 
@@ -177,7 +177,7 @@ def _check_create_vision(create: CreateModelConfig, vision: CreateVisionConfig) 
         yield f"`model.create.vision.window` ({vision.window}) must be a multiple of 2 x `patch` ({vision.patch})"
 
 
-def _check_sizes(config: Config, hf_config: HFConfig, command: str = "train") -> Iterator[str]:
+def _check_sizes(config: Config, hf_config: HFConfig, command: str) -> Iterator[str]:
     try:
         model = model_of(hf_config)
     except ValueError as error:
@@ -185,6 +185,8 @@ def _check_sizes(config: Config, hf_config: HFConfig, command: str = "train") ->
     else:
         if is_classifier(model.family) and command != "reward-model":
             yield f"`model.path`: {config.model.path} is a reward model: it gives a score, and generates nothing"
+        if model.description.vision is not None and command == "reward-model":
+            yield "`megatron-rl reward-model` reads text only, and the model has a vision tower; take one without"
         yield from _check_layout(config, model)
 
 

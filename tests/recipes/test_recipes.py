@@ -439,3 +439,9 @@ def test_the_tables_in_the_layouts_page_are_what_plan_says() -> None:
         made = plan(checked(f"scale/{name}", world=world), world)
         found = [f"{made.peak(phase) / GIB:.1f}" for phase in PHASES] + [f"{made.full_length_sequences:.0f}"]
         assert written == found, f"{name} on {count} nodes"
+
+
+def test_a_reward_model_reads_text_only() -> None:
+    check(loaded("cpu/visual.yaml"))
+    with pytest.raises(ConfigError, match="reads text only, and the model has a vision tower"):
+        check(loaded("cpu/visual.yaml"), command="reward-model")
