@@ -37,7 +37,7 @@ from megatron_rl.models.inventory import unwrap
 from megatron_rl.planner import ACTIVATIONS, CHECKED, GRADIENTS, HEAD, OPTIMIZER, WEIGHTS, Plan
 from megatron_rl.runtime import device, distributed
 from megatron_rl.seams.megatron import Chunk, routers, tensors_of
-from megatron_rl.seams.megatron_meta import Attention, Norm, fused_kernels
+from megatron_rl.seams.megatron_meta import Attention, Norm, fused_kernels, under_way
 from megatron_rl.seams.torch_meta import Memory, fake_world, storage_key
 
 META = torch.device("meta")
@@ -115,13 +115,8 @@ class _Chunk:
 
 
 def _update_bytes(chunks: Sequence[_Chunk], stage: int, stages: int) -> int:
-    """1F1B: so many micro-batches are under way as there are stages from this one on, the last of them being computed.
-
-    With several chunks (Megatron-Core's interleaved schedule) a stage takes `stages` micro-batches through each in turn.
-    """
-    count = len(chunks)
-    before = stages - stage - 1 if count == 1 else 2 * (stages - stage - 1) + (count - 1) * stages
-    kept = sum(chunks[number // stages % count].kept for number in range(before))
+    """What the micro-batches under way keep, by Megatron-Core's schedule, and the most that another one takes."""
+    kept = sum(chunks[number].kept for number in under_way(stage, stages, len(chunks)))
     return kept + max(chunk.peak for chunk in chunks)
 
 

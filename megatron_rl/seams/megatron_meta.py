@@ -22,6 +22,19 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
+def under_way(stage: int, stages: int, chunks: int) -> list[int]:
+    """The model chunks of a pipeline stage that have computed a micro-batch forwards, in that order, when the stage begins
+    to take one forwards and one backwards in turn; of a step with more micro-batches than that."""
+    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+
+    many = 4 * stages  # of each chunk
+    group = SimpleNamespace(size=lambda: stages, rank=lambda: stage)
+    virtual = chunks if chunks > 1 else None
+    communicator = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=virtual)
+    _, _, warm_up, _ = get_pp_rank_microbatches(many, chunks, stages, p2p_communicator=communicator)
+    return [chunk for _, chunk in get_schedule_table(many, chunks, stages)[:warm_up]]
+
+
 class Attention(torch.autograd.Function):
     """Flash attention keeps query, key, value, output, and a float32 number per token and head; views it copies first."""
 

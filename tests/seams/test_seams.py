@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_rl.seams import check_parameters, megatron, replaced, torch_dist, vllm, vllm_experts
+from megatron_rl.seams import check_parameters, megatron, megatron_meta, replaced, torch_dist, vllm, vllm_experts
 from megatron_rl.seams.megatron_cpu import MegatronOnCpu
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
@@ -42,6 +42,11 @@ def found(path: str) -> Any:
         (f"{CORE}dist_checkpointing.strategies.torch.mcore_to_pyt_state_dict",
          "state_dict is_loading init_device load_legacy_1d_flatten_tensors"),
         (f"{CORE}tensor_parallel.random._get_cuda_rng_state", "device clone graph_safe"),
+        (f"{CORE}pipeline_parallel.schedules.get_pp_rank_microbatches",
+         "num_microbatches num_model_chunks microbatch_group_size_per_vp_stage forward_only "
+         "overlap_moe_expert_parallel_comm p2p_communicator"),
+        (f"{CORE}pipeline_parallel.schedules.get_schedule_table",
+         "num_microbatches num_model_chunks microbatch_group_size_per_vp_stage"),
         (f"{CORE}tensor_parallel.random._set_cuda_rng_state", "new_state device graph_safe"),
         ("torch.distributed.checkpoint.FileSystemReader.read_metadata", torch_dist.READ_METADATA),
         ("torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes", torch_dist.LOAD_BYTES),
@@ -144,3 +149,20 @@ def test_nothing_outside_the_seams_reaches_into_other_libraries() -> None:
         if private.search(line)
     ]
     assert reached == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "stages", "chunks", "order"),
+    [
+        (0, 1, 1, []),
+        (0, 4, 1, [0, 0, 0]),
+        (3, 4, 1, []),
+        (0, 2, 2, [0, 0, 1, 1]),
+        (1, 2, 2, [0, 0]),
+        (1, 4, 3, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]),
+    ],
+)
+def test_micro_batches_under_way_are_those_of_megatrons_schedule(
+    stage: int, stages: int, chunks: int, order: list[int]
+) -> None:
+    assert megatron_meta.under_way(stage, stages, chunks) == order
