@@ -114,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _exactly(config: Config, given: HFConfig | None, plan: Plan) -> list[tuple[RankMemory, Plan]]:
+    if plan.model.description.vision is not None:
+        raise ConfigError("`--exact` does not count a vision tower yet; without it its weights and their state are counted")
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}  # read when torch is imported
     import warnings
 
@@ -225,6 +227,8 @@ def render(config: Config, plan: Plan, source: str = "") -> str:
     lines.append(f"{'sum':40s}" + "".join(f"{plan.peak(phase) / GIB:10.1f}" for phase in PHASES))
     lines.append(f"{'there is':40s}" + f"{plan.gpu_bytes / GIB:10.1f}" * len(PHASES))
     lines.append("* estimates, not measured on a GPU; weights, gradients, optimizer state and cache are counted")
+    if plan.model.description.vision is not None:
+        lines.append("not in it: what the vision tower's passes keep, and their time")
     if plan.host_bytes_per_gpu:
         lines.append(f"host memory: {plan.host_bytes_per_gpu / GIB:.1f} GiB per GPU")
     problems = list(plan.problems())
