@@ -115,7 +115,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _exactly(config: Config, given: HFConfig | None, plan: Plan) -> list[tuple[RankMemory, Plan]]:
     if plan.model.description.vision is not None:
-        raise ConfigError("`--exact` does not count a vision tower yet; without it its weights and their state are counted")
+        raise ConfigError(
+            "`--exact` does not count a vision tower yet; without it its weights and their state are counted"
+        )
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}  # read when torch is imported
     import warnings
 
