@@ -13,7 +13,7 @@ from .job import Job, listening_at, mapped, processes_of, segments, variable
 
 # An estimator with a state, a reference policy, several updates per step, a warm-up that is saved: what a resume has to bring
 # back.
-STATEFUL = ("algorithm.preset=awpo", "algorithm.kl.coef=0.01", "checkpoint.sft_every=10")
+STATEFUL = ("algorithm.preset=awpo", "algorithm.kl.coef=0.01", "checkpoint.sft_every=10", "logging.record_every=2")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     temporary = Path(tempfile.mkdtemp(prefix="straight-"))  # with a short path, as sockets need it
     job = Job(
         tmp_path_factory.mktemp("straight"),
-        *(*STATEFUL, "logging.report=true", "logging.record_every=2"),
+        *(*STATEFUL, "logging.report=true"),
         environment={"TMPDIR": str(temporary)},
         is_new=True,
     )

@@ -59,6 +59,8 @@ PUBLISHED = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "Ministral-8B-Instruct-2410": 8_019_808_256,
     "Llama-3.2-3B-Instruct": 3_212_749_824,
+    "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
+    "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
 }
 
 
