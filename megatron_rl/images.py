@@ -78,7 +78,7 @@ class PromptImages:
 
     def pictures(self) -> list[PILImage]:
         """In RGB."""
-        return [self.reader.open(source) for source in self.sources]
+        return [open_image(source) for source in self.sources]
 
     def pixels(self) -> np.ndarray:
         """float32 [patches, numbers of a patch], all images', as the tower takes them; not to be changed."""
@@ -113,7 +113,7 @@ class ImageReader:
         """
         token = self.vision.image_token
         if (found := list(ids).count(token)) != len(sources):
-            raise ValueError(f"it has {len(sources)} images, and its text a place for {found} (write {MARK} for each)")
+            raise misplaced(len(sources), found)
         grids = tuple(self.grid(source) for source in sources)
         counts, placed, first = iter(self.tokens(grids)), list[int](), list[int]()
         for one in ids:
@@ -123,10 +123,10 @@ class ImageReader:
         return placed, PromptImages(self, tuple(sources), grids, tuple(first), len(placed))
 
     def grid(self, source: Source) -> tuple[int, int, int]:
-        """Frames (1), rows and columns of patches of an image. Raises ValueError: as `open`, or it is too narrow."""
+        """Frames (1), rows and columns of patches of an image. Raises ValueError: as `open_image`, or it is too narrow."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        image = self.open(source)
+        image = open_image(source)
         try:
             size, factor = self.processor.size, self.processor.patch_size * self.vision.merge
             height, width = smart_resize(image.height, image.width, factor, size["shortest_edge"], size["longest_edge"])
@@ -138,39 +138,44 @@ class ImageReader:
         """How many tokens images with these grids are."""
         return [frames * rows * columns // self.vision.merge**2 for frames, rows, columns in grids]
 
-    def open(self, source: Source) -> PILImage:
-        """An image in RGB, transparent parts white.
-
-        Raises:
-            ValueError: it is missing, broken, too large, or of a mode whose colours are not 8 bits; names it.
-        """
-        from PIL import Image as PIL
-        from PIL import ImageOps, UnidentifiedImageError
-
-        try:
-            image: PILImage = PIL.open(source if isinstance(source, Path) else io.BytesIO(source))
-            if image.mode not in _MODES:
-                raise ValueError(
-                    f"{_name(source)} has mode {image.mode}, which is no picture of 8-bit colours; convert it to RGB"
-                )
-            image.load()
-        except FileNotFoundError:
-            raise ValueError(f"{_name(source)} does not exist") from None
-        except PIL.DecompressionBombError as error:
-            raise ValueError(f"{_name(source)} is too large: {error}") from None
-        except (UnidentifiedImageError, OSError, SyntaxError) as error:  # SyntaxError: what PIL calls a broken PNG
-            raise ValueError(f"{_name(source)} cannot be read as an image: {error}") from None
-        image = ImageOps.exif_transpose(image)
-        if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
-            image = image.convert("RGBA")
-            image = PIL.alpha_composite(PIL.new("RGBA", image.size, "white"), image)
-        return image.convert("RGB")
-
     def _pixels(self, sources: tuple[Source, ...]) -> np.ndarray:
         import numpy as np
 
-        found = self.processor([self.open(source) for source in sources], return_tensors="np")["pixel_values"]
+        found = self.processor([open_image(source) for source in sources], return_tensors="np")["pixel_values"]
         return np.asarray(found, dtype=np.float32)
+
+
+def open_image(source: Source) -> PILImage:
+    """An image in RGB, transparent parts white.
+
+    Raises:
+        ValueError: it is missing, broken, too large, or of a mode whose colours are not 8 bits; names it.
+    """
+    from PIL import Image as PIL
+    from PIL import ImageOps, UnidentifiedImageError
+
+    try:
+        image: PILImage = PIL.open(source if isinstance(source, Path) else io.BytesIO(source))
+        if image.mode not in _MODES:
+            raise ValueError(
+                f"{_name(source)} has mode {image.mode}, which is no picture of 8-bit colours; convert it to RGB"
+            )
+        image.load()
+    except FileNotFoundError:
+        raise ValueError(f"{_name(source)} does not exist") from None
+    except PIL.DecompressionBombError as error:
+        raise ValueError(f"{_name(source)} is too large: {error}") from None
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:  # SyntaxError: what PIL calls a broken PNG
+        raise ValueError(f"{_name(source)} cannot be read as an image: {error}") from None
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = PIL.alpha_composite(PIL.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def misplaced(images: int, places: int) -> ValueError:
+    return ValueError(f"it has {images} images, and its text a place for {places} (write {MARK} for each)")
 
 
 def fingerprint(sources: Sequence[Source]) -> str:

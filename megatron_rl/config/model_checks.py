@@ -237,6 +237,16 @@ def _check_vision(config: Config, model: Model) -> Iterator[str]:
         for name in ("min_pixels", "max_pixels"):
             if getattr(config.model, name) is not None:
                 yield f"`model.{name}` is for models that read images, and this one does not; remove it"
+        tasks = {
+            **{f"train.{name}": task for name, task in config.tasks.train.items()},
+            **{f"eval.{name}": task for name, task in config.tasks.eval.items()},
+        }
+        for name, task in tasks.items():
+            if task.columns.images is not None:
+                yield (
+                    f"`tasks.{name}.columns.images`: the model reads text only; remove it, or set model.path to a model "
+                    "with a vision tower"
+                )
         return
     if config.actor.parallel.context > 1:
         yield "`actor.parallel.context` cuts sequences, which a model with a vision tower does not support yet; set it to 1"

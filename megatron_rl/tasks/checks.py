@@ -10,11 +10,12 @@ from itertools import islice
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.names import unknown_name
 from megatron_rl.tasks.bars import bars_params
-from megatron_rl.tasks.columns import column_names, has_column, to_item
+from megatron_rl.tasks.columns import column_names, folder_of, has_column, to_item
 from megatron_rl.tasks.demonstrations import COLUMN, make_writer
 from megatron_rl.tasks.files import Row, files_of, jsonl_rows, own_rows, parquet_rows
 from megatron_rl.tasks.item import Item
 from megatron_rl.tasks.loading import fill_prompt, task_weights
+from megatron_rl.tasks.marks import check_images
 from megatron_rl.tasks.order import window_counts
 from megatron_rl.tasks.puzzle_checks import check_params, dataset_files, dataset_params, has_field
 from megatron_rl.tasks.sources import SOURCES, SPLIT
@@ -235,7 +236,9 @@ def first_items(config: TaskConfig) -> list[tuple[str, Item]]:
     items = []
     for where, row in rows or ():
         try:
-            items.append((where, to_item(row, config.columns, arrow=config.source == "parquet")))
+            item = to_item(row, config.columns, config.source == "parquet", folder_of(config))
+            check_images(item.prompt, item.images)
+            items.append((where, item))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return items

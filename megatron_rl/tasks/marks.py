@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.images import MARK, ImageReader, PromptImages, Source
+from megatron_rl.images import MARK, ImageReader, PromptImages, Source, misplaced, open_image
 from megatron_rl.sample import Message, Prompt
 
 
@@ -39,6 +39,16 @@ def mark_images(prompt: Prompt, images: Sequence[Source], reader: ImageReader | 
 def _replaced(message: Message, own: str) -> Message:
     content = message.get("content")
     return {**message, "content": content.replace(MARK, own)} if isinstance(content, str) else message
+
+
+def check_images(prompt: Prompt, images: Sequence[Source]) -> None:
+    """ValueError: an image cannot be read, or the text has marks for another number of them."""
+    for source in images:
+        open_image(source)
+    contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    marks = sum(content.count(MARK) for content in contents if isinstance(content, str))
+    if marks not in (0, len(images)):
+        raise misplaced(len(images), marks)
 
 
 def place_images(

@@ -49,6 +49,8 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["launch.processes=3", "rollout.tensor_parallel=2"], "(3) must be a multiple of `rollout.tensor_parallel`"),
         (["launch.processes=2", "actor.parallel.expert=4"], "`actor.parallel.expert` (4) must divide the 2 ranks "),
         (["actor.parallel.expert=2"], "the model has no experts; set it to 1"),
+        (["tasks.train.sums.columns.images=x"], "`tasks.train.sums.columns.images`: the model reads text only; remove it"),
+        (["model.min_pixels=9"], "`model.min_pixels` is for models that read images, and this one does not; remove it"),
         (["actor.parallel.expert_tensor=2"], "`actor.parallel.expert_tensor` is 2, but the model has no experts; set it"),
         (["actor.moe.routing_replay=rollout"], "=rollout` is for experts, and the model has none; set it to none"),
         (["actor.moe.dispatcher=deepep"], "raise `actor.parallel.expert`, or set dispatcher=alltoall"),

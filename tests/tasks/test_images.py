@@ -12,10 +12,10 @@ from PIL import Image
 
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
-from megatron_rl.images import ImageReader
+from megatron_rl.images import ImageReader, open_image
 from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.models.create import create_model
-from megatron_rl.tasks import load_task, load_tasks
+from megatron_rl.tasks import first_items, load_task, load_tasks
 from megatron_rl.tokenizer import Tokenizer
 
 SHAPE = CreateModelConfig(
@@ -102,6 +102,9 @@ def test_a_bad_image_is_named(
         (tmp_path / "bad.png").write_bytes(content)
     with pytest.raises(ValueError, match=rf"t/0: .*bad\.png.*{said}"):
         load_task("t", task(tmp_path, {"prompt": "x", "images": "bad.png"}), tokenizer, reader)
+    if "aspect" not in said:  # that depends on the model
+        with pytest.raises(ValueError, match=rf"line 1: .*bad\.png.*{said}"):  # before anything starts
+            first_items(task(tmp_path, {"prompt": "x", "images": "bad.png"}))
 
 
 def test_what_does_not_fit_is_refused(
@@ -111,6 +114,8 @@ def test_what_does_not_fit_is_refused(
     config = task(tmp_path, {"prompt": "<image><image>", "images": "a.png"})
     with pytest.raises(ValueError, match="1 images, and its text a place for 2"):
         load_task("t", config, tokenizer, reader)
+    with pytest.raises(ValueError, match="line 1: it has 1 images, and its text a place for 2"):
+        first_items(config)
     with pytest.raises(ValueError, match="only a model with a vision tower"):
         load_task("t", config, tokenizer)
     config.columns.images = "pictures"
@@ -121,8 +126,8 @@ def test_what_does_not_fit_is_refused(
         load_task("t", task(tmp_path, {"prompt": "x", "images": "a.png"}), tokenizer, reader)
 
 
-def test_transparent_parts_are_white(reader: ImageReader) -> None:
-    assert reader.open(png(8, 8, "RGBA", (9, 9, 9, 0))).getpixel((0, 0)) == (255, 255, 255)
+def test_transparent_parts_are_white() -> None:
+    assert open_image(png(8, 8, "RGBA", (9, 9, 9, 0))).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_other_images_make_another_prompt(tmp_path: Path, reader: ImageReader, tokenizer: Tokenizer) -> None:
