@@ -2,7 +2,7 @@
 # recipes/prepare.sh NAME...    downloads datasets and writes them as the recipes read them, to $DATA/<name>/<split>.jsonl
 #
 # On a machine with a network, in the environment of the package. Where there is none, copy $DATA. One name is:
-#   toolrl dapo_math_17k deepscaler eurus2_code gsm8k aime24 aime25 amc23 math500 maze rlhf_prompts
+#   toolrl dapo_math_17k deepscaler eurus2_code gsm8k aime24 aime25 amc23 math500 maze rlhf_prompts geometry3k
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 DATA=${DATA:-data}
@@ -22,6 +22,7 @@ fetch() {
 }
 
 TOOLRL=https://github.com/qiancheng0/ToolRL/raw/main/dataset/rlla_4k
+GEOMETRY3K=https://huggingface.co/datasets/hiyouga/geometry3k/resolve/main/data
 QWEN_MATH=https://github.com/QwenLM/Qwen2.5-Math/raw/main/evaluation/data
 
 dataset() {
@@ -50,6 +51,9 @@ dataset() {
     aime25) prepare deepscaler math-ai/aime25 aime25/test.jsonl --split test ;;
     math500) prepare deepscaler HuggingFaceH4/MATH-500 math500/test.jsonl --split test ;;
     rlhf_prompts) prepare prompts OpenRLHF/prompt-collection-v0.1 rlhf_prompts/train.jsonl ;;
+    geometry3k) # read as Parquet, with the images in it
+      for split in train test; do fetch "$GEOMETRY3K/$split-00000-of-00001.parquet" "geometry3k/$split.parquet"; done
+      ;;
     maze) "$PYTHON" recipes/shrinkage/maze.py "$DATA/maze" ;; # generated, no download
     *)
       echo "recipes/prepare.sh: no dataset $1" >&2

@@ -109,7 +109,7 @@ def shrinkage(
         "rollout.max_prompt_tokens": other.pop("prompt", 1024),
         "rollout.max_tokens": response,
         "algorithm.weight.params": {"eps_low": clip, "eps_high": clip},
-        "algorithm.kl.coef": 0.0,
+        "algorithm.kl.coef": other.get("kl", 0.0),
         "algorithm.entropy_coef": 0.0,
         "rollout.temperature": temperature,
         "trainer.eval_temperature": other.pop("validation", temperature),
@@ -122,6 +122,7 @@ def shrinkage(
     }
 
 
+GEOMETRY3K = shrinkage(512, 5, 4, 1024, 0.2, 0.7, 20, lr=1e-6, kl=0.01, steps=600)
 PAPERS = {
     "awpo/qwen3-1.7b.yaml": AWPO,
     "awpo/qwen3-4b-2507.yaml": AWPO,
@@ -154,6 +155,8 @@ PAPERS = {
     "shrinkage/countdown.yaml": shrinkage(64, 5, 2, 1024, 0.22, 0.7, 10, lr=1e-6, prompt=512),
     "shrinkage/maze.yaml": shrinkage(32, 8, 2, 2048, 0.25, 0.7, 25, lr=3e-7),
     "shrinkage/gsm8k.yaml": shrinkage(64, 4, 1, 2048, 0.2, 0.7, 100, lr=1e-6, validation=0.5, samples=10, steps=500),
+    "shrinkage/geometry3k-3b.yaml": GEOMETRY3K,
+    "shrinkage/geometry3k-7b.yaml": GEOMETRY3K,
     "shrinkage/rlhf.yaml": {  # section 4.4: one epoch of 179k prompts; the rest from the OpenRLHF script that it names
         "algorithm.estimator.name": "shrinkage",
         "actor.optimizer.lr": 5e-7,

@@ -87,8 +87,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for name in runnable():
         for task in tasks_of(name):
             if "path" in task:
-                assert task["source"] == "jsonl", f"{name}: {task}"
-                write_row(Path(task["path"].replace("${oc.env:DATA,data}", str(data))))
+                assert task["source"] in ("jsonl", "parquet"), f"{name}: {task}"
+                path = Path(task["path"].replace("${oc.env:DATA,data}", str(data)))
+                tiny.save_rows(path, [tiny.kind(path)[0]])
     return models, data
 
 
@@ -96,13 +97,6 @@ def tasks_of(name: str) -> Iterator[dict[str, Any]]:
     for tree in (*base_trees(name), own_tree(name)):
         for split in ("train", "eval"):
             yield from (task for task in tree.get("tasks", {}).get(split, {}).values() if task)
-
-
-def write_row(path: Path) -> None:
-    """A row as recipes/prepare.sh leaves it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    row, _ = tiny.KINDS.get(path.parent.name, tiny.SUMS)
-    path.write_text(json.dumps(row) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------- trees
@@ -232,22 +226,24 @@ def sibling(name: str, text: str) -> str:
 
 
 def test_prepare_makes_every_file_that_recipes_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `echo` in Python's place: which commands it would run. No network: what is fetched is there already."""
-    made: set[str] = set()
+    """With `echo` in Python's place: which commands it would run; and with a curl that asks no network."""
     names = {
         word for name in runnable() for word in header(name)["Data"].split()[1:] if "prepare.sh" in header(name)["Data"]
     }
-    for source in (
-        "toolrl/source/train.parquet",
-        "toolrl/source/test.parquet",
-        "aime24/source/test.jsonl",
-        "amc23/source/test.jsonl",
-    ):
-        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / source).write_text("x")
-    environment = {**os.environ, "DATA": str(tmp_path), "PYTHON": "echo"}
+    curl = tmp_path / "bin" / "curl"
+    curl.parent.mkdir()
+    curl.write_text('#!/bin/sh\nwhile [ "$1" != --output ]; do shift; done\necho fetched > "$2"\n')
+    curl.chmod(0o755)
+    environment = {
+        **os.environ,
+        "DATA": str(tmp_path / "data"),
+        "PYTHON": "echo",
+        "PATH": f"{curl.parent}:{os.environ['PATH']}",
+    }
     result = subprocess.run([RECIPES / "prepare.sh", *sorted(names)], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+    fetched = (path for path in (tmp_path / "data").rglob("*.*") if path.is_file())
+    made = {str(path) for path in fetched if path.parent.name != "source"}
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     prepare_data = importlib.import_module("prepare_data")
     parser = prepare_data._parser()
@@ -263,7 +259,7 @@ def test_prepare_makes_every_file_that_recipes_read(tmp_path: Path, monkeypatch:
     tasks = [
         task for c in configs for task in (*c.tasks.train.values(), *c.tasks.eval.values()) if task.path is not None
     ]
-    read = {str(tmp_path / Path(task.path).parent.name / Path(task.path).name) for task in tasks if task.path}
+    read = {str(tmp_path / "data" / Path(task.path).parent.name / Path(task.path).name) for task in tasks if task.path}
     assert made == read
 
 

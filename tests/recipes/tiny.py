@@ -6,6 +6,7 @@ themselves. `overrides` is all that is changed in a recipe.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
-from megatron_rl.config.model import CreateModelConfig
+from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.models.create import random_weights, write_tokenizer
 from megatron_rl.models.files import save_tensors
+from megatron_rl.models.qwen2_5_vl import IMAGE_WORDS
 from megatron_rl.tasks.sources import SOURCES
 from tests.evaluation.test_recipes import ROWS, stored
 
@@ -38,8 +40,20 @@ SIZES = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 1, "fullatt_block_indexes": [0]}
 MAZE = "******\n*..E**\n*....*\n**.*.*\n**S..*\n******"
 CALL = {"name": "add", "parameters": {"a": 1}}
+
+
+def drawn() -> bytes:
+    from PIL import Image, ImageDraw
+
+    image, file = Image.new("L", (48, 32), 255), io.BytesIO()
+    ImageDraw.Draw(image).polygon([(4, 28), (44, 28), (4, 4)], outline=0)
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
 # Folder below $DATA -> a row as recipes/prepare.sh leaves it, and the form of right responses; {n} tells them apart.
 SUMS = ({"prompt": "How much is 6 times 7?", "answer": "42"}, "{n}: #### \\boxed{{42}}")
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -60,7 +74,16 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": f"## Maze\n{MAZE}", "answer": MAZE},
         "{n}: <answer>UUUR</answer>",
     ),
+    "geometry3k": (
+        {"images": [{"bytes": drawn(), "path": None}], "problem": "<image>Find x.", "answer": "7 \\sqrt { 3 }"},
+        "{n}: \\boxed{{7\\sqrt{{3}}}}",
+    ),
 }
+
+
+def kind(path: Path) -> tuple[dict[str, Any], str]:
+    """Of a file below $DATA, see `KINDS`."""
+    return KINDS.get(path.parent.name, SUMS)
 
 
 # -------------------------------------------------------------------------------------------------------------- sizes
@@ -145,14 +168,15 @@ def write_data(configs: Iterable[Config], hub: Path) -> None:
             for name, task in tasks.items():
                 if evaluation and task.source in ("jsonl", "huggingface"):
                     stored(task, [row for row, _ in ROWS[name]], hub, name)
-                elif task.source == "jsonl":
+                elif task.source in ("jsonl", "parquet"):
                     write_rows(Path(str(task.path)))
 
 
 def write_rows(path: Path) -> None:
     """Four prompts: batches have several groups."""
-    row, _ = KINDS.get(path.parent.name, SUMS)
-    prompt = row["prompt"]
+    row, _ = kind(path)
+    column = "problem" if "problem" in row else "prompt"
+    prompt = row[column]
     rows = []
     for extra in ("", "!", "!!", "!!!"):
         varied = (
@@ -160,9 +184,19 @@ def write_rows(path: Path) -> None:
             if isinstance(prompt, list)
             else prompt + extra
         )
-        rows.append(json.dumps({**row, "prompt": varied}) + "\n")
+        rows.append({**row, column: varied})
+    save_rows(path, rows)
+
+
+def save_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(rows))
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -170,8 +204,8 @@ def right_responses(config: Config) -> set[str]:
     """Forms of right responses to the prompts of a recipe's train tasks."""
     forms = set()
     for task in config.tasks.train.values():
-        if task.source == "jsonl":
-            forms.add(KINDS.get(Path(str(task.path)).parent.name, SUMS)[1])
+        if task.source in ("jsonl", "parquet"):
+            forms.add(kind(Path(str(task.path)))[1])
         elif task.source == "reasoning_gym":
             [item] = SOURCES[task.source](replace(task, size=1))
             forms.add("{n}: Answer: " + str(item.answer).replace("{", "{{").replace("}", "}}"))
@@ -184,17 +218,27 @@ def write_model(folder: Path, name: str, forms: Iterable[str], temperature: floa
     Each form stands many times among the tokens: a model that has learned nothing is right now and then, so that groups
     have a signal.
     """
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
     published = published_config(name)
     assert published is not None, name
     words = [form.format(n=n) for form in sorted(forms) for n in range(_COPIES)]
     characters = "".join(map(chr, range(32, 127))) + "\n"
-    vocabulary = 64 * (1 + (len(words) + len(characters) + 2) // 64)
+    sees = "vision_config" in published
+    first = len(characters) + len(words) + 2
+    vocabulary = 64 * (1 + (first + len(IMAGE_WORDS) * sees) // 64)
     sizes: Mapping[str, Any] = {key: value for key, value in SIZES.items() if key in published or key == "head_dim"}
     folder.mkdir(parents=True)
     config = published | sizes | {"vocab_size": vocabulary, "eos_token_id": 1, "pad_token_id": 0}
-    (folder / "config.json").write_text(json.dumps(config))
     created = CreateModelConfig(vocab_size=vocabulary, characters=characters, words=words)
     created.max_positions = config["max_position_embeddings"]
+    if sees:
+        created.vision = CreateVisionConfig()  # the tokenizer has words for images
+        Qwen2VLImageProcessorPil().save_pretrained(folder)
+        config |= {name: first + number for number, name in enumerate(IMAGE_WORDS.values())}
+        config["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 6, 6]}
+        config["vision_config"] = {**config["vision_config"], **TOWER, "out_hidden_size": config["hidden_size"]}
+    (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder, created)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     weights = random_weights(folder, 0.02, seed=1)

@@ -71,6 +71,9 @@ def _small(config: dict[str, Any], chunks: int) -> dict[str, Any]:
     )
     sizes |= {"rope_theta": 10000, "rms_norm_eps": 1e-6}
     kept += ("hidden_act",)
+    if "vision_config" in config:
+        sizes["vision_config"] = {**config["vision_config"], "depth": 1, "out_hidden_size": sizes["hidden_size"]}
+        sizes["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
     return {key: sizes.get(key, value) for key, value in config.items() if key in (*kept, *sizes)}
 
 
