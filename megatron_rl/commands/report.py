@@ -4,7 +4,6 @@ Written, or served as it is at the moment."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -31,11 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if importlib.util.find_spec("matplotlib") is None:
-        print(
-            "megatron-rl: report draws with matplotlib, which is not installed: pip install matplotlib", file=sys.stderr
-        )
-        return exit_codes.FAILED
     from megatron_rl.report import find, read_run, render
 
     try:

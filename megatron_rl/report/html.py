@@ -17,8 +17,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.6rem; margin-bottom: .2rem }
 h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid var(--line) }
 .sub { color: var(--soft); margin-top: 0 }
-svg { max-width: 100%; height: auto }
-svg text { fill: currentColor !important }
+svg { max-width: 100%; height: auto } svg text { fill: currentColor }
 table { border-collapse: collapse; font-size: .9rem }
 td, th { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top }
 th { color: var(--soft); font-weight: 600 }
@@ -59,3 +58,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0) 
 
 def text(value: str) -> str:
     return html.escape(value)
+
+
+def script_data(name: str, data: str) -> str:
+    """JSON for the page's scripts to read, as the element `name`."""
+    escaped = data.replace("<", "\\u003c")  # only `<` could end a script's text
+    return f'<script type="application/json" id="{name}">{escaped}</script>'

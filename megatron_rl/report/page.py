@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 
 import yaml
 
-from megatron_rl.report.charts import CHARTS, COLOURS, draw, draw_time
+from megatron_rl.report import charts
+from megatron_rl.report.charts import CHARTS, COLOURS, curves, draw, draw_time
 from megatron_rl.report.findings import find
 from megatron_rl.report.groups import Group, chosen_groups
 from megatron_rl.report.html import document, section, table, text
 from megatron_rl.report.run import RunRecord, by_recipe, differing_keys
-from megatron_rl.report.viewer import STYLE, viewer
+from megatron_rl.report.viewer import STYLE, image_data, turns, viewer
 
 _STYLE = """
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(370px, 1fr)); gap: .6rem }
 ul.findings { list-style: none; padding: 0 }
 ul.findings li { margin: .25rem 0 }
 .tag { display: inline-block; width: 3.4rem; font-size: .75rem; font-weight: 700; text-transform: uppercase }
@@ -22,9 +22,14 @@ ul.findings li { margin: .25rem 0 }
 details.group > summary .sub { font-weight: 400 }
 details.more { margin: 0 } details.more > summary { font-weight: 400; font-size: .8rem; color: var(--soft) }
 details.more[open] > summary { display: none }
+div.scroll { overflow-x: auto }
 td.text { width: 100%; min-width: 20rem }
-.mark { fill: var(--ink); fill-opacity: 0 } .mark:hover { fill-opacity: .35 }
 """
+_HELP = (
+    '<p class="sub">Under the mouse: values of that step, in all charts. Drag: these steps only. Double click: all steps.</p>'
+    '<noscript><p class="look">The charts and the list of all sampled rollouts need scripts.</p></noscript>'
+)
+_TIME = "Seconds per step, by phase"
 _SHOWN = 8  # rollouts of a group
 _LONG = 700  # characters of a text that are seen at once
 
@@ -35,11 +40,11 @@ def render(runs: Sequence[RunRecord]) -> str:
     parts = [f"<h1>{text(title)}</h1>", *_heads(runs)]
     parts += section("Findings", _findings(runs))
     parts += section("Numbers", [_numbers(runs)])
-    parts += section(
-        "Curves", ['<div class="charts">', *(svg for chart in CHARTS if (svg := draw(chart, runs))), "</div>"]
-    )
-    times = [(run, svg) for run in runs if (svg := draw_time(run))]
-    parts += section("Where the time went", [_named(run, svg, len(runs)) for run, svg in times])
+    drawn = [drawing for chart in CHARTS if (drawing := draw(chart, runs))]
+    parts += section("Curves", [_HELP, *curves(drawn, 0)] if drawn else [])
+    times = [draw_time(run, f"{_TIME}: {run.name}" if len(runs) > 1 else _TIME) for run in runs]
+    parts += section("Where the time went", curves([drawing for drawing in times if drawing], 1))
+    parts.append(charts.script())
     if len(runs) > 1:
         parts += section("Where the recipes differ", [_differences(runs)])
     parts += section("Rollouts", _rollouts(runs))
@@ -47,7 +52,7 @@ def render(runs: Sequence[RunRecord]) -> str:
     recipes = [(run.name, yaml.safe_dump(run.recipe, sort_keys=False)) for run in runs]
     folded = "<details><summary>{}</summary><pre>{}</pre></details>"
     parts += section("Recipes", [folded.format(text(name), text(recipe)) for name, recipe in recipes])
-    return document(title, _STYLE + STYLE, parts)
+    return document(title, charts.STYLE + STYLE + _STYLE, parts)
 
 
 def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
@@ -105,13 +110,13 @@ def _differences(runs: Sequence[RunRecord]) -> str:
 def _rollouts(runs: Sequence[RunRecord]) -> list[str]:
     parts = []
     for run in runs:
-        groups = [_group_of(group, why) for group, why in chosen_groups(run.samples)]
+        groups = [_group_of(run, group, why) for group, why in chosen_groups(run.samples)]
         if groups:
             parts.append(_named(run, "".join(groups), len(runs)))
     return parts
 
 
-def _group_of(group: Group, why: Sequence[str]) -> str:
+def _group_of(run: RunRecord, group: Group, why: Sequence[str]) -> str:
     """One prompt with its responses, folded."""
     columns = list(group.rollouts[0]["rewards"])
     head = "".join(f"<th>{text(name)}</th>" for name in ("response", *columns, "advantage", "tokens", "ended by"))
@@ -125,13 +130,18 @@ def _group_of(group: Group, why: Sequence[str]) -> str:
         ]
         response = f'<td class="text">{_long(rollout["response"])}</td>'
         rows.append(f"<tr>{response}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    prompt = group.rollouts[0]["prompt"]
-    asked = prompt if isinstance(prompt, str) else yaml.safe_dump(prompt, sort_keys=False, allow_unicode=True)
+    first = group.rollouts[0]
+    images = "".join(
+        f'<img src="{data}" alt="">' for name in first.get("images", ()) if (data := image_data(run.path, name))
+    )
+    asked = images + "".join(
+        (f'<div class="role">{text(role)}</div>' if role else "") + _long(said) for role, said in turns(first["prompt"])
+    )
     facts = f"reward {_number(group.reward)}, up to {group.longest} tokens, {len(group.rollouts)} rollouts"
     return (
         f'<details class="group"><summary>Step {group.step}: {text(", ".join(why))} '
         f'<span class="sub">{facts}</span></summary>'
-        f"{_long(asked)}<table><tr>{head}</tr>{''.join(rows)}</table></details>"
+        f'{asked}<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div></details>'
     )
 
 

@@ -22,11 +22,15 @@ class RolloutRow(TypedDict):
 
     sample: NotRequired[str]  # its id, as `rollout`; runs of older versions have neither
     rollout: NotRequired[int]
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[dict[str, object]]
+    images: NotRequired[list[str]]  # of the prompt: files in `samples/images`
     response: str
     answer: object
     rewards: dict[str, float | None]  # None: without a score
     advantage: NotRequired[float]  # of training steps
+    remarks: NotRequired[
+        dict[str, list[tuple[str, bool | None]]]
+    ]  # what rewards say of it: lines, and whether right there
     pieces: NotRequired[list[str]]  # texts of the tokens, at steps that are recorded
     finish_reason: NotRequired[str]
     tokens: int

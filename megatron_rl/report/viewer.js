@@ -12,7 +12,8 @@ const node = (tag, text, kind) => {
   return made;
 };
 for (const row of data.rows) {
-  row.text = (data.prompts[row.prompt] + "\n" + row.response + "\n" + row.answer).toLowerCase();
+  const remarks = Object.values(row.remarks || {}).flat().map(([text]) => text);
+  row.text = [...data.prompts[row.prompt].map(([, text]) => text), row.response, row.answer, ...remarks].join("\n").toLowerCase();
   row.reward = Object.values(row.rewards).reduce((sum, value) => sum + (value || 0), 0);
 }
 const fill = (name, values) => values.forEach(value => pick(name).append(new Option(value, value)));
@@ -62,10 +63,10 @@ function draw() {
   }));
 }
 
-// Each token on a ground of its own: stronger the further its value is from 0 (log-probs) or 1 (ratios), the same for all rollouts.
+// Each token on a ground of its own: stronger the further its value is from 0, or 1 (ratios), the same for all rollouts.
 const away = (kind, value) => kind === "ratio" ? Math.log(value) : value;
 const farthest = kind => data.rows.reduce((most, row) => (row[kind] || []).reduce((m, value) =>
-  Math.max(m, Math.abs(away(kind, value))), most), 0.01);
+  Math.max(m, Math.abs(away(kind, value))), most), kind === "weight" ? 1e-30 : 0.01);
 const scales = {};
 function tokens(row, kind) {
   const values = row[kind], box = document.createElement("pre");
@@ -87,10 +88,29 @@ function open() {
   if (data.runs.length > 1) facts.unshift(data.runs[chosen.run]);
   const rewards = Object.entries(chosen.rewards).map(([name, value]) => `${name} ${value === null ? "no score" : number(value)}`);
   const coloured = kind && chosen.pieces && chosen[kind];
-  detail.replaceChildren(node("p", facts.concat(rewards).join(" · "), "sub"), node("b", "Prompt"),
-    node("pre", data.prompts[chosen.prompt]), node("b", "Response"), coloured ? tokens(chosen, kind) : node("pre", chosen.response));
+  detail.replaceChildren(node("p", facts.concat(rewards).join(" · "), "sub"), node("b", "Prompt"));
+  for (const name of chosen.images || []) detail.append(picture(name));
+  for (const [role, text] of data.prompts[chosen.prompt]) {
+    if (role) detail.append(node("div", role, "role"));
+    detail.append(node("pre", text));
+  }
+  detail.append(node("b", "Response"), coloured ? tokens(chosen, kind) : node("pre", chosen.response));
   if (kind && !coloured) detail.append(node("p", "Its tokens were not recorded (logging.record_every).", "sub"));
   if (chosen.answer) detail.append(node("b", "Answer"), node("pre", chosen.answer));
+  for (const [name, remarks] of Object.entries(chosen.remarks || {})) {
+    const lines = node("ul", "", "remarks");
+    for (const [text, right] of remarks)
+      lines.append(right === null ? node("li", text) : node("li", `${right ? "✓" : "✗"} ${text}`, right ? "good" : "bad"));
+    detail.append(node("b", `What ${name} says`), lines);
+  }
+  detail.scrollTop = 0;
+}
+
+function picture(name) {
+  if (!data.images[name]) return node("p", `[image samples/images/${name}: beyond what the page holds]`, "sub");
+  const image = node("img", "");
+  image.src = data.images[name];
+  return image;
 }
 
 // The state is in the address, so that a view can be sent.

@@ -1,21 +1,24 @@
-"""The page's list of all sampled rollouts, to search, filter and sort; tokens coloured by their log-probs (viewer.js)."""
+"""The page's list of all sampled rollouts, to search, filter and sort, with images, what rewards say, and coloured tokens
+(viewer.js)."""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import yaml
 
+from megatron_rl.report.html import script_data
 from megatron_rl.report.run import RolloutRow, RunRecord
 
 STYLE = """
 #viewer .bar { display: flex; flex-wrap: wrap; gap: .5rem; align-items: center; margin: .6rem 0 }
 #viewer input { flex: 1 1 16rem } #viewer input, #viewer select { font: inherit; font-size: .85rem; padding: .2rem .4rem }
 #viewer .panes { display: grid; grid-template-columns: minmax(0, 9fr) minmax(0, 11fr); gap: 1rem }
-#viewer .list, #viewer .detail { height: 34rem; overflow: auto; border: 1px solid var(--line); border-radius: 6px }
+#viewer .list { height: 34rem } #viewer .detail { height: calc(34rem + 26px) }
+#viewer .list, #viewer .detail { overflow: auto; border: 1px solid var(--line); border-radius: 6px }
 #viewer .list > div { position: relative } #viewer .detail { padding: 0 .8rem }
 #viewer .line { position: absolute; left: 0; right: 0; height: 26px; display: grid; gap: .6rem; padding: 0 .6rem; border: 0;
   grid-template-columns: 3rem 3.5rem 4.5rem 3.5rem 1fr; align-items: center; text-align: right; cursor: pointer;
@@ -24,8 +27,23 @@ STYLE = """
 #viewer .line span:last-child { text-align: left }
 #viewer .line.good, #viewer .line:hover, #viewer .line.chosen { background: var(--box) }
 #viewer .head { position: static; color: var(--soft); cursor: default }
+#viewer .good { color: var(--good) } #viewer .bad { color: var(--bad) }
+#viewer .remarks { list-style: none; padding: 0; margin: .2rem 0 .8rem; font: .8rem/1.5 ui-monospace, monospace }
+#viewer .remarks li { white-space: pre-wrap; overflow-wrap: anywhere }
+.role { font-size: .72rem; color: var(--soft); text-transform: uppercase; letter-spacing: .04em; margin-top: .5rem }
+#viewer .detail b { display: block; margin-top: .8rem }
+details.group img, #viewer .detail img { display: block; max-width: min(100%, 24rem); min-height: 5rem; max-height: 20rem;
+  margin: .4rem 0 }
+@media (max-width: 800px) { #viewer .panes { grid-template-columns: minmax(0, 1fr) } #viewer .list { height: 15rem } }
 """
-_COLOURS = (("difference", "trainer's log-prob − engine's"), ("ratio", "ratio of the update"))
+
+_COLOURS = (
+    ("difference", "trainer's log-prob − engine's"),
+    ("ratio", "ratio of the update"),
+    ("weight", "weight in the gradient"),
+)
+_ARRAYS = ("log_probs", "old_log_probs", "rollout_log_probs")
+_IMAGE_BYTES = 12 * 2**20  # of all images in the list, at most
 
 
 def viewer(runs: Sequence[RunRecord]) -> list[str]:
@@ -39,7 +57,12 @@ def viewer(runs: Sequence[RunRecord]) -> list[str]:
     ]
     if not rows:
         return []
-    data = json.dumps({"runs": [run.name for run in runs], "prompts": list(prompts), "rows": rows}, default=str)
+    data = {
+        "runs": [run.name for run in runs],
+        "prompts": [json.loads(prompt) for prompt in prompts],
+        "images": _images(runs),
+        "rows": rows,
+    }
     script = Path(__file__).with_name("viewer.js").read_text("utf-8")
     colours = "".join(f'<option value="{name}">{label}</option>' for name, label in _COLOURS)
     selects = "".join(
@@ -59,15 +82,45 @@ def viewer(runs: Sequence[RunRecord]) -> list[str]:
         f'placeholder="words in prompt, response or answer">{selects}<span class="count sub"></span></div>'
         f'<div class="panes"><div><div class="line head">{head}</div><div class="list"><div></div></div></div>'
         '<div class="detail"></div></div></div>',
-        # In a script's text only `<` could end it.
-        f'<script type="application/json" id="rollouts">{data.replace("<", chr(92) + "u003c")}</script>'
-        f"<script>{script}</script>",
+        script_data("rollouts", json.dumps(data, default=str)) + f"<script>{script}</script>",
     ]
 
 
+def turns(prompt: str | Sequence[Mapping[str, object]]) -> list[tuple[str, str]]:
+    """Role and text of each turn; a prompt of text is one turn without a role. What a turn has besides is JSON behind it."""
+    if isinstance(prompt, str):
+        return [("", prompt)]
+    found = list[tuple[str, str]]()
+    for message in prompt:
+        content = message.get("content")
+        said = [content] if isinstance(content, str) and content else []
+        more = {key: value for key, value in message.items() if key not in ("role", "content") and value}
+        if content and not isinstance(content, str):
+            more["content"] = content
+        said += [json.dumps(more, ensure_ascii=False, indent=1)] if more else []
+        found.append((str(message.get("role", "")), "\n".join(said)))
+    return found
+
+
+def image_data(run: Path, name: str) -> str:
+    """An image of `samples/images` as a data URI; empty where it is not there any more."""
+    file = run / "samples" / "images" / Path(name).name
+    return f"data:image/webp;base64,{base64.b64encode(file.read_bytes()).decode()}" if file.is_file() else ""
+
+
+def _images(runs: Sequence[RunRecord]) -> dict[str, str]:
+    """By file name; as many as the page may hold, those of the latest steps first."""
+    found, size = dict[str, str](), 0
+    steps = sorted(((step, run) for run in runs for step in run.samples), key=lambda one: -one[0])
+    for step, run in steps:
+        for name in dict.fromkeys(name for row in run.samples[step] for name in row.get("images", ())):
+            if name not in found and (data := image_data(run.path, name)) and size + len(data) <= _IMAGE_BYTES:
+                found[name], size = data, size + len(data)
+    return found
+
+
 def _prompt(row: RolloutRow) -> str:
-    prompt = row["prompt"]
-    return prompt if isinstance(prompt, str) else yaml.safe_dump(prompt, sort_keys=False, allow_unicode=True)
+    return json.dumps(turns(row["prompt"]))
 
 
 def _facts(row: RolloutRow) -> dict[str, object]:
@@ -84,16 +137,19 @@ def _token_values(run: Path, step: int, rows: Sequence[RolloutRow]) -> list[Mapp
     with np.load(file, allow_pickle=False) as arrays:
         place = {sample: i for i, sample in enumerate(arrays["samples"].tolist())}
         count = arrays["rewards"].shape[1]
-    known: dict[int, Mapping[str, list[float]]] = {}
+    known: dict[int, dict[str, list[float]]] = {}
     for part in sorted(file.with_suffix(".tokens").glob("*.npz")):
         with np.load(part, allow_pickle=False) as arrays:
-            new, old, drawn = (arrays[name] for name in ("log_probs", "old_log_probs", "rollout_log_probs"))
+            new, old, drawn = (arrays[name] for name in _ARRAYS)
+            weight = arrays.get("gradient_weights")  # runs of older versions have none
             ends = np.cumsum(arrays["lengths"])
             for row, begin, end in zip(arrays["rows"].tolist(), ends - arrays["lengths"], ends, strict=True):
                 known[row] = {
                     "difference": np.round(old[begin:end] - drawn[begin:end], 6).tolist(),
                     "ratio": np.round(np.exp(new[begin:end] - old[begin:end]), 6).tolist(),
                 }
+                if weight is not None:
+                    known[row]["weight"] = [float(f"{one:.4g}") for one in weight[begin:end]]
     found = [known.get(place.get(row.get("sample", ""), -1) * count + row.get("rollout", 0), {}) for row in rows]
     return [
         values if len(row.get("pieces", ())) == len(values.get("ratio", ())) else {}

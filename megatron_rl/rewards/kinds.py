@@ -18,6 +18,8 @@ from megatron_rl.sample import SampleMapping
 Score = float | Mapping[str, float] | None
 NumberFunction = Callable[[str, SampleMapping], float]  # of completion and sample
 ScoreFunction = Callable[[str, SampleMapping], Any]  # a user's own: what it returns is checked
+Remark = tuple[str, bool | None]  # a line about a response, and whether it is right there; None: the line says neither
+RemarkFunction = Callable[[str, SampleMapping], Sequence[Remark]]
 
 CALL_SECONDS = 60.0  # deadline of a pooled reward that does not set its own
 
@@ -35,6 +37,7 @@ class Reward:
         may_abstain: it may return None: no value for this rollout.
         check_sample: raises ValueError where a sample lacks what the reward needs; called for every sample before a run.
         doubts: (id, sample) pairs to warnings about samples that may be scored wrongly.
+        remarks: what there is to say of a scored completion besides its score; called for the rollouts in `samples/` only.
     """
 
     def __init__(
@@ -45,12 +48,14 @@ class Reward:
         may_abstain: bool = False,
         check_sample: Callable[[SampleMapping], object] = lambda sample: None,
         doubts: Callable[[Sequence[tuple[str, SampleMapping]]], list[str]] = lambda samples: [],
+        remarks: RemarkFunction = lambda completion, sample: (),
     ) -> None:
         self.function = function
         self.columns = None if columns is None else tuple(columns)
         self.may_abstain = may_abstain
         self.check_sample = check_sample
         self.doubts = doubts
+        self.remarks = remarks
 
     def __call__(self, completion: str, sample: SampleMapping) -> Score:
         score: Score = self.function(completion, sample)

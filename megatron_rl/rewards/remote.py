@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from megatron_rl.config.keys import Finite
 from megatron_rl.config.schema import ServerConfig
 from megatron_rl.parameters import Range
-from megatron_rl.rewards.kinds import Reward, SampleMapping, Score
+from megatron_rl.rewards.kinds import Remark, Reward, SampleMapping, Score
 from megatron_rl.runtime.calls import event_loop
 from megatron_rl.runtime.disk import make_inside
 from megatron_rl.runtime.http import Endpoint, EndpointError, Traffic, Unanswered
@@ -104,11 +104,13 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)  # one is kept for every question of the run
 class Verdict:
-    """The outcome of one question; `kind` and `reason` say why there is no score."""
+    """The outcome of one question; `kind` and `reason` say why there is no score. The words are in a file of answers."""
 
     score: float | None
     kind: str = ""  # nonsense | expired | budget | failed | refused
     reason: str = ""
+    rank: int = 0  # whose file
+    offset: int = -1  # of the line in it, in bytes; -1: it is in none
 
 
 class RemoteReward(Reward):
@@ -135,7 +137,9 @@ class RemoteReward(Reward):
         is_reply: Callable[[Reply], bool],
     ) -> None:
         super().__init__(
-            lambda completion, sample: self.submit(completion, sample).result(), may_abstain=policy.unanswered == "drop"
+            lambda completion, sample: self.submit(completion, sample).result(),
+            may_abstain=policy.unanswered == "drop",
+            remarks=self._words,
         )
         self.policy = policy
         self._render = render
@@ -161,7 +165,7 @@ class RemoteReward(Reward):
 
     async def _score(self, completion: str, sample: SampleMapping) -> Score:
         body = self._render(completion, sample)
-        key = hashlib.blake2b(json.dumps([self._path, body], sort_keys=True).encode(), digest_size=16).hexdigest()
+        key = self._key(body)
         self._counts.scored += 1
         if key in self._cache:
             self._counts.cache_hits += 1
@@ -180,6 +184,23 @@ class RemoteReward(Reward):
                 verdict = Verdict(None, "expired", f"no answer {self.policy.step_seconds:g} s after the last rollout")
         return self._by_rule(verdict)
 
+    def _key(self, body: Mapping[str, object]) -> str:
+        return hashlib.blake2b(json.dumps([self._path, body], sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def _words(self, completion: str, sample: SampleMapping) -> list[Remark]:
+        """What the server said of a rollout, as far as the file of answers has it."""
+        verdict = self._cache.get(self._key(self._render(completion, sample)))
+        if verdict is None or verdict.offset < 0 or self._file is None:
+            return []
+        path = self._file.with_name(f"rank{verdict.rank}.jsonl")
+        try:
+            with path.open("rb") as file:
+                file.seek(verdict.offset)
+                words = json.loads(file.readline())["reply"]
+        except (OSError, ValueError) as error:  # another node's file, which is not seen here yet
+            words = f"[the reply cannot be read from {path.name}: {error}]"
+        return [(words, None)] if words else []
+
     def _by_rule(self, verdict: Verdict) -> float | None:
         if verdict.score is not None:
             return verdict.score
@@ -195,15 +216,16 @@ class RemoteReward(Reward):
             reply = await self._endpoint.post(self._path, body)
             try:
                 score, text = self._read(reply)
-                verdict = Verdict(score)
+                kind = reason = ""
             except Nonsense as error:
-                text = str(error)
-                verdict = Verdict(None, "nonsense", f"the reply holds no score: {text[:200]!r}")
+                score, text = None, str(error)
+                kind, reason = "nonsense", f"the reply holds no score: {text[:200]!r}"
         except Unanswered as error:
             return Verdict(None, error.kind, str(error))
         # Scores and nonsense are kept, so that a resumed run sees the same; a failed request is sent again.
+        offset = self._append(json.dumps({"key": key, "score": score, "reply": text[:_LONGEST_KEPT_REPLY]}) + "\n")
+        verdict = Verdict(score, kind, reason, self._rank, offset)
         self._cache[key] = self._news[key] = verdict
-        self._append(json.dumps({"key": key, "score": verdict.score, "reply": text[:_LONGEST_KEPT_REPLY]}) + "\n")
         return verdict
 
     def expire(self) -> None:
@@ -246,16 +268,18 @@ class RemoteReward(Reward):
         self._endpoint.share(world)
         spent = [0, 0]
         for path in sorted(folder.glob("rank*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
+            end = 0
+            for line in path.read_bytes().splitlines(keepends=True):
+                offset, end = end, end + len(line)
                 try:
                     row = json.loads(line)
                 except ValueError:  # a killed process's last line
                     continue
                 if "key" in row:
                     kind = "" if row["score"] is not None else "nonsense"
-                    self._cache[row["key"]] = Verdict(
-                        row["score"], kind, f"the reply held no score: {row['reply'][:200]!r}"
-                    )
+                    reason = f"the reply held no score: {row['reply'][:200]!r}"
+                    asked_by = int(path.stem.removeprefix("rank"))
+                    self._cache[row["key"]] = Verdict(row["score"], kind, reason, asked_by, offset)
                 spent[0] += row.get("requests", 0)
                 spent[1] += row.get("tokens", 0)
         self._spent_before = (spent[0], spent[1])
@@ -264,10 +288,14 @@ class RemoteReward(Reward):
         if self._file.exists() and not self._file.read_bytes().endswith(b"\n"):
             self._append("\n")
 
-    def _append(self, text: str) -> None:
-        if self._file is not None:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(text)
+    def _append(self, text: str) -> int:
+        """Where in the file the text begins, in bytes; -1 without a file."""
+        if self._file is None:
+            return -1
+        with self._file.open("ab") as file:
+            offset = file.tell()
+            file.write(text.encode())
+        return offset
 
     def take_counts(self) -> tuple[Counts, dict[str, Verdict]]:
         """Counts and new answers since the last call, for `learn` on every rank. No question may be open."""

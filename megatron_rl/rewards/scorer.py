@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.rewards.kinds import InlineReward, PooledReward, Reward, Score
+from megatron_rl.rewards.kinds import InlineReward, PooledReward, Remark, Reward, Score
 from megatron_rl.rewards.recipe import check_rewards, columns_of
 from megatron_rl.rewards.remote import Counts, RemoteReward, Verdict
 from megatron_rl.runtime.calls import CallTimeout
@@ -192,11 +192,7 @@ class Scorer:
             raise
 
     def _start(self, completion: str, sample: Sample, finish_reason: str | None, num_tokens: int | None) -> _Scoring:
-        mapping = sample.as_mapping()
-        if finish_reason is not None:
-            mapping["finish_reason"] = finish_reason
-        if num_tokens is not None:
-            mapping["num_tokens"] = num_tokens
+        mapping = _mapping(sample, finish_reason, num_tokens)
         scoring = _Scoring(completion, sample, mapping)
         for name in self._rewards:
             if not self._applies(name, sample):
@@ -210,6 +206,15 @@ class Scorer:
                 scoring.futures[name] = reward.submit(completion, mapping)
         self._stats.started += len(scoring.futures)
         return scoring
+
+    def remarks(self, completion: str, sample: Sample, finish_reason: str, num_tokens: int) -> dict[str, list[Remark]]:
+        """What rewards say of a scored rollout besides its score, by the reward's name; without those that say nothing."""
+        mapping, found = _mapping(sample, finish_reason, num_tokens), dict[str, list[Remark]]()
+        for name, reward in self._rewards.items():
+            if self._applies(name, sample):
+                with self._naming(name, sample):
+                    found[name] = list(reward.remarks(completion, mapping))
+        return {name: remarks for name, remarks in found.items() if remarks}
 
     def _is_gated_out(self, name: str, scoring: _Scoring) -> bool:
         """Whether an inline reward already shows that the condition fails; its value stays in the row.
@@ -317,6 +322,15 @@ class Scorer:
             one.cancel()
         for reward in self._rewards.values():
             reward.close()
+
+
+def _mapping(sample: Sample, finish_reason: str | None, num_tokens: int | None) -> SampleMapping:
+    mapping = sample.as_mapping()
+    if finish_reason is not None:
+        mapping["finish_reason"] = finish_reason
+    if num_tokens is not None:
+        mapping["num_tokens"] = num_tokens
+    return mapping
 
 
 def condition_reward(value: float, gate: float, threshold: float) -> float:

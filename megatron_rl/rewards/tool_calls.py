@@ -5,14 +5,17 @@ Sources: GDPO, appendix C; AWPO, Eq. 12-16; ToolRL's released rewards, where tho
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
+from megatron_rl.rewards.kinds import Remark
 from megatron_rl.rewards.tool_parsers import Call
 
 Matching = Literal["greedy", "optimal"]
 Names = Literal["multiset", "set"]
+_SHOWN = 200  # characters of a value in a remark
 
 
 def match_share(
@@ -32,12 +35,51 @@ def match_share(
         same_name: only calls of the same tool can be matched.
     """
     total = _overlap([call["name"] for call in gold], [call["name"] for call in calls], multiset=names == "multiset")
-    table = [
+    table = _table(gold, calls, same_name)
+    total += sum(table[i][j] for i, j in _PAIRS[matching](table))
+    return total / (1 + len(gold) + sum(len(call["parameters"]) for call in gold))
+
+
+def call_remarks(
+    gold: Sequence[Call], calls: Sequence[Call], matching: Matching, same_name: bool = True
+) -> list[Remark]:
+    """What is right and what wrong: names, parameter names and values of gold calls and those they are matched with."""
+    table = _table(gold, calls, same_name)
+    pairs = {i: j for i, j in _PAIRS[matching](table) if table[i][j]}
+    found: list[Remark] = [] if gold or calls else [("no call, and none is wanted", True)]
+    for i, want in enumerate(gold):
+        left = (j for j, call in enumerate(calls) if call["name"] == want["name"] and j not in pairs.values())
+        if (pair := pairs.get(i, next(left, None))) is None:
+            found.append((f"{want['name']} is not called", False))
+            continue
+        pairs[i], have = pair, calls[pair]["parameters"]
+        wanted = "" if calls[pair]["name"] == want["name"] else f", wanted {want['name']}"
+        found.append((f"{calls[pair]['name']}{wanted}", not wanted))
+        for key, value in want["parameters"].items():
+            if key not in have:
+                found.append((f"  {key} is missing, wanted {_shown(value)}", False))
+            elif equal(value, have[key]):
+                found.append((f"  {key}: {_shown(have[key])}", True))
+            else:
+                found.append((f"  {key}: {_shown(have[key])}, wanted {_shown(value)}", False))
+        found += [(f"  {key} is no parameter that is wanted", False) for key in have if key not in want["parameters"]]
+    return found + [(f"{call['name']} is not wanted", False) for j, call in enumerate(calls) if j not in pairs.values()]
+
+
+def _shown(value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:  # JSON nested a thousand deep
+        return "…"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
+
+
+def _table(gold: Sequence[Call], calls: Sequence[Call], same_name: bool) -> list[list[float]]:
+    """Scores of all pairs, [gold calls][calls]."""
+    return [
         [_pair_score(want, call) if not same_name or want["name"] == call["name"] else 0.0 for call in calls]
         for want in gold
     ]
-    total += _greedy(table) if matching == "greedy" else _optimal(table)
-    return total / (1 + len(gold) + sum(len(call["parameters"]) for call in gold))
 
 
 def _overlap(gold: list[str], other: list[str], multiset: bool) -> float:
@@ -62,25 +104,23 @@ def equal(left: object, right: object) -> bool:
         return False
 
 
-def _greedy(table: list[list[float]]) -> float:
-    used: set[int] = set()
-    total = 0.0
-    for row in table:
+def _greedy(table: list[list[float]]) -> list[tuple[int, int]]:
+    used: dict[int, int] = {}  # column -> row
+    for number, row in enumerate(table):
         best, best_column = 0.0, -1
         for column, score in enumerate(row):
             if score > best and column not in used:
                 best, best_column = score, column
         if best_column >= 0:
-            used.add(best_column)
-        total += best
-    return total
+            used[best_column] = number
+    return [(row, column) for column, row in used.items()]
 
 
-def _optimal(table: list[list[float]]) -> float:
-    """Largest total of a matching between rows and columns, by the Hungarian method in O(rows^2 * columns)."""
+def _optimal(table: list[list[float]]) -> list[tuple[int, int]]:
+    """The matching with the largest total of rows and columns, by the Hungarian method in O(rows^2 * columns)."""
     if not table or not table[0]:
-        return 0.0
-    if len(table) > len(table[0]):
+        return []
+    if turned := len(table) > len(table[0]):
         table = [list(column) for column in zip(*table, strict=True)]
     rows, columns = len(table), len(table[0])
     # Shortest augmenting paths with potentials, rows and columns counted from 1; column 0 holds the row being placed.
@@ -111,4 +151,8 @@ def _optimal(table: list[list[float]]) -> float:
             column = following
         while column:
             row_of[column], column = row_of[previous[column]], previous[column]
-    return sum(table[row_of[column] - 1][column - 1] for column in range(1, columns + 1) if row_of[column])
+    pairs = [(row_of[column] - 1, column - 1) for column in range(1, columns + 1) if row_of[column]]
+    return [(column, row) for row, column in pairs] if turned else pairs
+
+
+_PAIRS = {"greedy": _greedy, "optimal": _optimal}

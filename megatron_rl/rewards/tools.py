@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_rl.rewards.kinds import NumberFunction, SampleMapping
+from megatron_rl.rewards.kinds import InlineReward, NumberFunction, Remark, RemarkFunction, SampleMapping
 from megatron_rl.rewards.registry import register_reward
-from megatron_rl.rewards.tool_calls import Matching, Names, match_share
+from megatron_rl.rewards.tool_calls import Matching, Names, call_remarks, match_share
 from megatron_rl.rewards.tool_formats import FORMATS, Thinking
 from megatron_rl.rewards.tool_parsers import PARSERS, ParserName
 
@@ -45,7 +45,7 @@ def tool_correctness(
     same_name: bool = True,
     parser: ParserName = "toolrl",
     no_call_wanted: Literal["compare", "zero"] = "compare",
-) -> NumberFunction:
+) -> InlineReward:
     """6 * R_max / S_max - 3, in [-3, 3]: names, parameter names and parameter values of the calls (GDPO, appendix C).
 
     The gold calls are the sample's `tool_calls`. A completion without a call, or whose calls cannot be read, scores -3
@@ -70,11 +70,11 @@ def tool_correctness(
             return -3.0
         return 6 * match_share(gold, calls, matching, names, same_name) - 3
 
-    return score
+    return InlineReward(score, remarks=_remarks(parser, matching, same_name))
 
 
 @register_reward("tool_exec")
-def tool_exec(matching: Matching = "optimal", names: Names = "set", parser: ParserName = "toolrl") -> NumberFunction:
+def tool_exec(matching: Matching = "optimal", names: Names = "set", parser: ParserName = "toolrl") -> InlineReward:
     """The execution score in [0, 1] (AWPO, Eq. 13-16); with `tool_format` added, AWPO's outcome reward in [0, 2].
 
     1 where the gold turn calls no tool and neither does the completion; 0 for calls that cannot be read.
@@ -84,6 +84,10 @@ def tool_exec(matching: Matching = "optimal", names: Names = "set", parser: Pars
         names: `set` as in Eq. 13, or `multiset`.
         parser: as in `tool_correctness`.
     """
+    return InlineReward(_execution(matching, names, parser), remarks=_remarks(parser, matching))
+
+
+def _execution(matching: Matching, names: Names, parser: ParserName) -> NumberFunction:
     read = PARSERS[parser]
 
     def score(completion: str, sample: SampleMapping) -> float:
@@ -95,6 +99,15 @@ def tool_exec(matching: Matching = "optimal", names: Names = "set", parser: Pars
     return score
 
 
+def _remarks(parser: ParserName, matching: Matching, same_name: bool = True) -> RemarkFunction:
+    def remarks(completion: str, sample: SampleMapping) -> list[Remark]:
+        gold, calls = sample.get("tool_calls") or [], PARSERS[parser](completion)
+        unread: list[Remark] = [("the calls cannot be read", False)] if calls is None else []
+        return unread + call_remarks(gold, calls or [], matching, same_name)
+
+    return remarks
+
+
 @register_reward("tool_outcome")
 def tool_outcome(
     strict: bool = True,
@@ -102,12 +115,12 @@ def tool_outcome(
     names: Names = "set",
     parser: ParserName = "toolrl",
     think: Thinking = "required",
-) -> NumberFunction:
+) -> InlineReward:
     """`tool_format` + `tool_exec`, AWPO's outcome reward in [0, 2] as one number (AWPO, Eq. 11)."""
     has_format = tool_format(strict, parser, think)
-    execution = tool_exec(matching, names, parser)
+    execution = _execution(matching, names, parser)
 
     def score(completion: str, sample: SampleMapping) -> float:
         return has_format(completion, sample) + execution(completion, sample)
 
-    return score
+    return InlineReward(score, remarks=_remarks(parser, matching))

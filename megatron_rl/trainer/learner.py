@@ -147,6 +147,8 @@ class Learner:
                     norms.append(result.grad_norm)
         if log is not None and self._grid.reports_loss:
             for part in parts:
+                for tokens in part.tokens:
+                    tokens.gradient_weights = self._gradient_weights(part, tokens, clip_range)
                 log.add(part)
         return (
             metrics.values()
@@ -230,7 +232,19 @@ class Learner:
         if tokens.old_log_probs is None:
             tokens.old_log_probs = tokens.log_probs
             extra = _entropy_metric(entropy)
-        loss, metrics = self.algorithm.policy_loss(
+        loss, metrics = self._policy_loss(part, tokens, clip_range, log_probs, entropy)
+        return loss, metrics + extra
+
+    def _policy_loss(
+        self,
+        part: Minibatch,
+        tokens: PolicyTokens,
+        clip_range: tuple[float, float] | None,
+        log_probs: Tensor,
+        entropy: Tensor | None,
+    ) -> tuple[Tensor, Metrics]:
+        assert tokens.old_log_probs is not None
+        return self.algorithm.policy_loss(
             log_probs,
             tokens.old_log_probs,
             tokens.rollout_log_probs,
@@ -242,7 +256,16 @@ class Learner:
             denominators=part.denominators,
             clip_range=clip_range,
         )
-        return loss, metrics + extra
+
+    def _gradient_weights(
+        self, part: Minibatch, tokens: PolicyTokens, clip_range: tuple[float, float] | None
+    ) -> Tensor:
+        """What the last update multiplied the gradient of each token's log-prob with, [tokens]: advantage, gradient weight,
+        correction and aggregation, and what the KL term adds. Above 0 the token became more probable."""
+        assert tokens.log_probs is not None
+        log_probs = tokens.log_probs.clone().requires_grad_()
+        loss, _ = self._policy_loss(part, tokens, clip_range, log_probs, torch.zeros_like(tokens.log_probs))
+        return -torch.autograd.grad(loss, log_probs)[0]
 
 
 def _part_size(aggregation: str) -> Callable[[MicroBatch], float]:

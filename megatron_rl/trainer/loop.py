@@ -98,8 +98,8 @@ def step(run: Run) -> None:
     run.report.log(number, metrics)
     if run.report.shows(number):
         shown = sampler.whole(rollouts, config.logging.samples_per_step)
-        pieces = sampler.pieces(shown) if log is not None else None
-        run.report.samples(number, rollouts.samples, shown, estimate.advantages, pieces)
+        details = sampler.details(rollouts.samples, shown, pieces=log is not None)
+        run.report.samples(number, rollouts.samples, shown, estimate.advantages, details)
     if log is not None:
         record_step(run.run_dir / "rollouts" / f"step_{number}.npz", run.grid, rollouts, table, estimate, log)
     if snapshot is not None:

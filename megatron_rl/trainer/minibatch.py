@@ -24,6 +24,7 @@ class PolicyTokens:
     rollout_log_probs: Tensor  # the engine's
     ref_log_probs: Tensor | None = None  # the reference policy's, where the loss has a KL term
     log_probs: Tensor | None = None  # of the policy when it was last updated on these tokens, before that update
+    gradient_weights: Tensor | None = None  # at recorded steps: minus the gradient of that update's loss by them
 
 
 @dataclass

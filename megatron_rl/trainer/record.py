@@ -1,6 +1,6 @@
 """Recorded rollouts: one step's rewards, advantages and log-probs as plain arrays.
 
-`<run_dir>/rollouts/step_<n>.npz` has 8 bytes per rollout and reward, `step_<n>.tokens/<r>.npz` 12 bytes per token that
+`<run_dir>/rollouts/step_<n>.npz` has 8 bytes per rollout and reward, `step_<n>.tokens/<r>.npz` 16 bytes per token that
 data-parallel replica r was trained on. `read_step` puts them together; anything that reads NumPy reads them one by one. Texts
 are in `samples/`.
 """
@@ -21,24 +21,25 @@ from megatron_rl.runtime.distributed import Grid
 from megatron_rl.trainer.minibatch import Minibatch, trained_rows
 
 TOKEN_ARRAYS = ("log_probs", "old_log_probs", "rollout_log_probs")
+_WRITTEN = (*TOKEN_ARRAYS, "gradient_weights")  # the last for the report only
 
 
 @dataclass
 class TokenLog:
-    """Log-probs of this rank's share of the trained rollouts: row of the training batch -> name -> float32 [tokens]."""
+    """Arrays of this rank's share of the trained rollouts: row of the training batch -> name -> float32 [tokens]."""
 
     rows: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
 
     def add(self, minibatch: Minibatch) -> None:
-        """Takes `TOKEN_ARRAYS` of a minibatch's tokens, cut at the rollouts' ends."""
+        """Takes the arrays of a minibatch's tokens, cut at the rollouts' ends."""
         for micro, known in zip(minibatch.micro_batches, minibatch.tokens, strict=True):
             if not micro.rows:
                 continue
             sizes = torch.bincount(micro.sequence_ids, minlength=len(micro.rows)).tolist()
             cuts = np.cumsum(sizes)[:-1]
-            parts = {name: np.split(getattr(known, name).float().cpu().numpy(), cuts) for name in TOKEN_ARRAYS}
+            parts = {name: np.split(getattr(known, name).float().cpu().numpy(), cuts) for name in _WRITTEN}
             for local, row in enumerate(micro.rows):
-                self.rows[row] = {name: parts[name][local] for name in TOKEN_ARRAYS}
+                self.rows[row] = {name: parts[name][local] for name in _WRITTEN}
 
 
 @dataclass
@@ -81,7 +82,7 @@ def write_tokens(path: Path, replica: int, trained: np.ndarray, log: TokenLog) -
         "rows": trained[np.array(chosen, dtype=np.int64)],
         "lengths": np.array([len(log.rows[row][TOKEN_ARRAYS[0]]) for row in chosen], dtype=np.int64),
     }
-    for name in TOKEN_ARRAYS:
+    for name in _WRITTEN:
         empty = np.zeros(0, dtype=np.float32)
         arrays[name] = np.concatenate([empty, *(log.rows[row][name] for row in chosen)])
     _save(_part(path, replica), arrays)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import time
@@ -22,6 +21,7 @@ from megatron_rl.rewards import ScoringStats
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.heartbeat import HEARTBEAT
+from megatron_rl.trainer.samples import write_samples
 from megatron_rl.trainer.trackers import Tracker, make_trackers
 
 # What a step's line on the terminal shows: label, metric, format.
@@ -226,17 +226,14 @@ class Reporter:
         samples: Sequence[Sample],
         rollouts: Sequence[Rollout],
         advantages: Tensor,
-        pieces: Sequence[list[str]] | None = None,
+        details: Sequence[Mapping[str, object]],
     ) -> None:
-        """`samples/step_<n>.jsonl`: the step's first rollouts, whole groups first, with rewards and advantages; and `pieces`,
-        the texts of their tokens."""
+        """`samples/step_<n>.jsonl`: the step's first rollouts, whole groups first, with rewards and advantages; and what else
+        is known of each, `details`."""
         if self.active:
-            extra: list[dict[str, object]] = [
-                {"advantage": value} for value in advantages.flatten().tolist()[: len(rollouts)]
-            ]
-            for more, texts in zip(extra, pieces or (), strict=False):
-                more["pieces"] = texts
-            _write_rollouts(self.run_dir / "samples" / f"step_{step}.jsonl", samples, rollouts, extra)
+            values = advantages.flatten().tolist()[: len(rollouts)]
+            extra = [{"advantage": value, **more} for value, more in zip(values, details, strict=True)]
+            write_samples(self.run_dir / "samples" / f"step_{step}.jsonl", samples, rollouts, extra)
 
     def shows(self, step: int) -> bool:
         """Whether this step's samples are to be written; the same on every rank."""
@@ -252,7 +249,7 @@ class Reporter:
         """`samples/eval_<task>_step_<n>.jsonl`."""
         if self.active:
             path = self.run_dir / "samples" / f"eval_{task}_step_{step}.jsonl"
-            _write_rollouts(path, samples, rollouts, [{} for _ in rollouts])
+            write_samples(path, samples, rollouts, [{} for _ in rollouts])
 
     # --------------------------------------------------------------------------------------------------------------- end
     def summary(self) -> None:
@@ -298,25 +295,3 @@ def _remove_later(run_dir: Path, step: int) -> None:
     for path in [*(run_dir / "samples").glob("*step_*.jsonl"), *(run_dir / "rollouts").glob("step_*")]:
         if (number := path.stem.rpartition("step_")[2]).isdigit() and int(number) > step:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _write_rollouts(
-    path: Path, samples: Sequence[Sample], rollouts: Sequence[Rollout], extra: Sequence[Mapping[str, object]]
-) -> None:
-    by_id = {sample.id: sample for sample in samples}
-    path.parent.mkdir(exist_ok=True)
-    with disk.text_file(path) as file:
-        for rollout, more in zip(rollouts, extra, strict=True):
-            sample = by_id[rollout.sample_id]
-            record = {
-                "sample": sample.id,
-                "rollout": rollout.index,
-                "prompt": sample.prompt,
-                "response": rollout.text,
-                "answer": sample.answer,
-                "rewards": {name: None if math.isnan(value) else value for name, value in rollout.rewards.items()},
-                **more,
-                "finish_reason": rollout.finish_reason,
-                "tokens": len(rollout.response_ids),
-            }
-            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")

@@ -116,12 +116,19 @@ class Sampler:
             rollout.rewards = rollouts.rewards_of(row)
         return known
 
-    def pieces(self, rollouts: Sequence[Rollout]) -> list[list[str]]:
-        """The text of each response token by itself; part of a character is U+FFFD."""
-        return [
-            self.tokenizer.batch_decode([[token] for token in rollout.response_ids], clean_up_tokenization_spaces=False)
-            for rollout in rollouts
-        ]
+    def details(self, samples: Sequence[Sample], rollouts: Sequence[Rollout], pieces: bool) -> list[dict[str, object]]:
+        """Of scored rollouts `remarks`, what rewards say of each; and with `pieces` the text of each response token by
+        itself, where part of a character is U+FFFD."""
+        by_id, found = {sample.id: sample for sample in samples}, list[dict[str, object]]()
+        for rollout in rollouts:
+            sample, tokens = by_id[rollout.sample_id], [[token] for token in rollout.response_ids]
+            one: dict[str, object] = {}
+            if remarks := self.scorer.remarks(rollout.text, sample, rollout.finish_reason, rollout.length):
+                one["remarks"] = remarks
+            if pieces:
+                one["pieces"] = self.tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False)
+            found.append(one)
+        return found
 
     def close(self) -> None:
         self.scorer.close()

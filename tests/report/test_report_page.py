@@ -133,12 +133,14 @@ def test_the_page_nests_escapes_what_the_model_said_and_holds_every_curve(tmp_pa
     page = render([run])
     outline = Outline(page)
     text = "".join(outline.text)
-    assert outline.tags.count("script") == 2  # the viewer's data and itself; none of the model's
+    assert (
+        outline.tags.count("script") == 5
+    )  # data of curves, times and rollouts, and what draws them; none of the model's
     assert "1 < 2 & <b>?" in text
     assert "the\u2028newest" in text
     for title in ("Evaluation", "Reward columns", "Entropy, nats per token", "Seconds per step, by phase", "Findings"):
         assert title in text
-    assert "Shrinkage λ" not in text  # the run has no such metric
+    assert json.dumps("Shrinkage λ") not in text  # the run has no such metric
     assert "other 12%" in text  # 2 s per step, of which 1.75 are phases
     assert render([run]) == page
 
@@ -270,30 +272,29 @@ def test_every_phase_has_a_colour_of_its_own() -> None:
     assert len(set(COLOURS)) == len(COLOURS) >= len(PHASES)
 
 
-def test_values_can_be_read_and_lie_on_the_line(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", healthy()))
+def test_a_chart_has_the_run_s_numbers_and_a_gap_where_there_is_none(tmp_path: Path) -> None:
+    nan = float("nan")
+    rows = healthy(30, reward__mean=[nan, 0.123456789])
     [chart] = [chart for chart in CHARTS if chart.title == "Reward, weighted sum"]
-    svg = draw(chart, [run])
-    assert svg is not None
-    found = re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="5"><title>([^<]*)</title>', svg)
-    assert [text for *_, text in found][:2] == ["run, step 1: 0.05", "run, step 2: 0.1"]
-    [line] = re.findall(r'<path d="M ([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #2563eb', svg)
-    drawn = [(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", line)]
-    marked = [(float(x), float(y)) for x, y, _ in found]
-    assert marked[0] == pytest.approx(drawn[0], abs=0.1)
-    assert marked[-1] == pytest.approx(drawn[-1], abs=0.1)
-    times = draw_time(run)
-    assert times is not None
-    assert "step 3: 2 s (generate 1.25, update 0.5)" in times
+    drawing = draw(chart, [read_run(write_run(tmp_path / "run", rows))])
+    assert drawing is not None
+    [line] = drawing.lines
+    assert line.x == list(range(1, 31))
+    assert line.y[:2] == [0.033333, 0.066667]
+    assert line.y[-2:] == [None, 0.12346]
+    assert line.mean is None  # of so few points
 
 
-def test_a_small_share_is_not_drawn_to_full_height(tmp_path: Path) -> None:
-    rows = healthy(response_length__truncated_share=[0.002])
-    [chart] = [chart for chart in CHARTS if chart.title == "Cut at the token limit"]
-    svg = draw(chart, [read_run(write_run(tmp_path / "run", rows))])
-    assert svg is not None
-    heights = [float(y) for y in re.findall(r'cy="([\d.]+)"', svg)]
-    assert 0 < max(heights) - min(heights) < 10  # of some 150 points of the chart's height
+def test_the_layers_of_a_step_s_time_add_up_to_it(tmp_path: Path) -> None:
+    drawing = draw_time(read_run(write_run(tmp_path / "run", healthy())), "time")
+    assert drawing is not None
+    assert [line.label for line in drawing.lines] == ["generate 62%", "update 25%", "other 12%"]
+    assert [(line.low[0], line.high[0]) for line in drawing.lines if line.low and line.high] == [
+        (0, 1.25),
+        (1.25, 1.75),
+        (1.75, 2),
+    ]
+    assert drawing.lines[-1].y[0] == 0.25
 
 
 def test_a_served_page_is_drawn_anew_where_the_run_went_on(tmp_path: Path) -> None:

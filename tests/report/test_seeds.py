@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.report import read_run, render
 from megatron_rl.report.charts import Chart, _together, draw
@@ -11,8 +12,13 @@ from megatron_rl.report.run import by_recipe
 from .test_report_page import Outline, healthy, write_run
 
 
+def shifted(by: float) -> list[dict[str, Any]]:
+    rows = healthy()
+    return [row | {"reward/mean": round(row["reward/mean"] + by, 4)} if "reward/mean" in row else row for row in rows]
+
+
 def test_seeds_of_a_recipe_are_one_line_in_a_band(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / f"grpo-{seed}", healthy(), {"seed": seed})) for seed in range(3)]
+    runs = [read_run(write_run(tmp_path / f"grpo-{seed}", shifted(seed * 0.1), {"seed": seed})) for seed in range(3)]
     other = read_run(write_run(tmp_path / "gdpo", healthy(), {"algorithm": {"preset": "gdpo"}}))
     assert [[run.name for run in seeds] for seeds in by_recipe([runs[0], other, *runs[1:]])] == [
         ["grpo-0", "grpo-1", "grpo-2"],
@@ -22,9 +28,11 @@ def test_seeds_of_a_recipe_are_one_line_in_a_band(tmp_path: Path) -> None:
     drawn, alone = draw(chart, [*runs, other]), draw(chart, [runs[0], other])
     assert drawn is not None
     assert alone is not None
-    assert "grpo-0, 3 seeds" in drawn
-    assert "FillBetweenPolyCollection" in drawn
-    assert "FillBetweenPolyCollection" not in alone
+    seeds, single = drawn.lines
+    assert (seeds.label, single.label) == ("grpo-0, 3 seeds", "gdpo")
+    assert seeds.y[:2] == [0.15, 0.2]  # of .05, .15 and .25; .1, .2 and .3
+    assert (seeds.low, seeds.high) == (runs[0].series("reward/mean")[1], runs[2].series("reward/mean")[1])
+    assert all(line.low is None for line in (single, *alone.lines))
     page = "".join(Outline(render([*runs, other])).text)
     assert "4 runs" in page
     assert "Where the recipes differ" in page

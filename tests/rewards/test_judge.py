@@ -262,6 +262,26 @@ def test_a_reply_without_a_message_is_a_fault_of_the_server_s_and_the_question_i
         assert (counts.no_score, counts.traffic.errors, counts.traffic.retries) == ({}, 1, 1)
 
 
+def test_what_the_judge_said_is_found_by_any_rank_and_after_a_restart(tmp_path: Path) -> None:
+    with serving(
+        lambda number, _: "text:No tool is called \u2014 hm" if number else 'text:It is right. {"score": 1.0}'
+    ) as server:
+        asking, other = make(server.url), make(server.url)
+        asking.open(tmp_path / "answers" / "judge", 1, 2)
+        other.open(tmp_path / "answers" / "judge", 0, 2)
+        assert scores(asking, ["a"]) + scores(asking, ["b"]) == [1.0, None]
+        other.learn(*asking.take_counts())
+    restarted = make(server.url)
+    restarted.open(tmp_path / "answers" / "judge", 0, 1)
+    for reward in (asking, other, restarted):
+        assert reward.remarks("a", SAMPLE) == [('It is right. {"score": 1.0}', None)]
+        assert reward.remarks("b", SAMPLE) == [("No tool is called \u2014 hm", None)]
+        assert reward.remarks("never asked", SAMPLE) == []
+    (tmp_path / "answers" / "judge" / "rank1.jsonl").write_text("")
+    [(words, _)] = other.remarks("a", SAMPLE)
+    assert words.startswith("[the reply cannot be read from rank1.jsonl")
+
+
 def test_ranks_learn_each_others_answers(tmp_path: Path) -> None:
     with serving("score:0.25") as server:
         ranks = [make(server.url), make(server.url)]

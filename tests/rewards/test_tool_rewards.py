@@ -207,3 +207,33 @@ def test_the_released_reward_s_zero_where_no_call_is_wanted() -> None:
         assert released(text, {"tool_calls": [CALL]}) == make_reward("tool_correctness")(text, {"tool_calls": [CALL]})
     with pytest.raises(ValueError, match="no_call_wanted"):
         make_reward("tool_correctness", no_call_wanted="skip")
+
+
+def test_remarks_name_the_part_of_a_call_that_is_wrong() -> None:
+    def call(name: str, **parameters: object) -> dict[str, Any]:
+        return {"name": name, "parameters": parameters}
+
+    gold = [call("weather", city="Oslo", days=2, unit="C"), call("mail", to="ann"), call("walk", steps=3)]
+    text = completion([call("mail", to="bob"), call("weather", city="Oslo", days=3, hours=1), call("buy")])
+    for name in ("tool_correctness", "tool_exec", "tool_outcome"):
+        assert make_reward(name).remarks(text, {"tool_calls": gold}) == [
+            ("weather", True),
+            ('  city: "Oslo"', True),
+            ("  days: 3, wanted 2", False),
+            ('  unit is missing, wanted "C"', False),
+            ("  hours is no parameter that is wanted", False),
+            ("mail", True),
+            ('  to: "bob", wanted "ann"', False),
+            ("walk is not called", False),
+            ("buy is not wanted", False),
+        ]
+    reward = make_reward("tool_correctness")
+    assert reward.remarks("hm <tool_call>", {"tool_calls": gold[2:]}) == [
+        ("the calls cannot be read", False),
+        ("walk is not called", False),
+    ]
+    assert reward.remarks("hello", {"tool_calls": []}) == [("no call, and none is wanted", True)]
+    renamed = make_reward("tool_correctness", same_name=False).remarks(
+        text.replace("weather", "wether"), {"tool_calls": gold[:1]}
+    )
+    assert renamed[0] == ("wether, wanted weather", False)

@@ -43,7 +43,7 @@ def run_dir(tmp_path: Path) -> Path:
     for row, size in enumerate(lengths.flatten().tolist()):
         old = rng.normal(-1, 0.1, size).astype(np.float32)
         new = old + rng.normal(0, 0.4, size).astype(np.float32)
-        log.rows[row] = {"log_probs": new, "old_log_probs": old, "rollout_log_probs": old}
+        log.rows[row] = {"log_probs": new, "old_log_probs": old, "rollout_log_probs": old, "gradient_weights": old}
     path = tmp_path / "rollouts" / "step_7.npz"
     write_tokens(path, 0, np.arange(16), log)
     write_step(path, list("abcd"), table, torch.zeros(4, 4, dtype=torch.bool), estimate, parts=1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +13,12 @@ import torch
 
 from megatron_rl.actor.packing import pack
 from megatron_rl.algorithms import make_algorithm
+from megatron_rl.algorithms.aggregation import Denominators
+from megatron_rl.config.schema import Config
 from megatron_rl.data import RewardTable, TokenBatch
+from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.minibatch import Minibatch, PolicyTokens, trained_rows
-from megatron_rl.trainer.record import TOKEN_ARRAYS, TokenLog, read_step, recorded_steps, write_step, write_tokens
+from megatron_rl.trainer.record import _WRITTEN, TokenLog, read_step, recorded_steps, write_step, write_tokens
 
 
 def test_two_ranks_write_one_step(tmp_path: Path) -> None:
@@ -32,7 +38,7 @@ def test_two_ranks_write_one_step(tmp_path: Path) -> None:
     for log, shares in zip(logs, ([[2], [0]], [[1, 3], []]), strict=True):
         part = Minibatch([pack(rows, batch, torch.device("cpu")) for rows in shares if rows])
         for micro in part.micro_batches:
-            scored = {name: micro.targets + 10.0 * scale for scale, name in enumerate(TOKEN_ARRAYS)}
+            scored = {name: micro.targets + 10.0 * scale for scale, name in enumerate(_WRITTEN)}
             part.tokens.append(PolicyTokens(micro.sequence_ids, torch.zeros(len(micro.targets)), **scored))
         log.add(part)
     truncated = torch.zeros(3, 2, dtype=torch.bool)
@@ -55,6 +61,28 @@ def test_two_ranks_write_one_step(tmp_path: Path) -> None:
     assert step.rollout_log_probs.tolist() == [value + 20 for value in step.log_probs.tolist()]
     assert step.sequence_ids.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3]
     assert len(read_step(steps[3]).log_probs) == 0
+
+
+@pytest.mark.parametrize(("kl", "entropy"), [(0.0, 0.0), (0.5, 0.1)])
+def test_gradient_weights_are_what_the_update_multiplied_with(kl: float, entropy: float) -> None:
+    """Advantage, 0 where clipped, ratio and the share of the mean; and the KL term's slope."""
+    algorithm = make_algorithm(
+        {"preset": "grpo", "aggregation": "token-mean", "kl": {"coef": kl}, "entropy_coef": entropy}
+    )
+    actor: Any = SimpleNamespace(grid=None)
+    timer: Any = None
+    learner = Learner(Config(), actor, algorithm, timer)
+    log_ratios = torch.tensor([0.0, 0.1, 0.5, 0.5, -0.5])  # outside the bounds from the third on
+    advantages = torch.tensor([2.0, 2.0, 2.0, -1.0, -1.0])
+    old = torch.full((5,), -1.0)
+    tokens = PolicyTokens(torch.tensor([0, 0, 0, 1, 1]), advantages, old, old, old, old + log_ratios)
+    part = Minibatch([], [tokens], Denominators(10.0, 4.0))
+    weights = learner._gradient_weights(part, tokens, None)
+    want = torch.tensor([2.0, 2.0 * math.exp(0.1), 0.0, -math.exp(0.5), 0.0])
+    slope = kl * (1 - torch.exp(-log_ratios)) if kl else 0.0  # of k3
+    torch.testing.assert_close(weights, (want - slope) / 10)
+    assert tokens.log_probs is not None
+    assert not tokens.log_probs.requires_grad
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,185 @@
+// Charts of the page's data: values under the mouse in all of them at once, a dragged range of steps, a double click for all steps.
+"use strict";
+(() => {
+const HIGH = 170, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 20;
+const svg = (tag, given, ...inside) => {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(given)) made.setAttribute(name, value);
+  made.append(...inside);
+  return made;
+};
+const html = (tag, kind, ...inside) => {
+  const made = document.createElement(tag);
+  made.className = kind;
+  made.append(...inside);
+  return made;
+};
+const number = value => value === null || value === undefined ? "" : +value.toPrecision(4) + "";
+const present = value => value !== null && value !== undefined;
+
+const charts = [...document.querySelectorAll("[data-curves]")].flatMap(place =>
+  JSON.parse(document.getElementById(place.dataset.curves).textContent).map((given, i) => ({ ...given, box: place.children[i] })));
+const whole = charts.reduce((ends, chart) => chart.lines.reduce(([a, b], { x }) =>
+  [Math.min(a, x[0]), Math.max(b, x[x.length - 1])], ends), [Infinity, -Infinity]);
+if (whole[0] === whole[1]) { whole[0] -= 1; whole[1] += 1; }
+let range = whole;
+
+// The last of the steps that is not after `step`; -1: none.
+function before(steps, step) {
+  let low = 0, high = steps.length;
+  while (low < high) { const mid = (low + high) >> 1; if (steps[mid] <= step) low = mid + 1; else high = mid; }
+  return low - 1;
+}
+
+function ticks(low, high, count, least = 0) {
+  const ten = 10 ** Math.floor(Math.log10((high - low) / count));
+  const step = Math.max(least, [1, 2, 5, 10].map(times => times * ten).find(one => one >= (high - low) / count * 0.999));
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) found.push(+(i * step).toPrecision(12));
+  return found;
+}
+
+function logTicks(low, high) {
+  const decades = high / low > 30 ? [1] : [1, 2, 5], found = [];
+  const every = Math.ceil(Math.log10(high / low) / 6) || 1;
+  for (let ten = Math.floor(Math.log10(low)); ten <= Math.log10(high); ten++)
+    if (ten % every === 0) found.push(...decades.map(times => times * 10 ** ten).filter(one => one >= low && one <= high));
+  return found.length > 1 ? found : [low, high];
+}
+
+// Lowest and highest value of what is in sight.
+function ends(chart) {
+  let low = Infinity, high = -Infinity;
+  for (const line of chart.lines) for (const values of [line.y, line.low, line.high]) {
+    if (!values || (chart.stacked && values === line.y)) continue;
+    for (let i = Math.max(0, before(line.x, range[0] - 1e-9)); i < line.x.length && line.x[i] <= range[1]; i++)
+      if (present(values[i]) && line.x[i] >= range[0]) { low = Math.min(low, values[i]); high = Math.max(high, values[i]); }
+  }
+  if (low > high) [low, high] = [0, 1];
+  if (chart.log) return low < high ? [low / 1.15, high * 1.15] : [low / 2, high * 2];
+  if (chart.at_least !== null) return [Math.min(0, low), Math.max(chart.at_least, high * 1.03) || 1];
+  const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+  return [low - room, high + room];
+}
+
+// Points in sight, and one more on either side.
+const around = steps => [Math.max(0, before(steps, range[0]) - 1), Math.min(steps.length - 1, before(steps, range[1]) + 1)];
+
+function trace(xs, ys, x, y) {
+  let path = "", pen = "M";
+  const [first, last] = around(xs);
+  for (let i = first; i <= last; i++) {
+    if (!present(ys[i])) { pen = "M"; continue; }
+    path += `${pen}${x(xs[i]).toFixed(1)} ${y(ys[i]).toFixed(1)}`;
+    pen = "L";
+  }
+  return path;
+}
+
+function band(line, x, y) {
+  const [first, last] = around(line.x), corners = [];
+  for (let i = first; i <= last; i++) if (present(line.high[i])) corners.push([line.x[i], line.high[i]]);
+  for (let i = last; i >= first; i--) if (present(line.low[i])) corners.push([line.x[i], line.low[i]]);
+  return corners.map(([step, value], i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("") + "Z";
+}
+
+function draw(chart, place) {
+  const wide = Math.max(200, chart.box.clientWidth), [low, high] = ends(chart), scale = chart.log ? Math.log : value => value;
+  const x = step => LEFT + (step - range[0]) / (range[1] - range[0]) * (wide - LEFT - RIGHT);
+  const y = value => HIGH - BOTTOM - (scale(value) - scale(low)) / (scale(high) - scale(low)) * (HIGH - BOTTOM - TOP);
+  const clip = `clip-${place}`, inside = svg("g", { "clip-path": `url(#${clip})` }), drawing = svg("svg", {
+    viewBox: `0 0 ${wide} ${HIGH}`, height: HIGH, role: "img", "aria-label": chart.title });
+  drawing.append(svg("clipPath", { id: clip }, svg("rect", { x: LEFT, y: 0, width: wide - LEFT - RIGHT, height: HIGH - BOTTOM + 2 })));
+  for (const value of chart.log ? logTicks(low, high) : ticks(low, high, 4)) drawing.append(
+    svg("line", { class: "grid", x1: LEFT, x2: wide - RIGHT, y1: y(value), y2: y(value) }),
+    svg("text", { x: LEFT - 5, y: y(value) + 3, "text-anchor": "end" }, short(value)));
+  for (const step of ticks(...range, Math.max(2, Math.floor(wide / 70)), 1))
+    drawing.append(svg("text", { x: x(step), y: HIGH - 5, "text-anchor": "middle" }, `${step}`));
+  for (const line of chart.lines) {
+    if (line.low) inside.append(svg("path", { d: band(line, x, y), fill: line.colour, "fill-opacity": chart.stacked ? 0.85 : 0.18 }));
+    if (chart.stacked) continue;
+    const stroke = { fill: "none", stroke: line.colour, "stroke-linejoin": "round" };
+    inside.append(svg("path", { d: trace(line.x, line.y, x, y), ...stroke, "stroke-width": line.mean ? 0.6 : 1.6,
+      "stroke-opacity": line.mean ? 0.35 : 1, "stroke-dasharray": line.mean ? "" : line.dash }));
+    if (line.mean) inside.append(svg("path", { d: trace(line.x, line.mean, x, y), ...stroke, "stroke-width": 1.7, "stroke-dasharray": line.dash }));
+    else if (line.x.length < 30) line.x.forEach((step, i) => present(line.y[i]) &&
+      inside.append(svg("circle", { cx: x(step), cy: y(line.y[i]), r: 2, fill: line.colour })));
+  }
+  chart.at = svg("line", { class: "at", y1: TOP, y2: HIGH - BOTTOM, visibility: "hidden" });
+  chart.chosen = svg("rect", { class: "range", y: TOP, height: HIGH - BOTTOM - TOP, visibility: "hidden" });
+  drawing.append(inside, chart.chosen, chart.at);
+  chart.x = x;
+  chart.step = event => {
+    const to = (event.clientX - drawing.getBoundingClientRect().left - LEFT) / (wide - LEFT - RIGHT);
+    return Math.round(Math.min(range[1], Math.max(range[0], range[0] + to * (range[1] - range[0]))));
+  };
+  chart.box.replaceChildren(chart.head, chart.legend, drawing);
+}
+
+const short = value => Math.abs(value) >= 1e4 || (value && Math.abs(value) < 1e-3)
+  ? value.toExponential(1).replace(".0", "").replace("e+", "e") : number(value);
+
+// What is fixed of a chart: its title, and a legend with a place for each line's value.
+function prepare(chart) {
+  chart.note_ = html("span", "sub", chart.note);
+  chart.head = html("div", "title", html("span", "", chart.title), chart.note_);
+  chart.values = chart.lines.map(() => html("b", ""));
+  const alone = chart.lines.length === 1 && chart.note;
+  chart.legend = html("div", "legend", ...chart.lines.map((line, i) => html("span", "", ...(alone ? [] : [
+    svg("svg", { width: 16, height: 8 }, svg("line", { x1: 0, x2: 16, y1: 4, y2: 4, stroke: line.colour,
+      "stroke-width": chart.stacked ? 8 : 2, "stroke-dasharray": line.dash })), line.label + " "]), chart.values[i])));
+}
+
+function hover(step) {
+  for (const chart of charts) {
+    const shown = step !== null && step >= range[0] && step <= range[1];
+    chart.at.setAttribute("visibility", shown ? "visible" : "hidden");
+    if (shown) { chart.at.setAttribute("x1", chart.x(step)); chart.at.setAttribute("x2", chart.x(step)); }
+    chart.note_.textContent = shown ? `step ${step}` : chart.note;
+    chart.lines.forEach((line, i) => {
+      const at = shown ? before(line.x, step) : -1;
+      const spread = at >= 0 && line.low && !chart.stacked ? ` (${number(line.low[at])} to ${number(line.high[at])})` : "";
+      chart.values[i].textContent = at < 0 ? "" : number(line.y[at]) + spread;
+    });
+  }
+}
+
+function zoom(to) {
+  range = to;
+  charts.forEach(draw);
+}
+
+let from = null;
+for (const chart of charts) {
+  prepare(chart);
+  chart.box.addEventListener("pointerdown", event => {
+    if (event.button || !event.target.closest(".chart > svg")) return;
+    from = { chart, step: chart.step(event) };
+    chart.box.setPointerCapture(event.pointerId);
+  });
+  chart.box.addEventListener("pointermove", event => {
+    if (from === null && !event.target.closest(".chart > svg")) return hover(null);
+    const step = chart.step(event);
+    hover(step);
+    if (from === null) return;
+    const [left, right] = [chart.x(from.step), chart.x(step)].sort((a, b) => a - b);
+    chart.chosen.setAttribute("visibility", "visible");
+    chart.chosen.setAttribute("x", left);
+    chart.chosen.setAttribute("width", right - left);
+  });
+  chart.box.addEventListener("pointerup", event => {
+    if (from === null) return;
+    const [first, last] = [from.step, chart.step(event)].sort((a, b) => a - b);
+    from = null;
+    chart.chosen.setAttribute("visibility", "hidden");
+    if (last > first) zoom([first, last]);
+  });
+  chart.box.addEventListener("pointercancel", () => { from = null; chart.chosen.setAttribute("visibility", "hidden"); });
+  chart.box.addEventListener("pointerleave", () => from === null && hover(null));
+  chart.box.addEventListener("dblclick", () => zoom(whole));
+}
+zoom(whole);
+let width = 0;
+new ResizeObserver(() => { if (charts.length && charts[0].box.clientWidth !== width) { width = charts[0].box.clientWidth; zoom(range); } })
+  .observe(document.body);
+})();

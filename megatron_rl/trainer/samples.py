@@ -1,0 +1,57 @@
+"""`samples/`: some of a step's rollouts as text, one per line, and the images of their prompts beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_rl.data import Rollout, Sample
+from megatron_rl.images import PromptImages, fingerprint, open_image
+from megatron_rl.runtime import disk
+
+_PICTURE = 384  # pixels of an image's longer side, at most
+
+
+def write_samples(
+    path: Path, samples: Sequence[Sample], rollouts: Sequence[Rollout], extra: Sequence[Mapping[str, object]]
+) -> None:
+    """`extra`: further keys of each rollout's line."""
+    by_id = {sample.id: sample for sample in samples}
+    path.parent.mkdir(exist_ok=True)
+    images = {
+        sample.id: _write_images(path.parent / "images", sample.images)
+        for sample in (by_id[name] for name in dict.fromkeys(rollout.sample_id for rollout in rollouts))
+        if sample.images is not None
+    }
+    with disk.text_file(path) as file:
+        for rollout, more in zip(rollouts, extra, strict=True):
+            sample = by_id[rollout.sample_id]
+            record = {
+                "sample": sample.id,
+                "rollout": rollout.index,
+                "prompt": sample.prompt,
+                **({"images": images[sample.id]} if sample.id in images else {}),
+                "response": rollout.text,
+                "answer": sample.answer,
+                "rewards": {name: None if math.isnan(value) else value for name, value in rollout.rewards.items()},
+                **more,
+                "finish_reason": rollout.finish_reason,
+                "tokens": len(rollout.response_ids),
+            }
+            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+
+
+def _write_images(folder: Path, images: PromptImages) -> list[str]:
+    """The images, reduced to `_PICTURE`, in files named by what is in the originals. Returns their names."""
+    folder.mkdir(exist_ok=True)
+    names = [f"{fingerprint([source])}.webp" for source in images.sources]
+    missing = {name: source for name, source in zip(names, images.sources, strict=True) if not (folder / name).exists()}
+    for name, source in missing.items():
+        picture, temporary = open_image(source), folder / f".{name}"
+        picture.thumbnail((_PICTURE, _PICTURE))
+        picture.save(temporary, "WEBP")
+        os.replace(temporary, folder / name)
+    return names
