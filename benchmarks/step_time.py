@@ -64,14 +64,10 @@ SIZES: dict[str, HFConfig] = {
 }
 
 
-def model(name: str, chunks: int = 1) -> Model:
-    """`chunks`: Megatron-Bridge counts embedding and output layer as layers where that makes the chunks of a pipeline even
-    (126 layers and 2, 94 and 2); they are layers here."""
+def model(name: str) -> Model:
     known = SIZES.get(name) or published_config(name)
     assert known is not None
-    layers = known["num_hidden_layers"]
-    assert isinstance(layers, int)
-    return model_of({**known, "num_hidden_layers": -(-layers // chunks) * chunks})
+    return model_of(known)
 
 
 @dataclass(frozen=True)
@@ -240,9 +236,7 @@ def pretraining(row: Pretraining) -> tuple[float, Training]:
         moe=MoEConfig(dispatcher="deepep"),
     )
     hardware = TABLES["h100"]
-    made = Training(
-        model(row.model, pipeline * virtual), actor, row.gpus, hardware, imbalance=1.0, tensor_overlap=hardware.overlap
-    )
+    made = Training(model(row.model), actor, row.gpus, hardware, imbalance=1.0, tensor_overlap=hardware.overlap)
     pairs = row.length**2 / 2
     cost = (
         made.passes(64, row.length, pairs, train=True) + made.optimizer() + made.data_communication(row.length, pairs)

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.actor import fp8
 from megatron_rl.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
-from megatron_rl.config.stages import stage_layers
+from megatron_rl.config.stages import chunk_layers
 from megatron_rl.models import Family, ModelDescription, padded_vocab_size
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import (
@@ -110,7 +110,10 @@ def _mixture_of_experts(actor: ActorConfig, transformer_engine: bool) -> dict[st
 
 def uneven_stages(layers: int, parallel: ParallelConfig) -> dict[str, int]:
     """Megatron's options for stages of different sizes; none where all are equal."""
-    stages = stage_layers(layers, parallel.pipeline, parallel.virtual_pipeline)
+    chunks = chunk_layers(layers, parallel.pipeline, parallel.virtual_pipeline)
+    if chunks[0][0] < chunks[0][-1]:
+        return {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    stages = [sum(counts) for counts in chunks]
     if len(set(stages)) == 1:
         return {}
     first = {"num_layers_in_first_pipeline_stage": stages[0]}

@@ -20,7 +20,11 @@ class ParallelConfig:
         "the fullest has to, the first and the last share the rest (94 over 8: 11, six times 12, 11; 5 over 4: 2, "
         "1, 1, 1)",
     )
-    virtual_pipeline: Ranks = key(1, "model chunks per pipeline stage; each stage's layers are a multiple of it")
+    virtual_pipeline: Ranks = key(
+        1,
+        "model chunks per pipeline stage. Layers that do not divide over all chunks: with embedding and output layer "
+        "counted as one each (94 over 8 x 4: 2, thirty times 3, 2), or stages whose chunks are alike",
+    )
     context: Ranks = key(
         1,
         "context parallelism: this many ranks share the tokens of each sequence, so each holds 1/context of a "

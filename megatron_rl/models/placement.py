@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.config.stages import stage_layers
+from megatron_rl.config.stages import chunk_layers
 from megatron_rl.models.family import Model
 from megatron_rl.models.rules import Dims, Place, Rule, Sharding, Slice, shard_slices
 
@@ -108,17 +108,11 @@ class ActorLayout:
     @classmethod
     def of(cls, parallel: ParallelConfig, layers: int, world: int) -> ActorLayout:
         """A recipe's layout on `world` ranks."""
-        counts = stage_layers(layers, parallel.pipeline, parallel.virtual_pipeline)
-        chunks = [count // parallel.virtual_pipeline for count in counts]
-        row, before = sum(chunks), [0, *accumulate(chunks)]
-        held = tuple(
-            tuple(
-                chunk * row + before[stage] + number
-                for chunk in range(parallel.virtual_pipeline)
-                for number in range(chunks[stage])
-            )
-            for stage in range(parallel.pipeline)
-        )
+        counts = chunk_layers(layers, parallel.pipeline, parallel.virtual_pipeline)
+        numbers = iter(range(layers))
+        # The first chunks of all stages one after the other, then their second ones.
+        chunks = [[list(islice(numbers, count)) for count in row] for row in zip(*counts, strict=True)]
+        held = tuple(tuple(chain.from_iterable(stage)) for stage in zip(*chunks, strict=True))
         if world % (parallel.pipeline * parallel.tensor * parallel.context):
             raise ValueError(
                 f"{world} ranks are no multiple of actor.parallel.tensor x pipeline x context "

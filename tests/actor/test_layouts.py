@@ -80,7 +80,7 @@ TWO = [
     Layout("PP 2", pipeline=2),
     Layout("PP 2 tied", pipeline=2, tied=True),
     Layout("PP 2 virtual 3", pipeline=2, virtual=3),
-    Layout("PP 2 virtual 2 uneven", pipeline=2, virtual=2),  # 4 and 2 layers
+    Layout("PP 2 virtual 2 uneven", pipeline=2, virtual=2),  # chunks of 1, 2, 2 and 1 layers
     Layout("PP 2 virtual 3 corrected", pipeline=2, virtual=3, section=CORRECTED),
 ]
 FOUR = [

@@ -31,7 +31,7 @@ WHOLE = replace(CUT, expert=2, expert_tensor=1)  # half of the experts on each r
 REPEATED = replace(CUT, expert_tensor=1)  # every expert whole on both ranks
 TIED = Layout(tensor=2, model="model-True")
 TIED_PLAIN = Layout(tensor=2, model="model-True", distributed=False)
-UNEVEN = Layout(pipeline=2, virtual=2)  # 4 and 2 layers
+UNEVEN = Layout(pipeline=2, virtual=2)  # chunks of 1, 2, 2 and 1 layers
 CONTEXT = Layout(context=2)
 LORA, LORA_EXPERTS = Layout(tensor=2, sequence=True, lora=4), replace(WHOLE, lora=4)
 SAVED = [

@@ -337,12 +337,16 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
         (94, ParallelConfig(pipeline=8)),
         (5, ParallelConfig(pipeline=2)),
         (94, ParallelConfig(pipeline=4, virtual_pipeline=2)),
+        (94, ParallelConfig(pipeline=8, virtual_pipeline=4)),
+        (6, ParallelConfig(pipeline=2, virtual_pipeline=2)),
+        (10, ParallelConfig(pipeline=4, virtual_pipeline=2)),
         (36, ParallelConfig(pipeline=3, virtual_pipeline=4)),
     ],
 )
 def test_layers_and_ranks_are_where_megatron_core_puts_them(layers: int, parallel: ParallelConfig) -> None:
     from megatron.core.parallel_state import RankGenerator
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from megatron_rl.actor.build import uneven_stages
@@ -361,10 +365,11 @@ def test_layers_and_ranks_are_where_megatron_core_puts_them(layers: int, paralle
     world = 16 * stages
     layout = ActorLayout.of(grid, layers, world)
     for stage, held in enumerate(layout.layers):
-        size = len(held) // chunks
-        for chunk in range(chunks):
-            first = get_transformer_layer_offset(config, chunk if chunks > 1 else None, stage)
-            assert held[chunk * size : (chunk + 1) * size] == tuple(range(first, first + size))
+        built: list[int] = []
+        for chunk in range(chunks) if chunks > 1 else [None]:
+            first = get_transformer_layer_offset(config, chunk, stage)
+            built += range(first, first + get_num_layers_to_build(config, chunk, stage))
+        assert list(held) == built
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(tp=2, ep=1, dp=4, pp=stages, cp=2, order=order)
     experts = RankGenerator(tp=2, ep=4, dp=2, pp=stages, cp=1, order=order)

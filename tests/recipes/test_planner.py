@@ -100,6 +100,13 @@ CASES = [
     {"model": QWEN3, "world": 1, "parallel": {}, "dtype": "float32"},
     {"model": QWEN3, "world": 8, "parallel": {"tensor": 2, "pipeline": 2}, "dtype": "bfloat16"},
     {"model": QWEN2_TIED, "world": 8, "parallel": {"pipeline": 4, "virtual_pipeline": 2}, "dtype": "bfloat16"},
+    # Chunks of 1, 2, 2 and 2, 2, 1 layers.
+    {
+        "model": QWEN3 | {"num_hidden_layers": 10},
+        "world": 2,
+        "parallel": {"pipeline": 2, "virtual_pipeline": 3},
+        "dtype": "bfloat16",
+    },
     {"model": QWEN3, "world": 6, "parallel": {"pipeline": 3}, "dtype": "bfloat16"},  # 3, 3 and 2 layers
     {"model": QWEN3, "world": 7, "parallel": {"pipeline": 7}, "dtype": "bfloat16"},  # 2 layers, then 1 on each
     {"model": QWEN2_TIED, "world": 4, "parallel": {"tensor": 4, "sequence": True}, "dtype": "bfloat16"},
