@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the batch scripts share. They set MEGATRON_RL_HOME and read this file; site.sh has what differs between clusters.
+# What the batch scripts share. They set MEGATRON_RL_HOME and read this file; site.sh holds what differs between clusters.
 #
 # A job's life: the recipe is checked once, for the job's number of processes, before anything large starts. Each start of a
 # job is an attempt with a folder of logs of its own, <run_dir>/logs/attempt_<k>. Slurm's notice before the time limit

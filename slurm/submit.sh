@@ -86,22 +86,26 @@ depend_on() {
   options+=("--dependency=$1")
 }
 
-# submit SCRIPT ARGUMENTS...: prints what sbatch prints, and notes a server's new job, or a server's new client.
+# submit COMMAND ARGUMENTS...: prints what sbatch prints, and notes a server's new job, or a server's new client.
 tasks=(--ntasks-per-node="$TASKS_PER_NODE")
 [[ -z $CPUS_PER_TASK ]] || tasks+=(--cpus-per-task="$CPUS_PER_TASK")
 submit() {
-  local script=$1 said number job
-  shift
-  said=$(MEGATRON_RL_SUBMITTED=$typed sbatch --chdir="$MEGATRON_RL_HOME" ${SITE_SBATCH[@]+"${SITE_SBATCH[@]}"} "${tasks[@]}" \
-    ${options[@]+"${options[@]}"} "$MEGATRON_RL_HOME/slurm/$script.sbatch" "$@")
+  local command=$1 script=$1 said number job
+  case $command in
+    train | sft | reward-model | evaluate) script=recipe ;; # which takes the command too
+    *) shift ;;
+  esac
+  said=$(MEGATRON_RL_SUBMITTED=$typed sbatch --chdir="$MEGATRON_RL_HOME" --job-name="megatron-rl-$command" \
+    ${SITE_SBATCH[@]+"${SITE_SBATCH[@]}"} "${tasks[@]}" ${options[@]+"${options[@]}"} \
+    "$MEGATRON_RL_HOME/slurm/$script.sbatch" "$@")
   [[ -z $said ]] || echo "$said"
   [[ $said =~ [0-9]+ ]] || return 0 # --test-only
   number=${BASH_REMATCH[0]}
-  if [[ $script == serve ]]; then
+  if [[ $command == serve ]]; then
     mkdir -p "$(server_folder "$number")"
     rm -f "$(server_folder "$number")/clients" # of an earlier job with that number
   fi
-  [[ $script != convert ]] || return 0
+  [[ $command != convert ]] || return 0
   for job in ${server_jobs[@]+"${server_jobs[@]}"}; do echo "$number" >> "$(server_folder "$job")/clients"; done
 }
 

@@ -48,10 +48,10 @@ class Algorithm:
         self.weight = make_gradient_weight(config.weight.name, **config.weight.params)
         self.max_length = None  # tokens, the constant of `seq-mean-token-sum-norm`
         if config.aggregation == "seq-mean-token-sum-norm":
-            self.max_length = _budget("algorithm.max_length", config.max_length, max_tokens)
+            self.max_length = _budget("algorithm.max_length", config.max_length or max_tokens)
         self._overlong_length = 0
         if config.overlong.share:
-            self._overlong_length = _budget("algorithm.overlong.max_length", config.overlong.max_length, max_tokens)
+            self._overlong_length = _budget("algorithm.overlong", max_tokens)
 
     # ------------------------------------------------------------------------------------------ what must be provided
     @property
@@ -335,13 +335,12 @@ def _share(part: Tensor, whole: Tensor) -> float:
     return float((part & whole).sum() / whole.sum().clamp(min=1))
 
 
-def _budget(key: str, own: int | None, max_tokens: int | None) -> int:
-    length = own if own is not None else max_tokens
-    if length is None:
-        raise ValueError(f"{key} is null, and no response budget was given: make_algorithm(..., max_tokens=)")
-    if length < 1:
-        raise ValueError(f"{key} must be at least 1 token, not {length}")
-    return length
+def _budget(key: str, tokens: int | None) -> int:
+    if tokens is None:
+        raise ValueError(f"{key} needs the response budget: make_algorithm(..., max_tokens=)")
+    if tokens < 1:
+        raise ValueError(f"{key}: the budget must be at least 1 token, not {tokens}")
+    return tokens
 
 
 def _check_shapes(log_probs: Tensor, **others: Tensor | None) -> None:

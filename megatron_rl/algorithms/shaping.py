@@ -48,7 +48,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, share: float) -> Tensor:
     if not 0 < share <= 1:
         raise ValueError(f"algorithm.overlong.share must be in (0, 1], not {share!r}")
     if max_length < 1:
-        raise ValueError(f"algorithm.overlong.max_length must be at least 1 token, not {max_length!r}")
+        raise ValueError(f"algorithm.overlong: max_length must be at least 1 token, not {max_length!r}")
     buffer = share * max_length
     return -((lengths.double() - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
 

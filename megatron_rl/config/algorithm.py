@@ -63,9 +63,8 @@ class CorrectionConfig:
 class OverlongConfig:
     """Soft length penalty (DAPO Eq. 13), a reward column `overlong` in [-1, 0]."""
 
-    share: Share = key(0.0, "last part of the budget over which the penalty grows; 0: off")
+    share: Share = key(0.0, "last part of `rollout.max_tokens`, over which the penalty grows; 0: off")
     weight: Finite = key(1.0, "of the column")
-    max_length: Tokens | None = key(None, "the budget, tokens; null: `rollout.max_tokens`")
 
 
 @dataclass
@@ -113,8 +112,6 @@ def check_algorithm(config: AlgorithmConfig) -> None:
             f"algorithm.max_length ({config.max_length}) has no effect with aggregation {config.aggregation!r}; "
             "remove it, or use seq-mean-token-sum-norm"
         )
-    if config.overlong.max_length is not None and not config.overlong.share:
-        raise ValueError("algorithm.overlong.max_length has no effect while algorithm.overlong.share is 0; set both")
     if config.resample_rounds and not config.drop_no_signal_groups:
         raise ValueError(
             f"algorithm.resample_rounds ({config.resample_rounds}) replaces dropped groups; "

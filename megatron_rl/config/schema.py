@@ -286,8 +286,7 @@ class LoggingConfig:
     wandb: str | None = key(None, "project name; needs the package")
     mlflow: str | None = key(None, "experiment name; needs the package")
     report: bool = key(True, "write `<run_dir>/report.html` at the end, as `megatron-rl report` does at any time")
-    samples_every: StepsOrNone = key(1, "steps between sample files; 0: none")
-    samples_per_step: Steps = key(16, "rollouts in each")
+    samples_per_step: StepsOrNone = key(16, "rollouts in each step's file in `samples/`, as text; 0: no such files")
     record_every: StepsOrNone = key(10, "steps between `rollouts/step_<n>.npz` (all rewards and log-probs); 0: none")
     gradient_variance_every: StepsOrNone = key(
         0,

@@ -31,7 +31,12 @@ def type_at(parts: list[str]) -> object:
 
 
 # Keys of earlier versions, which the recipe.yaml of an old run has.
-_REPLACED = {"actor.logprob_chunk_tokens": "remove it, or set `actor.logits_mib` (MiB of logits that exist at once)"}
+_REPLACED = {
+    "actor.logprob_chunk_tokens": "remove it, or set `actor.logits_mib` (MiB of logits that exist at once)",
+    "algorithm.overlong.max_length": "remove it: the budget is `rollout.max_tokens`",
+    "logging.samples_every": "remove it: every step has a sample file, unless `logging.samples_per_step` is 0",
+}
+_AS_NOW = {"algorithm.overlong.max_length": None, "logging.samples_every": 1}  # values that ask for what is done anyway
 
 
 def conform(tree: object, source: str) -> Tree:
@@ -53,6 +58,8 @@ def _section(value: object, cls: type, key: str, source: str) -> Tree:
     for name, item in value.items():
         if name not in known:
             full = _join(key, name)
+            if full in _AS_NOW and item == _AS_NOW[full]:
+                continue
             remedy = _REPLACED.get(full) or _nearest(str(name), cls, key)
             raise ConfigError(f"{source}: unknown key `{shorten(full)}`{_set_to(item)}; {remedy}")
         result[name] = _value(item, known[name], _join(key, name), source)

@@ -40,16 +40,14 @@ class Policy:
             uses the others; `neutral`: it scores `neutral`; `stop`: the run stops.
         neutral: the score under `neutral`.
         step_seconds: how long a step waits for answers after its last rollout has ended.
-        max_requests_per_step, max_requests_per_run: HTTP requests of all ranks, retries included; None: no limit.
-        max_tokens_per_step, max_tokens_per_run: tokens read and written, as the server reports them.
+        max_requests_per_run: HTTP requests of all ranks, retries and earlier attempts included; None: no limit.
+        max_tokens_per_run: tokens read and written, as the server reports them.
     """
 
     unanswered: Literal["drop", "neutral", "stop"] = "drop"
     neutral: Finite = 0.5
     step_seconds: Annotated[float, Range(low=0.1)] = 600.0
-    max_requests_per_step: Budget = None
     max_requests_per_run: Budget = None
-    max_tokens_per_step: Budget = None
     max_tokens_per_run: Budget = None
 
 
@@ -152,7 +150,6 @@ class RemoteReward(Reward):
         self._asking: dict[str, asyncio.Task[Verdict]] = {}
         self._file: Path | None = None
         self._spent_before = (0, 0)  # requests and tokens of the run so far, over all ranks
-        self._spent_in_step = (0, 0)  # by this rank, in earlier parts of this step
 
     # ------------------------------------------------------------------------------------------------------- scoring
     def submit(self, completion: str, sample: SampleMapping) -> Future[Score]:
@@ -240,23 +237,22 @@ class RemoteReward(Reward):
     # -------------------------------------------------------------------------------------------------------- budget
     def _check_budget(self) -> None:
         """Raises Unanswered where this rank's part of a budget is used up."""
-        policy, traffic = self.policy, self._endpoint.traffic
-        now = (traffic.requests, traffic.tokens)  # since the counts were taken
-        names = ("requests", "tokens")
-        for name, spent, in_step, before in zip(names, now, self._spent_in_step, self._spent_before, strict=True):
-            per_step, per_run = getattr(policy, f"max_{name}_per_step"), getattr(policy, f"max_{name}_per_run")
-            if per_step is not None and in_step + spent >= self._part(per_step):
-                raise Unanswered(f"max_{name}_per_step = {per_step} is used up", "budget")
-            if per_run is not None and spent >= self._part(max(0, per_run - before)):
-                raise Unanswered(f"max_{name}_per_run = {per_run} is used up", "budget")
+        policy, traffic = self.policy, self._endpoint.traffic  # since the counts were taken
+        requests, tokens = self._spent_before
+        for name, budget, spent, before in (
+            ("requests", policy.max_requests_per_run, traffic.requests, requests),
+            ("tokens", policy.max_tokens_per_run, traffic.tokens, tokens),
+        ):
+            if budget is not None and spent >= self._part(max(0, budget - before)):
+                raise Unanswered(f"max_{name}_per_run = {budget} is used up", "budget")
 
     def _part(self, budget: int) -> int:
         """This rank's part of a budget; the parts add up to it."""
         return budget // self._world + (self._rank < budget % self._world)
 
     def begin_step(self, step: int) -> None:
-        """A new step's budget; call it on every rank."""
-        self._step, self._spent_in_step = step, (0, 0)
+        """The step that the following counts belong to."""
+        self._step = step
 
     # ----------------------------------------------------------------------------------------- one reward, many ranks
     def open(self, folder: Path, rank: int, world: int) -> None:
@@ -301,8 +297,6 @@ class RemoteReward(Reward):
         """Counts and new answers since the last call, for `learn` on every rank. No question may be open."""
         counts, self._counts = self._counts, Counts()
         counts.traffic = self._endpoint.take_traffic()
-        requests, tokens = self._spent_in_step
-        self._spent_in_step = (requests + counts.traffic.requests, tokens + counts.traffic.tokens)
         if counts.scored:
             self._append(json.dumps({"step": self._step, **counts.details()}) + "\n")
         news, self._news = self._news, {}

@@ -295,7 +295,7 @@ class Scorer:
             reward.open(run_dir / "answers" / name, rank, world)
 
     def begin_step(self, step: int) -> None:
-        """A new step's budgets."""
+        """The step that the following counts belong to."""
         for reward in self._remote.values():
             reward.begin_step(step)
 

@@ -22,9 +22,9 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
     k = `trainer.eval_rollouts`; one rollout at temperature 0 is greedy decoding.
     """
-    logging, at_an_end = run.config.logging, step in (0, run.config.trainer.steps)
-    answers = _answer(run, step, logging.samples_per_step if at_an_end and logging.samples_every else 0)
-    if at_an_end and logging.samples_every:
+    written = run.config.logging.samples_per_step if step in (0, run.config.trainer.steps) else 0
+    answers = _answer(run, step, written)
+    if written:
         for task, (samples, rollouts) in answers.responses.items():
             run.report.eval_samples(step, task, samples, rollouts)
     return answers.metrics()

@@ -96,8 +96,8 @@ def step(run: Run) -> None:
         metrics |= evaluate(run, number)
     metrics |= sampler.take_counters()
     run.report.log(number, metrics)
-    if run.report.shows(number):
-        shown = sampler.whole(rollouts, config.logging.samples_per_step)
+    if (count := config.logging.samples_per_step) > 0:
+        shown = sampler.whole(rollouts, count)
         details = sampler.details(rollouts.samples, shown, pieces=log is not None)
         run.report.samples(number, rollouts.samples, shown, estimate.advantages, details)
     if log is not None:

@@ -235,11 +235,6 @@ class Reporter:
             extra = [{"advantage": value, **more} for value, more in zip(values, details, strict=True)]
             write_samples(self.run_dir / "samples" / f"step_{step}.jsonl", samples, rollouts, extra)
 
-    def shows(self, step: int) -> bool:
-        """Whether this step's samples are to be written; the same on every rank."""
-        every = self.config.logging.samples_every
-        return bool(every) and step % every == 0
-
     def records(self, step: int) -> bool:
         """Whether this step's rollouts are to be recorded; the same on every rank."""
         every = self.config.logging.record_every

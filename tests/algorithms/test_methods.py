@@ -317,7 +317,6 @@ def test_recipe_keys_win_over_the_preset() -> None:
         ({"correction": {"filters": [{"low": 2.0, "high": 1.0}]}}, "must be less than high"),
         ({"correction": {"filters": [{"level": "word", "low": 1.0}]}}, "level` must be one of"),
         ({"max_length": 100}, "has no effect with aggregation"),
-        ({"overlong": {"max_length": 100}}, "has no effect"),
         ({"overlong": {"share": 2.0}}, "share` must be at most 1"),
         ({"resample_rounds": 2}, "drop_no_signal_groups"),
         ({"aggregation": "seq-mean-token-sum-norm"}, "max_tokens"),

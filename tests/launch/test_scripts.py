@@ -93,14 +93,14 @@ def compare(name: str, text: str) -> None:
 @pytest.mark.parametrize("nodes", [1, 2, 32])
 def test_train(tmp_path: Path, nodes: int) -> None:
     large = ("trainer.prompts_per_step=512", "sft.batch_size=256")  # a share for every one of 256 ranks
-    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), *large, nodes=nodes)
+    batch = Batch(tmp_path, "recipe", "train", str(write_recipe(tmp_path)), *large, nodes=nodes)
     assert batch.code == 0, batch.stderr
     compare(f"train_{nodes}.txt", batch.record)
 
 
 def test_what_the_job_was_given_beats_the_site(tmp_path: Path) -> None:
     given = {"SLURM_NTASKS_PER_NODE": "1", "SLURM_CPUS_PER_TASK": "4", "SLURM_GPUS_ON_NODE": "1"}
-    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), **given)
+    batch = Batch(tmp_path, "recipe", "train", str(write_recipe(tmp_path)), **given)
     assert batch.code == 0, batch.stderr
     assert "\n--ntasks=1\n--ntasks-per-node=1\n" in batch.record
     assert "\n--cpus-per-task=4\n" in batch.record
@@ -146,13 +146,13 @@ def test_a_warm_ups_checkpoint_is_progress(tmp_path: Path, saved: list[str], ste
 def test_train_in_a_container(tmp_path: Path) -> None:
     site = "CONTAINER_IMAGE=/images/rl.sqsh CONTAINER_MOUNTS=/lustre:/lustre\nSITE_SRUN=(--mpi=none)"
     # The check runs in the container, too; a stand-in for srun prints no recipe, and the job ends there.
-    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), nodes=2, site=site)
+    batch = Batch(tmp_path, "recipe", "train", str(write_recipe(tmp_path)), nodes=2, site=site)
     assert batch.code == 2
     compare("container.txt", batch.record)
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), nodes=2, site="LAUNCHER=torchrun")
+    batch = Batch(tmp_path, "recipe", "train", str(write_recipe(tmp_path)), nodes=2, site="LAUNCHER=torchrun")
     assert batch.code == 0, batch.stderr
     compare("torchrun_2.txt", batch.record)
 
@@ -193,7 +193,7 @@ def test_the_answer_to_every_exit_code_is_the_documented_one() -> None:
 
 @pytest.mark.parametrize("code", [0, 2, 75, 76, 77, 130, 137, 138, 143])
 def test_which_ends_are_answered_with_a_requeue(tmp_path: Path, code: int) -> None:
-    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), SRUN_EXIT=str(code))
+    batch = Batch(tmp_path, "recipe", "train", str(write_recipe(tmp_path)), SRUN_EXIT=str(code))
     assert batch.code == code
     assert ("scontrol requeue 1234\n" in batch.record) == (documented_answers()[code] == "requeue")
     assert ("ntasks-per-node=1\n--input=none\ntrue\n" in batch.record) == (documented_answers()[code] == "look")
@@ -248,7 +248,7 @@ def test_a_server_that_is_stopped_is_requeued_while_jobs_use_it(tmp_path: Path, 
 
 def test_a_job_whose_server_is_gone_ends_by_name(tmp_path: Path, servers: Path) -> None:
     (servers / "url").write_text("http://gpu003:23456\n")  # left by a server that was killed
-    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), MEGATRON_RL_SERVERS="JUDGE_URL=1234/v1")
+    batch = Batch(tmp_path, "recipe", "train", str(write_recipe(tmp_path)), MEGATRON_RL_SERVERS="JUDGE_URL=1234/v1")
     assert batch.code == exit_codes.PREFLIGHT
     assert "the server of JUDGE_URL, job 1234, has left the queue" in batch.stderr
 
@@ -268,7 +268,7 @@ def test_a_signal_to_the_script_reaches_the_ranks_as_the_one_that_srun_passes_on
 
 
 def test_a_notice_before_there_are_ranks_is_answered_with_a_requeue(tmp_path: Path) -> None:
-    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), site="kill -USR1 $$")
+    batch = Batch(tmp_path, "recipe", "train", str(write_recipe(tmp_path)), site="kill -USR1 $$")
     assert "SIGUSR1: the job stops before it has started its ranks" in batch.stderr
     assert "srun" not in batch.record
     assert "scontrol requeue 1234\n" in batch.record
@@ -280,7 +280,7 @@ def test_a_notice_before_there_are_ranks_is_answered_with_a_requeue(tmp_path: Pa
 )
 def test_where_slurm_has_decided_the_script_waits_for_its_end(tmp_path: Path, restarts: str, fate: str) -> None:
     own = {"JOB_STATE": "COMPLETING", "RESTARTS": restarts}
-    batch = Batch(tmp_path, "train", str(write_recipe(tmp_path)), SRUN_EXIT="75", **own)
+    batch = Batch(tmp_path, "recipe", "train", str(write_recipe(tmp_path)), SRUN_EXIT="75", **own)
     assert batch.code == 75
     assert "scontrol requeue" not in batch.record
     assert "sleep 300\n" in batch.record  # of a job that Slurm has requeued, an exit would be the end
@@ -293,7 +293,13 @@ def test_a_controller_that_is_busy_is_asked_again(tmp_path: Path) -> None:
     recipe = str(write_recipe(tmp_path))
     busy = f'scontrol() {{ [[ "$2" != job || -e {tmp_path}/asked ]] || {{ touch {tmp_path}/asked; return 1; }}\n'
     batch = Batch(
-        tmp_path, "train", recipe, SRUN_EXIT="75", JOB_STATE="CANCELLED", site=busy + 'command scontrol "$@"; }'
+        tmp_path,
+        "recipe",
+        "train",
+        recipe,
+        SRUN_EXIT="75",
+        JOB_STATE="CANCELLED",
+        site=busy + 'command scontrol "$@"; }',
     )
     assert "Slurm has decided whether the job runs again" in batch.stderr
     assert "scontrol requeue" not in batch.record
@@ -323,26 +329,26 @@ def test_so_is_one_that_converts(tmp_path: Path, code: int, again: bool) -> None
 @pytest.mark.parametrize("code", ["1", "137", "139"])
 def test_ranks_that_fail_because_a_node_is_gone_are_started_again(tmp_path: Path, code: str) -> None:
     recipe = str(write_recipe(tmp_path))
-    batch = Batch(tmp_path, "train", recipe, nodes=2, SRUN_EXIT=code, NODE_LOST="1")
+    batch = Batch(tmp_path, "recipe", "train", recipe, nodes=2, SRUN_EXIT=code, NODE_LOST="1")
     assert "scontrol requeue 1234\n" in batch.record
     assert "a node of this job does not answer any more" in batch.stderr
 
 
 def test_requeues_that_bring_no_step_come_to_an_end(tmp_path: Path) -> None:
     recipe, once = str(write_recipe(tmp_path)), "MAX_REQUEUES_WITHOUT_PROGRESS=1"
-    Batch(tmp_path, "train", recipe, SRUN_EXIT="75", site=once)
-    second = Batch(tmp_path, "train", recipe, SRUN_EXIT="75", site=once)
+    Batch(tmp_path, "recipe", "train", recipe, SRUN_EXIT="75", site=once)
+    second = Batch(tmp_path, "recipe", "train", recipe, SRUN_EXIT="75", site=once)
     assert second.record.count("scontrol requeue") == 1
     assert second.code == 1
     assert "has started 2 times without getting past step none" in second.stderr
     (tmp_path / "run" / "checkpoints" / "step_10").mkdir(parents=True)  # progress: it may try again
-    assert Batch(tmp_path, "train", recipe, SRUN_EXIT="75", site=once).record.count("scontrol requeue") == 2
+    assert Batch(tmp_path, "recipe", "train", recipe, SRUN_EXIT="75", site=once).record.count("scontrol requeue") == 2
 
 
 def test_slurms_own_requeues_count_too(tmp_path: Path) -> None:
     recipe, once = str(write_recipe(tmp_path)), "MAX_REQUEUES_WITHOUT_PROGRESS=1"
     for _ in range(3):  # where a node fails, the script has no say at the end
-        batch = Batch(tmp_path, "train", recipe, site=once)
+        batch = Batch(tmp_path, "recipe", "train", recipe, site=once)
     assert batch.code == 1
     assert batch.record.count("srun\n") == 2
     end = (tmp_path / "run" / "logs" / "attempt_3" / "end").read_text()
@@ -365,7 +371,7 @@ def test_a_job_that_is_refused_the_run_folder_is_no_attempt_of_the_run_in_it(tmp
     attempt = new_attempt(run_dir)
     (attempt / "submitted").write_text("the running job's line\n")
     try:
-        batch = Batch(tmp_path, "train", recipe, site="TASKS_PER_NODE=2", srun=TASK, SLURM_GPUS_ON_NODE="")
+        batch = Batch(tmp_path, "recipe", "train", recipe, site="TASKS_PER_NODE=2", srun=TASK, SLURM_GPUS_ON_NODE="")
     finally:
         running.release()
     assert batch.code == 2
@@ -381,7 +387,7 @@ def test_a_job_that_is_refused_the_run_folder_is_no_attempt_of_the_run_in_it(tmp
 
 def test_a_missing_site_file_or_environment_is_named(tmp_path: Path) -> None:
     recipe = str(write_recipe(tmp_path))
-    missing = Batch(tmp_path, "train", recipe, MEGATRON_RL_SITE=str(tmp_path / "no.sh"))
+    missing = Batch(tmp_path, "recipe", "train", recipe, MEGATRON_RL_SITE=str(tmp_path / "no.sh"))
     assert (missing.code, "copy slurm/site.example.sh" in missing.stderr) == (2, True)
-    no_python = Batch(tmp_path, "train", recipe, site="VENV=/nowhere")
+    no_python = Batch(tmp_path, "recipe", "train", recipe, site="VENV=/nowhere")
     assert (no_python.code, "no /nowhere/bin/python" in no_python.stderr) == (1, True)

@@ -97,7 +97,8 @@ def test_options_of_sbatch_are_handed_on(tmp_path: Path) -> None:
     assert done.stderr == ""
     first = done.words.index("--overcommit")
     assert done.words[first : first + 5] == ["--overcommit", "-H", "--no-kill", "-J", "mine"]
-    assert done.words[first + 5 :] == [str(REPOSITORY / "slurm" / "train.sbatch"), recipe, *large]
+    assert done.words[first + 5 :] == [str(REPOSITORY / "slurm" / "recipe.sbatch"), "train", recipe, *large]
+    assert "--job-name=megatron-rl-train" in done.words[:first]  # before -J, so that it loses
     typed = f"cd {REPOSITORY} && slurm/submit.sh --overcommit -H --no-kill -J mine train {recipe} {' '.join(large)}"
     assert (tmp_path / "record.submitted").read_text() == typed + "\n"
     refused = Submission(tmp_path, "--nodes", "2", "train", recipe)

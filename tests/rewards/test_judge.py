@@ -296,15 +296,15 @@ def test_ranks_learn_each_others_answers(tmp_path: Path) -> None:
         assert len(server.requests) == 1
 
 
-def test_the_budget_of_a_step_and_of_a_run_holds_across_ranks_and_restarts(tmp_path: Path) -> None:
-    limits = {"max_requests_per_step": 5, "max_requests_per_run": 12, "max_in_flight": 4}
+def test_the_budget_of_a_run_holds_across_ranks_and_restarts(tmp_path: Path) -> None:
+    limits = {"max_requests_per_run": 21, "max_in_flight": 4}
     with serving("score:1.0") as server:
 
         def step(ranks: list[RemoteReward], name: str) -> int:
             before = len(server.requests)
             for reward in ranks:
                 reward.begin_step(1)
-            for part in range(2):  # two rounds of one step share its budget
+            for part in range(2):  # two rounds of one step
                 for rank, reward in enumerate(ranks):
                     scores(reward, [f"{name} {part} {rank} {i}" for i in range(4)])
                 taken = [reward.take_counts() for reward in ranks]
@@ -322,14 +322,14 @@ def test_the_budget_of_a_step_and_of_a_run_holds_across_ranks_and_restarts(tmp_p
             return ranks
 
         ranks = start()
-        assert [step(ranks, "one"), step(ranks, "two")] == [5, 5]
+        assert step(ranks, "one") == 16
         ranks = start()
-        assert [step(ranks, "three"), step(ranks, "four")] == [2, 0]
+        assert [step(ranks, "two"), step(ranks, "three")] == [5, 0]
 
 
 def test_a_budget_of_tokens_counts_what_the_server_reports() -> None:
     with serving("score:1.0") as server:  # 107 tokens each
-        reward = make(server.url, max_tokens_per_step=250, max_in_flight=1)
+        reward = make(server.url, max_tokens_per_run=250, max_in_flight=1)
         assert scores(reward, ["a", "b", "c", "d", "e"]).count(None) == 2
         assert len(server.requests) == 3
 
@@ -365,7 +365,7 @@ def test_what_is_sent_is_what_the_recipe_says(tmp_path: Path, monkeypatch: pytes
         ({"body": {"model": "x"}}, "parameter model"),
         ({"max_in_flight": 0}, "max_in_flight"),
         ({"retries": 1.5}, "retries"),
-        ({"max_requests_per_step": 0}, "max_requests_per_step"),
+        ({"max_requests_per_run": 0}, "max_requests_per_run"),
         ({"step_seconds": -1}, "step_seconds"),
         ({"model": ""}, "model"),
         ({"tempature": 1}, "tempature"),
