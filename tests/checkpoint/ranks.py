@@ -67,7 +67,7 @@ def make_actor(root: Path, layout: Layout) -> Actor:
     config.actor.optimizer = OptimizerConfig(
         lr=1e-3, schedule="linear", distributed=layout.distributed, moments=layout.moments
     )
-    config.actor.tokens_per_microbatch = 96
+    config.actor.tokens_per_microbatch = 192
     config.actor.lora = LoRAConfig(rank=layout.lora, experts="experts" in layout.model)
     config.actor.logits_mib = 1
     config.trainer.minibatches = 2
