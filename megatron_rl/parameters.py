@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from megatron_rl.names import did_you_mean, show
+from megatron_rl.names import did_you_mean, show, unknown_name
 
 Params: TypeAlias = Mapping[str, Any]  # by name; `check_types` holds the values against annotations
 _WORDS: dict[object, str] = {
@@ -60,6 +60,19 @@ Positive = Annotated[float, Range(above=0)]
 
 def _number(bound: float) -> str:
     return f"{bound:,.0f}" if abs(bound) >= 1000 else f"{bound:g}"
+
+
+def check_params(function: Callable[..., object], params: Mapping[str, object], of: str) -> None:
+    """`check_types`, and no parameter that `function` does not take.
+
+    Raises:
+        ValueError: naming `of` and the nearest parameter, or as `check_types`.
+    """
+    known = inspect.signature(function).parameters
+    for name in params:
+        if name not in known:
+            raise ValueError(unknown_name(f"parameter of {of}", name, known))
+    check_types(function, params)
 
 
 def check_types(function: Callable[..., object], params: Mapping[str, object]) -> None:

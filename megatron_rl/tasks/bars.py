@@ -9,12 +9,11 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 from megatron_rl.config.schema import TaskConfig
-from megatron_rl.names import unknown_name
-from megatron_rl.parameters import Params, Range, check_types
+from megatron_rl.parameters import Params, Range, check_params
 from megatron_rl.tasks.item import Item
 
 COLOURS = {"r": (200, 40, 40), "g": (40, 160, 60), "b": (50, 80, 210), "y": (230, 200, 40), "k": (20, 20, 20)}
@@ -38,11 +37,7 @@ class BarsParams:
 
 def bars_params(params: Params) -> BarsParams:
     """ValueError on an unknown parameter (naming the nearest), or one out of range."""
-    known = [field.name for field in fields(BarsParams)]
-    for key in params:
-        if key not in known:
-            raise ValueError(unknown_name("parameter of bars", key, known))
-    check_types(BarsParams, params)
+    check_params(BarsParams, params, "bars")
     made = BarsParams(**params)
     if not made.min_terms <= made.max_terms <= made.bars:
         raise ValueError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from itertools import islice
 
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.names import unknown_name
+from megatron_rl.parameters import Params
 from megatron_rl.tasks.bars import bars_params
 from megatron_rl.tasks.columns import column_names, folder_of, has_column, to_item
 from megatron_rl.tasks.demonstrations import COLUMN, make_writer
@@ -17,7 +18,7 @@ from megatron_rl.tasks.item import Item
 from megatron_rl.tasks.loading import fill_prompt, task_weights
 from megatron_rl.tasks.marks import check_images
 from megatron_rl.tasks.order import window_counts
-from megatron_rl.tasks.puzzle_checks import check_params, dataset_files, dataset_params, has_field
+from megatron_rl.tasks.puzzle_checks import check_dataset_params, dataset_files, dataset_params, has_field
 from megatron_rl.tasks.sources import SOURCES, SPLIT
 from megatron_rl.tasks.templates import check_template
 from megatron_rl.tasks.tool_world import tool_world_items, world_params
@@ -36,6 +37,7 @@ _ALL = {
     "demonstration_params",
 }
 _OWN = _ALL | {"params", "seed", "columns"}
+_PARAMS_OF: dict[str, Callable[[Params], object]] = {"tool_world": world_params, "bars": bars_params}
 _KEYS_OF = {
     "reasoning_gym": _ALL | {"name", "params", "seed"},
     "tool_world": _ALL | {"params", "seed"},
@@ -101,10 +103,8 @@ def _check_task(config: TaskConfig) -> None:
         raise ValueError(f"prompt: {error}") from None
     if config.source == "reasoning_gym":
         _check_reasoning_gym(config, in_template)
-    elif config.source == "tool_world":
-        _check_tool_world(config)
-    elif config.source == "bars":
-        bars_params(config.params)
+    elif config.source in _PARAMS_OF:
+        _check_generated(config)
     else:
         _check_data(config, in_template)
     if config.demonstrations is None:
@@ -133,7 +133,7 @@ def _check_reasoning_gym(config: TaskConfig, in_template: list[str]) -> None:
             raise ValueError(f"params: {unknown_name(f'parameter of {config.name}', key, known - {'seed', 'size'})}")
     assert config.size is not None  # `_check_task` has checked it
     try:
-        check_params(files[config.name], config.params, config.seed, config.size)
+        check_dataset_params(files[config.name], config.params, config.seed, config.size)
     except ValueError as error:
         raise ValueError(f"params: {config.name} refuses {error}") from None
     for field in in_template:
@@ -165,12 +165,13 @@ def _check_split(config: TaskConfig, group: str, tasks: TasksConfig) -> None:
         raise ValueError(f"hold_out = {config.hold_out}, must be a whole number of prompts, or a share between 0 and 1")
 
 
-def _check_tool_world(config: TaskConfig) -> None:
+def _check_generated(config: TaskConfig) -> None:
     try:
-        world_params(config.params)
+        _PARAMS_OF[config.source](config.params)
     except ValueError as error:
         raise ValueError(f"params: {error}") from error
-    _fill(next(tool_world_items(config)), config)
+    if config.source == "tool_world":  # an item of bars has an image to draw
+        _fill(next(tool_world_items(config)), config)
 
 
 def _fill(item: Item, config: TaskConfig) -> None:

@@ -8,13 +8,12 @@ deterministic: the same sample always gets the same text.
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from megatron_rl.config.keys import Share
 from megatron_rl.names import unknown_name
-from megatron_rl.parameters import Params, check_types
+from megatron_rl.parameters import Params, check_params
 from megatron_rl.tasks.tool_world import toolrl_response
 
 Fields: TypeAlias = Mapping[str, Any]  # of a sample, by the keys of its source
@@ -113,9 +112,5 @@ def make_writer(name: str, params: Params) -> Writer:
         return _column(name.removeprefix(COLUMN))
     if name not in WRITERS:
         raise ValueError(unknown_name("demonstrations", name, [*WRITERS, f"{COLUMN}<key>"]))
-    known = inspect.signature(WRITERS[name]).parameters
-    for key in params:
-        if key not in known:
-            raise ValueError(f"{name}: {unknown_name('parameter', key, known)}")
-    check_types(WRITERS[name], params)
+    check_params(WRITERS[name], params, name)
     return WRITERS[name](**params)

@@ -48,7 +48,7 @@ def dataset_params(path: Path) -> frozenset[str] | None:
     return frozenset(target.id for target in targets if isinstance(target, ast.Name))
 
 
-def check_params(path: Path, params: Params, seed: int, size: int) -> None:
+def check_dataset_params(path: Path, params: Params, seed: int, size: int) -> None:
     """The dataset's own conditions on its parameters.
 
     Args:

@@ -16,12 +16,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 from megatron_rl.config.schema import TaskConfig
-from megatron_rl.names import unknown_name
-from megatron_rl.parameters import Params, Range, check_types
+from megatron_rl.parameters import Params, Range, check_params
 from megatron_rl.sample import Call
 from megatron_rl.tasks.item import Item
 
@@ -103,11 +102,7 @@ class WorldParams:
 
 def world_params(params: Params) -> WorldParams:
     """ValueError on an unknown parameter (naming the nearest) or one out of range."""
-    known = [field.name for field in fields(WorldParams)]
-    for key in params:
-        if key not in known:
-            raise ValueError(unknown_name("parameter of tool_world", key, known))
-    check_types(WorldParams, params)
+    check_params(WorldParams, params, "tool_world")
     return WorldParams(**params)
 
 

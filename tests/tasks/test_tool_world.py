@@ -124,9 +124,10 @@ def test_templates_can_name_the_tools(printable: PreTrainedTokenizerFast) -> Non
         ({"params": {"plain": 2}}, "plain = 2, must be a number at least 0 and at most 1"),
         ({"params": {"tools": 8}}, "with all 8 tools listed none is missing; set plain to 0"),
         ({"name": "chain_sum"}, "name: has no effect with source: tool_world"),
+        ({"source": "bars", "params": {"bar": 3}}, r"t\.params: unknown parameter of bars 'bar'; did you mean 'bars'"),
         ({"demonstrations": "tool_world", "demonstration_params": {"sloppy": 2}}, "sloppy = 2, must be a number"),
     ],
 )
-def test_a_world_with_a_mistake(keys: dict[str, Any], message: str) -> None:
+def test_a_generated_task_with_a_mistake(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_tasks(TasksConfig(train={"t": TaskConfig(**{"source": "tool_world", "size": 5, **keys})}))
