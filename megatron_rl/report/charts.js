@@ -90,7 +90,7 @@ function draw(chart, place) {
   const clip = `clip-${place}`, inside = svg("g", { "clip-path": `url(#${clip})` }), drawing = svg("svg", {
     viewBox: `0 0 ${wide} ${HIGH}`, height: HIGH, role: "img", "aria-label": chart.title });
   drawing.append(svg("clipPath", { id: clip }, svg("rect", { x: LEFT, y: 0, width: wide - LEFT - RIGHT, height: HIGH - BOTTOM + 2 })));
-  for (const value of chart.log ? logTicks(low, high) : ticks(low, high, 4)) drawing.append(
+  for (const value of chart.log ? logTicks(low, high) : ticks(low, high, 5)) drawing.append(
     svg("line", { class: "grid", x1: LEFT, x2: wide - RIGHT, y1: y(value), y2: y(value) }),
     svg("text", { x: LEFT - 5, y: y(value) + 3, "text-anchor": "end" }, short(value)));
   for (const step of ticks(...range, Math.max(2, Math.floor(wide / 70)), 1))

@@ -32,6 +32,7 @@ STYLE = """
 .chart .legend b { color: var(--ink); font-weight: 600 }
 .chart > svg { display: block; width: 100%; cursor: crosshair; touch-action: pan-y; user-select: none }
 .chart svg text { font-size: 10px; fill: var(--soft) } .chart .grid { stroke: var(--line) }
+@media (prefers-color-scheme: dark) { .chart svg g, .legend svg { filter: brightness(1.4) } }
 .chart .at { stroke: var(--soft); stroke-dasharray: 3 3 } .chart .range { fill: var(--soft); fill-opacity: .2 }
 """
 

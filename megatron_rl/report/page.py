@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean, stdev
 
 import yaml
 
@@ -22,7 +23,7 @@ ul.findings li { margin: .25rem 0 }
 details.group > summary .sub { font-weight: 400 }
 details.more { margin: 0 } details.more > summary { font-weight: 400; font-size: .8rem; color: var(--soft) }
 details.more[open] > summary { display: none }
-div.scroll { overflow-x: auto }
+div.scroll { overflow-x: auto } div.scroll td { max-width: 24rem; overflow-wrap: anywhere }
 td.text { width: 100%; min-width: 20rem }
 """
 _HELP = (
@@ -83,7 +84,7 @@ def _findings(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _numbers(runs: Sequence[RunRecord]) -> str:
-    """Evaluations and reward: first, best, last of each run."""
+    """Evaluations and reward: first, best, last of each run, and the mean of runs that differ in the seed only."""
     names = [
         name
         for name in dict.fromkeys(name for run in runs for name in run.metrics())
@@ -92,19 +93,24 @@ def _numbers(runs: Sequence[RunRecord]) -> str:
     head = ["metric", *(["run"] if len(runs) > 1 else []), "first", "best", "last"]
     rows = []
     for name in sorted(names):
-        for run in runs:
-            _, values = run.series(name)
-            if not values:
-                continue
-            best = max(values) if "@" in name or "reward" in name else None
-            cells = [_number(values[0]), "" if best is None else _number(best), _number(values[-1])]
-            rows.append([name, *([run.name] if len(runs) > 1 else []), *cells])
-    return table(head, rows, numbers=3)
+        for seeds in by_recipe(runs):
+            found = [(run.name, values) for run in seeds if (values := run.series(name)[1])]
+            numbers = [[values[0], max(values), values[-1]] for _, values in found]
+            cells = [(run, [_number(value) for value in own]) for (run, _), own in zip(found, numbers, strict=True)]
+            if len(found) > 1:
+                means = [f"{fmean(column):.4g} ± {stdev(column):.2g}" for column in zip(*numbers, strict=True)]
+                cells.append((f"mean ± deviation of {len(found)} seeds", means))
+            for run, (first, best, last) in cells:
+                shown = [first, best if "@" in name or "reward" in name else "", last]
+                rows.append([name, *([run] if len(runs) > 1 else []), *shown])
+    return f'<div class="scroll">{table(head, rows, numbers=3)}</div>'
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:
     rows = [[key, *map(str, values)] for key, values in differing_keys(runs).items()]
-    return table(["key", *(run.name for run in runs)], rows) if rows else "<p>Only in run_dir.</p>"
+    if not rows:
+        return "<p>Only in run_dir.</p>"
+    return f'<div class="scroll">{table(["key", *(run.name for run in runs)], rows)}</div>'
 
 
 def _rollouts(runs: Sequence[RunRecord]) -> list[str]:

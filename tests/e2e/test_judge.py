@@ -48,6 +48,9 @@ def test_a_run_with_a_judge_and_its_resume_without_one(tmp_path: Path) -> None:
     assert job.stdout.count("rollouts have no score from the server: the reply holds no score: 'hm'") == 1
     sampled = [json.loads(line) for line in (job.run_dir / "samples" / "step_1.jsonl").read_text().splitlines()]
     assert {record["rewards"]["judge"] for record in sampled} <= {None, 0.0, 0.25, 0.5, 0.75, 0.9, 1.0}
+    for record in sampled:  # whichever rank asked
+        [[words, right]] = record["remarks"]["judge"]
+        assert (words == "hm", right) == (record["rewards"]["judge"] is None, None)
 
     # The same run as it was after step 1, and a judge that is broken: what was graded needs none.
     again = tmp_path / "b" / "run"

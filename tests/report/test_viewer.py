@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import html
 import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
@@ -94,73 +96,111 @@ def starts(profile: Path) -> bool:
     return done.returncode == 0 and "<body>" in done.stdout
 
 
-def seen(page: Path, script: str = "", **state: str) -> str:
-    """The page's elements after its scripts, and `script`, have run."""
+def outcome(page: Path, script: str, **state: str) -> Any:
+    """What `script`, the body of a function, returns on the page. `state`: of the viewer, in the address."""
     if not starts(page.parent / "profile"):
         pytest.skip("chromium does not start on this machine")
-    page = page.with_name("seen.html") if script else page
-    if script:
-        whole = (page.parent / "report.html").read_text("utf-8")
-        page.write_text(whole.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
-    done = subprocess.run(
-        [*command(page.parent / "profile"), f"{page.as_uri()}#{urlencode(state)}"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
+    returned = (
+        f"<pre id=outcome></pre><script>outcome.textContent = JSON.stringify((() => {{{script}}})());</script></body>"
     )
-    return done.stdout
-
-
-def listed(page: Path, script: str = "", **state: str) -> str:
-    """The viewer's elements."""
-    return seen(page, script, **state).partition('<div id="viewer"')[2].partition("<script")[0]
-
-
-def lines(text: str) -> list[str]:
-    """The responses in the list."""
-    return re.findall(r'<button class="line[^>]*>.*?<span>([^<]*)</span></button>', text)
-
-
-@needs_browser
-def test_ten_thousand_rollouts_have_elements_for_those_in_sight(page: Path) -> None:
-    text = listed(page)
-    assert "10,000 of 10,000" in text
-    assert 10 < len(lines(text)) < 60
-    assert lines(text)[0] == "answer-1-0"
-    far = listed(page, "list.scrollTop = 26 * 7000; draw();")
-    assert 10 < len(lines(far)) < 60
-    assert "answer-15-0" in lines(far)  # the 7,001st
-
-
-@needs_browser
-def test_search_filter_and_order_come_from_the_address(page: Path) -> None:
-    text = listed(page, search="17? ANSWER-3", sort="advantage, highest")
-    assert "5 of 10,000" in text
-    assert lines(text) == [f"answer-3-{number}" for number in (89, 88, 87, 86, 85)]
-    text = listed(page, step="7", ended="length", sign="advantage > 0", sort="advantage, highest")
-    assert "24 of 10,000" in text
-    assert lines(text)[0] == "answer-7-490"
-    assert "what is 98? &lt;/script&gt;" in text  # the first one is open
-
-
-@needs_browser
-def test_recorded_tokens_are_coloured(page: Path) -> None:
-    state = {"search": f"answer-{STEPS}-2", "step": str(STEPS)}
-    open_ = f"chosen = shown.find(row => row.response === 'answer-{STEPS}-2'); open();"
-    text = listed(page, open_, colour="difference", **state)
-    grounds = re.findall(r'title="([^"]*)" style="background: rgba\((\d+), \d+, \d+, ([\d.]+)\)', text)
-    assert [(red, strength) for _, red, strength in grounds] == [("220", "0"), ("5", "0.8"), ("220", "0.8")]
-    assert [title.rpartition(": ")[2] for title, *_ in grounds] == ["0", "0.25", "-0.25"]
-    assert "&lt;b&gt;" in text
-    text = listed(page, open_, colour="ratio", **state)
-    assert [float(value) for value in re.findall(r': ([\d.]+)" style', text)] == pytest.approx(
-        np.exp([0.5, 0.25, 0.75]), abs=1e-5
+    seen = page.with_name("seen.html")
+    seen.write_text(page.read_text("utf-8").replace("</body>", returned), encoding="utf-8")
+    address = f"{seen.as_uri()}#{urlencode(state)}"
+    run = subprocess.run(
+        [*command(page.parent / "profile"), address], capture_output=True, text=True, timeout=300, check=True
     )
-    text = listed(page, open_, colour="weight", **state)
-    grounds = re.findall(r'title="[^"]*: ([^"]*)" style="background: rgba\((\d+), \d+, \d+, ([\d.]+)\)', text)
-    assert grounds == [("0", "220", "0"), ("0.000002", "5", "0.4"), ("-0.000008", "220", "0.8")]
-    assert "were not recorded" in listed(page, colour="ratio", step="1")
+    [found] = re.findall(r'<pre id="outcome">(.+?)</pre>', run.stdout)
+    return json.loads(html.unescape(found))
+
+
+@needs_browser
+def test_ten_thousand_rollouts_are_searched_and_have_elements_for_those_in_sight(page: Path) -> None:
+    script = """
+    const responses = () => [...viewer.querySelectorAll("button.line span:last-child")].map(one => one.textContent);
+    const now = () => ({count: viewer.querySelector(".count").textContent, responses: responses(), open: detail.textContent});
+    const found = [now()];
+    const states = [{step: "7", ended: "length", sign: "advantage > 0", sort: "advantage, highest"}, {sort: "order"}];
+    for (const state of states) {
+      for (const name of CONTROLS) pick(name).value = state[name] || "";
+      select();
+      found.push(now());
+    }
+    list.scrollTop = 26 * 7000;
+    draw();
+    return [...found, now()];"""
+    address, filtered, everything, far = outcome(page, script, search="17? ANSWER-3", sort="advantage, highest")
+    assert address["count"] == "5 of 10,000"
+    assert address["responses"] == [f"answer-3-{number}" for number in (89, 88, 87, 86, 85)]
+    assert "what is 17? </script>" in address["open"]  # the first one is open
+    assert filtered["count"] == "24 of 10,000"
+    assert filtered["responses"][0] == "answer-7-490"
+    assert everything["count"] == "10,000 of 10,000"
+    assert everything["responses"][0] == "answer-1-0"
+    assert "answer-15-0" in far["responses"]  # the 7,001st
+    assert all(10 < len(state["responses"]) < 60 for state in (everything, far))
+
+
+@needs_browser
+def test_an_open_rollout_has_its_tokens_coloured_its_images_turns_and_remarks(page: Path) -> None:
+    script = """
+    const show = (response, colour) => {
+      chosen = data.rows.find(row => row.response === response);
+      pick("colour").value = colour;
+      open();
+      const tokens = [...detail.querySelectorAll("span")];
+      return tokens.map(one => [one.textContent, one.title.split(": ")[1], one.style.background]);
+    };
+    const coloured = ["difference", "ratio", "weight"].map(colour => show("answer-20-2", colour));
+    show("answer-1-1", "ratio");
+    const plain = detail.textContent;
+    show("answer-1-0", "");
+    const texts = query => [...detail.querySelectorAll(query)].map(one => [one.className, one.textContent]);
+    return {coloured, plain, images: [...detail.querySelectorAll("img")].map(one => one.src), all: detail.textContent,
+      turns: texts(".role, .role + pre"), remarks: texts("li")};"""
+    found = outcome(page, script)
+    red, green = (
+        (lambda strength: f"rgba(220, 38, 38, {strength})"),
+        (lambda strength: f"rgba(5, 150, 105, {strength})"),
+    )
+    difference, ratio, weight = found["coloured"]
+    assert difference == [["<b>", "0", red(0)], ["2", "0.25", green(0.8)], ["é", "-0.25", red(0.8)]]
+    assert [float(value) for _, value, _ in ratio] == pytest.approx(np.exp([0.5, 0.25, 0.75]), abs=1e-5)
+    assert [value for _, *value in weight] == [["0", red(0)], ["0.000002", green(0.4)], ["-0.000008", red(0.8)]]
+    assert "were not recorded" in found["plain"]
+    [image] = found["images"]
+    assert image.startswith("data:image/webp;base64,")
+    assert "samples/images/lost.webp" in found["all"]
+    assert found["turns"] == [["role", "system"], ["", "be <brief>"], ["role", "user"], ["", "what is it?"]]
+    assert found["remarks"] == [["good", "✓ walk"], ["bad", "✗   steps: 3, wanted 4"], ["", "not <b>quite</b>"]]
+
+
+@needs_browser
+def test_charts_show_a_step_s_values_and_a_dragged_range_until_a_double_click(page: Path) -> None:
+    script = """
+    const boxes = [...document.querySelectorAll(".chart")], named = text => boxes.find(one => one.textContent.includes(text));
+    const box = named("Reward, weighted sum"), plot = () => box.querySelector(":scope > svg").getBoundingClientRect();
+    const point = (kind, step) => box.querySelector(":scope > svg").dispatchEvent(new PointerEvent(kind, {
+      bubbles: true, button: 0, clientX: plot().left + 46 + step / 20 * (plot().width - 54), clientY: plot().top + 40 }));
+    box.setPointerCapture = () => {};  // there is no pointer
+    const texts = (one, query) => [...one.querySelectorAll(query)].map(found => found.textContent);
+    const now = () => boxes.map(one => ({title: texts(one, ".title span"), values: texts(one, "b"),
+      steps: texts(one, "text[text-anchor=middle]").map(Number), scale: texts(one, "text[text-anchor=end]").map(Number)}));
+    point("pointermove", 7);
+    const hovered = now();
+    point("pointerdown", 5); point("pointermove", 8); point("pointerup", 10);
+    const zoomed = now();
+    box.dispatchEvent(new MouseEvent("dblclick", {bubbles: true}));
+    return [hovered, zoomed, now()];"""
+    hovered, zoomed, whole = ({chart["title"][0]: chart for chart in state} for state in outcome(page, script))
+    assert {chart["title"][1] for chart in hovered.values()} == {"step 7"}
+    assert hovered["Reward, weighted sum"]["values"] == ["0.35"]
+    assert hovered["Evaluation"]["values"] == ["0.25"]  # of step 0, the last before
+    assert hovered["Seconds per step, by phase"]["values"] == ["1.25", "0.5", "0.25"]
+    assert {(chart["steps"][0], chart["steps"][-1]) for chart in zoomed.values()} == {(5, 10)}
+    assert {(chart["steps"][0], chart["steps"][-1]) for chart in whole.values()} == {(0, 20)}
+    assert (whole["Reward, weighted sum"]["scale"][0], whole["Reward, weighted sum"]["scale"][-1]) == (0, 1)
+    assert (zoomed["Reward, weighted sum"]["scale"][0], zoomed["Reward, weighted sum"]["scale"][-1]) == (0.3, 0.5)
+    assert whole["Cut at the token limit"]["scale"][-1] == 0.1  # a share of zero is not drawn to full height
 
 
 def test_what_a_page_holds_has_a_limit(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,64 +208,3 @@ def test_what_a_page_holds_has_a_limit(page: Path, monkeypatch: pytest.MonkeyPat
     read = read_run(page.parent).samples
     assert len(read) == 16
     assert {1, STEPS} <= read.keys()
-
-
-@needs_browser
-def test_images_turns_and_what_rewards_say_are_shown(page: Path) -> None:
-    text = listed(page, search="wanted 4")
-    assert "1 of 10,000" in text
-    assert re.search(r'<img src="data:image/webp;base64,[\w+/=]+">', text)
-    assert "samples/images/lost.webp" in text
-    assert re.findall(r'<div class="role">(\w+)</div><pre>([^<]*)</pre>', text) == [
-        ("system", "be &lt;brief&gt;"),
-        ("user", "what is it?"),
-    ]
-    assert re.findall(r'<li( class="\w+")?>([^<]*)</li>', text) == [
-        (' class="good"', "✓ walk"),
-        (' class="bad"', "✗   steps: 3, wanted 4"),
-        ("", "not &lt;b&gt;quite&lt;/b&gt;"),
-    ]
-
-
-POINTER = """
-const box = [...document.querySelectorAll(".chart")].find(one => one.textContent.includes("Reward, weighted sum"));
-const plot = () => box.querySelector(":scope > svg").getBoundingClientRect();
-const point = (kind, step) => box.querySelector(":scope > svg").dispatchEvent(new PointerEvent(kind, {
-  bubbles: true, button: 0, clientX: plot().left + 46 + step / 20 * (plot().width - 54), clientY: plot().top + 40 }));
-box.setPointerCapture = () => {};  // there is no pointer
-"""
-
-
-def charts(page: Path, script: str) -> dict[str, str]:
-    """The elements of each chart by its title, after `script`."""
-    found = re.findall(
-        r'<div class="chart(?: wide)?">(.*?)</div>(?=<div class="chart|</div><script)', seen(page, POINTER + script)
-    )
-    return {re.findall(r'<span class="">([^<]*)</span>', one)[0]: one for one in found}
-
-
-@needs_browser
-def test_a_step_under_the_mouse_shows_its_values_in_all_charts(page: Path) -> None:
-    found = charts(page, "point('pointermove', 7);")
-    assert {"step 7"} == {re.findall(r'class="sub">([^<]*)<', one)[0] for one in found.values()}
-    assert re.findall(r"<b class=\"\">([^<]*)</b>", found["Reward, weighted sum"]) == ["0.35"]
-    assert re.findall(r"<b class=\"\">([^<]*)</b>", found["Evaluation"]) == ["0.25"]  # of step 0, the last before
-    assert re.findall(r"<b class=\"\">([^<]*)</b>", found["Seconds per step, by phase"]) == ["1.25", "0.5", "0.25"]
-
-
-@needs_browser
-def test_a_dragged_range_is_shown_in_all_charts_until_a_double_click(page: Path) -> None:
-    def axis(chart: str) -> list[str]:
-        return re.findall(r'text-anchor="middle">(\d+)<', chart)
-
-    drag = "point('pointerdown', 5); point('pointermove', 8); point('pointerup', 10);"
-    found = charts(page, drag)
-    assert {("5", "10")} == {(axis(one)[0], axis(one)[-1]) for one in found.values()}
-    ticks = [float(value) for value in re.findall(r'text-anchor="end">([\d.]+)<', found["Reward, weighted sum"])]
-    assert 0.2 < ticks[0] < ticks[-1] < 0.55  # the values of steps 5 to 10 are .25 to .5
-    found = charts(page, drag + "box.dispatchEvent(new MouseEvent('dblclick', {bubbles: true}));")
-    assert {("0", "20")} == {(axis(one)[0], axis(one)[-1]) for one in found.values()}
-    shares = found["Cut at the token limit"]
-    assert (
-        re.findall(r'text-anchor="end">([\d.]+)<', shares)[-1] == "0.1"
-    )  # a share of zero is not drawn to full height
