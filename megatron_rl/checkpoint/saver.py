@@ -23,7 +23,7 @@ _PATIENCE = timedelta(hours=24)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How one save went.
 
     Attributes:
@@ -59,7 +59,7 @@ class Saver:
         self._writers = Grid(**{**vars(grid), "host_group": dist.new_group(backend="gloo", timeout=_PATIENCE)})
         self._snapshotter = Snapshotter(grid, copied=asynchronous)
         self._thread: threading.Thread | None = None
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[SaveOutcome] = []
         self._blocked = 0.0
         self.last_step: int | None = None  # of the newest save that succeeded or is under way
 
@@ -103,7 +103,7 @@ class Saver:
         self.drain()
         dist.destroy_process_group(self._writers.host_group)
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[SaveOutcome]:
         """The saves that have ended since this was last asked, oldest first; the same on every rank, sooner or later."""
         ended = []
         while self._outcomes:  # the writer may add to it meanwhile
@@ -121,7 +121,7 @@ class Saver:
             self.last_step = None
         seconds = time.perf_counter() - begin
         blocked = self._blocked if self._asynchronous else self._blocked + seconds
-        self._outcomes.append(Outcome(step, error, blocked, seconds, num_bytes))
+        self._outcomes.append(SaveOutcome(step, error, blocked, seconds, num_bytes))
 
     def _try(
         self, step: int, snapshot: Snapshot, about: Mapping[str, object], files: dict[str, bytes]

@@ -20,12 +20,12 @@ from pathlib import Path
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.actor_checks import check_actor, check_actor_machine, optimizers
 from megatron_rl.config.algorithm_checks import check_method_choice
+from megatron_rl.config.conform import ConfigError
 from megatron_rl.config.keys import problems as out_of_range
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
 from megatron_rl.config.rollout_checks import check_rollout, check_rollout_machine
 from megatron_rl.config.schema import PHASES, Config
-from megatron_rl.config.shape import ConfigError
-from megatron_rl.config.stage_checks import check_stages
+from megatron_rl.config.supervised_checks import check_supervised
 from megatron_rl.models import HFConfig
 from megatron_rl.names import did_you_mean, show
 
@@ -93,7 +93,7 @@ def check(
         problems += [
             *_check_layout(config, world, machine),
             *(_check_batch(config, world) if command != "evaluate" else ()),
-            *check_stages(config, world, command),
+            *check_supervised(config, world, command),
             *check_actor(config, command),
             *check_rollout(config, machine.local_world_size),
             *_check_gradient_variance(config, world),

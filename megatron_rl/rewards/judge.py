@@ -8,16 +8,16 @@ from megatron_rl.config.schema import ServerConfig
 from megatron_rl.rewards.judge_prompt import messages, read_score, read_template
 from megatron_rl.rewards.kinds import SampleMapping
 from megatron_rl.rewards.registry import register_reward
-from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward, Reply
+from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply
 
 DEFAULT_BODY = {"temperature": 0.0, "max_tokens": 2048}
 _RESERVED = ("model", "messages", "stream", "n")
 
 
-@register_reward("judge", ServerConfig, Policy)
+@register_reward("judge", ServerConfig, AnswerRules)
 def judge(
     server: ServerConfig,
-    policy: Policy,
+    rules: AnswerRules,
     urls: str | list[str],
     model: str,
     template: str | None = None,
@@ -50,7 +50,7 @@ def judge(
             raise Nonsense(said)
         return score, said
 
-    return RemoteReward(urls, server, policy, "/chat/completions", render, read, has_message)
+    return RemoteReward(urls, server, rules, "/chat/completions", render, read, has_message)
 
 
 def reply_text(reply: Reply) -> str:

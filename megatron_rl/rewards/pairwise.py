@@ -11,7 +11,7 @@ from megatron_rl.rewards.judge import DEFAULT_BODY, check_body, has_message, rep
 from megatron_rl.rewards.judge_prompt import as_text, chat_of, read_places
 from megatron_rl.rewards.kinds import SampleMapping
 from megatron_rl.rewards.registry import register_reward
-from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward, Reply
+from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply
 
 # Verdicts as Arena-Hard's judges give them -> how much better A is.
 VERDICTS = {"A>>B": 2, "A>B": 1, "A=B": 0, "A<B": -1, "A<<B": -2, "B>>A": -2, "B>A": -1, "B=A": 0, "B<A": 1, "B<<A": 2}
@@ -51,10 +51,10 @@ def read_verdict(text: str) -> int | None:
     return VERDICTS.get(labels.pop()) if len(labels) == 1 else None
 
 
-@register_reward("pairwise", ServerConfig, Policy)
+@register_reward("pairwise", ServerConfig, AnswerRules)
 def pairwise(
     server: ServerConfig,
-    policy: Policy,
+    rules: AnswerRules,
     urls: str | list[str],
     model: str,
     position: Literal["A", "B"],
@@ -91,6 +91,6 @@ def pairwise(
             raise Nonsense(said)
         return float(verdict if position == "A" else -verdict), said
 
-    reward = RemoteReward(urls, server, policy, "/chat/completions", render, read, has_message)
+    reward = RemoteReward(urls, server, rules, "/chat/completions", render, read, has_message)
     reward.check_sample = baseline
     return reward

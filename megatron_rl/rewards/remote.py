@@ -32,7 +32,7 @@ Budget = Annotated[int, Range(low=1)] | None
 
 
 @dataclass(frozen=True)
-class Policy:
+class AnswerRules:
     """A recipe's settings of a reward that asks a server.
 
     Attributes:
@@ -117,7 +117,7 @@ class RemoteReward(Reward):
     Args:
         urls: base URL, or several of equal servers.
         server: how they are asked.
-        policy: what the recipe decides.
+        rules: what the recipe decides.
         path: what is posted to, below the base URL.
         render: completion and sample to the request's JSON body.
         read: the reply's JSON to a score and the text to keep; raises Nonsense.
@@ -128,7 +128,7 @@ class RemoteReward(Reward):
         self,
         urls: str | Sequence[str],
         server: ServerConfig,
-        policy: Policy,
+        rules: AnswerRules,
         path: str,
         render: Callable[[str, SampleMapping], dict[str, object]],
         read: Callable[[Reply], tuple[float, str]],
@@ -136,10 +136,10 @@ class RemoteReward(Reward):
     ) -> None:
         super().__init__(
             lambda completion, sample: self.submit(completion, sample).result(),
-            may_abstain=policy.unanswered == "drop",
+            may_abstain=rules.unanswered == "drop",
             remarks=self._words,
         )
-        self.policy = policy
+        self.rules = rules
         self._render = render
         self._endpoint = Endpoint(urls, server, self._check_budget, is_reply)
         self._path, self._read = path, read
@@ -178,7 +178,7 @@ class RemoteReward(Reward):
             except asyncio.CancelledError:
                 if not task.cancelled():
                     raise
-                verdict = Verdict(None, "expired", f"no answer {self.policy.step_seconds:g} s after the last rollout")
+                verdict = Verdict(None, "expired", f"no answer {self.rules.step_seconds:g} s after the last rollout")
         return self._by_rule(verdict)
 
     def _key(self, body: Mapping[str, object]) -> str:
@@ -203,9 +203,9 @@ class RemoteReward(Reward):
             return verdict.score
         self._counts.no_score[verdict.kind] += 1
         self._counts.example = self._counts.example or verdict.reason
-        if self.policy.unanswered == "stop":
+        if self.rules.unanswered == "stop":
             raise EndpointError(f"no score from {', '.join(self._endpoint.urls)}: {verdict.reason}")
-        return self.policy.neutral if self.policy.unanswered == "neutral" else None
+        return self.rules.neutral if self.rules.unanswered == "neutral" else None
 
     async def _ask(self, key: str, body: Mapping[str, object]) -> Verdict:
         text = ""
@@ -237,11 +237,11 @@ class RemoteReward(Reward):
     # -------------------------------------------------------------------------------------------------------- budget
     def _check_budget(self) -> None:
         """Raises Unanswered where this rank's part of a budget is used up."""
-        policy, traffic = self.policy, self._endpoint.traffic  # since the counts were taken
+        rules, traffic = self.rules, self._endpoint.traffic  # since the counts were taken
         requests, tokens = self._spent_before
         for name, budget, spent, before in (
-            ("requests", policy.max_requests_per_run, traffic.requests, requests),
-            ("tokens", policy.max_tokens_per_run, traffic.tokens, tokens),
+            ("requests", rules.max_requests_per_run, traffic.requests, requests),
+            ("tokens", rules.max_tokens_per_run, traffic.tokens, tokens),
         ):
             if budget is not None and spent >= self._part(max(0, budget - before)):
                 raise Unanswered(f"max_{name}_per_run = {budget} is used up", "budget")

@@ -18,7 +18,7 @@ from megatron_rl.parameters import Range
 from megatron_rl.rewards.judge_prompt import as_text
 from megatron_rl.rewards.kinds import InlineReward, Reward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
-from megatron_rl.rewards.remote import Nonsense, Policy, RemoteReward, Reply
+from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply
 from megatron_rl.sample import Message, Prompt
 from megatron_rl.tokenizer import Tokenizer
 
@@ -28,16 +28,16 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class ModelPolicy(Policy):
-    """As `Policy`; `neutral` is on the scale of the score."""
+class ModelRules(AnswerRules):
+    """As `AnswerRules`; `neutral` is on the scale of the score."""
 
     neutral: Finite = 0.0
 
 
-@register_reward("reward_model", ServerConfig, ModelPolicy)
+@register_reward("reward_model", ServerConfig, ModelRules)
 def reward_model(
     server: ServerConfig,
-    policy: ModelPolicy,
+    rules: ModelRules,
     urls: str | list[str] | None = None,
     model: str | None = None,
     path: str | None = None,
@@ -52,7 +52,7 @@ def reward_model(
     prompt of text is followed by the response.
 
     Args:
-        server, policy: `urls`: as for the judge.
+        server, rules: `urls`: as for the judge.
         urls: base URL, or several of equal servers, without `/v1`: vLLM's `/classify` is below it. Needs `model`.
         model: the name under which the servers have it.
         path: instead of `urls`, a Hugging Face folder, loaded by every rank when it scores its first rollout.
@@ -99,7 +99,7 @@ def reward_model(
     def is_reply(reply: Reply) -> bool:
         return isinstance(reply.get("data"), list) and bool(reply["data"])
 
-    return RemoteReward(urls, server, policy, "/classify", render, read, is_reply)
+    return RemoteReward(urls, server, rules, "/classify", render, read, is_reply)
 
 
 def conversation(prompt: Prompt, response: str) -> Prompt:

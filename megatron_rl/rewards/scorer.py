@@ -238,7 +238,7 @@ class Scorer:
             self._compute(name, [one for one in scorings if not one.row.keys() >= set(self._columns[name])])
         for name, reward in self._remote.items():  # waits for each no longer than its `step_seconds`
             futures = [one.futures[name] for one in scorings if name in one.futures]
-            left = began + reward.policy.step_seconds - time.monotonic()
+            left = began + reward.rules.step_seconds - time.monotonic()
             if futures and wait(futures, max(0.0, left)).not_done:
                 reward.expire()
         for one in scorings:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import megatron_rl
 from megatron_rl.checkpoint import manifest, store
-from megatron_rl.checkpoint.saver import Outcome, Saver
+from megatron_rl.checkpoint.saver import SaveOutcome, Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import to_yaml
@@ -261,7 +261,7 @@ class Checkpoints:
 
         return remove
 
-    def _failure(self, outcome: Outcome) -> str:
+    def _failure(self, outcome: SaveOutcome) -> str:
         assert self._saver is not None  # the outcome is its
         newest = store.newest_of_run(self.run_dir)
         left = f"The last whole checkpoint is {store.name_of(newest)}" if newest else "There is no earlier checkpoint"
@@ -322,7 +322,7 @@ class Checkpoints:
         return error
 
 
-def _seconds(outcome: Outcome) -> str:
+def _seconds(outcome: SaveOutcome) -> str:
     size = outcome.num_bytes / 2**20
     return f"{size:,.1f} MiB, training waited {outcome.blocked:.2f} s, written in {outcome.seconds:.2f} s"
 

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from megatron_rl.config.schema import Config, SupervisedConfig
 
 
-def stages(config: Config) -> tuple[tuple[str, SupervisedConfig], ...]:
+def supervised_sections(config: Config) -> tuple[tuple[str, SupervisedConfig], ...]:
     """Key and section of each."""
     return ("sft", config.sft), ("reward_model", config.reward_model)
 
 
-def check_stages(config: Config, world: int, command: str) -> Iterator[str]:
+def check_supervised(config: Config, world: int, command: str) -> Iterator[str]:
     """Yields a sentence per problem. `world`: processes in all."""
     if command == "evaluate":
         return
     parallel, rollout = config.actor.parallel, config.rollout
     ranks = max(1, world // (parallel.tensor * parallel.pipeline * parallel.context))
-    for name, section in stages(config):
+    for name, section in supervised_sections(config):
         if section.wanted and section.batch_size < ranks:
             yield f"`{name}.batch_size` ({section.batch_size}) must be at least the {ranks} data-parallel ranks"
         if command == name.replace("_", "-") and not section.wanted:
