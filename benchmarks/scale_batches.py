@@ -3,13 +3,14 @@
 python -m benchmarks.scale_batches [--ranks 8 16] [--mib 1] [--rounds 3] [--no-gather] [--json]
 
 Every rank is an engine and a data-parallel replica of its own. It has drawn 32 rollouts, `--mib` MiB (9 bytes a token), and
-needs 32 of all. `received`, `sent`: bytes of the rank with the most. Then, in seconds until all ranks are done (medians over
-rounds) and in MiB that the rank with the most adds meanwhile:
+needs 32 of all. `received`, `sent`: bytes of the rank with the most. Then seconds until all ranks are done, CPU seconds of
+all (medians over rounds), and MiB that the rank with the most adds meanwhile:
 
 copy      every rank copies its own bytes in memory, all at the same time
 send      every rank sends its own bytes to the next one, as one message
 facts     what all ranks learn of all rollouts, 25 bytes each (`Grid.all_gather_bytes`)
-exchange  `rollout.exchange`
+exchange  `rollout.exchange`, from memory to memory
+gloo      the same as between hosts, through gloo
 gather    instead, all rollouts pickled to all ranks (`all_gather_object`)
 """
 
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -35,6 +37,7 @@ import torch.multiprocessing as mp
 
 from megatron_rl.data import FACTS, Rollout, Rollouts, Sample
 from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, exchange
+from megatron_rl.runtime import peer_memory
 from megatron_rl.runtime.distributed import ALONE, Grid
 
 GROUPS, COUNT = 4, 8  # of a rank
@@ -62,25 +65,28 @@ def status(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def measured(grid: Grid, work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds until all ranks have done it, and MiB that it adds at its peak on the rank with the most."""
+def measured(grid: Grid, work: Callable[[], object]) -> tuple[float, float, float]:
+    """Seconds until all ranks have done it, CPU seconds of all of them, and MiB that it adds at its peak on the rank with the
+    most."""
     ctypes.CDLL(None).malloc_trim(0)  # what earlier work has freed would serve this one
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = status("VmRSS")
     grid.barrier()
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     result = work()
+    cpu = time.process_time() - cpu_begin
     grid.barrier()
     seconds = time.perf_counter() - begin
-    added = max(grid.all_gather(status("VmHWM") - before))
+    cpus, added = zip(*grid.all_gather((cpu, status("VmHWM") - before)), strict=True)
     del result
-    return seconds, added
+    return seconds, sum(cpus), max(added)
 
 
 def run_rank(rank: int, folder: str, world: int, mib: float, rounds: int, gathers: bool) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(minutes=10))
     grid = Grid(**{**vars(ALONE), "rank": rank, "world": world, "host_group": dist.group.WORLD})
+    grid = replace(grid, near=peer_memory.find(grid)[0])
     rollouts = drawn(rank, world, mib)
     rows = np.random.default_rng(0).permutation(len(rollouts)).reshape(world, -1)
     needs = [([replica], own.tolist()) for replica, own in enumerate(rows)]
@@ -104,13 +110,15 @@ def run_rank(rank: int, folder: str, world: int, mib: float, rounds: int, gather
         "send": send,
         "facts": lambda: grid.all_gather_bytes(facts),
         "exchange": lambda: exchange(grid, rollouts, needs),
+        "gloo": lambda: exchange(replace(grid, near=None), rollouts, needs),
     }
     if gathers:
         works["gather"] = lambda: grid.all_gather([*rollouts.held.values()])
     found: dict[str, float] = {"ranks": world, "bytes": int(sizes.sum()), "received": max(received), "sent": max(sent)}
     for name, work in works.items():
         figures = [measured(grid, work) for _ in range(rounds)]
-        found |= {f"{name}_s": median(s for s, _ in figures), f"{name}_mib": max(added for _, added in figures)}
+        seconds, cpu, added = zip(*figures, strict=True)
+        found |= {f"{name}_s": median(seconds), f"{name}_cpu_s": median(cpu), f"{name}_mib": max(added)}
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
 

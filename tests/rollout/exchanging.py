@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from megatron_rl.data import FACTS, Rollout, Rollouts, Sample, Segment
 from megatron_rl.rollout import exchange as module
 from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, ExchangeError, Need, exchange, sizes_of
+from megatron_rl.runtime import peer_memory
 from megatron_rl.runtime.distributed import ALONE, Grid
 from megatron_rl.trainer.sampler import Sampler
 
@@ -65,10 +67,21 @@ def in_world(rank: int, folder: str, world: int, seconds: float, work: Callable[
     work(grid, Path(folder))
 
 
+def with_neighbours(grid: Grid) -> Grid:
+    near, problem = peer_memory.find(grid)
+    assert (near is None, problem) == (False, None)
+    return replace(grid, near=near)
+
+
 def every_layout(grid: Grid, folder: Path) -> None:
-    """Random prompts over engines and replicas of every size: a rank gets the rows that it needs, as they were drawn."""
+    """Random prompts over engines and replicas of every size: a rank gets the rows that it needs, as they were drawn; from
+    neighbours, through gloo, and on two hosts, as if ranks 0 and 3 were on one and 1 and 2 on the other, from both."""
+    near = with_neighbours(grid).near
+    assert near is not None
+    beside = replace(near, boards={rank: board for rank, board in near.boards.items() if rank + grid.rank == WORLD - 1})
     rng = np.random.default_rng(1)
     for seed in range(24):
+        grid = replace(grid, near=(near, None, beside)[seed % 3])
         size, dp = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2, 4]))
         rollouts, everything = rollouts_of(seed, int(rng.integers(1, 9)), grid.rank, grid.world, size)
         trained = rng.permutation(len(rollouts))[: int(rng.integers(len(rollouts) + 1))]
@@ -108,6 +121,7 @@ def bytes_of_worlds(grid: Grid, folder: Path) -> None:
         isend, irecv, Work = staticmethod(counting("isend")), staticmethod(counting("irecv")), dist.Work
 
     module.dist = Counting  # type: ignore[assignment]
+    grid = replace(grid, near=None)
     for world in (1, 2, 4):
         group = dist.new_group(list(range(world)))
         if grid.rank < world:
@@ -150,9 +164,26 @@ def to_rank_0(grid: Grid, folder: Path) -> None:
 
 def everything(grid: Grid, folder: Path) -> None:
     every_layout(grid, folder)
+    none_may_read(grid, folder)
     bytes_of_worlds(grid, folder)
     gathered(grid, folder)
     to_rank_0(grid, folder)
+
+
+def none_may_read(grid: Grid, folder: Path) -> None:
+    """Where one rank may not read another's memory, none does, and every rank knows why."""
+    real = peer_memory._read
+
+    def refusing(process: int, address: int, into: np.ndarray) -> None:
+        if grid.rank == 1:
+            raise PermissionError(1, "Operation not permitted")
+        real(process, address, into)
+
+    peer_memory._read = refusing
+    near, problem = peer_memory.find(grid)
+    peer_memory._read = real
+    assert near is None
+    assert (problem or "").startswith("rank 1 asked for rank 3's: "), problem
 
 
 def one_is_missing(grid: Grid, folder: Path) -> None:
@@ -163,6 +194,7 @@ def one_is_missing(grid: Grid, folder: Path) -> None:
         while len([*folder.glob("said_*")]) < grid.world - 1:
             time.sleep(0.05)
 
+    grid = with_neighbours(grid) if (folder / "near").exists() else grid
     dist.barrier()
     if grid.rank == grid.world - 1:
         if (folder / "hangs").exists():

@@ -15,10 +15,13 @@ def test_every_rank_gets_what_it_needs_and_no_more_bytes_in_a_larger_world(tmp_p
     ranks.start(exchanging.in_world, exchanging.WORLD, str(tmp_path), exchanging.WORLD, 60, exchanging.everything)
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_a_rank_that_does_not_hand_over_is_named_within_the_deadline(tmp_path: Path, hangs: bool) -> None:
-    if hangs:
-        (tmp_path / "hangs").touch()
+@pytest.mark.parametrize("of_one_host", ["", "near"])
+@pytest.mark.parametrize("hangs", ["", "hangs"])
+def test_a_rank_that_does_not_hand_over_is_named_within_the_deadline(
+    tmp_path: Path, hangs: str, of_one_host: str
+) -> None:
+    for flag in filter(None, (hangs, of_one_host)):
+        (tmp_path / flag).touch()
     ranks.start(exchanging.in_world, 3, str(tmp_path), 3, 2, exchanging.one_is_missing)
     for rank in (0, 1):
         seconds, _, said = (tmp_path / f"said_{rank}").read_text().partition(" ")
