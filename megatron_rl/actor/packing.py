@@ -10,7 +10,6 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +54,7 @@ class MicroBatch:
     chosen_experts: dict[int, Tensor] = field(default_factory=dict)  # see `actor.routing`
     images: PackedImages | None = None
 
-    def model_inputs(self) -> dict[str, Any]:
+    def model_inputs(self) -> dict[str, object]:
         """Keyword arguments of Megatron's model."""
         from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.host_memory import HostMemory
 from megatron_rl.seams import torch_dist
 from megatron_rl.seams.megatron import Chunk, Optimizer, State, buckets_in_place, save_planner
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 # Optimizer state is stored whole per parameter, under a name that does not say which of Megatron's optimizers (of dense or of
 # expert parameters) has it, so that it loads at any layout.
@@ -93,7 +96,7 @@ class Snapshotter:
         self._grid, self._copied = grid, copied
         self._memory = HostMemory()
         self._checked = False  # that every shard has exactly one rank that writes it, which cannot change within a run
-        self._division: Any = None
+        self._division: FullyParallelSaveStrategyWrapper | None = None
 
     def take(self, chunks: Sequence[Chunk], optimizer: Optimizer) -> Snapshot:
         """Copies everything that this rank has to write to the host; every rank calls it. Touches no disk.

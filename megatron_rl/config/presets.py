@@ -7,18 +7,17 @@ comes from. Keys are those of `AlgorithmConfig`.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 from megatron_rl.names import unknown_name
 
-Section = dict[str, Any]
+Section = dict[str, object]
 
 
 def _clip(low: float = 0.2, high: float = 0.2) -> Section:
     return {"name": "clip", "params": {"eps_low": low, "eps_high": high}}
 
 
-def _preset(estimator: str, aggregation: str, weight: Section | None = None, **more: Any) -> Section:
+def _preset(estimator: str, aggregation: str, weight: Section | None = None, **more: object) -> Section:
     return {"estimator": {"name": estimator}, "weight": weight or _clip(), "aggregation": aggregation, **more}
 
 

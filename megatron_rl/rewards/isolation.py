@@ -27,10 +27,10 @@ import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Unpack
 
 from megatron_rl.parameters import Range
-from megatron_rl.rewards.kinds import PooledReward, SampleMapping, Score, ScoreFunction
+from megatron_rl.rewards.kinds import Declared, PooledReward, SampleMapping, Score, ScoreFunction
 
 _START_SECONDS = 120.0  # imports of the helper, on a busy machine
 _MEMORY_BYTES = 4 << 30
@@ -150,7 +150,7 @@ class IsolatedReward(PooledReward):
         function: the score; it calls `isolated`, which has the deadline and scores a late call.
     """
 
-    def __init__(self, function: ScoreFunction, isolated: Isolated, **declared: Any) -> None:
+    def __init__(self, function: ScoreFunction, isolated: Isolated, **declared: Unpack[Declared]) -> None:
         super().__init__(function, timeout_seconds=None, **declared)
         self.isolated = isolated
         self._thread: ThreadPoolExecutor | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from megatron_rl.runtime.calls import call_pool
 from megatron_rl.sample import SampleMapping
@@ -27,6 +27,16 @@ CALL_SECONDS = 60.0  # deadline of a pooled reward that does not set its own
 def stopped(sample: SampleMapping) -> bool:
     """Whether the response ended with its end-of-sequence token; true outside a run, without a `finish_reason`."""
     return sample.get("finish_reason", "stop") == "stop"
+
+
+class Declared(TypedDict, total=False):
+    """What a reward declares of itself beside its function: the keywords of `Reward`."""
+
+    columns: Iterable[str] | None
+    may_abstain: bool
+    check_sample: Callable[[SampleMapping], object]
+    doubts: Callable[[Sequence[tuple[str, SampleMapping]]], list[str]]
+    remarks: RemarkFunction
 
 
 class Reward:
@@ -89,7 +99,9 @@ class PooledReward(Reward):
         late: calls past the deadline so far.
     """
 
-    def __init__(self, function: ScoreFunction, timeout_seconds: float | None = CALL_SECONDS, **declared: Any) -> None:
+    def __init__(
+        self, function: ScoreFunction, timeout_seconds: float | None = CALL_SECONDS, **declared: Unpack[Declared]
+    ) -> None:
         super().__init__(function, **declared)
         self.timeout_seconds = timeout_seconds
         self.late = 0

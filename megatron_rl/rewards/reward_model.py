@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from megatron_rl.config.keys import Finite
 from megatron_rl.config.schema import ServerConfig
@@ -21,6 +21,10 @@ from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply
 from megatron_rl.sample import Message, Prompt
 from megatron_rl.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Fast
+    from transformers import PreTrainedModel
 
 _LOADING = threading.Lock()
 T = TypeVar("T")
@@ -142,8 +146,8 @@ class LocalModel(InlineReward):
         )
         self.path, self.squash, self.batch_size = path, squash, batch_size
         self.max_tokens, self.device = max_tokens, device
-        self._loaded: tuple[Any, Tokenizer] | None = None
-        self._vocabulary: tuple[Any, int] | None = None  # the tokenizer's, and the model's number of tokens
+        self._loaded: tuple[PreTrainedModel, Tokenizer] | None = None
+        self._vocabulary: tuple[Fast | None, int] | None = None  # the tokenizer's, and the model's number of tokens
 
     def _check_prompt(self, sample: SampleMapping) -> None:
         """ValueError where the tokenizer in the folder does not know the prompt, or gives it tokens that the model has not:
@@ -192,7 +196,7 @@ class LocalModel(InlineReward):
                 scores[i] = self.squash(float(logits[row, 0]))
         return iter(scores)
 
-    def _load(self) -> tuple[Any, Tokenizer]:
+    def _load(self) -> tuple[PreTrainedModel, Tokenizer]:
         with _LOADING:
             if self._loaded is None:
                 import torch
