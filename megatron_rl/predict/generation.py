@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import Model
 from megatron_rl.planner import active_parameters, cache_bytes_per_token, engine_weight_bytes
 from megatron_rl.predict.hardware import Hardware
 from megatron_rl.predict.kernels import Group, attention_seconds, memory_seconds
-from megatron_rl.predict.lengths import Lengths
+from megatron_rl.predict.lengths import BETWEEN, Lengths
 
 _KERNELS = 9, 16  # of a decoding step and layer, in a CUDA graph: dense, with experts
 _SAMPLING = 24  # bytes per logit that sampling reads and writes: fp32, six times
@@ -122,12 +124,24 @@ class Decoding:
             places, lengths.prompt + lengths.remaining
         )
 
+    def _more(self, responses: float, engines: float, lengths: Lengths) -> float:
+        """What the slowest engine draws, over the mean of all. Engines are given whole groups, as many as they may decode
+        at a time, and more as they become free: sums of so many groups differ, and the largest of normal ones counts."""
+        count = self.rollout.group_size
+        groups, given = responses / count, min(responses, self.rollout.max_concurrent) / count
+        of_group = (lengths.square / lengths.mean**2 - 1) * (BETWEEN + (1 - BETWEEN) / count)  # variance of its mean
+        largest = NormalDist().inv_cdf((engines - 0.375) / (engines + 0.25)) if engines > 1 else 0.0
+        return 1 + largest * math.sqrt(of_group * given) / groups
+
     def generate(self, responses: float, everywhere: float, lengths: Lengths) -> Generation:
         """`responses` of each engine, `everywhere` of all engines together: the slowest engine ends it.
 
         More than there are places are drawn as places become free; when none are left, those under way are as far as a
         long-running queue's are (renewal theory), else all begin together.
         """
+        engines = everywhere / responses
+        more = self._more(responses, engines, lengths)
+        lengths = lengths.longer(more)
         places = min(self.places(lengths), responses)
         prompts = responses / self.rollout.group_size
         prompt = self.prompt_seconds(prompts * lengths.prompt, prompts * lengths.prompt**2 / 2)
@@ -140,7 +154,6 @@ class Decoding:
             tail = [sum(alive[i:]) * lengths.cell / lengths.mean for i in range(len(alive))]
         else:
             tail = list(alive)
-        engines = everywhere / responses
         for i, share in enumerate(tail):
             some = 1 - (1 - share) ** (places * engines)  # somewhere a response is not done
             running = max(1.0, places * share)
@@ -150,7 +163,7 @@ class Decoding:
             seconds=prompt + seconds,
             prompts=prompt,
             steps=steps,
-            idle=1 - drawn / (seconds * places),
+            idle=1 - drawn / more / (seconds * places),
             places=places,
             bound=self.bound(max(1.0, drawn / seconds), lengths.prompt + lengths.remaining),
         )

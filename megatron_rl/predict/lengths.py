@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 _CELLS = 64
+BETWEEN = 0.5  # share of the variance that lies between prompts, and not between the responses to one; a guess
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,15 @@ class Lengths:
     def remaining(self) -> float:
         """Tokens that a response under way has before it, mean over a long time with constantly many under way."""
         return self.square / (2 * self.mean)
+
+    def longer(self, factor: float) -> Lengths:
+        """With `factor` times the mean, or as near to it as the limit lets them: fewer responses end at every length."""
+        low, high = 1e-3, 1.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            mean = sum(share**middle for share in self.alive) * self.cell
+            low, high = (middle, high) if mean > factor * self.mean else (low, middle)
+        return Lengths(tuple(share**high for share in self.alive), self.cell, self.prompt)
 
     def longest(self, count: float) -> float:
         """Expected length of the longest of `count` responses, tokens."""

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_rl.predict.lengths import BETWEEN
+
 Tokens = np.ndarray  # int64
 
 
@@ -32,7 +34,7 @@ class LogNormal:
     mean: float
     spread: float
     limit: int
-    between: float = 0.5
+    between: float = BETWEEN
 
     def __post_init__(self) -> None:
         if not 0 < self.mean <= self.limit or self.spread < 0 or not 0 <= self.between <= 1:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_rl.config import load_recipe
 from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import model_of
+from megatron_rl.planner import GIB, make_plan
 from megatron_rl.predict.generation import Decoding
 from megatron_rl.predict.hardware import TABLES
 from megatron_rl.predict.lengths import Lengths
+from megatron_rl.simulation.engines import EngineSpeed, generate
+from megatron_rl.simulation.lengths import LogNormal
 
+RECIPES = Path(__file__).parents[2] / "recipes" / "scale"
 LENGTHS = Lengths.log_normal(1500, 4096, spread=0.7, prompt=100)
 
 
-def drawn(count: int, seed: int = 0) -> np.ndarray:
+def mixed(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).permutation(LENGTHS.quantiles(count))
 
 
@@ -63,10 +70,61 @@ def test_a_batch_takes_as_long_as_one_decoded_step_by_step(responses: int, place
     found = published_config("Qwen3-8B")
     assert found is not None
     engine = Decoding(model_of(found), RolloutConfig(max_concurrent=places), TABLES["h100"], 1e9)
-    counted = np.mean([one_by_one(engine, drawn(responses, seed), places) for seed in range(4)])
+    counted = np.mean([one_by_one(engine, mixed(responses, seed), places) for seed in range(4)])
     predicted = engine.generate(responses, responses, LENGTHS)
     assert predicted.places == min(places, responses)
     assert predicted.seconds - predicted.prompts == pytest.approx(counted, rel=0.08)
     assert 0 < predicted.idle < 1
     slower = replace(engine, hardware=replace(engine.hardware, memory=engine.hardware.memory / 2))
     assert slower.generate(responses, responses, LENGTHS).seconds > predicted.seconds
+
+
+# Recipe of recipes/scale, nodes, responses' mean, `rollout.max_concurrent`: caches that are full, that are not, and groups
+# that are handed out as engines become free.
+SIMULATED = [
+    ("qwen3-8b", 2, 4096, 512),
+    ("qwen3-32b", 16, 4096, 512),
+    ("qwen3-30b-a3b", 4, 4096, 512),
+    ("qwen3-235b-a22b", 16, 4096, 512),
+    ("qwen3-235b-a22b", 128, 4096, 512),
+    ("qwen3-32b", 4, 1500, 512),
+    ("qwen3-32b", 4, 4096, 128),
+    ("qwen3-30b-a3b", 4, 1500, 32),
+]
+
+
+@pytest.mark.parametrize(("recipe", "nodes", "mean", "concurrent"), SIMULATED)
+def test_engines_take_as_long_as_when_every_response_is_simulated(
+    recipe: str, nodes: int, mean: int, concurrent: int
+) -> None:
+    config = load_recipe(RECIPES / f"{recipe}.yaml", [f"rollout.max_concurrent={concurrent}"])
+    found = published_config((config.model.path or "").rpartition("/")[2])
+    assert found is not None
+    plan = make_plan(config, model_of(found), 8 * nodes, 79 * GIB)
+    engine = Decoding(plan.model, config.rollout, TABLES["h100"], plan.cache_tokens)
+    prompts, count, limit = config.trainer.prompts_per_step, config.rollout.group_size, config.rollout.max_tokens
+    lengths = Lengths.log_normal(mean, limit, prompt=512)
+    speed = EngineSpeed(
+        cache(lambda running, context: engine.step_seconds(running, round(context / 64) * 64)),
+        lambda tokens: engine.prompt_seconds(tokens, tokens * 256),
+        plan.cache_tokens,
+        concurrent,
+    )
+    seconds = []
+    for seed in range(4):
+        drawn, _ = LogNormal(mean, 0.6, limit).draw(np.random.default_rng(seed), prompts, count)
+        nothing = np.zeros_like(drawn)
+        seconds.append(generate(speed, plan.engines, 512, nothing, drawn, range(prompts)).seconds)
+    responses = prompts * count
+    predicted = engine.generate(responses / plan.engines, responses, lengths).seconds
+    assert predicted == pytest.approx(np.mean(seconds), rel=0.1)
+    alone = engine.generate(responses / plan.engines, responses / plan.engines, lengths).seconds
+    assert alone < 0.97 * predicted  # no engine waits for another one
+
+
+def test_longer_responses_end_at_the_same_limit() -> None:
+    longer = LENGTHS.longer(1.2)
+    assert longer.mean == pytest.approx(1.2 * LENGTHS.mean, rel=1e-6)
+    assert len(longer.alive) * longer.cell == pytest.approx(4096)
+    assert LENGTHS.mean < LENGTHS.longer(100).mean < 4096
+    assert LENGTHS.longer(1.0).alive == pytest.approx(LENGTHS.alive)

@@ -27,10 +27,10 @@ def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     simulated, predicted = found["simulation"], found["step_time"]["seconds"]
     phases = {name: phase["seconds"] for name, phase in simulated["synchronous"]["phases"].items()}
-    # Training is the predicted one's for the tokens that were drawn; generation is its own calculation.
+    # Training is the predicted one's for the tokens that were drawn; generation is its own calculation, of two steps here.
     assert phases["update"] == pytest.approx(predicted["update"], rel=0.03)
     assert phases["sync"] == pytest.approx(predicted["sync"])
-    assert phases["generate"] == pytest.approx(predicted["generate"], rel=0.35)
+    assert phases["generate"] == pytest.approx(predicted["generate"], rel=0.15)
     assert phases["reward"] > 1
     assert sum(phases.values()) == pytest.approx(simulated["synchronous"]["seconds"])
     assert simulated["partial"]["seconds"] < simulated["synchronous"]["seconds"]
