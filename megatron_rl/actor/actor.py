@@ -251,7 +251,7 @@ class Actor:
     def reduce(self, parts: Sequence[Metrics]) -> Metrics:
         """The metrics of all micro-batches of all data-parallel ranks, added in rank order, on every rank."""
         own = sum(parts, Metrics()) if self.grid.reports_loss else Metrics()
-        return sum(self.grid.all_gather(own.on_host()), Metrics())
+        return sum(self.grid.all_gather(own), Metrics())
 
     def _run(
         self,

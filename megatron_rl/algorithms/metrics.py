@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,22 +36,10 @@ class Metrics:
             maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
         return Metrics(sums, maxima)
 
-    def on_host(self) -> Metrics:
-        """The same numbers as CPU tensors, moved together."""
-        sums, maxima = self.flat()
-        return self.with_flat(sums.cpu(), maxima.cpu())
-
-    def flat(self) -> tuple[Tensor, Tensor]:
-        """Two float64 vectors, to be all-reduced with SUM and with MAX; every rank has the same names."""
+    def __reduce__(self) -> tuple[Callable[..., Metrics], tuple[object, ...]]:
+        """Pickled as numbers, which leave the device together: tensors of one number each take many times as long."""
         sums = [part for pair in self.sums.values() for part in pair]
-        empty = torch.zeros(0, dtype=torch.float64)
-        return torch.stack(sums) if sums else empty, torch.stack([*self.maxima.values()]) if self.maxima else empty
-
-    def with_flat(self, sums: Tensor, maxima: Tensor) -> Metrics:
-        """The same names with the reduced vectors."""
-        pairs = dict(zip(self.sums, sums.reshape(-1, 2), strict=True))
-        largest = dict(zip(self.maxima, maxima, strict=True))
-        return Metrics({name: (pair[0], pair[1]) for name, pair in pairs.items()}, largest)
+        return _with_numbers, (tuple(self.sums), _numbers(sums), tuple(self.maxima), _numbers([*self.maxima.values()]))
 
     def values(self) -> dict[str, float]:
         """name -> number. A mean over nothing is left out. Adds the effective sample size of the correction."""
@@ -59,3 +48,18 @@ class Metrics:
         if square:
             means["correction/effective_sample_share"] = means["correction/weight"] ** 2 / square
         return means | {name: float(value) for name, value in self.maxima.items()}
+
+
+def _numbers(scalars: Sequence[Tensor]) -> list[float]:
+    return torch.stack([*scalars]).tolist() if scalars else []
+
+
+def _with_numbers(
+    means: Sequence[str], sums: Sequence[float], maxima: Sequence[str], largest: Sequence[float]
+) -> Metrics:
+    """The metrics of these names, on the CPU. `sums`: sum and count of each mean."""
+    pairs = torch.tensor(sums, dtype=torch.float64).view(-1, 2)
+    return Metrics(
+        {name: (total, count) for name, (total, count) in zip(means, pairs, strict=True)},
+        dict(zip(maxima, torch.tensor(largest, dtype=torch.float64), strict=True)),
+    )

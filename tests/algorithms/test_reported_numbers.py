@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import statistics
 
 import pytest
@@ -137,27 +138,17 @@ def test_mismatch_of_low_precision_log_probs_is_taken_in_float32() -> None:
     assert float(weights) == pytest.approx(float((old.double() - rollout.double()).exp()), rel=1e-6)
 
 
-def test_metrics_without_sums_or_without_maxima_reduce_too() -> None:
+def test_metrics_come_to_other_ranks_as_they_are() -> None:
+    """With sums only, maxima only, or nothing; float64, and on the CPU."""
     where = torch.tensor([True])
     only_mean, only_max = Metrics(), Metrics()
-    only_mean.mean("a", torch.tensor([3.0]), where)
-    only_max.maximum("b", torch.tensor([2.0]), where)
-    for metrics, expected in ((Metrics(), {}), (only_mean, {"a": 3.0}), (only_max, {"b": 2.0})):
-        sums, maxima = metrics.flat()
-        assert sums.dtype == maxima.dtype == torch.float64
-        assert (sums.numel(), maxima.numel()) == (2 * len(metrics.sums), len(metrics.maxima))
-        assert metrics.with_flat(sums, maxima).values() == metrics.on_host().values() == expected
-
-
-def test_metrics_refuse_vectors_of_other_names() -> None:
-    """Ranks that disagree on the names would otherwise shift every number to another's name."""
-    metrics = Metrics()
-    metrics.mean("a", torch.tensor([3.0]), torch.tensor([True]))
-    sums, maxima = metrics.flat()
-    with pytest.raises(ValueError, match="argument"):
-        metrics.with_flat(torch.cat([sums, sums]), maxima)
-    with pytest.raises(ValueError, match="argument"):
-        metrics.with_flat(sums, torch.ones(1))
+    only_mean.mean("a", torch.tensor([0.1]), where)
+    only_max.maximum("b", torch.tensor([0.1]), where)
+    for metrics in (Metrics(), only_mean, only_max, only_mean + only_max):
+        there = pickle.loads(pickle.dumps(metrics))
+        assert (there.sums, there.maxima) == (metrics.sums, metrics.maxima)
+        tensors = [*itertools.chain(*there.sums.values()), *there.maxima.values()]
+        assert {tensor.dtype for tensor in tensors} <= {torch.float64}
 
 
 def test_overlong_penalty_takes_the_whole_budget_and_one_token() -> None:
