@@ -1,7 +1,7 @@
 // Charts of the page's data: values under the mouse in all of them at once, a dragged range of steps, a double click for all steps.
 "use strict";
 (() => {
-const HIGH = 170, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 20;
+const HIGH = 170, LEFT = 46, RIGHT = 14, TOP = 8, BOTTOM = 20;
 const svg = (tag, given, ...inside) => {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(given)) made.setAttribute(name, value);
@@ -14,8 +14,9 @@ const html = (tag, kind, ...inside) => {
   made.append(...inside);
   return made;
 };
-const number = value => value === null || value === undefined ? "" : +value.toPrecision(4) + "";
 const present = value => value !== null && value !== undefined;
+const number = value => !present(value) ? "" : value && Math.abs(value) < 1e-3
+  ? (+value.toPrecision(4)).toExponential() : +value.toPrecision(4) + "";
 
 const charts = [...document.querySelectorAll("[data-curves]")].flatMap(place =>
   JSON.parse(document.getElementById(place.dataset.curves).textContent).map((given, i) => ({ ...given, box: place.children[i] })));
@@ -62,13 +63,26 @@ function ends(chart) {
   return [low - room, high + room];
 }
 
-// Points in sight, and one more on either side.
-const around = steps => [Math.max(0, before(steps, range[0]) - 1), Math.min(steps.length - 1, before(steps, range[1]) + 1)];
+// Which points of a line to draw: those in sight and one more on either side; of very many the lowest and highest of each pixel.
+function points(xs, ys, x) {
+  const found = [], first = Math.max(0, before(xs, range[0]) - 1), last = Math.min(xs.length - 1, before(xs, range[1]) + 1);
+  const all = last - first < 4 * (x(range[1]) - x(range[0]));
+  let low = first, high = first, pixel = NaN;
+  for (let i = first; i <= last; i++) {
+    if (all || Math.floor(x(xs[i])) !== pixel) {
+      if (i > first) found.push(...(low === high ? [low] : [Math.min(low, high), Math.max(low, high)]));
+      [low, high, pixel] = [i, i, Math.floor(x(xs[i]))];
+    } else if (present(ys[i])) {
+      if (!present(ys[low]) || ys[i] < ys[low]) low = i;
+      if (!present(ys[high]) || ys[i] > ys[high]) high = i;
+    }
+  }
+  return [...found, ...new Set([low, high, last])].sort((a, b) => a - b);
+}
 
 function trace(xs, ys, x, y) {
   let path = "", pen = "M";
-  const [first, last] = around(xs);
-  for (let i = first; i <= last; i++) {
+  for (const i of points(xs, ys, x)) {
     if (!present(ys[i])) { pen = "M"; continue; }
     path += `${pen}${x(xs[i]).toFixed(1)} ${y(ys[i]).toFixed(1)}`;
     pen = "L";
@@ -77,14 +91,13 @@ function trace(xs, ys, x, y) {
 }
 
 function band(line, x, y) {
-  const [first, last] = around(line.x), corners = [];
-  for (let i = first; i <= last; i++) if (present(line.high[i])) corners.push([line.x[i], line.high[i]]);
-  for (let i = last; i >= first; i--) if (present(line.low[i])) corners.push([line.x[i], line.low[i]]);
-  return corners.map(([step, value], i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("") + "Z";
+  const corner = (i, value) => present(value) ? `L${x(line.x[i]).toFixed(1)} ${y(value).toFixed(1)}` : "";
+  const chosen = points(line.x, line.high, x), above = chosen.map(i => corner(i, line.high[i]));
+  return "M" + [...above, ...chosen.reverse().map(i => corner(i, line.low[i]))].join("").slice(1) + "Z";
 }
 
-function draw(chart, place) {
-  const wide = Math.max(200, chart.box.clientWidth), [low, high] = ends(chart), scale = chart.log ? Math.log : value => value;
+function draw(chart, place, width) {
+  const wide = Math.max(200, width), [low, high] = ends(chart), scale = chart.log ? Math.log : value => value;
   const x = step => LEFT + (step - range[0]) / (range[1] - range[0]) * (wide - LEFT - RIGHT);
   const y = value => HIGH - BOTTOM - (scale(value) - scale(low)) / (scale(high) - scale(low)) * (HIGH - BOTTOM - TOP);
   const clip = `clip-${place}`, inside = svg("g", { "clip-path": `url(#${clip})` }), drawing = svg("svg", {
@@ -100,7 +113,7 @@ function draw(chart, place) {
     if (chart.stacked) continue;
     const stroke = { fill: "none", stroke: line.colour, "stroke-linejoin": "round" };
     inside.append(svg("path", { d: trace(line.x, line.y, x, y), ...stroke, "stroke-width": line.mean ? 0.6 : 1.6,
-      "stroke-opacity": line.mean ? 0.35 : 1, "stroke-dasharray": line.mean ? "" : line.dash }));
+      "stroke-opacity": line.mean ? Math.min(0.35, 0.7 / chart.lines.length) : 1, "stroke-dasharray": line.mean ? "" : line.dash }));
     if (line.mean) inside.append(svg("path", { d: trace(line.x, line.mean, x, y), ...stroke, "stroke-width": 1.7, "stroke-dasharray": line.dash }));
     else if (line.x.length < 30) line.x.forEach((step, i) => present(line.y[i]) &&
       inside.append(svg("circle", { cx: x(step), cy: y(line.y[i]), r: 2, fill: line.colour })));
@@ -146,7 +159,8 @@ function hover(step) {
 
 function zoom(to) {
   range = to;
-  charts.forEach(draw);
+  const widths = charts.map(chart => chart.box.clientWidth);  // all before the first change, so that the page is laid out once
+  charts.forEach((chart, place) => draw(chart, place, widths[place]));
 }
 
 let from = null;

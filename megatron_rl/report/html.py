@@ -16,7 +16,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
   max-width: 1240px; margin: 2rem auto; padding: 0 1.5rem }
 h1 { font-size: 1.6rem; margin-bottom: .2rem }
 h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid var(--line) }
-.sub { color: var(--soft); margin-top: 0 }
+.sub { color: var(--soft); margin: 0 0 .3rem }
 svg { max-width: 100%; height: auto } svg text { fill: currentColor }
 table { border-collapse: collapse; font-size: .9rem }
 td, th { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top }

@@ -18,7 +18,7 @@ STYLE = """
 #viewer input { flex: 1 1 16rem } #viewer input, #viewer select { font: inherit; font-size: .85rem; padding: .2rem .4rem }
 #viewer .panes { display: grid; grid-template-columns: minmax(0, 9fr) minmax(0, 11fr); gap: 1rem }
 #viewer .list { height: 34rem } #viewer .detail { height: calc(34rem + 26px) }
-#viewer .list, #viewer .detail { overflow: auto; border: 1px solid var(--line); border-radius: 6px }
+#viewer .list, #viewer .detail { box-sizing: border-box; overflow: auto; border: 1px solid var(--line); border-radius: 6px }
 #viewer .list > div { position: relative } #viewer .detail { padding: .6rem .8rem }
 #viewer .line { position: absolute; left: 0; right: 0; height: 26px; display: grid; gap: .6rem; padding: 0 .6rem; border: 0;
   grid-template-columns: 3rem 3.5rem 4.5rem 3.5rem 1fr; align-items: center; text-align: right; cursor: pointer;

@@ -180,7 +180,7 @@ def test_charts_show_a_step_s_values_and_a_dragged_range_until_a_double_click(pa
     const boxes = [...document.querySelectorAll(".chart")], named = text => boxes.find(one => one.textContent.includes(text));
     const box = named("Reward, weighted sum"), plot = () => box.querySelector(":scope > svg").getBoundingClientRect();
     const point = (kind, step) => box.querySelector(":scope > svg").dispatchEvent(new PointerEvent(kind, {
-      bubbles: true, button: 0, clientX: plot().left + 46 + step / 20 * (plot().width - 54), clientY: plot().top + 40 }));
+      bubbles: true, button: 0, clientX: plot().left + 46 + step / 20 * (plot().width - 60), clientY: plot().top + 40 }));
     box.setPointerCapture = () => {};  // there is no pointer
     const texts = (one, query) => [...one.querySelectorAll(query)].map(found => found.textContent);
     const now = () => boxes.map(one => ({title: texts(one, ".title span"), values: texts(one, "b"),
