@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.actor import ParallelConfig
+from megatron_rl.config.actor import ActorConfig, ParallelConfig
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Model
@@ -213,7 +213,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
     actor, parallel, engine_tp = config.actor, config.actor.parallel, config.rollout.tensor_parallel
     width = 4 if config.model.dtype == "float32" else 2
     fullest = fullest_rank(model, parallel)
-    trained = fullest_rank(adapters_of(model, actor.lora), parallel) if actor.lora.rank else fullest
+    trained = trained_parameters(model, actor)
     replicas = world // (parallel.tensor * parallel.pipeline)
     weights = (fullest.total + (trained.total if actor.lora.rank else 0)) * width
     # Hopper multiplies FP8 matrices in one orientation only: Transformer Engine keeps a weight twice in FP8, by rows and by
@@ -270,8 +270,9 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         Component("reserve: CUDA, NCCL, fragmentation", RESERVE_GIB * GIB, PHASES, (), estimate=True),
     ]
     reference = not actor.lora.rank and (config.algorithm.kl.coef > 0 or config.algorithm.kl.reward_coef > 0)
+    set_aside = trained.total * width * reference
     if reference:  # its weights lie on the host; while it is scored, the actor's own are set aside on the device
-        components.insert(2, Component("actor: weights set aside for the reference", weights, (UPDATE,), split))
+        components.insert(2, Component("actor: weights set aside for the reference", set_aside, (UPDATE,), split))
     return Plan(
         model=model,
         world=world,
@@ -282,7 +283,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         engines=world // engine_tp,
         cache_tokens=cache_tokens,
         longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
-        host_bytes_per_gpu=optimizer * actor.offload + weights * (reference + actor.offload_weights) + experts_kept,
+        host_bytes_per_gpu=optimizer * actor.offload + set_aside + weights * actor.offload_weights + experts_kept,
     )
 
 
@@ -293,6 +294,16 @@ def fullest_rank(model: Model, parallel: ParallelConfig) -> Parameters:
     some = {0, min(1, parallel.pipeline - 1), parallel.pipeline - 1}
     stages = (actor_parameters(model, **sizes, **experts, stage=stage) for stage in sorted(some))
     return max(stages, key=lambda parameters: parameters.total)
+
+
+def trained_parameters(model: Model, actor: ActorConfig) -> Parameters:
+    """Those that are trained, on the rank that holds most of them: with LoRA the adapters; a frozen tower is not."""
+    if actor.lora.rank:
+        model = adapters_of(model, actor.lora)
+    elif actor.freeze_vision_tower:
+        decoder = tuple(rule for rule in model.family.rules if not rule.in_tower)
+        model = replace(model, family=replace(model.family, rules=decoder))
+    return fullest_rank(model, actor.parallel)
 
 
 def _optimizer_bytes(config: Config, parameters: Parameters, world: int, width: int) -> float:

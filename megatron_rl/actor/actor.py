@@ -91,6 +91,8 @@ class Actor:
             for chunk in self.chunks:
                 if chunk.post_process:
                     return_hidden_states(chunk)
+            if self.config.freeze_vision_tower and self.chunks[0].pre_process:
+                self.chunks[0].get_submodule("visual").requires_grad_(False)
             self.adapters = add_adapters(self.chunks, self.model, self.hf_config, config, self.parallel)
             self.load_hf(weights or folder)
             fp8_params = self.config.fp8 is not None and self.config.fp8.param_gather
@@ -353,10 +355,15 @@ class Actor:
             load_hf_weights(self.chunks, self.family, self.hf_config, weights, self.parallel)
 
     def keep_reference(self) -> None:
-        """Makes the current weights the reference policy (a copy in host memory); with adapters it is the model without."""
+        """Makes the current weights the reference policy (a copy in host memory of those that are trained); with adapters it
+        is the model without."""
         if self.adapters is None:
             self.reference = [
-                {name: parameter.detach().to("cpu", copy=True) for name, parameter in chunk.named_parameters()}
+                {
+                    name: parameter.detach().to("cpu", copy=True)
+                    for name, parameter in chunk.named_parameters()
+                    if parameter.requires_grad
+                }
                 for chunk in self.chunks
             ]
 
@@ -368,9 +375,10 @@ class Actor:
         current = []
         with torch.no_grad():
             for chunk, reference in zip(self.chunks, self.reference or (), strict=self.reference is not None):
-                for name, parameter in chunk.named_parameters():
+                for name, value in reference.items():
+                    parameter = chunk.get_parameter(name)
                     current.append(holding(parameter))
-                    parameter.copy_(reference[name])
+                    parameter.copy_(value)
         replays, self._replays = self._replays, False  # its router is another one
         try:
             with switched_off(self.chunks):

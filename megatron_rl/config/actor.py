@@ -145,6 +145,9 @@ class ActorConfig:
     )
     moe: MoEConfig = field(default_factory=MoEConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    freeze_vision_tower: bool = key(
+        False, "models that read images: the tower stays as it is, without gradients and optimizer state"
+    )
     offload: bool = key(False, "GPU: gradients and optimizer state leave the device while the engine generates")
     offload_weights: bool = key(
         False,

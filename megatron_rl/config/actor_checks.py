@@ -63,6 +63,8 @@ def _check_lora(config: Config, command: str) -> Iterator[str]:
         yield "`actor.lora.targets` is empty: no adapter would be trained; name linear layers, or all-linear"
     if lora.experts and config.actor.parallel.expert_tensor > 1:
         yield "`actor.lora.experts` needs whole experts on every rank; set actor.parallel.expert_tensor=1"
+    if config.actor.freeze_vision_tower:
+        yield "`actor.freeze_vision_tower` has no effect with `actor.lora`, which trains adapters only; set it to false"
     if config.actor.fp8 is not None and config.actor.fp8.param_gather:
         yield "`actor.fp8.param_gather` is for parameters that are trained; with `actor.lora` set it to false"
     if command == "train" and config.sft.wanted and (kl.coef or kl.reward_coef):

@@ -237,6 +237,8 @@ def _check_vision(config: Config, model: Model) -> Iterator[str]:
         for name in ("min_pixels", "max_pixels"):
             if getattr(config.model, name) is not None:
                 yield f"`model.{name}` is for models that read images, and this one does not; remove it"
+        if config.actor.freeze_vision_tower:
+            yield "`actor.freeze_vision_tower` is for models that read images, and this one does not; set it to false"
         tasks = {
             **{f"train.{name}": task for name, task in config.tasks.train.items()},
             **{f"eval.{name}": task for name, task in config.tasks.eval.items()},
@@ -252,7 +254,6 @@ def _check_vision(config: Config, model: Model) -> Iterator[str]:
         yield "`actor.parallel.context` cuts sequences, which a model with a vision tower does not support yet; set it to 1"
     for key, on in (
         ("actor.fp8", config.actor.fp8 is not None),
-        ("actor.lora.rank", bool(config.actor.lora.rank)),
         ("rollout.fp8", config.rollout.fp8 != "none"),
     ):
         if on:

@@ -69,7 +69,7 @@ class Adapter(nn.Module):
         for number, tensor in enumerate(rule.hf):
             if module_of(tensor) not in wanted:
                 continue
-            self.held[number] = _Held(parameter_names(tensor), pair(rule, tensor))
+            self.held[number] = _Held(parameter_names(tensor), pair(rule, tensor, model.family.decoder))
             rows = sum(length for piece, _, length in self.pieces if piece == number)
             shapes = (lora.rank, base.shape[1]), (base.shape[0] if self.by_columns else rows, lora.rank)
             for name, made_by, shape in zip(*vars(self.held[number]).values(), shapes, strict=True):

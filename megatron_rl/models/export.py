@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -62,13 +63,15 @@ def export_peft(
     def write(temporary: Path) -> None:
         values = {name: value.to("cpu", copy=True, memory_format=torch.contiguous_format) for name, value in weights}
         save_tensors(temporary / "adapter_model.safetensors", values)
-        modules = {name.split(".")[-3] for name in values}
-        write_json(temporary / "adapter_config.json", _peft_config(lora, sorted(modules), str(base)))
+        modules: str | list[str] = sorted({name.split(".")[-3] for name in values})
+        if adapters.description.vision is not None:  # whose layers may have the same names
+            modules = rf"{re.escape(adapters.family.decoder)}layers\..*\.({'|'.join(modules)})"
+        write_json(temporary / "adapter_config.json", _peft_config(lora, modules, str(base)))
 
     _export(folder, weights, parallel, write)
 
 
-def _peft_config(lora: LoRAConfig, modules: list[str], base: str) -> dict[str, object]:
+def _peft_config(lora: LoRAConfig, modules: str | list[str], base: str) -> dict[str, object]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

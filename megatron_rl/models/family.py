@@ -85,6 +85,7 @@ class Family:
         build: one chunk of this rank's model, uninitialised; takes the description, Megatron's config of it, the padded
             vocabulary size and the virtual pipeline stage (None: there is one).
         adapters: these are the rules of LoRA's adapters beside another family's weights (`lora.adapters_of`).
+        decoder: before the names of the decoder's modules in transformers; in files their tensors are called `model.…`.
         rules_of: where config.json decides which rules there are, all of them; `family_for` returns the family with these.
     """
 
@@ -94,6 +95,7 @@ class Family:
     describe: Callable[[HFConfig], ModelDescription]
     build: Callable[[ModelDescription, TransformerConfig, int, int | None], Chunk] = build_gpt
     adapters: bool = False
+    decoder: str = "model."
     rules_of: Callable[[HFConfig], tuple[Rule, ...]] | None = None
 
     @property

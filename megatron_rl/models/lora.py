@@ -71,23 +71,23 @@ def adapters_of(model: Model, lora: LoRAConfig) -> Model:
         for rule in _linear(model, lora.experts)
         for tensor in rule.hf
         if module_of(tensor) in wanted
-        for adapter in pair(rule, tensor)
+        for adapter in pair(rule, tensor, model.family.decoder)
     )
 
     def describe(config: HFConfig) -> ModelDescription:
         return _ranked(model.family.describe(config), lora.rank)
 
-    family = Family(f"LoRA of {model.family.name}", (), rules, describe, adapters=True)
+    family = Family(f"LoRA of {model.family.name}", (), rules, describe, adapters=True, decoder=model.family.decoder)
     return Model(family, _ranked(model.description, lora.rank))
 
 
-def pair(rule: Rule, tensor: HFTensor) -> tuple[Rule, Rule]:
-    """The rules of A and B beside one tensor of a linear layer's rule."""
+def pair(rule: Rule, tensor: HFTensor, decoder: str) -> tuple[Rule, Rule]:
+    """The rules of A and B beside one tensor of a linear layer's rule. `decoder`: see `Family`."""
     rows, columns = tensor.shape
     by_columns = rule.sharding is Sharding.ROW
     inner, outer = parameter_names(tensor)
     layer = rule.megatron[0].removesuffix("weight") + MODULE
-    name = _PEFT + tensor.name.removesuffix("weight")
+    name = _PEFT + decoder + tensor.name.removeprefix("model.").removesuffix("weight")
     return (
         Rule(
             (f"{layer}.{inner}",),

@@ -190,4 +190,12 @@ _DECODER = tuple(
     replace(rule, engine=f"language_model.{rule.engine}")
     for rule in decoder_rules(NORMS, ATTENTION, QKV_BIAS, DENSE_MLP)
 )
-QWEN2_5_VL = Family("qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",), _DECODER, _describe, _build, rules_of=_rules)
+QWEN2_5_VL = Family(
+    "qwen2_5_vl",
+    ("Qwen2_5_VLForConditionalGeneration",),
+    _DECODER,
+    _describe,
+    _build,
+    decoder="model.language_model.",
+    rules_of=_rules,
+)

@@ -91,6 +91,11 @@ class Rule:
         return self.place is Place.LAYER
 
     @cached_property
+    def in_tower(self) -> bool:
+        """Whether it belongs to what stands in front of a decoder that reads images."""
+        return self.megatron[0].startswith("visual.")
+
+    @cached_property
     def per_expert(self) -> bool:
         return "{expert}" in self.megatron[0]
 

@@ -66,8 +66,9 @@ class VisionLanguageModel(GPTModel):
             if images is not None and seen is not None:
                 embedded = embedded.index_copy(0, images.slots, seen[images.sources, None])
             elif torch.is_grad_enabled():
-                # Gradients that are summed while others are computed wait for every parameter's.
-                embedded = embedded + 0 * sum(weight.flatten()[0] for weight in self.visual.parameters())
+                # Gradients that are summed while others are computed wait for every trained parameter's.
+                trained = (weight for weight in self.visual.parameters() if weight.requires_grad)
+                embedded = embedded + 0 * sum(weight.flatten()[0] for weight in trained)
             if self.config.sequence_parallel:
                 embedded = scatter_to_sequence_parallel_region(embedded)
         output: Tensor = super().forward(input_ids, position_ids, attention_mask, decoder_input=embedded, **kwargs)

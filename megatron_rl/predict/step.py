@@ -18,12 +18,13 @@ from megatron_rl.planner import (
     Plan,
     engine_weight_bytes,
     total_parameters,
+    trained_parameters,
 )
 from megatron_rl.predict.generation import Decoding, Generation
 from megatron_rl.predict.hardware import Hardware
 from megatron_rl.predict.kernels import Group, host_seconds, memory_seconds
 from megatron_rl.predict.lengths import Lengths
-from megatron_rl.predict.training import Cost, Training, trained
+from megatron_rl.predict.training import Cost, Training
 
 GENERATE, REWARD, SWITCH, OLD, REFERENCE, UPDATE, SYNC = (
     "generate",
@@ -101,10 +102,11 @@ class Predictor:
         return {}
 
     def held(self, actor: ActorConfig) -> Parameters:
-        """`training.trained`, computed once for a search's many layouts with the same cut of the weights."""
+        """`trained_parameters`, computed once for a search's many layouts with the same cut of the weights."""
         parallel = actor.parallel
         cut = (
             actor.lora.rank,
+            actor.freeze_vision_tower,
             parallel.tensor,
             parallel.pipeline,
             parallel.virtual_pipeline,
@@ -112,7 +114,7 @@ class Predictor:
             parallel.expert_tensor,
         )
         if cut not in self._held:
-            self._held[cut] = trained(self.model, actor)
+            self._held[cut] = trained_parameters(self.model, actor)
         return self._held[cut]
 
     def of(self, config: Config, plan: Plan) -> StepTime:

@@ -8,8 +8,7 @@ from functools import cached_property
 from megatron_rl.config.actor import ActorConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Model
-from megatron_rl.models.lora import adapters_of
-from megatron_rl.planner import Parameters, fullest_rank
+from megatron_rl.planner import Parameters, trained_parameters
 from megatron_rl.predict.hardware import Hardware
 from megatron_rl.predict.kernels import Group, attention_seconds, memory_seconds, product_seconds
 
@@ -59,11 +58,6 @@ class Cost:
         return max(Cost.__slots__, key=lambda name: float(getattr(self, name)))
 
 
-def trained(model: Model, actor: ActorConfig) -> Parameters:
-    """Parameters that are trained, on the rank that holds most: with LoRA the adapters'."""
-    return fullest_rank(adapters_of(model, actor.lora) if actor.lora.rank else model, actor.parallel)
-
-
 @dataclass(frozen=True)
 class Training:
     """An actor's layout on `world` GPUs. `tokens` and `pairs` below are those of a micro-batch of one data-parallel rank:
@@ -73,7 +67,7 @@ class Training:
         imbalance: tokens of the busiest rank's experts over the mean.
         tensor_overlap: share of tensor-parallel communication that runs under matrix products (0: ours, one after the other).
         host: whether the host's program issues each kernel; false: CUDA graphs.
-        held: what `trained` gives for the layout, where it is known.
+        held: what `trained_parameters` gives for the layout, where it is known.
     """
 
     model: Model
@@ -100,7 +94,7 @@ class Training:
     @cached_property
     def trained(self) -> Parameters:
         """That are trained, on the rank that holds most."""
-        return trained(self.model, self.actor) if self.held is None else self.held
+        return trained_parameters(self.model, self.actor) if self.held is None else self.held
 
     def _group(self, size: int, stride: int = 1) -> Group:
         return Group(self.hardware, size, stride)

@@ -1,4 +1,4 @@
-"""vLLM's Qwen2.5-VL for images without videos, so without torchvision. Written for vLLM 0.32 and transformers 5.19.
+"""vLLM's Qwen2.5-VL for images without videos, so without torchvision. Written for 0.32, with transformers 5.19.
 
 vLLM's model file imports one function from the image processor that needs torchvision, and its processor wants one for
 videos, which needs it too. transformers has the same function, and the processor of images, on PIL; so actor and engine, on
@@ -15,8 +15,13 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from megatron_rl.seams import check_parameters
+
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 _QWEN = "transformers.models.qwen2_vl.image_processing_"
+# Of vLLM's class of what it asks about the model's processor.
+OVERRIDDEN = {"get_hf_processor": "self kwargs", "get_supported_mm_limits": "self"}
+SMART_RESIZE = "height width factor min_pixels max_pixels"  # what vLLM imports from either image processor
 
 
 def register_images_only(image_processor: Any) -> None:
@@ -26,8 +31,11 @@ def register_images_only(image_processor: Any) -> None:
     from vllm import ModelRegistry
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    with _no_torchvision():
+    with no_torchvision():
         from vllm.model_executor.models import qwen2_5_vl as model
+
+    for name, parameters in OVERRIDDEN.items():
+        check_parameters(getattr(model.Qwen2_5_VLProcessingInfo, name), parameters)
 
     class ImagesOnly(Qwen2_5_VLProcessor):
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None) -> None:
@@ -57,12 +65,13 @@ def register_images_only(image_processor: Any) -> None:
 
 
 @contextlib.contextmanager
-def _no_torchvision() -> Iterator[None]:
+def no_torchvision() -> Iterator[None]:
     """While entered, what imports the image processor on torchvision gets the one on PIL, where there is no torchvision."""
     if importlib.util.find_spec("torchvision") is not None:
         yield
         return
     name, on_pil = f"{_QWEN}qwen2_vl", importlib.import_module(f"{_QWEN}pil_qwen2_vl")
+    check_parameters(on_pil.smart_resize, SMART_RESIZE)
     before: ModuleType | None = sys.modules.get(name)
     sys.modules[name] = on_pil
     try:

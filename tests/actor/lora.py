@@ -20,7 +20,7 @@ from megatron_rl.models.export import export_hf, export_peft
 from megatron_rl.models.files import SafetensorsFolder, save_tensors
 from megatron_rl.models.gather import iter_hf_weights
 from megatron_rl.models.load import load_hf_weights
-from tests.models import tiny
+from tests.models import seeing, tiny
 
 # As `layouts.LINEAR_ADAM`, and without decay, momentum's start and clipping: what changes is the gradient.
 SGD = OptimizerConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)
@@ -41,22 +41,26 @@ class Layout:
     expert: int = 1
     sequence: bool = False
     distributed: bool = True
+    images: bool = False  # a model with a vision tower, and prompts with images
     actor: dict[str, Any] = field(default_factory=dict)
 
     @property
     def model(self) -> str:
-        return "-".join((self.variant, *self.targets)) + ("-experts" if self.experts else "")
+        kind = "images" if self.images else self.variant
+        return "-".join((kind, *self.targets)) + ("-experts" if self.experts else "")
+
+    def batch(self, root: Path) -> TokenBatch:
+        if self.images:
+            return seeing.batch(root / self.model)
+        rng = np.random.default_rng(0)
+        sequences = [rng.integers(2, tiny.VOCAB, size=length) for length in LENGTHS]
+        return TokenBatch.continuations((tokens[:3], tokens[3:]) for tokens in sequences)
 
 
-def sequences() -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(2, tiny.VOCAB, size=length) for length in LENGTHS]
-
-
-def weights_of_tokens() -> list[Tensor]:
+def weights_of_tokens(batch: TokenBatch) -> list[Tensor]:
     """What each scored token's log-prob counts in the loss, of either sign; weights change by a few percent."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(length - 3, generator=generator) * 3e-2 for length in LENGTHS]
+    return [torch.randn(int(mask.sum()), generator=generator) * 3e-2 for mask in batch.loss_mask.values()]
 
 
 def make(root: Path, layout: Layout) -> None:
@@ -64,7 +68,10 @@ def make(root: Path, layout: Layout) -> None:
     folder = root / layout.model
     if folder.exists():
         return
-    tiny.write(folder, layout.variant)
+    if layout.images:
+        seeing.write(folder)
+    else:
+        tiny.write(folder, layout.variant)
     from megatron_rl.models import model_of, read_hf_config
     from megatron_rl.models.lora import adapters_of
 
@@ -107,14 +114,15 @@ def run(root: str, layouts: list[Layout]) -> None:
         grid = distributed.initialize(config.actor.parallel, timeout_minutes=2)
         actor = Actor(config, grid, folder)
         assert actor.adapters is not None
-        fresh = scores(actor)
+        batch = layout.batch(Path(root))
+        fresh = scores(actor, batch)
         family, begin = actor.adapters.family, SafetensorsFolder(folder / "begin")
         load_hf_weights(actor.chunks, family, actor.hf_config, begin, actor.parallel)
-        result: dict[str, Any] = {"fresh": fresh, "before": scores(actor)}
+        result: dict[str, Any] = {"fresh": fresh, "before": scores(actor, batch)}
         with actor.as_reference():
-            result["reference"] = scores(actor)
-        update(actor)
-        result["after"] = scores(actor)
+            result["reference"] = scores(actor, batch)
+        update(actor, batch)
+        result["after"] = scores(actor, batch)
         named = iter_hf_weights(actor.chunks, family, actor.hf_config, actor.parallel)
         result["adapters"] = {name: value.clone() for name, value in named}
         result["merged"] = {name: value.clone() for name, value in actor.iter_hf_weights()}
@@ -128,9 +136,9 @@ def run(root: str, layouts: list[Layout]) -> None:
         parallel_state.destroy_model_parallel()
 
 
-def scores(actor: Actor) -> dict[int, Tensor]:
+def scores(actor: Actor, batch: TokenBatch) -> dict[int, Tensor]:
     """Log-probs of every sequence's scored tokens, on every rank."""
-    micro_batches = actor.micro_batches(batch())
+    micro_batches = actor.micro_batches(batch)
     own = {}
     for micro, (log_probs, _) in zip(micro_batches, actor.log_probs(micro_batches, 1.0), strict=False):
         own |= {row: log_probs[micro.sequence_ids == local] for local, row in enumerate(micro.rows)}
@@ -140,13 +148,9 @@ def scores(actor: Actor) -> dict[int, Tensor]:
     return whole
 
 
-def batch() -> TokenBatch:
-    return TokenBatch.continuations((tokens[:3], tokens[3:]) for tokens in sequences())
-
-
-def update(actor: Actor) -> None:
+def update(actor: Actor, batch: TokenBatch) -> None:
     actor.start_optimizer(actor.config.optimizer, 1)
-    micro_batches, weights = actor.micro_batches(batch()), weights_of_tokens()
+    micro_batches, weights = actor.micro_batches(batch), weights_of_tokens(batch)
 
     def loss(number: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
         micro: MicroBatch = micro_batches[number]
@@ -158,25 +162,38 @@ def update(actor: Actor) -> None:
 # ------------------------------------------------------------------------------------------------------------ with PEFT
 def with_peft(base: Path, adapter: Path) -> Any:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
-    return PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()
+    return PeftModel.from_pretrained(in_transformers(base), adapter, is_trainable=True).eval()
 
 
-def peft_scores(model: Any) -> dict[int, Tensor]:
+def in_transformers(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto = AutoModelForImageTextToText if (folder / "preprocessor_config.json").is_file() else AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def in_files(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors by their names in files: transformers has a tower's and the decoder behind it a level down."""
+    renamed = (("model.language_model.", "model."), ("model.visual.", "visual."))
+    return {name.replace(*renamed[0]).replace(*renamed[1]): value for name, value in state.items()}
+
+
+def peft_scores(model: Any, batch: TokenBatch) -> dict[int, Tensor]:
+    if batch.images:
+        return dict(enumerate(seeing.scores(getattr(model, "get_base_model", lambda: model)(), batch)))
     found = {}
-    for row, tokens in enumerate(sequences()):
-        ids = torch.from_numpy(tokens)[None]
+    for row, tokens in batch.tokens.items():
+        ids = torch.as_tensor(tokens)[None]
         log_probs = model(input_ids=ids).logits[0, 2:-1].log_softmax(-1)
         found[row] = log_probs.gather(1, ids[0, 3:, None])[:, 0]
     return found
 
 
-def peft_update(model: Any) -> None:
+def peft_update(model: Any, batch: TokenBatch) -> None:
     """The update of `SGD`: by lr · gradient / (|gradient| + eps)."""
-    weights = weights_of_tokens()
-    loss = torch.stack([(log_probs * weights[row]).sum() for row, log_probs in peft_scores(model).items()]).sum()
+    weights = weights_of_tokens(batch)
+    loss = torch.stack([(log_probs * weights[row]).sum() for row, log_probs in peft_scores(model, batch).items()]).sum()
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -30,6 +30,8 @@ ALONE += [Layout("alone experts", experts=True), Layout("alone replayed", expert
 ALONE += [Layout("alone given", experts=True, given=True), Layout("alone images", images=True)]
 ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", tokens_per_microbatch=52)]
 SELECTIVE, FULL, OVERLAP = {"recompute": "selective"}, {"recompute": "full"}, {"overlap": True}
+FROZEN = {"freeze_vision_tower": True}
+ALONE += [Layout("alone frozen", images=True, actor=FROZEN)]
 ONE += [
     Layout("recompute feed-forwards", actor=SELECTIVE),
     Layout("recompute attention", actor={**SELECTIVE, "recompute_modules": ["core_attn"]}),
@@ -48,6 +50,7 @@ TWO = [
     Layout("TP 2 sequence images", tensor=2, sequence=True, images=True),
     Layout("PP 2 images", pipeline=2, images=True),
     Layout("DP 2 overlap images", images=True, tokens_per_microbatch=40, actor=OVERLAP),
+    Layout("DP 2 overlap frozen", images=True, tokens_per_microbatch=40, actor={**OVERLAP, **FROZEN}),
     Layout("DP 2", modes=MODES),
     Layout("DP 2 corrected", section=CORRECTED),
     Layout("DP 2 tied", tied=True),
@@ -130,6 +133,7 @@ def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> 
         " replayed": layout.replay,
         " given": layout.given,
         " experts": layout.experts,
+        " frozen": layout.actor.keys() >= FROZEN.keys(),
         " images": layout.images,
     }
     kind = next((name for name, applies in names.items() if applies), "")
@@ -176,3 +180,12 @@ def test_replay_keeps_tokens_at_their_experts(root: Path) -> None:
     assert given["metrics"]["experts/load_max"] < routed["metrics"]["experts/load_max"]
     for result in (routed, replayed, given):
         assert 1 < result["metrics"]["experts/load"] < result["metrics"]["experts/load_max"] < 8 / 3
+
+
+@pytest.mark.ranks
+def test_a_frozen_tower_stays_as_it_is_while_the_decoder_learns(root: Path) -> None:
+    start = _start(root, "model-images")
+    for name, weight in _load(root, "alone frozen")["seq-mean-token-mean"]["weights"].items():
+        assert torch.equal(weight, start[name]) == name.startswith("visual."), name
+    trained = _load(root, "alone images")["seq-mean-token-mean"]["weights"]
+    assert not any(torch.equal(weight, start[name]) for name, weight in trained.items())

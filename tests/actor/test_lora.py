@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .layouts import distance
-from .lora import ALPHA, Layout, make, peft_scores, peft_update, run, with_peft
+from .lora import ALPHA, Layout, in_files, in_transformers, make, peft_scores, peft_update, run, with_peft
 from .processes import spawn
 
 pytestmark = pytest.mark.ranks
@@ -24,6 +24,7 @@ ONE = [
     Layout("alone some", targets=SOME),
     Layout("alone experts", variant="qwen3_moe", experts=True),
     Layout("recompute full", actor=FULL),
+    Layout("alone images", images=True),
 ]
 TWO = [
     Layout("TP 2", tensor=2),
@@ -36,6 +37,7 @@ TWO = [
     Layout("DP 2"),
     Layout("DP 2 plain optimizer", distributed=False),
     Layout("CP 2", context=2),
+    Layout("TP 2 sequence recompute full images", images=True, tensor=2, sequence=True, actor=FULL),
     Layout("EP 2", variant="qwen3_moe", expert=2),
     Layout("EP 2 experts", variant="qwen3_moe", expert=2, experts=True),
     Layout("TP 2 EP 2 experts", variant="qwen3_moe", tensor=2, sequence=True, expert=2, experts=True),
@@ -66,16 +68,16 @@ def references(root: Path) -> dict[str, dict[str, Any]]:
             continue
         begin = root / layout.model / "begin"
         shutil.copy(root / layout.name / "adapter" / "adapter_config.json", begin)
-        model = with_peft(root / layout.model, begin)
+        model, batch = with_peft(root / layout.model, begin), layout.batch(root)
         with model.disable_adapter():
-            base = peft_scores(model)
-        before = peft_scores(model)
-        peft_update(model)
-        after = peft_scores(model)
+            base = peft_scores(model, batch)
+        before = peft_scores(model, batch)
+        peft_update(model, batch)
+        after = peft_scores(model, batch)
         adapters = {
             name.replace(".default", ""): value for name, value in model.named_parameters() if value.requires_grad
         }
-        merged = model.merge_and_unload().state_dict()
+        merged = in_files(model.merge_and_unload().state_dict())
         found[layout.model] = {
             "fresh": base,
             "reference": base,
@@ -118,9 +120,7 @@ def test_the_reference_policy_is_the_model_without_adapters(root: Path) -> None:
 
 
 def test_both_exports_are_the_trained_model(root: Path, references: dict[str, Any]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    for name in ("alone", "TP 2", "EP 2"):
+    for name in ("alone", "TP 2", "EP 2", "alone images"):
         layout = next(each for each in ONE + TWO if each.name == name)
         about = json.loads((root / name / "adapter" / "adapter_config.json").read_text())
         assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (
@@ -129,9 +129,9 @@ def test_both_exports_are_the_trained_model(root: Path, references: dict[str, An
             str(root / layout.model),
         )
         loaded = [with_peft(root / layout.model, root / name / "adapter")]
-        loaded.append(AutoModelForCausalLM.from_pretrained(root / name / "merged", dtype=torch.float32))
+        loaded.append(in_transformers(root / name / "merged"))
         for model in loaded:
-            for row, scores in peft_scores(model).items():
+            for row, scores in peft_scores(model, layout.batch(root)).items():
                 torch.testing.assert_close(_result(root, name)["after"][row], scores.detach(), rtol=1e-5, atol=1e-4)
 
 

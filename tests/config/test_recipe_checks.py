@@ -50,6 +50,8 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["launch.processes=2", "actor.parallel.expert=4"], "`actor.parallel.expert` (4) must divide the 2 ranks "),
         (["actor.parallel.expert=2"], "the model has no experts; set it to 1"),
         (["tasks.train.sums.columns.images=x"], "`tasks.train.sums.columns.images`: the model reads text only; remove it"),
+        (["actor.freeze_vision_tower=true"], "tower` is for models that read images, and this one does not; set it to"),
+        (["actor.freeze_vision_tower=true", "actor.lora.rank=4"], "no effect with `actor.lora`, which trains adapters only"),
         (["model.min_pixels=9"], "`model.min_pixels` is for models that read images, and this one does not; remove it"),
         (["actor.parallel.expert_tensor=2"], "`actor.parallel.expert_tensor` is 2, but the model has no experts; set it"),
         (["actor.moe.routing_replay=rollout"], "=rollout` is for experts, and the model has none; set it to none"),

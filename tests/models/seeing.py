@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,6 +94,16 @@ def expected(
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    found = scores(model, sequences)
+    if not gradients:
+        return [own.detach() for own in found], {}
+    torch.cat(found).sum().backward()
+    named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return [own.detach() for own in found], named
+
+
+def scores(model: Any, sequences: TokenBatch) -> list[torch.Tensor]:
+    """Log-probs of the scored tokens of each sequence, by transformers' model."""
     found = []
     for row, tokens in sequences.tokens.items():
         ids, inputs = torch.as_tensor(tokens)[None], {}
@@ -113,8 +124,4 @@ def expected(
         logits = model(**inputs).logits[0].log_softmax(-1)
         scored = torch.as_tensor(sequences.loss_mask[row]).nonzero()[:, 0]
         found.append(logits[scored - 1, ids[0, scored]])
-    if not gradients:
-        return [own.detach() for own in found], {}
-    torch.cat(found).sum().backward()
-    named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return [own.detach() for own in found], named
+    return found

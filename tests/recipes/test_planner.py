@@ -22,9 +22,12 @@ from megatron_rl.planner import (
     CHECK,
     GENERATE,
     GIB,
+    GRADIENTS,
+    OPTIMIZER,
     PHASES,
     SYNC,
     UPDATE,
+    WEIGHTS,
     Plan,
     active_parameters,
     actor_parameters,
@@ -234,6 +237,15 @@ def test_offload_takes_gradients_and_optimizer_out_of_the_engines_phases() -> No
     assert [without.peak(phase) for phase in (SYNC, UPDATE, CHECK)] == [
         offloaded.peak(phase) for phase in (SYNC, UPDATE, CHECK)
     ]
+
+
+def test_a_frozen_tower_has_no_gradients_and_no_optimizer_state() -> None:
+    name = "Qwen2.5-VL-3B-Instruct"
+    trained, frozen = plan_for(name), plan_for(name, freeze_vision_tower=True)
+    tower = PUBLISHED[name] - PUBLISHED["Qwen2.5-3B"]  # its decoder
+    assert part(trained, GRADIENTS) - part(frozen, GRADIENTS) == 4 * tower
+    assert part(trained, OPTIMIZER) - part(frozen, OPTIMIZER) == pytest.approx(12 * tower / 8)
+    assert part(trained, WEIGHTS) == part(frozen, WEIGHTS)
 
 
 def test_experts_that_are_replayed_are_kept_for_the_tokens_of_the_engines_cache() -> None:

