@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -33,6 +34,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.data import TokenBatch
 from megatron_rl.models import HFConfig, Model, layers, model_of
+from megatron_rl.models.files import MadeWeights
 from megatron_rl.models.inventory import unwrap
 from megatron_rl.planner import ACTIVATIONS, CHECKED, GRADIENTS, HEAD, OPTIMIZER, WEIGHTS, Plan
 from megatron_rl.runtime import device, distributed
@@ -58,35 +60,17 @@ class RankMemory:
     check_bytes: int  # at the most in a forward pass alone, over the rollouts of the sync check
 
 
-class _Zeros:
+class _Zeros(MadeWeights):
     """A model's tensors: what an actor loads here."""
 
-    folder = Path("(no folder)")
-
     def __init__(self, model: Model, dtype: torch.dtype, where: torch.device) -> None:
-        self._dtype, self._where = dtype, where
-        self._shapes = {
-            tensor.name: tensor.sizes(model.dims)
-            for rule in model.family.weights(model.description)
-            for tensor in rule.hf
-        }
-
-    def names(self) -> set[str]:
-        return set(self._shapes)
-
-    def file_of(self, name: str) -> Path:
-        return self.folder
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def dtype(self, name: str) -> str:
-        return {torch.float32: "F32", torch.bfloat16: "BF16"}[self._dtype]
+        super().__init__(model, {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype], Path("(no folder)"))
+        self._zeros = partial(torch.zeros, dtype=dtype, device=where)
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        shape = list(self._shapes[name])
+        shape = list(self.shape(name))
         shape[dim] = stop - start
-        return torch.zeros(shape, dtype=self._dtype, device=self._where)
+        return self._zeros(shape)
 
 
 def on_rank(plan: Plan, memory: RankMemory) -> Plan:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_rl.models.family import Model
+from megatron_rl.models.files import MadeWeights
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import LocalWeight, local_weights, split_axis
 from megatron_rl.models.load import load_hf_weights
@@ -239,30 +240,15 @@ def sharded_adapters(chunk: nn.Module) -> dict[str, ShardedTensor]:
     return {name: tensor for at, adapter in adapters_in(chunk).items() for name, tensor in adapter.sharded(f"{at}.")}
 
 
-class FreshAdapters:
+class FreshAdapters(MadeWeights):
     """The values that adapters begin with, a source of weights: A uniform within ±1/√inputs, as PEFT's, and B zero.
 
     A tensor's numbers follow from the seed and its name, whatever the layout.
     """
 
-    folder = Path("(fresh adapters)")
-
     def __init__(self, adapters: Model, seed: int, where: torch.device) -> None:
+        super().__init__(adapters, "F32", Path("(fresh adapters)"))
         self._seed, self._where = seed, where
-        rules = adapters.family.weights(adapters.description)
-        self._shapes = {tensor.name: tensor.sizes(adapters.dims) for rule in rules for tensor in rule.hf}
-
-    def names(self) -> set[str]:
-        return set(self._shapes)
-
-    def file_of(self, name: str) -> Path:
-        return self.folder
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def dtype(self, name: str) -> str:
-        return "F32"
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         shape = self._shapes[name]

@@ -24,6 +24,8 @@ from megatron_rl.runtime.disk import sync, sync_tree
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_rl.models.family import Model
+
 INDEX = "model.safetensors.index.json"
 # Everything beside the weights and config.json that belongs to a model: tokenizer, generation config, chat template.
 _COMPANIONS = (
@@ -89,6 +91,32 @@ class WeightSource(Protocol):
     def dtype(self, name: str) -> str: ...
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor: ...
+
+
+class MadeWeights:
+    """Tensors that are made as they are read, by a subclass's `read`; names and shapes are those of the model's rules.
+
+    Args:
+        dtype: as safetensors names it.
+        folder: for messages.
+    """
+
+    def __init__(self, model: Model, dtype: str, folder: Path) -> None:
+        self.folder, self._dtype = folder, dtype
+        rules = model.family.weights(model.description)
+        self._shapes = {tensor.name: tensor.sizes(model.dims) for rule in rules for tensor in rule.hf}
+
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    def file_of(self, name: str) -> Path:
+        return self.folder
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> str:
+        return self._dtype
 
 
 @dataclass(frozen=True)

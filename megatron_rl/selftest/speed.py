@@ -4,7 +4,7 @@ they run; its figures say nothing about a GPU."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,8 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.build import DTYPES
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import Config
-from megatron_rl.models import family_for, read_hf_config
+from megatron_rl.models import model_of, read_hf_config
+from megatron_rl.models.files import MadeWeights
 from megatron_rl.rollout.engine import Engine, Request
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sync import WeightSync
@@ -40,27 +41,11 @@ _PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e1
 _ROUNDS = 3
 
 
-@dataclass
-class RandomWeights:
-    """Weights of a shape, made where they are needed: nothing of their size goes over a disk."""
-
-    folder: Path
-    shapes: dict[str, tuple[int, ...]]
-
-    def names(self) -> set[str]:
-        return set(self.shapes)
-
-    def file_of(self, name: str) -> Path:
-        return self.folder / "config.json"
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.shapes[name]
-
-    def dtype(self, name: str) -> str:
-        return "BF16"
+class RandomWeights(MadeWeights):
+    """Weights made where they are needed: nothing of their size goes over a disk."""
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        shape = list(self.shapes[name])
+        shape = list(self.shape(name))
         shape[dim] = stop - start
         if len(shape) == 1:
             return torch.ones(shape, device=device.device())
@@ -78,14 +63,7 @@ def _tokens(bench: Bench, vocab: int) -> list[np.ndarray]:
 def _actor(bench: Bench, *overrides: str) -> tuple[Actor, Config]:
     folder = bench.model(_shape(bench), weights=False)
     config = bench.recipe(folder, "run", "actor.tokens_per_microbatch=16384", *overrides)
-    return Actor(config, bench.grid, folder, RandomWeights(folder, _tensor_shapes(folder))), config
-
-
-def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    family = family_for(read_hf_config(folder))
-    description = family.describe(read_hf_config(folder))
-    tensors = (tensor for rule in family.weights(description) for tensor in rule.hf)
-    return {tensor.name: tuple(tensor.sizes(description.dims)) for tensor in tensors}
+    return Actor(config, bench.grid, folder, RandomWeights(model_of(read_hf_config(folder)), "BF16", folder)), config
 
 
 def flops(shape: CreateModelConfig, lengths: list[int]) -> float:
