@@ -58,7 +58,7 @@ function draw() {
     const sign = row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "";
     line.append(node("span", `${row.step}`), node("span", number(row.reward)), node("span", number(row.advantage), sign),
       node("span", `${row.tokens}`), node("span", row.response.slice(0, 200).replace(/\s+/g, " ")));
-    line.onclick = () => { chosen = row; open(); draw(); };
+    line.onclick = () => { chosen = row; open(); draw(); list.focus(); };
     return line;
   }));
 }
@@ -119,6 +119,16 @@ viewer.addEventListener("input", event => {
   if (event.target.name === "colour") open(); else select();
   const state = CONTROLS.filter(name => pick(name).value && pick(name).value !== "order").map(name => [name, pick(name).value]);
   history.replaceState(null, "", "#" + new URLSearchParams(state));
+});
+list.tabIndex = 0;
+list.addEventListener("keydown", event => {
+  const by = { ArrowDown: 1, ArrowUp: -1 }[event.key], at = shown.indexOf(chosen) + by;
+  if (!by || !shown[at]) return;
+  event.preventDefault();
+  chosen = shown[at];
+  list.scrollTop = Math.min(at * HIGH, Math.max(list.scrollTop, (at + 1) * HIGH - list.clientHeight));
+  open();
+  draw();
 });
 list.addEventListener("scroll", () => requestAnimationFrame(draw));
 new ResizeObserver(draw).observe(list);

@@ -127,8 +127,12 @@ def test_ten_thousand_rollouts_are_searched_and_have_elements_for_those_in_sight
     }
     list.scrollTop = 26 * 7000;
     draw();
-    return [...found, now()];"""
-    address, filtered, everything, far = outcome(page, script, search="17? ANSWER-3", sort="advantage, highest")
+    found.push(now());
+    const press = key => list.dispatchEvent(new KeyboardEvent("keydown", {key}));
+    chosen = shown[4999];
+    press("ArrowDown"); press("ArrowDown"); press("ArrowUp");
+    return [...found, [chosen.response, viewer.querySelector(".line.chosen").textContent]];"""
+    address, filtered, everything, far, arrows = outcome(page, script, search="17? ANSWER-3", sort="advantage, highest")
     assert address["count"] == "5 of 10,000"
     assert address["responses"] == [f"answer-3-{number}" for number in (89, 88, 87, 86, 85)]
     assert "what is 17? </script>" in address["open"]  # the first one is open
@@ -137,6 +141,8 @@ def test_ten_thousand_rollouts_are_searched_and_have_elements_for_those_in_sight
     assert everything["count"] == "10,000 of 10,000"
     assert everything["responses"][0] == "answer-1-0"
     assert "answer-15-0" in far["responses"]  # the 7,001st
+    assert arrows[0] == "answer-11-0"  # the one after the 5,000th, and scrolled to
+    assert "answer-11-0" in arrows[1]
     assert all(10 < len(state["responses"]) < 60 for state in (everything, far))
 
 
