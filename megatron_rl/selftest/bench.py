@@ -20,7 +20,7 @@ from megatron_rl.config.checks import count_gpus
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.data import TokenBatch
 from megatron_rl.models import read_hf_config
-from megatron_rl.models.create import random_weights, write_tokenizer
+from megatron_rl.models.create import create_model, random_weights, write_tokenizer
 from megatron_rl.models.files import save_tensors
 from megatron_rl.models.qwen3 import created_config
 from megatron_rl.runtime import device, distributed
@@ -79,11 +79,14 @@ class Bench:
         return distributed.initialize(parallel, timeout_minutes=3)
 
     def model(self, shape: CreateModelConfig, experts: int = 0, weights: bool = True) -> Path:
-        """A Qwen3 model folder, random; with `experts` a mixture, four of which take each token."""
+        """A model folder, random: Qwen3's, with `experts` a mixture, four of which take each token; with `shape.vision`
+        Qwen2.5-VL's."""
         import transformers
 
         folder = self.folder / f"model_{experts}"
-        if self.grid.is_main:
+        if self.grid.is_main and shape.vision is not None:
+            create_model(folder, shape, seed=0)
+        elif self.grid.is_main:
             folder.mkdir(parents=True)
             fields = created_config(shape)
             if experts:

@@ -116,6 +116,13 @@ STEPS = (
         processes=2,
     ),
     Step(
+        "rl-images",
+        "training.rl_of_images",
+        "three RL steps of a model with a vision tower: do actor and engine see the same in images?",
+        "the tower, transformers' in the actor (models/vision.py) and vLLM's own in the engine, or its processor of images "
+        "(seams/vllm_images.py)",
+    ),
+    Step(
         "fp8",
         "layers.fp8",
         "FP8 updates, blockwise and by tensor: how far are the log-probs from bf16's?",

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_rl.config import Config
+from megatron_rl.config.model import CreateVisionConfig
 from megatron_rl.rollout.engine import Request
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import device
@@ -138,9 +140,21 @@ _SHOWN = {
 }
 
 
+_BARS = "{source: bars, size: 256, demonstrations: chain_sum_steps}"  # in the place of the sums
+
+
 def rl(bench: Bench) -> Figures:
-    """Three steps; the last one's metrics, and of the sync's differences the largest."""
-    config = bench.recipe(bench.model(SHAPE), "run")
+    return _three_steps(bench, bench.recipe(bench.model(SHAPE), "run"))
+
+
+def rl_of_images(bench: Bench) -> Figures:
+    folder = bench.model(replace(SHAPE, characters="0123456789+-=# rgby", vision=CreateVisionConfig()))
+    tasks = ("tasks.train.chain_sum=null", f"tasks.train.bars={_BARS}", "rollout.max_prompt_tokens=64")
+    return _three_steps(bench, bench.recipe(folder, "run", *tasks))
+
+
+def _three_steps(bench: Bench, config: Config) -> Figures:
+    """Of RL; the last one's metrics, and of the sync's differences the largest."""
     run = build_run(config, bench.grid, Path(config.run_dir))
     train(run, "never")
     run.close()

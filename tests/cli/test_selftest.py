@@ -43,6 +43,7 @@ def test_the_steps_that_need_no_gpu_are_right_on_a_cpu(page: Path) -> None:
     assert figures["engine-moe"]["tensors"] > figures["engine"]["tensors"]
     assert figures["engine-moe"]["drawn vs scored"] < 1e-5
     assert figures["rl-ranks"]["sync mean difference"] < 1e-5
+    assert figures["rl-images"]["sync mean difference"] < 1e-5
     assert figures["decode"]["sync s"] > 0
     assert "MFU of bf16's peak" not in figures["speed"]
 

@@ -34,6 +34,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # Qwen2's head is hidden_size / num_attention_heads
 TIED = {"tie_word_embeddings": True}
 EP = ("actor.parallel.expert=2", "rollout.tensor_parallel=2", "rollout.expert_parallel=true")
+TP = ("actor.parallel={tensor: 2, sequence: true}", "rollout.tensor_parallel=2")
 VISION = "vision"  # made by `model.create`
 # name -> (variant of `tiny`, changes to its config, processes, overrides of the recipe)
 MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
@@ -53,8 +54,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "qwen2-tied-PP-2": ("qwen2", {**TWO_HEADS, **TIED}, 2, ("actor.parallel.pipeline=2",)),
     "qwen3_moe-EP-2": ("qwen3_moe", EXPERTS, 2, EP),
     "qwen2_5_vl": (VISION, {}, 1, ()),
-    "qwen2_5_vl-TP-2": (VISION, {}, 2, ("actor.parallel={tensor: 2, sequence: true}", "rollout.tensor_parallel=2")),
-    "qwen2_5_vl-tied-PP-2": (VISION, TIED, 2, ("actor.parallel.pipeline=2",)),
+    "qwen2_5_vl-TP-2-lora": (VISION, {}, 2, (*TP, "actor.lora.rank=4")),
+    "qwen2_5_vl-tied-PP-2-frozen": (VISION, TIED, 2, ("actor.parallel.pipeline=2", "actor.freeze_vision_tower=true")),
 }
 # Prompts with an image each, for VISION.
 BARS = {
