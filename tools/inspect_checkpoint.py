@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.global_tensors import TorchDist
-from megatron_rl.checkpoint.convert.reader import MegatronModel
+from megatron_rl.checkpoint.convert.merged import stored_model
 from megatron_rl.checkpoint.convert.source import HFFolder, SourceModel, config_folder, is_megatron, megatron_folder
 from megatron_rl.models import read_hf_config
 from megatron_rl.models.files import DTYPE_NAMES, DTYPES, WeightSource
@@ -203,7 +203,7 @@ def _opened(folder: Path, config: Path | None) -> WeightSource:
         return HFFolder(folder)
     folder = megatron_folder(folder)
     model = SourceModel.read(config_folder(folder, config))
-    return MegatronModel(folder, model.family, model.description, any_padding=True)
+    return stored_model(folder, model, any_padding=True)
 
 
 def _difference(name: str, a: WeightSource, b: WeightSource) -> Difference:

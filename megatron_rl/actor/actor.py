@@ -25,7 +25,7 @@ from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
 from megatron_rl.models import HFConfig, Model, family_for, padded_vocab_size, read_hf_config
-from megatron_rl.models.adapters import add_adapters, switched_off
+from megatron_rl.models.adapters import add_adapters, begin_pass, dropping, switched_off
 from megatron_rl.models.files import WeightSource
 from megatron_rl.models.gather import iter_hf_weights
 from megatron_rl.models.inventory import Key, local_weights
@@ -79,7 +79,7 @@ class Actor:
         hf_config: HFConfig | None = None,
     ) -> None:
         self.config, self.grid, self.folder = config.actor, grid, Path(folder)
-        self.dtype = build.DTYPES[config.model.dtype]
+        self.dtype, self._seed = build.DTYPES[config.model.dtype], config.seed
         self.hf_config = hf_config or read_hf_config(folder)
         self.family = family_for(self.hf_config)
         self.description = self.family.describe(self.hf_config)
@@ -267,11 +267,14 @@ class Actor:
 
         for routing in self._routings:
             routing.reset()
+        drops = dropping(self.chunks, not forward_only)
 
         def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Chunk) -> tuple[Tensor, Callable[..., Any]]:
             number, micro = next(iterator)
             if parts is not None:
                 parts.start()
+            if drops:
+                begin_pass(self._seed, self.optimizer_steps, self.grid.dp_rank, self.grid.cp_rank, number)
             return self.forward(model, micro, updates=not forward_only), partial(finish, number, micro)
 
         iterators = [enumerate(micro_batches) for _ in self.ddp_chunks]

@@ -52,6 +52,11 @@ def add_to_hf(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--any-padding", action="store_true", help="rows that pad the vocabulary may hold anything, not only zeros"
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a checkpoint of LoRA's adapters: write them as PEFT's folder, instead of the merged model",
+    )
     _add_common(parser, ("keep", "bf16", "fp32", "fp8"), "5GB")
 
 

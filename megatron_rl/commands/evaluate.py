@@ -95,7 +95,8 @@ def _resolve(args: argparse.Namespace, machine: Machine) -> tuple[Config, _Check
         if is_checkpoint and (of_a_run or not is_model) and not args.endpoint:
             checkpoint = _checkpoint(folder.resolve())
             overrides += [f"model.path={checkpoint.model}", f"model.dtype={checkpoint.dtype}"]
-            overrides += [f"actor.lora.{key}={json.dumps(value)}" for key, value in asdict(checkpoint.lora).items()]
+            lora = {**asdict(checkpoint.lora), "path": None}  # what it began with is not needed
+            overrides += [f"actor.lora.{key}={json.dumps(value)}" for key, value in lora.items()]
         elif is_model:  # a Hugging Face folder, or a converted one
             overrides.append(f"model.path={folder}")
         else:

@@ -108,6 +108,16 @@ class LoRAConfig:
         "up_proj, down_proj; `all-linear`: all of them",
     )
     experts: bool = key(False, "the experts' linear layers are among them")
+    dropout: Annotated[float, Range(0, below=1)] = key(
+        0.0,
+        "share of the adapters' inputs that updates leave out at random, and they alone: [lora.md](lora.md#dropout)",
+    )
+
+    path: str | None = key(
+        None,
+        "what training begins with: a PEFT folder, as a run's `adapter/` is, of `model.path` and of this rank, alpha and "
+        "targets; null: fresh adapters",
+    )
 
     @property
     def scale(self) -> float:

@@ -77,9 +77,9 @@ def check(
     machine = machine or Machine.here()
     config = copy.deepcopy(config)
     config.run_dir = os.path.expanduser(config.run_dir)
-    if config.model.path is not None:
-        config.model.path = os.path.expanduser(config.model.path)
-        config.model.create = None
+    for section in (config.model, config.actor.lora):
+        section.path = section.path and os.path.expanduser(section.path)
+    config.model.create = config.model.create if config.model.path is None else None
     problems = list(_check_values(config))
     if not problems:  # the checks below may divide by these values
         if config.launch.processes is None and machine.world_size is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.actor_checks import check_actor_model
+from megatron_rl.config.adapter_checks import check_adapter
 from megatron_rl.config.keys import problems
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.published import published_config
@@ -228,6 +229,7 @@ def _check_layout(config: Config, model: Model) -> Iterator[str]:
     yield from _check_vision(config, model)
     yield from check_actor_model(config, dims)
     yield from check_lora(config.actor.lora, model)
+    yield from check_adapter(config, model)
     yield from _check_length(config, model.description.max_positions)
 
 

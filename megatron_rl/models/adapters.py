@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_rl.models.family import Model
-from megatron_rl.models.files import MadeWeights
+from megatron_rl.models.files import MadeWeights, SafetensorsFolder
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import LocalWeight, local_weights, split_axis
 from megatron_rl.models.load import load_hf_weights
@@ -53,7 +53,7 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         rule, base, axis = weight.rule, weight.parameter, split_axis(weight.rule, parallel)
-        self.on, self.scale, self._parallel = True, lora.scale, parallel
+        self.on, self.scale, self.dropout, self._parallel = True, lora.scale, lora.dropout, parallel
         self.by_columns, self.per_expert, self.sequence = (
             rule.sharding is Sharding.ROW,
             "experts" in weight.name,
@@ -76,6 +76,10 @@ class Adapter(nn.Module):
             for name, made_by, shape in zip(*vars(self.held[number]).values(), shapes, strict=True):
                 values = torch.empty(shape, dtype=base.dtype, device=base.device)
                 self.register_parameter(name, self._marked(nn.Parameter(values), base, made_by))
+        self._name = next(iter(self.held.values())).rules[0].hf[0].name
+        # Where tensor-parallel ranks have the same inputs, they drop the same.
+        self._part = parallel.tp.rank if self.by_columns or sequence or self.per_expert else 0
+        self.eval()
 
     def _marked(self, parameter: nn.Parameter, base: nn.Parameter, rule: Rule) -> nn.Parameter:
         """With the attributes by which Megatron-Core sums gradients and their norm."""
@@ -95,10 +99,18 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs of this rank] to what the layer's output lacks, [..., outputs of this rank]."""
         pairs = {number: self.matrices(number) for number in self.held}
-        low = self._exchanged(self.scale * F.linear(x, torch.cat([inner for inner, _ in pairs.values()])))
+        x, scale = self._dropped(x) if self.training and self.dropout else (x, self.scale)
+        low = self._exchanged(scale * F.linear(x, torch.cat([inner for inner, _ in pairs.values()])))
         parts = low.split([len(inner) for inner, _ in pairs.values()], dim=-1)
         outputs = (F.linear(part, outer) for part, (_, outer) in zip(parts, pairs.values(), strict=True))
         return self._laid_out(dict(zip(pairs, outputs, strict=True)), -1)
+
+    def _dropped(self, x: Tensor) -> tuple[Tensor, float]:
+        """The inputs without those that are dropped, and the scale that makes up for them; see `dropping`."""
+        seed = _seed_of(f"{torch.initial_seed()} {self._name} {self._part}")
+        generator = torch.Generator(x.device).manual_seed(seed)
+        kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - self.dropout, generator=generator)
+        return x * kept, self.scale / (1 - self.dropout)
 
     def merge(self, weight: Tensor) -> Tensor:
         """W + scale · BA of this rank's slice of W, in W's dtype; summed in fp32. W itself where the adapters are off."""
@@ -166,8 +178,9 @@ def add_adapters(
         return None
     adapters = adapters_of(model, config.actor.lora)
     _attach(chunks, model, config.actor.lora, parallel, config.actor.parallel.sequence)
-    fresh = FreshAdapters(adapters, config.seed, next(chunks[0].parameters()).device)
-    load_hf_weights(chunks, adapters.family, hf_config, fresh, parallel)
+    given, where = config.actor.lora.path, next(chunks[0].parameters()).device
+    begin = FreshAdapters(adapters, config.seed, where) if given is None else SafetensorsFolder(given)
+    load_hf_weights(chunks, adapters.family, hf_config, begin, parallel)
     if config.actor.recompute != "none" and chunks[0].pre_process:
         # What is computed again takes part in the backward pass only where its input does.
         chunks[0].embedding.register_forward_hook(_begin_gradients)
@@ -235,6 +248,27 @@ def switched_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
             adapter.on = True
 
 
+def dropping(chunks: Sequence[nn.Module], updates: bool) -> bool:
+    """Whether the passes that follow drop some of the adapters' inputs: those of updates, where there is dropout."""
+    adapters = [adapter for chunk in chunks for adapter in adapters_in(chunk).values() if adapter.dropout]
+    for adapter in adapters:
+        adapter.train(updates)
+    return updates and bool(adapters)
+
+
+def begin_pass(*place: int) -> None:
+    """Before a forward pass with dropout: the numbers that tell it from all others of the run.
+
+    They become the seed of the host's random state, from which nothing is drawn: what a layer drops follows from this seed
+    and its name. Megatron-Core restores that state where it computes a layer again, so the layer drops the same.
+    """
+    torch.default_generator.manual_seed(_seed_of(" ".join(map(str, place))))
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
 def sharded_adapters(chunk: nn.Module) -> dict[str, ShardedTensor]:
     """What a checkpoint of a chunk with adapters holds; empty where there are none."""
     return {name: tensor for at, adapter in adapters_in(chunk).items() for name, tensor in adapter.sharded(f"{at}.")}
@@ -254,8 +288,7 @@ class FreshAdapters(MadeWeights):
         shape = self._shapes[name]
         whole = torch.zeros(shape, device=self._where)
         if name.endswith("lora_A.weight") and not whole.is_meta:
-            digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+            generator = torch.Generator().manual_seed(_seed_of(f"{self._seed} {name}"))
             bound = 1 / math.sqrt(shape[1])
             whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
         return whole.narrow(dim, start, stop - start)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from megatron_rl.models.family import Family, Model
 from megatron_rl.models.files import copy_companions, save_tensors, shard_names, whole_folder, write_index, write_json
 from megatron_rl.models.gather import iter_hf_weights
 from megatron_rl.models.hf_config import HFConfig
+from megatron_rl.models.lora import peft_config
 from megatron_rl.models.parallel import ParallelGroups
 
 if TYPE_CHECKING:
@@ -63,26 +63,9 @@ def export_peft(
     def write(temporary: Path) -> None:
         values = {name: value.to("cpu", copy=True, memory_format=torch.contiguous_format) for name, value in weights}
         save_tensors(temporary / "adapter_model.safetensors", values)
-        modules: str | list[str] = sorted({name.split(".")[-3] for name in values})
-        if adapters.description.vision is not None:  # whose layers may have the same names
-            modules = rf"{re.escape(adapters.family.decoder)}layers\..*\.({'|'.join(modules)})"
-        write_json(temporary / "adapter_config.json", _peft_config(lora, modules, str(base)))
+        write_json(temporary / "adapter_config.json", peft_config(lora, values, str(base)))
 
     _export(folder, weights, parallel, write)
-
-
-def _peft_config(lora: LoRAConfig, modules: str | list[str], base: str) -> dict[str, object]:
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.rank if lora.alpha is None else lora.alpha,
-        "target_modules": modules,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-    }
 
 
 def _export(

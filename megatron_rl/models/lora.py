@@ -8,7 +8,8 @@ counts weights by rules does so with adapters too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 ALL = "all-linear"
 MODULE = "lora"  # Megatron's linear layer has its adapters in a child module of this name
-_PEFT = "base_model.model."  # before the names of modules in PEFT's files
+PEFT_PREFIX = "base_model.model."  # before the names of modules in PEFT's files
 
 
 def module_of(tensor: HFTensor) -> str:
@@ -87,7 +88,7 @@ def pair(rule: Rule, tensor: HFTensor, decoder: str) -> tuple[Rule, Rule]:
     by_columns = rule.sharding is Sharding.ROW
     inner, outer = parameter_names(tensor)
     layer = rule.megatron[0].removesuffix("weight") + MODULE
-    name = _PEFT + decoder + tensor.name.removeprefix("model.").removesuffix("weight")
+    name = PEFT_PREFIX + decoder + tensor.name.removeprefix("model.").removesuffix("weight")
     return (
         Rule(
             (f"{layer}.{inner}",),
@@ -107,6 +108,30 @@ def pair(rule: Rule, tensor: HFTensor, decoder: str) -> tuple[Rule, Rule]:
 def parameter_names(tensor: HFTensor) -> tuple[str, str]:
     """Of A and B, in the child module."""
     return f"{module_of(tensor)}_A", f"{module_of(tensor)}_B"
+
+
+def matrix_of(name: str) -> str:
+    """The name in a model's files of the matrix that a tensor in PEFT's files is added to."""
+    return "model." + name[name.index("layers.") :].rsplit(".", 2)[0] + ".weight"
+
+
+def peft_config(lora: LoRAConfig, names: Iterable[str], base: str) -> dict[str, object]:
+    """The content of adapter_config.json beside tensors of these names; `base`: the folder of the model they belong to."""
+    modules: str | list[str] = sorted({name.split(".")[-3] for name in names})
+    [decoder] = {name.removeprefix(PEFT_PREFIX).partition("layers.")[0] for name in names}
+    if decoder != "model.":  # beside a vision tower, whose layers may have the same names
+        modules = rf"{re.escape(decoder)}layers\..*\.({'|'.join(modules)})"
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.rank if lora.alpha is None else lora.alpha,
+        "target_modules": modules,
+        "lora_dropout": lora.dropout,
+        "bias": "none",
+        "inference_mode": True,
+    }
 
 
 def is_adapter(parameter: str) -> bool:

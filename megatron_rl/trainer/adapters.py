@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TypedDict
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.convert.source import fingerprint
+from megatron_rl.checkpoint.convert.source import weights_checksum
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.models.lora import targets_of
 
@@ -29,10 +28,7 @@ def facts(actor: Actor, base: Path) -> AdapterFacts | None:
     if actor.adapters is None:
         return None
     lora = actor.config.lora
-    weights = ""
-    if actor.grid.is_main:
-        files = [[name, size, ends] for name, size, _, ends in fingerprint(base, ("*.safetensors", "*.distcp"))]
-        weights = manifest.digest(json.dumps(files).encode())
+    weights = weights_checksum(base) if actor.grid.is_main else ""
     return {
         "rank": lora.rank,
         "scale": lora.scale,

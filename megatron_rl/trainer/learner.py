@@ -165,7 +165,8 @@ class Learner:
     def _pack(self, batch: TrainBatch) -> tuple[list[Minibatch], Metrics]:
         """The minibatches, packed, all but the first with the old policy's log-probs; and the metric of its entropy.
 
-        A correction needs the first's too: the tokens that its filters leave are counted before the update.
+        A correction needs the first's too: the tokens that its filters leave are counted before the update. So do adapters
+        with dropout: the old policy is the one that was sampled, which drops nothing.
         """
         parts, entropies = list[Minibatch](), list[Metrics]()
         with self.timer("old_log_prob"):
@@ -180,7 +181,7 @@ class Learner:
                             rollout_log_probs=micro.concatenate(batch.rollout_logprobs),
                         )
                     )
-                if parts or self.algorithm.corrects:
+                if parts or self.algorithm.corrects or self.config.actor.lora.dropout:
                     scored = self.actor.log_probs(
                         part.micro_batches, self.config.rollout.temperature, with_entropy=True
                     )

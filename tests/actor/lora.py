@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
@@ -16,11 +19,15 @@ from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.actor import LoRAConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
+from megatron_rl.models.adapters import adapters_in, begin_pass, dropping
 from megatron_rl.models.export import export_hf, export_peft
 from megatron_rl.models.files import SafetensorsFolder, save_tensors
 from megatron_rl.models.gather import iter_hf_weights
 from megatron_rl.models.load import load_hf_weights
+from megatron_rl.runtime import device, distributed
 from tests.models import seeing, tiny
+
+from .layouts import make_batch
 
 # As `layouts.LINEAR_ADAM`, and without decay, momentum's start and clipping: what changes is the gradient.
 SGD = OptimizerConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)
@@ -34,6 +41,7 @@ class Layout:
     variant: str = "qwen2"  # `tiny`'s
     targets: tuple[str, ...] = ("all-linear",)
     experts: bool = False
+    dropout: float = 0.0
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
@@ -42,12 +50,13 @@ class Layout:
     sequence: bool = False
     distributed: bool = True
     images: bool = False  # a model with a vision tower, and prompts with images
+    begins_again: bool = False  # a second actor begins with the adapters that the first one leaves
     actor: dict[str, Any] = field(default_factory=dict)
 
     @property
     def model(self) -> str:
         kind = "images" if self.images else self.variant
-        return "-".join((kind, *self.targets)) + ("-experts" if self.experts else "")
+        return "-".join((kind, *self.targets)) + "-experts" * self.experts + "-dropout" * bool(self.dropout)
 
     def batch(self, root: Path) -> TokenBatch:
         if self.images:
@@ -87,14 +96,16 @@ def make(root: Path, layout: Layout) -> None:
 
 
 def lora_of(layout: Layout) -> LoRAConfig:
-    return LoRAConfig(rank=4, alpha=ALPHA, targets=list(layout.targets), experts=layout.experts)
+    return LoRAConfig(rank=4, alpha=ALPHA, targets=list(layout.targets), experts=layout.experts, dropout=layout.dropout)
 
 
 def run(root: str, layouts: list[Layout]) -> None:
     """One rank of every layout in turn: log-probs with and without adapters, one update, both exports."""
     from megatron.core import parallel_state
 
-    from megatron_rl.runtime import device, distributed
+    from megatron_rl.algorithms import make_algorithm
+    from megatron_rl.runtime.step_timer import StepTimer
+    from megatron_rl.trainer.learner import Learner
 
     for layout in layouts:
         config, folder = Config(run_dir=root), Path(root) / layout.model
@@ -119,6 +130,8 @@ def run(root: str, layouts: list[Layout]) -> None:
         family, begin = actor.adapters.family, SafetensorsFolder(folder / "begin")
         load_hf_weights(actor.chunks, family, actor.hf_config, begin, actor.parallel)
         result: dict[str, Any] = {"fresh": fresh, "before": scores(actor, batch)}
+        if layout.dropout:
+            result["passes"] = passes(actor)
         with actor.as_reference():
             result["reference"] = scores(actor, batch)
         update(actor, batch)
@@ -126,11 +139,17 @@ def run(root: str, layouts: list[Layout]) -> None:
         named = iter_hf_weights(actor.chunks, family, actor.hf_config, actor.parallel)
         result["adapters"] = {name: value.clone() for name, value in named}
         result["merged"] = {name: value.clone() for name, value in actor.iter_hf_weights()}
+        if layout.name == "alone dropout":
+            learner = Learner(config, actor, make_algorithm({"preset": "grpo"}, max_tokens=40), StepTimer())
+            result["update"] = learner.update(make_batch(), None)
         out, hf, parallel = Path(root) / layout.name, actor.hf_config, actor.parallel
         out.mkdir(exist_ok=True)
         with device.megatron():
             export_peft(out / "adapter", actor.chunks, actor.adapters, config.actor.lora, hf, parallel, folder)
             export_hf(out / "merged", actor.chunks, actor.family, hf, parallel, folder)
+        if layout.begins_again:
+            config.actor.lora.path = str(out / "adapter")
+            result["continued"] = scores(Actor(config, grid, folder), batch)
         if grid.is_main:
             torch.save(result, out / "result.pt")
         parallel_state.destroy_model_parallel()
@@ -146,6 +165,22 @@ def scores(actor: Actor, batch: TokenBatch) -> dict[int, Tensor]:
     for part in actor.grid.all_gather(own):
         whole |= part
     return whole
+
+
+def passes(actor: Actor) -> dict[str, Tensor]:
+    """What an adapter adds to the same inputs: without dropout, in 400 passes with it on average, and in two of them."""
+    adapter = next(iter(adapters_in(actor.chunks[0]).values()))
+    x = torch.randn(64, adapter.matrices(0)[0].shape[1], generator=torch.Generator().manual_seed(3))
+
+    def dropped(number: int) -> Tensor:
+        begin_pass(number)
+        return adapter(x)
+
+    with device.megatron(), torch.no_grad():
+        every = adapter(x)
+        dropping(actor.chunks, updates=True)
+        mean = torch.stack([dropped(number) for number in range(400)]).mean(dim=0)
+        return {"every": every, "mean": mean, "first": dropped(0), "again": dropped(0), "second": dropped(1)}
 
 
 def update(actor: Actor, batch: TokenBatch) -> None:
@@ -177,6 +212,60 @@ def in_files(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A model's tensors by their names in files: transformers has a tower's and the decoder behind it a level down."""
     renamed = (("model.language_model.", "model."), ("model.visual.", "visual."))
     return {name.replace(*renamed[0]).replace(*renamed[1]): value for name, value in state.items()}
+
+
+class ByHand:
+    """transformers' model in float64 with W + scale · BA for every targeted W: PEFT 0.21 loads none beside experts, which
+    transformers 5 has in two tensors a layer. With what is used of a PEFT model."""
+
+    def __init__(self, base: Path, adapter: Path) -> None:
+        from safetensors.torch import load_file
+        from transformers import AutoModelForCausalLM
+
+        plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, **plain)
+        self._model, self._scale = model.eval(), ALPHA / 4
+        self._base = {name: value.detach() for name, value in model.named_parameters()}
+        begin = load_file(adapter / "adapter_model.safetensors")
+        self._pairs = {name: value.double().requires_grad_() for name, value in begin.items()}
+
+    def __call__(self, input_ids: Tensor) -> Any:
+        return torch.func.functional_call(self._model, self._weights(), kwargs={"input_ids": input_ids})
+
+    def _weights(self) -> dict[str, Tensor]:
+        weights = dict(self._base)
+        for pair, inner in self._pairs.items() if self._scale else ():
+            if not pair.endswith("lora_A.weight"):
+                continue
+            module = pair.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            added = self._scale * self._pairs[pair.replace("lora_A", "lora_B")] @ inner
+            layer, experts, place = module.partition(".experts.")
+            if not experts:
+                weights[f"{module}.weight"] = weights[f"{module}.weight"] + added
+                continue
+            number, matrix = place.split(".")
+            name = f"{layer}.experts.{'down' if matrix == 'down_proj' else 'gate_up'}_proj"
+            missing = weights[name].shape[1] - len(added)  # rows of the other matrix: up's follow gate's
+            rows = (missing, 0) if matrix == "up_proj" else (0, missing)
+            chosen = torch.arange(len(weights[name])) == int(number)
+            weights[name] = weights[name] + chosen[:, None, None] * F.pad(added, (0, 0, *rows))
+        return weights
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        self._scale, scale = 0.0, self._scale
+        yield
+        self._scale = scale
+
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        return self._pairs.items()
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self._pairs.values()
+
+    def merge_and_unload(self) -> torch.nn.Module:
+        self._model.load_state_dict(self._weights(), strict=False)
+        return self._model
 
 
 def peft_scores(model: Any, batch: TokenBatch) -> dict[int, Tensor]:

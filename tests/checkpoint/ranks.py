@@ -21,6 +21,7 @@ from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.actor import LoRAConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.runtime import distributed
+from megatron_rl.trainer import adapters
 from tests.actor.layouts import make_batch
 
 UPDATES = 8  # the schedule's length: the rate is 0 at its end
@@ -40,6 +41,7 @@ class Layout:
     dtype: str = "float32"
     moments: str = "float32"
     lora: int = 0  # rank of the adapters
+    dropout: float = 0.0
 
     @property
     def name(self) -> str:
@@ -48,7 +50,7 @@ class Layout:
         return (
             f"{self.model}-tp{self.tensor}{order}-pp{self.pipeline}x{self.virtual}-cp{self.context}-ep{self.expert}"
             f"x{self.expert_tensor}-{kind}-{self.dtype}{'-moments' if self.moments != 'float32' else ''}"
-            f"{f'-lora{self.lora}' if self.lora else ''}"
+            f"{f'-lora{self.lora}' if self.lora else ''}{'-dropout' if self.dropout else ''}"
         )
 
 
@@ -68,7 +70,7 @@ def make_actor(root: Path, layout: Layout) -> Actor:
         lr=1e-3, schedule="linear", distributed=layout.distributed, moments=layout.moments
     )
     config.actor.tokens_per_microbatch = 192
-    config.actor.lora = LoRAConfig(rank=layout.lora, experts="experts" in layout.model)
+    config.actor.lora = LoRAConfig(rank=layout.lora, experts="experts" in layout.model, dropout=layout.dropout)
     config.actor.logits_mib = 1
     config.trainer.minibatches = 2
     config.rollout.max_tokens = 40
@@ -91,7 +93,8 @@ def learn(actor: Actor, seed: int) -> dict[str, float]:
 
 def save(actor: Actor, root: Path, step: int, saver: Saver | None = None) -> Saver:
     saver = saver or Saver(root.parent, root, actor.grid, asynchronous=False, after=lambda: None)
-    saver.submit(step, saver.take(actor.chunks, actor.optimizer), {"step": step}, {"state.json": b"{}"})
+    about = {"step": step, "adapters": adapters.facts(actor, actor.folder)}
+    saver.submit(step, saver.take(actor.chunks, actor.optimizer), about, {"state.json": b"{}"})
     return saver
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rl.checkpoint.convert.merged import write_peft
 from megatron_rl.checkpoint.convert.verify import compare
 from tests.actor.layouts import make_models
 from tests.actor.processes import spawn
@@ -34,9 +35,11 @@ TIED_PLAIN = Layout(tensor=2, model="model-True", distributed=False)
 UNEVEN = Layout(pipeline=2, virtual=2)  # chunks of 1, 2, 2 and 1 layers
 CONTEXT = Layout(context=2)
 LORA, LORA_EXPERTS = Layout(tensor=2, sequence=True, lora=4), replace(WHOLE, lora=4)
+DROPPING = Layout(lora=4, dropout=0.25)
 SAVED = [
     LORA,
     LORA_EXPERTS,
+    DROPPING,
     TP2,
     TP2_PLAIN,
     BF16,
@@ -90,6 +93,7 @@ ON_TWO = [
     (LORA, Layout(lora=4)),
     (LORA, Layout(pipeline=2, distributed=False, lora=4)),
     (LORA_EXPERTS, LORA_EXPERTS),
+    (DROPPING, DROPPING),
     (LORA_EXPERTS, Layout(model="model-experts", lora=4)),
 ]
 ON_FOUR = [
@@ -167,3 +171,22 @@ def test_the_optimizers_fp32_weights_become_a_model(root: Path, tmp_path: Path, 
     assert masters.keys() == rounded.keys()
     assert all(torch.equal(masters[name].bfloat16(), value) for name, value in rounded.items())
     assert any(not torch.equal(masters[name], value.float()) for name, value in rounded.items())
+
+
+def test_adapters_become_pefts_folder_and_a_merged_model(root: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder, base = root / LORA.name / "step_2", root / LORA.model
+    task = to_hf(folder, tmp_path / "hf", base)
+    assert len(compare(task, tmp_path / "hf", 1)) == len(task.names())
+    write_peft(folder, tmp_path / "adapter")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    want, merged, before = model.merge_and_unload().state_dict(), tensors(tmp_path / "hf"), tensors(base)
+    assert merged.keys() == before.keys() == want.keys()
+    changed = {name for name, value in merged.items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if name.endswith("_proj.weight")}
+    for name, value in merged.items():
+        torch.testing.assert_close(value, want[name], rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"of another model: they were trained beside .*model-False"):
+        to_hf(folder, tmp_path / "other", root / "model-True")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.convert.source import megatron_folder
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config import ConfigError, check, load_recipe
 from megatron_rl.config.checks import Machine
@@ -52,6 +51,54 @@ def test_a_warm_up_that_the_reference_policy_would_not_have_is_refused() -> None
         check(load_recipe(QUICKSTART, [*lora, "algorithm.kl.coef=0.1"]), machine=Machine(gpus=0))
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two of the same sizes and other weights."""
+    from tests.models import tiny
+
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("begin", "another")):
+        tiny.write(folder / name, "qwen3", seed=seed, head_dim=32, max_position_embeddings=512)
+        (folder / name / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "about", "words"),
+    [
+        ([], {"base_model_name_or_path": "Qwen/other"}, "belong to Qwen/other, which is not the model in .*begin"),
+        ([], {"base_model_name_or_path": "{another}"}, "belong to .*another, which is not the model in .*begin"),
+        ([], {"r": 16, "lora_alpha": 16}, "`actor.lora.rank` is 8, and that of the adapters in .* is 16"),
+        ([], {"lora_alpha": 32}, "`actor.lora.alpha` is 8, and that of the adapters in .* is 32"),
+        (
+            [],
+            {"target_modules": ["v_proj"]},
+            "`actor.lora.targets` are q_proj, and those of the adapters in .* are v_proj",
+        ),
+        ([], {"use_dora": True}, "has use_dora = True"),
+        ([], {"peft_type": "IA3"}, "does not describe LoRA's adapters"),
+        ([], None, "has no adapter_config.json"),
+        (["algorithm.kl.coef=0.1"], {}, "set model.path to their run's export"),
+        (["actor.lora.rank=0"], {}, "no effect while `actor.lora.rank` is 0"),
+    ],
+)
+def test_adapters_that_are_not_this_recipes_are_refused_before_the_run(
+    models: Path, tmp_path: Path, overrides: list[str], about: dict[str, object] | None, words: str
+) -> None:
+    right = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    right["base_model_name_or_path"] = str(models / "begin")
+    own = [f"model.path={models / 'begin'}", f"actor.lora.path={tmp_path}", "sft.steps=0"]
+    own += ["actor.lora.rank=8", "actor.lora.targets=[q_proj]"]
+    file = tmp_path / "adapter_config.json"
+    if about is not None:
+        changed = {name: str(models / "another") if value == "{another}" else value for name, value in about.items()}
+        file.write_text(json.dumps(right | changed))
+    with pytest.raises(ConfigError, match=words):
+        check(load_recipe(QUICKSTART, [*own, *overrides]), machine=Machine(gpus=0))
+    file.write_text(json.dumps(right))
+    check(load_recipe(QUICKSTART, own), machine=Machine(gpus=0))
+
+
 @pytest.mark.parametrize(
     ("saved", "words"),
     [
@@ -72,6 +119,4 @@ def test_other_adapters_or_those_of_another_model_are_refused(
         check_adapters(tmp_path, saved)
         with pytest.raises(CheckpointError, match="trained adapters only, and this recipe trains every parameter"):
             check_adapters(tmp_path, None)
-        with pytest.raises(ValueError, match="holds LoRA's adapters, no whole model"):
-            megatron_folder(tmp_path)
     assert json.loads((tmp_path / manifest.MANIFEST).read_text())["adapters"] == saved

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert import jobs, programs
 from megatron_rl.checkpoint.convert.layout import Layout
+from megatron_rl.checkpoint.convert.merged import write_peft
 from megatron_rl.checkpoint.convert.source import SourceModel, config_folder, megatron_folder
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
@@ -38,6 +39,12 @@ def convert(options: argparse.Namespace, say: Say) -> None:
         target = options.megatron
     else:
         source = megatron_folder(options.megatron)
+        if options.adapter:
+            for name in ("config", "master_weights", "any_padding", "verify"):
+                if getattr(options, name):
+                    raise ValueError(f"--{name.replace('_', '-')} has no effect with --adapter; leave it out")
+            say(f"{options.hf}: {write_peft(source, options.hf)} tensors of adapters, as PEFT's")
+            return
         config = config_folder(source, options.config)
         master, padding = options.master_weights, options.any_padding
         task, target = ToHF(source, config, options.dtype, options.shard_size, padding, master), options.hf

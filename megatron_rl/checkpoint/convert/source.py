@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,11 +57,6 @@ def megatron_folder(folder: Path) -> Path:
         ValueError: no checkpoint found; those in a folder of checkpoints are listed.
     """
     if is_megatron(folder):
-        if (folder / manifest.MANIFEST).is_file() and manifest.read(folder).get("adapters"):
-            raise ValueError(
-                f"{folder} holds LoRA's adapters, no whole model: its run writes export/ (merged) and adapter/ (PEFT's) "
-                f"at its end; of this step with its recipe, trainer.steps at it, a run_dir of its own and --resume {folder}"
-            )
         return folder
     if (folder / TRACKER).is_file():
         text = (folder / TRACKER).read_text().strip()
@@ -163,6 +159,12 @@ def fingerprint(folder: Path, patterns: Sequence[str]) -> list[list[str | int]]:
     found = {path.name: path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     found |= {"config.json": folder / "config.json", **companions(folder)}
     return [[name, *_looks(path)] for name, path in sorted(found.items()) if path.is_symlink() or path.exists()]
+
+
+def weights_checksum(folder: Path) -> str:
+    """Of the names, sizes and ends of a model folder's files, whenever they were written."""
+    files = [[name, size, ends] for name, size, _, ends in fingerprint(folder, ("*.safetensors", "*.distcp"))]
+    return manifest.digest(json.dumps(files).encode())
 
 
 def _looks(path: Path) -> tuple[int, int, str]:

@@ -16,6 +16,7 @@ import megatron_rl
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.global_tensors import Memory
 from megatron_rl.checkpoint.convert.jobs import Identity, Progress, made_by
+from megatron_rl.checkpoint.convert.merged import MergedModel, has_adapters, stored_model
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import SourceModel, fingerprint
 from megatron_rl.checkpoint.convert.to_megatron import CASTS
@@ -46,7 +47,7 @@ class ToHF:
     """A conversion to a Hugging Face folder."""
 
     megatron: Path  # the source: the folder with `.metadata`
-    config: Path  # the Hugging Face folder with its config.json, tokenizer and the rest
+    config: Path  # the Hugging Face folder with its config.json, tokenizer and the rest; of adapters, their base
     dtype: str = "keep"  # `keep`, `bf16`, `fp32`, or `fp8` (block-wise, with scales)
     file_bytes: int = 5 * 10**9  # how large a file may grow, unless one tensor is larger
     any_padding: bool = False  # see `MegatronModel`
@@ -73,8 +74,11 @@ class ToHF:
             "master": self.master,
             "file_bytes": self.file_bytes,
             "version": megatron_rl.__version__,
-            "source": fingerprint(self.megatron, ("*.distcp", ".metadata")) + fingerprint(self.config, ()),
+            "source": fingerprint(self.megatron, ("*.distcp", ".metadata")) + fingerprint(self.config, self._of_base()),
         }
+
+    def _of_base(self) -> tuple[str, ...]:
+        return ("*.safetensors", "*.distcp") if has_adapters(self.megatron) else ()
 
     def files(self) -> list[tuple[str, int]]:
         return [(name, sum(t.nbytes for t in held)) for name, held in self._plan.files.items()]
@@ -165,7 +169,7 @@ class _Tensor:
 @dataclass(frozen=True)
 class _Plan:
     model: SourceModel
-    source: MegatronModel
+    source: MegatronModel | MergedModel
     files: dict[str, list[_Tensor]]
     tensors: dict[str, _Tensor]
 
@@ -175,7 +179,7 @@ class _Plan:
 
 def _planned(task: ToHF) -> _Plan:
     model = SourceModel.read(task.config)
-    source = MegatronModel(task.megatron, model.family, model.description, task.any_padding, task.master)
+    source = stored_model(task.megatron, model, task.any_padding, task.master)
     files: list[list[_Tensor]] = []
     size = 0
     for rule in model.family.weights(model.description):
@@ -190,7 +194,7 @@ def _planned(task: ToHF) -> _Plan:
     return _Plan(model, source, named, {tensor.name: tensor for held in files for tensor in held})
 
 
-def _made_of(rule: Rule, source: MegatronModel, dtype: str) -> Iterator[list[_Tensor]]:
+def _made_of(rule: Rule, source: MegatronModel | MergedModel, dtype: str) -> Iterator[list[_Tensor]]:
     """A parameter's tensors in the result; a list stays in one file."""
     for tensor in rule.hf:
         name, shape = tensor.name, source.shape(tensor.name)

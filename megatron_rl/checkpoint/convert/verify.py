@@ -16,7 +16,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from megatron_rl.checkpoint.convert.jobs import Progress, ProgressBar, in_parallel
-from megatron_rl.checkpoint.convert.reader import MegatronModel
+from megatron_rl.checkpoint.convert.merged import stored_model
 from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.models.files import DTYPES, WeightSource
@@ -204,7 +204,7 @@ def megatron_logits(folder: Path, config: Path, tokens: Tensor, master: bool = F
     with device.megatron(), torch.no_grad():
         parallel_state.initialize_model_parallel()
         chunks = build_model(model.family, model.description, ActorConfig(), torch.float32)
-        source = MegatronModel(folder, model.family, model.description, any_padding=True, master=master)
+        source = stored_model(folder, model, any_padding=True, master=master)
         load_hf_weights(chunks, model.family, model.hf_config, source, ParallelGroups.from_megatron())
         length = tokens.shape[1]
         offsets = torch.tensor([0, length], dtype=torch.int32)
