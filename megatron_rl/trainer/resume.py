@@ -141,12 +141,7 @@ def _check(run: Run, folder: Path, saved: SavedState, state: State) -> None:
         )
     check_model(run.learner.actor.hf_config, folder)
     adapters.check(folder, run.checkpoints.adapters)
-    was_frozen = yaml.safe_load((folder / "recipe.yaml").read_text())["actor"].get("freeze_vision_tower", False)
-    if was_frozen != run.config.actor.freeze_vision_tower:
-        raise CheckpointError(
-            f"{folder} is of a run with actor.freeze_vision_tower = {was_frozen}, whose optimizer has other state; set it "
-            f"back, or to start a new run from its weights, give it another run_dir and model.path={folder}"
-        )
+    check_frozen(run.config.actor.freeze_vision_tower, folder)
     _check_tokenizer(run, folder)
     estimator, own = saved["algorithm"]["estimator"], run.learner.algorithm.estimator.name
     if estimator != own:
@@ -174,6 +169,15 @@ def check_model(hf_config: HFConfig, folder: Path) -> None:
     if changed:
         raise CheckpointError(
             f"{folder} is of another model: {store.summarize(changed)}; give this run another run_dir, or --resume never"
+        )
+
+
+def check_frozen(frozen: bool, folder: Path) -> None:
+    saved = yaml.safe_load((folder / "recipe.yaml").read_text())["actor"].get("freeze_vision_tower", False)
+    if saved != frozen:
+        raise CheckpointError(
+            f"{folder} is of a run with actor.freeze_vision_tower = {saved}, whose optimizer has other state; set it back, "
+            f"or to start a new run from its weights, give it another run_dir and model.path={folder}"
         )
 
 

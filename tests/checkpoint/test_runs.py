@@ -16,7 +16,7 @@ from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.trainer.checkpoints import model_facts
-from megatron_rl.trainer.resume import check_model
+from megatron_rl.trainer.resume import check_frozen, check_model
 from tests.actor.processes import spawn
 from tests.checkpoint.ranks import Layout
 from tests.checkpoint.test_layouts import contents
@@ -256,3 +256,13 @@ def test_a_checkpoint_of_another_rotary_embedding_is_refused(
     older.mkdir()
     manifest.write(older, {"model": {"hidden_size": 64}}, {}, [])
     check_model(own, older)
+
+
+def test_a_checkpoint_whose_tower_was_frozen_goes_on_frozen(tmp_path: Path) -> None:
+    for actor in ({"freeze_vision_tower": True}, {}):  # and one from before there was the key
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"actor": actor}))
+        check_frozen(bool(actor), tmp_path)
+        with pytest.raises(
+            CheckpointError, match=f"freeze_vision_tower = {bool(actor)}, whose optimizer has other state"
+        ):
+            check_frozen(not actor, tmp_path)
