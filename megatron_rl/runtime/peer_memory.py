@@ -97,10 +97,15 @@ def find(grid: Grid) -> tuple[Neighbours | None, str | None]:
     another's memory: then also why. Every rank calls it; each tries it on a random word of each other."""
     _LIBC.prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)  # Yama, where there is one, allows parents only unless it is asked
     own, word = np.zeros(2, dtype=np.int64), np.frombuffer(os.urandom(16), dtype=np.uint8)
-    told = grid.all_gather((_host(), os.getpid(), own.ctypes.data, word.ctypes.data, word.tobytes()))
-    problem, found, boards = None, np.empty_like(word), dict[int, tuple[int, int]]()
+    here = problem = None
+    try:
+        here = _host()
+    except OSError as error:
+        problem = f"rank {grid.rank} does not know its host: {error}"
+    told = grid.all_gather((here, os.getpid(), own.ctypes.data, word.ctypes.data, word.tobytes()))
+    found, boards = np.empty_like(word), dict[int, tuple[int, int]]()
     for rank, (host, process, board, address, expected) in enumerate(told):
-        if rank == grid.rank or host != told[grid.rank][0]:
+        if rank == grid.rank or here is None or host != here:
             continue
         boards[rank] = process, board
         try:

@@ -171,19 +171,18 @@ def everything(grid: Grid, folder: Path) -> None:
 
 
 def none_may_read(grid: Grid, folder: Path) -> None:
-    """Where one rank may not read another's memory, none does, and every rank knows why."""
-    real = peer_memory._read
+    """Where one rank may not read another's memory, or has no host that it knows, none does, and every rank knows why."""
 
-    def refusing(process: int, address: int, into: np.ndarray) -> None:
-        if grid.rank == 1:
-            raise PermissionError(1, "Operation not permitted")
-        real(process, address, into)
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
 
-    peer_memory._read = refusing
-    near, problem = peer_memory.find(grid)
-    peer_memory._read = real
-    assert near is None
-    assert (problem or "").startswith("rank 1 asked for rank 3's: "), problem
+    for function, said in (("_read", "rank 1 asked for rank 3's: "), ("_host", "rank 1 does not know its host: ")):
+        real = getattr(peer_memory, function)
+        setattr(peer_memory, function, refused if grid.rank == 1 else real)
+        near, problem = peer_memory.find(grid)
+        setattr(peer_memory, function, real)
+        assert near is None
+        assert (problem or "").startswith(said), problem
 
 
 def one_is_missing(grid: Grid, folder: Path) -> None:
