@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 T = TypeVar("T")
+_CPU_BLOCK = 128  # tokens of vLLM's cache on a CPU; prompts share whole blocks, so shorter ones only pay for the search
 
 
 class EngineError(RuntimeError):
@@ -121,7 +122,9 @@ class Engine:
                 max_num_batched_tokens=max(8192, max_length),
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # the recipe decides how to sample, not the model folder
-                enable_prefix_caching=True,
+                enable_prefix_caching=device.has_gpu()
+                or self.experts is not None  # kept by the cache's blocks
+                or self.config.max_prompt_tokens > _CPU_BLOCK,
                 disable_log_stats=True,
                 enable_return_routed_experts=self.experts is not None,
                 seed=config.seed,
@@ -313,6 +316,7 @@ def _parameters(request: Request) -> SamplingParams:
         prompt_logprobs=0 if request.scores_tokens else None,
         flat_logprobs=True,
         detokenize=False,
+        skip_clone=True,  # nobody else has them
     )
 
 
