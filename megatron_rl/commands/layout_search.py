@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--search",
         action="store_true",
-        help="look for layouts that fit: the fastest, and those that leave more memory; with --exact they fit by its count",
+        help="look for layouts that fit: the fastest, and the fastest that leave more memory; with --exact by its count",
     )
     group.add_argument(
         "--fp8", action="store_true", help="with --search: FP8 in actor and engine too, where the recipe has bf16"

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron_rl.config import Config, ConfigError, Machine, check
 from megatron_rl.config.actor import ActorConfig, FP8Config, ParallelConfig
@@ -20,7 +21,8 @@ _VIRTUAL = (1, 2, 3, 4, 6)
 _TOKENS = (16384, 32768, 65536)
 _STEP = 5  # per cent of the GPU between shares for an engine
 _SHARES = 3  # of them for each engine: the largest that fits and the next smaller ones
-_SLOWER = 1.2  # layouts that train slower than the fastest by this are not looked at further
+_SLOWER = 1.2  # layouts that train slower than the fastest with as much headroom by this are not looked at further
+_LEAST = 2**30  # bytes: the first headroom above none
 
 
 @dataclass(frozen=True)
@@ -143,27 +145,23 @@ class Space:
     def plan(self, config: Config) -> Plan:
         return make_plan(config, self.model, self.world, self.gpu_bytes)
 
-    def fits(self, plan: Plan, phases: Iterable[str] = PHASES) -> bool:
-        return max(map(plan.peak, phases)) + self.headroom <= self.gpu_bytes
+    def fits(self, plan: Plan) -> bool:
+        return max(map(plan.peak, PHASES)) + self.headroom <= self.gpu_bytes
 
-    def front(self, predictor: Predictor) -> list[ActorConfig]:
-        """Actors whose update fits and which no other trains faster while it keeps less on the GPU during generation.
+    def layouts(self, predictor: Predictor) -> list[Layout]:
+        """Those whose weights and gradients fit, by the time that they would take without computing anything again."""
+        made = (Layout(self, predictor, parallel) for parallel in self.parallels())
+        fit = [one for one in made if 6 * predictor.held(one.actors[0]).total + self.headroom <= self.gpu_bytes]
+        return sorted(fit, key=lambda one: one.bound)
 
-        Layouts are looked at by the time that they would take without computing anything again; the plan and the recipe
-        check are for those that may still be among the fastest.
-        """
-        bounded = []
-        for parallel in self.parallels():
-            kept = [actor for actor in self.actors(parallel) if actor.recompute == "none"]
-            if 6 * predictor.held(kept[0]).total + self.headroom > self.gpu_bytes:  # weights and gradients alone
-                continue
-            bounded.append((min(self._seconds(predictor, actor) for actor in kept), parallel))
-        bounded.sort(key=lambda pair: pair[0])
+    def front(self, layouts: Iterable[Layout]) -> list[ActorConfig]:
+        """Actors whose update leaves the headroom and which no other trains faster while it keeps less on the GPU during
+        generation. The plan and the recipe check are for those that may still be among the fastest."""
         best, fitting = float("inf"), []
-        for bound, parallel in bounded:
-            if bound > _SLOWER * best:
+        for layout in layouts:
+            if layout.bound > _SLOWER * best:
                 break
-            for one in self._of_layout(predictor, parallel):
+            for one in layout.fitting(self.gpu_bytes - self.headroom):
                 fitting.append(one)
                 best = min(best, one[0])
         fitting.sort(key=lambda one: one[:2])
@@ -174,31 +172,16 @@ class Space:
                 front.append(actor)
         return front
 
-    def _seconds(self, predictor: Predictor, actor: ActorConfig) -> float:
-        return predictor.training_seconds(self.recipe(actor, self.config.rollout), self.world)
-
-    def _of_layout(self, predictor: Predictor, parallel: ParallelConfig) -> Iterator[tuple[float, float, ActorConfig]]:
-        """The fastest actor whose update fits, with its state on the GPU throughout and offloaded, in each precision: seconds
-        and bytes on the GPU while a small engine generates."""
-        least = replace(self.config.rollout, memory_fraction=0.01)
-        timed = sorted(((self._seconds(predictor, actor), i, actor) for i, actor in enumerate(self.actors(parallel))))
-        done: set[tuple[bool, bool, bool]] = set()
-        for seconds, _, actor in timed:
-            for offload, weights in ((False, False), (True, False), (True, True)):
-                kind = actor.fp8 is not None, offload, weights
-                if kind in done:
-                    continue
-                made = replace(actor, offload=offload, offload_weights=weights)
-                plan = self.plan(self.recipe(made, least))
-                if self.fits(plan, (UPDATE,)):
-                    done.add(kind)
-                    yield seconds, plan.peak(GENERATE), made
-
     def search(self, predictor: Predictor) -> list[Found]:
-        """Layouts that fit and of which none is both faster and leaves more memory, the fastest first."""
-        front = self.front(predictor)
-        engines = [one for one in self.engines() if front and self.accepts(self.recipe(front[0], one))]
-        found = [one for actor in front for engine in engines for one in self.with_engine(predictor, actor, engine)]
+        """Layouts of which none is both faster and leaves more memory, the fastest first: the fastest with the headroom, with
+        twice of it, four times, ..., as long as any fits."""
+        layouts, found, free = self.layouts(predictor), list[Found](), self.headroom
+        while front := (level := replace(self, headroom=free)).front(layouts):
+            engines = [one for one in self.engines() if self.accepts(self.recipe(front[0], one))]
+            found += [
+                one for actor in front for engine in engines for one in level.with_engine(predictor, actor, engine)
+            ]
+            free = 2 * free or _LEAST
         return [one for one in pareto(found) if self.accepts(one.config)]
 
     def with_engine(self, predictor: Predictor, actor: ActorConfig, engine: RolloutConfig) -> Iterator[Found]:
@@ -217,6 +200,71 @@ class Space:
                 yield Found(config, plan, predictor.of(config, plan))
             fitting += fits
             share -= _STEP if fits else 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One of a space's layouts: its actors' times and plans, made once for all headrooms."""
+
+    space: Space
+    predictor: Predictor
+    parallel: ParallelConfig
+
+    @cached_property
+    def actors(self) -> list[ActorConfig]:
+        return list(self.space.actors(self.parallel))
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds of training, at the least."""
+        return min(self._seconds(actor) for actor in self.actors if actor.recompute == "none")
+
+    @cached_property
+    def _timed(self) -> list[tuple[float, int]]:
+        return sorted((self._seconds(actor), number) for number, actor in enumerate(self.actors))
+
+    @cached_property
+    def _least(self) -> int:
+        """The actor whose update takes least: everything computed again, of the shortest micro-batches."""
+        again = {
+            number: actor.tokens_per_microbatch
+            for number, actor in enumerate(self.actors)
+            if actor.recompute == "full" and actor.recompute_layers is None
+        }
+        return min(again, key=lambda number: again[number])
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, bool, bool], Plan]:
+        return {}
+
+    def _seconds(self, actor: ActorConfig) -> float:
+        config = self.space.recipe(actor, self.space.config.rollout)
+        return self.predictor.training_seconds(config, self.space.world)
+
+    def _offloaded(self, number: int, offload: bool, weights: bool) -> ActorConfig:
+        return replace(self.actors[number], offload=offload, offload_weights=weights)
+
+    def _plan(self, number: int, offload: bool = False, weights: bool = False) -> Plan:
+        """Of an actor beside a small engine; its update takes as much whatever is offloaded."""
+        if (number, offload, weights) not in self._known:
+            engine = replace(self.space.config.rollout, memory_fraction=0.01)
+            made = self.space.plan(self.space.recipe(self._offloaded(number, offload, weights), engine))
+            self._known[number, offload, weights] = made
+        return self._known[number, offload, weights]
+
+    def fitting(self, room: float) -> Iterator[tuple[float, float, ActorConfig]]:
+        """In each precision the fastest actor whose update takes no more than `room`, with its state on the GPU throughout,
+        and offloaded: seconds, and bytes on the GPU while a small engine generates."""
+        if self._plan(self._least).peak(UPDATE) > room:
+            return
+        done: set[bool] = set()
+        for seconds, number in self._timed:
+            fp8 = self.actors[number].fp8 is not None
+            if fp8 in done or self._plan(number).peak(UPDATE) > room:
+                continue
+            done.add(fp8)
+            for kind in ((False, False), (True, False), (True, True)):
+                yield seconds, self._plan(number, *kind).peak(GENERATE), self._offloaded(number, *kind)
 
 
 def _spread(layers: int, pipeline: int, virtual: int) -> bool:
