@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file inside the folder that is packaged")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.steps=5")
     parser.add_argument("--executor", choices=("slurm", "local"), required=True)
-    parser.add_argument("--command", choices=("train", "sft"), dest="what", help="default: train")
+    parser.add_argument("--command", choices=("train", "sft", "reward-model"), dest="what", help="default: train")
     parser.add_argument("--chain", action="store_true", help="convert, train, evaluate and export, one after the other")
     parser.add_argument("--sweep", type=Path, metavar="FILE", help="a training run per line of overrides in FILE")
     parser.add_argument("--name", help="of the experiment (default: the recipe's)")

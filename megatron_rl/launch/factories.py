@@ -25,7 +25,7 @@ from megatron_rl.launch.site import read_site
 
 NAMESPACE = "megatron_rl"
 ROOT = Path(megatron_rl.__file__).parents[1]
-_COMMANDS = ("train", "sft", "chain", "sweep")
+_COMMANDS = ("train", "sft", "reward_model", "chain", "sweep")
 
 
 @run.cli.factory(name="site")
@@ -53,6 +53,13 @@ def sft(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
     """Supervised fine-tuning: arguments as for `train`."""
     what = _Launch(ctx, recipe, overrides)
     what.start([plan.one("sft", *what.arguments)])
+
+
+@run.cli.entrypoint(namespace=NAMESPACE, type="experiment")
+def reward_model(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
+    """A reward model from preference pairs: arguments as for `train`."""
+    what = _Launch(ctx, recipe, overrides)
+    what.start([plan.one("reward-model", *what.arguments)])
 
 
 @run.cli.entrypoint(namespace=NAMESPACE, type="experiment")

@@ -28,6 +28,14 @@ def test_run_folders_are_absolute_wherever_the_code_is_copied_to(tmp_path: Path)
     assert given == ("train", recipe, "seed=5", "run_dir=/shared/x")
 
 
+def test_a_reward_model_is_launched_as_training_is(tmp_path: Path) -> None:
+    recipe = str(REPOSITORY / "recipes" / "cpu" / "preference_reward.yaml")
+    task = one("reward-model", recipe, ["run_dir=runs/x"], 2, tmp_path)
+    assert task.arguments == ("reward-model", recipe, f"run_dir={tmp_path}/runs/x")
+    with pytest.raises(ConfigError, match=r"`reward_model\.steps`"):
+        one("reward-model", str(write_recipe(tmp_path)), [], 2, tmp_path)
+
+
 def test_a_sweep_has_a_run_folder_for_every_line(tmp_path: Path) -> None:
     recipe, file = str(write_recipe(tmp_path)), tmp_path / "sweep.txt"
     file.write_text("# estimators x seeds\nalgorithm.preset=grpo seed=1\n\nalgorithm.preset=rloo seed=1 # a comment\n")
