@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,18 @@ def test_in_a_run_all_rollouts_are_scored_at_once(folder: Path) -> None:
 def test_a_classifier_with_more_outputs_is_no_reward_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="2 outputs"):
         make_reward("reward_model", path=str(classifier(tmp_path / "two", labels=2)))("a", {"prompt": ""})
+
+
+def test_a_folder_with_another_models_tokenizer_is_refused_before_the_run(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the reward model's tokenizer cannot encode 'caf"):
+        make_reward("reward_model", path=str(folder)).check_sample({"prompt": "caf\u00e9"})
+    other = shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 40}))
+    reward = make_reward("reward_model", path=str(other))
+    reward.check_sample({"prompt": "0"})
+    with pytest.raises(ValueError, match=r"its tokenizer has tokens for '~' that its model has not \(40 rows\)"):
+        reward.check_sample({"prompt": "~"})
 
 
 def test_behind_a_server_it_speaks_vllms_classify() -> None:
