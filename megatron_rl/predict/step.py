@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from megatron_rl.config import Config
-from megatron_rl.config.actor import ActorConfig
+from megatron_rl.config.actor import ActorConfig, ParallelConfig
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import Model
 from megatron_rl.planner import (
@@ -207,23 +207,40 @@ def _bytes(plan: Plan, name: str) -> float:
     return sum(part.bytes for part in plan.components if part.name == name)
 
 
-def sync_seconds(model: Model, config: Config, plan: Plan, hardware: Hardware) -> float:
-    """The weights' way into the engines: each rank's slice (`rollout.sync: whole`: everything), from its own domain where
-    that has all stages, else over the network; and three times through memory (packed, received, put in place)."""
-    parallel, rollout = config.actor.parallel, config.rollout
-    bf16 = engine_weight_bytes(model, _unquantised(rollout), 2)
-    aligned = rollout.tensor_parallel in (1, parallel.tensor) and not model.dims["experts"]
-    held = 2 * plan.parameters.total if aligned or (rollout.tensor_parallel == 1 and model.dims["experts"]) else 0.0
-    moved = max(0.0, bf16 - min(held, bf16 / parallel.pipeline))
+def sync_bytes(model: Model, parallel: ParallelConfig, rollout: RolloutConfig) -> float:
+    """What a rank receives of the weights in bf16: its slice of the engine's less what it holds of that in its stage; counted
+    by `models.reshard` to a few per cent (`rollout.sync: whole`: everything)."""
     if rollout.sync == "whole":
-        moved = bf16 = 2.0 * total_parameters(model)
+        return 2.0 * total_parameters(model)
+    dims, engine = model.dims, rollout.tensor_parallel
+    experts = (
+        6.0 * dims["layers"] * dims["experts"] * dims["expert_ffn"] * dims["hidden"] / engine if dims["experts"] else 0
+    )
+    dense = engine_weight_bytes(model, _unquantised(rollout), 2) - experts
+    held = dense * _shared(parallel.tensor, engine)
+    if parallel.expert_tensor == 1:
+        held += experts * (_shared(parallel.expert, engine) if rollout.expert_parallel else 1 / parallel.expert)
+    return dense + experts - held / parallel.pipeline
+
+
+def _shared(actor: int, engine: int) -> float:
+    """Of an engine's slices, the part that the rank with least of it has as one of `actor` slices."""
+    return min(1.0, engine / actor) if actor == engine or 1 in (actor, engine) else 0.0
+
+
+def sync_seconds(model: Model, config: Config, plan: Plan, hardware: Hardware) -> float:
+    """The weights' way into the engines: `sync_bytes`, from the rank's own domain where that has all stages, else over the
+    network; and three times through memory (packed, received, put in place)."""
+    parallel, rollout = config.actor.parallel, config.rollout
+    moved = sync_bytes(model, parallel, rollout)
+    placed = moved if rollout.sync == "whole" else engine_weight_bytes(model, _unquantised(rollout), 2)
     copy = max(1, parallel.pipeline * max(parallel.tensor, parallel.expert * parallel.expert_tensor))  # ranks
     near = Group(hardware, copy).near / copy
     links = max(
         near * moved / (hardware.nvlink * hardware.nvlink_share),
         (1 - near) * moved / (hardware.network * hardware.network_share),
     )
-    return links + memory_seconds(hardware, 3 * bf16)
+    return links + memory_seconds(hardware, 3 * placed)
 
 
 def _unquantised(rollout: RolloutConfig) -> RolloutConfig:
