@@ -91,8 +91,6 @@ class Actor:
             for chunk in self.chunks:
                 if chunk.post_process:
                     return_hidden_states(chunk)
-            if self.config.freeze_vision_tower and self.chunks[0].pre_process:
-                self.chunks[0].get_submodule("visual").requires_grad_(False)
             self.adapters = add_adapters(self.chunks, self.model, self.hf_config, config, self.parallel)
             self.load_hf(weights or folder)
             fp8_params = self.config.fp8 is not None and self.config.fp8.param_gather
@@ -358,17 +356,10 @@ class Actor:
             load_hf_weights(self.chunks, self.family, self.hf_config, weights, self.parallel)
 
     def keep_reference(self) -> None:
-        """Makes the current weights the reference policy (a copy in host memory of those that are trained); with adapters it
-        is the model without."""
+        """Makes the current weights the reference policy (trained ones in host memory); with adapters, the model without."""
         if self.adapters is None:
-            self.reference = [
-                {
-                    name: parameter.detach().to("cpu", copy=True)
-                    for name, parameter in chunk.named_parameters()
-                    if parameter.requires_grad
-                }
-                for chunk in self.chunks
-            ]
+            trained = ([(n, p) for n, p in chunk.named_parameters() if p.requires_grad] for chunk in self.chunks)
+            self.reference = [{name: p.detach().to("cpu", copy=True) for name, p in own} for own in trained]
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[None]:

@@ -136,6 +136,8 @@ def build_model(family: Family, description: ModelDescription, actor: ActorConfi
     for stage in range(actor.parallel.virtual_pipeline):
         vp_stage = stage if actor.parallel.virtual_pipeline > 1 else None
         chunk = family.build(description, config, vocab_size, vp_stage)
+        if actor.freeze_vision_tower and chunk.pre_process:
+            chunk.get_submodule("visual").requires_grad_(False)
         if config.num_moe_experts is not None:
             reduce_gradients_of_experts(chunk)
             forget_routing(chunk)
