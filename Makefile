@@ -2,6 +2,7 @@
 # make docs: the documentation as a site.
 # make setup-gpu: .venv on a GPU node, for CUDA 13, with Transformer Engine.
 # All others but docs set up .venv first, once, and again when the requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
+# make eval-setup: the harnesses of `megatron-rl evaluate --harness`, an environment each in .venv-eval.
 # make te-setup: Transformer Engine's Python, for the tests that run it on a CPU, in .te.
 #
 #   PYTHON       the interpreter for .venv; 3.11
@@ -34,7 +35,7 @@ COMPILE := python -m compileall -qq -j 0
 NOT_IMPORTED := '/(tests|pip|mypy|mypyc|anthropic|numba|openai/resources|sympy/physics|pygments/lexers)/|$\
 transformers/models/(?!auto/).*/(modeling|modular|convert|image|video|feature|processing)'
 
-.PHONY: setup setup-gpu launch-setup te-setup train test fuzz lint bench bench-peers docs clean
+.PHONY: setup setup-gpu launch-setup eval-setup te-setup train test fuzz lint bench bench-peers docs clean
 
 setup: $(STAMP)
 
@@ -86,16 +87,25 @@ launch-setup: $(LAUNCH_STAMP)
 
 $(LAUNCH_STAMP): requirements/launch.txt pyproject.toml
 	@echo "setting up .venv-launch"
-	@$(PYTHON) -m venv .venv-launch
-	@.venv-launch/bin/python -m pip --quiet --disable-pip-version-check install uv==0.13.8
-	@$(call launch-install,--no-deps -r requirements/launch.txt)
-	@$(call launch-install,--no-deps --editable .)
+	@$(call environment,.venv-launch)
+	@$(call install-into,.venv-launch,--no-deps -r requirements/launch.txt)
+	@$(call install-into,.venv-launch,--no-deps --editable .)
 	@.venv-launch/bin/$(COMPILE) .venv-launch/lib || true
 	@.venv-launch/bin/python -c 'import nemo_run'
 	@touch $@
 
-launch-install = .venv-launch/bin/uv --quiet pip install --python .venv-launch/bin/python $(1) || \
-	{ echo "uv could not install this; trying pip"; .venv-launch/bin/python -m pip --quiet --disable-pip-version-check install $(1); }
+environment = $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip --quiet --disable-pip-version-check install uv==0.13.8
+install-into = $(1)/bin/uv --quiet pip install --python $(1)/bin/python $(2) || \
+	{ echo "uv could not install this; trying pip"; $(1)/bin/python -m pip --quiet --disable-pip-version-check install $(2); }
+
+# For `megatron-rl evaluate --harness`: each package in an environment of its own, since their pins contradict each other.
+eval-setup: $(patsubst requirements/eval-%.txt,.venv-eval/%/.installed,$(wildcard requirements/eval-*.txt))
+
+.venv-eval/%/.installed: requirements/eval-%.txt
+	@echo "setting up .venv-eval/$*"
+	@$(call environment,.venv-eval/$*)
+	@$(call install-into,.venv-eval/$*,--no-deps -r $<)
+	@touch $@
 
 # Not into .venv: Megatron-Core takes Transformer Engine's layers where it finds them.
 TE_STAMP := .te/.installed
@@ -152,5 +162,5 @@ docs: .venv-docs/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-launch .venv-docs .venv-peers .te build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-launch .venv-eval .venv-docs .venv-peers .te build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,7 @@
 #
 # On a machine with a network, in the environment of the package. Where there is none, copy $DATA. One name is:
 #   toolrl dapo_math_17k deepscaler eurus2_code gsm8k aime24 aime25 amc23 math500 maze rlhf_prompts geometry3k
+#   arena_hard_v01 arena_hard_v2 creative_writing
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 DATA=${DATA:-data}
@@ -21,6 +22,16 @@ fetch() {
   [[ -s $DATA/$2 ]] || curl --fail --location --silent --show-error --output "$DATA/$2" "$1"
 }
 
+# arena_hard NAME VERSION BASELINE [options]: questions with that model's answers, as the authors publish them.
+arena_hard() {
+  local name=$1 address=$ARENA_HARD/arena-hard-$2 baseline=$3
+  shift 3
+  fetch "$address/question.jsonl" "$name/source/question.jsonl"
+  fetch "$address/model_answer/$baseline.jsonl" "$name/source/$baseline.jsonl"
+  prepare arena_hard "$DATA/$name/source/question.jsonl" "$name/test.jsonl" --baseline "$DATA/$name/source/$baseline.jsonl" "$@"
+}
+
+ARENA_HARD=https://huggingface.co/datasets/lmarena-ai/arena-hard-auto/resolve/main/data
 TOOLRL=https://github.com/qiancheng0/ToolRL/raw/main/dataset/rlla_4k
 GEOMETRY3K=https://huggingface.co/datasets/hiyouga/geometry3k/resolve/main/data
 QWEN_MATH=https://github.com/QwenLM/Qwen2.5-Math/raw/main/evaluation/data
@@ -54,10 +65,13 @@ dataset() {
     geometry3k) # read as Parquet, with the images in it
       for split in train test; do fetch "$GEOMETRY3K/$split-00000-of-00001.parquet" "geometry3k/$split.parquet"; done
       ;;
+    arena_hard_v01) arena_hard arena_hard_v01 v0.1 gpt-4-0314 ;;
+    arena_hard_v2) arena_hard arena_hard_v2 v2.0 o3-mini-2025-01-31 --category hard_prompt ;;
+    creative_writing) arena_hard creative_writing v2.0 gemini-2.0-flash-001 --category creative_writing ;;
     maze) "$PYTHON" recipes/shrinkage/maze.py "$DATA/maze" ;; # generated, no download
     *)
       echo "recipes/prepare.sh: no dataset $1" >&2
-      sed -n '5s/^# *//p' "${BASH_SOURCE[0]}" >&2
+      sed -n '5,6s/^# *//p' "${BASH_SOURCE[0]}" >&2
       exit 2
       ;;
   esac

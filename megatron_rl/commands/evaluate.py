@@ -1,7 +1,8 @@
-"""`evaluate`: a model on a recipe's held-out tasks, through one of three doors.
+"""`evaluate`: a model on a recipe's held-out tasks, through one of three doors, or by a harness.
 
 A checkpoint of a training run (`--model <run>/checkpoints/step_<n>`) or a Hugging Face folder (`--model DIR`, or the recipe's
-own model) is answered by a colocated engine; a served model (`--endpoint URL`) by its server, from this process.
+own model) is answered by a colocated engine; a served model (`--endpoint URL`) by its server, from this process. With a
+harness (`--harness NAME`, or the recipe's) the folder is served, and another project's package asks and grades.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron_rl.commands.run_recipe import (
 )
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe
 from megatron_rl.config.actor import LoRAConfig
+from megatron_rl.evaluation.harnesses import HARNESSES, programs
 from megatron_rl.launch.checks import check_recipe
 from megatron_rl.models import HFConfig, read_hf_config
 from megatron_rl.runtime import exit_codes
@@ -51,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         help="base URL of a vLLM server, such as http://localhost:8000/v1; several share the requests",
     )
     parser.add_argument("--served-name", metavar="NAME", help="the model's name there, where it serves several")
+    parser.add_argument(
+        "--harness",
+        metavar="bfcl|evalplus|lm_eval",
+        help="another project's package that asks and grades (make eval-setup); needs no RECIPE",
+    )
     add_check(parser)
 
 
@@ -71,13 +78,16 @@ def run(args: argparse.Namespace) -> int:
         config, checkpoint = _resolve(args, machine)
         if args.check:
             return print_checked(config, machine if args.processes is None else None, args.command)
+        harness = config.evaluation.harness.name
+        if harness is not None and not (program := programs(harness) / HARNESSES[harness].program).exists():
+            raise ConfigError(f"{program} is missing: make eval-setup installs the harnesses")
         if not args.endpoint:
             check_machine(config, machine, args.command)
     except ConfigError as error:
         return refuse(error, world)
-    if args.endpoint:
+    if args.endpoint or harness is not None:
         others = world is not None and world.rank > 0  # srun's further tasks: one process asks
-        return exit_codes.OK if others else _ask(config, args.endpoint, args.served_name)
+        return exit_codes.OK if others else _ask(config, args.endpoint or [], args.served_name, machine.gpus)
     return start_ranks("evaluate", config, str(checkpoint.folder) if checkpoint else "never", machine, world)
 
 
@@ -101,14 +111,17 @@ def _resolve(args: argparse.Namespace, machine: Machine) -> tuple[Config, _Check
             overrides.append(f"model.path={folder}")
         else:
             raise ConfigError(_no_model(folder, bool(args.endpoint)))
+    if args.harness is not None:
+        overrides.append(f"evaluation.harness.name={args.harness}")
     recipe = args.recipe or (checkpoint.recipe if checkpoint else None)
-    if recipe is None:
+    if recipe is None and args.harness is None:
         raise ConfigError("name a RECIPE with the tasks; only a checkpoint of a training run brings its own")
     given = {override.partition("=")[0] for override in args.overrides}
     if "run_dir" not in given:
         overrides += _own_run_dir(recipe, args, checkpoint)
-    args.recipe, args.overrides = str(recipe), [*overrides, *args.overrides]
-    config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine, _served(args))
+    args.overrides = [*overrides, *args.overrides]
+    config = check_recipe(load_recipe(recipe, args.overrides), args.command, machine, _served(args))
+    _check_harness(config, args.endpoint, checkpoint)
     if args.endpoint and config.model.path is None:
         raise ConfigError("--endpoint needs --model DIR, the Hugging Face folder of the served model: its tokenizer")
     if (Path(config.run_dir) / "checkpoints").exists():
@@ -117,6 +130,21 @@ def _resolve(args: argparse.Namespace, machine: Machine) -> tuple[Config, _Check
             "own, for example run_dir=runs/evaluation (and --model <training run>/checkpoints/step_<n>, or its export)"
         )
     return config, checkpoint
+
+
+def _check_harness(config: Config, urls: list[str] | None, checkpoint: _Checkpoint | None) -> None:
+    name = config.evaluation.harness.name
+    if name is None:
+        return
+    if checkpoint is not None:
+        raise ConfigError(
+            f"--model {checkpoint.folder}: a harness asks a server, which takes a Hugging Face folder; make one with "
+            f"megatron-rl convert to-hf --megatron {checkpoint.folder} --hf DIR"
+        )
+    if config.model.path is None:
+        raise ConfigError("a harness asks the model of a Hugging Face folder: give --model DIR")
+    if urls is not None and len(urls) > 1:
+        raise ConfigError(f"{name} asks one server, and --endpoint is given {len(urls)} times")
 
 
 def _served(args: argparse.Namespace) -> HFConfig | None:
@@ -129,10 +157,16 @@ def _served(args: argparse.Namespace) -> HFConfig | None:
         raise ConfigError(f"--model {args.model}: config.json cannot be read: {error}") from None
 
 
-def _own_run_dir(recipe: str | Path, args: argparse.Namespace, checkpoint: _Checkpoint | None) -> list[str]:
-    """A training run's recipe, with a model to evaluate: a folder below the run's, named after the model."""
+def _own_run_dir(recipe: str | Path | None, args: argparse.Namespace, checkpoint: _Checkpoint | None) -> list[str]:
+    """A training run's recipe, with a model to evaluate: a folder below the run's, named after the model. Without a recipe,
+    where the model is a run's export: below that run's, named after the harness."""
     if args.model is None and not args.endpoint:
         return []
+    if recipe is None:
+        run_dir = Path(args.model or "").resolve().parent
+        if not (run_dir / "recipe.yaml").is_file():
+            raise ConfigError("give run_dir=FOLDER, where the results go: the model is no training run's export")
+        return [f"run_dir={run_dir / 'evaluation' / args.harness}"]
     run_dir = Path(load_recipe(recipe, args.overrides).run_dir).expanduser()
     if checkpoint is not None and args.recipe is None:
         run_dir = checkpoint.recipe.parent
@@ -171,15 +205,19 @@ def _no_model(folder: Path, endpoint: bool) -> str:
     )
 
 
-def _ask(config: Config, urls: list[str], name: str | None) -> int:
+def _ask(config: Config, urls: list[str], name: str | None, gpus: int) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         with hold_run_folder(config):
+            from megatron_rl.evaluation.harnessed import evaluate_by_harness
             from megatron_rl.evaluation.served import evaluate_served
             from megatron_rl.runtime.distributed import ALONE
             from megatron_rl.trainer.report import Reporter
 
-            return evaluate_served(Reporter(config, Path(config.run_dir), ALONE, "evaluate"), urls, name)
+            log = Reporter(config, Path(config.run_dir), ALONE, "evaluate")
+            if config.evaluation.harness.name is not None:
+                return evaluate_by_harness(log, urls, name, gpus)
+            return evaluate_served(log, urls, name)
     except HeldError as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return error.code

@@ -21,6 +21,7 @@ from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.actor_checks import check_actor, check_actor_machine, optimizers
 from megatron_rl.config.algorithm_checks import check_method_choice
 from megatron_rl.config.conform import ConfigError
+from megatron_rl.config.evaluation_checks import check_evaluation, runs_harness
 from megatron_rl.config.keys import problems as out_of_range
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
 from megatron_rl.config.rollout_checks import check_rollout, check_rollout_machine
@@ -94,6 +95,7 @@ def check(
             *_check_layout(config, world, machine),
             *(_check_batch(config, world) if command != "evaluate" else ()),
             *check_supervised(config, world, command),
+            *check_evaluation(config),
             *check_actor(config, command),
             *check_rollout(config, machine.local_world_size),
             *_check_gradient_variance(config, world),
@@ -117,7 +119,9 @@ def check_machine(config: Config, machine: Machine | None = None, command: str =
 
 def _generates(config: Config, command: str) -> bool:
     """Whether the command starts an engine, and scores what it draws."""
-    return command in ("train", "evaluate") or (command == "sft" and bool(config.tasks.eval))
+    if command == "sft":
+        return bool(config.tasks.eval)
+    return command in ("train", "evaluate") and not runs_harness(config, command)
 
 
 def _refuse(problems: list[str]) -> None:
@@ -297,18 +301,11 @@ def _check_names(config: Config) -> Iterator[str]:
 
 def _check_rewards(config: Config, command: str) -> Iterator[str]:
     chosen = config.trainer.eval_reward
-    for key in (
-        "trainer.eval_reward",
-        "evaluation.format_reward",
-        "evaluation.bug_reward",
-        "evaluation.pass_rate_reward",
-    ):
+    of_evaluation = (f"evaluation.{name}_reward" for name in ("format", "bug", "pass_rate"))
+    for key in ("trainer.eval_reward", *of_evaluation):
         name = attrgetter(key)(config)
         if name is not None and name not in config.rewards:
             yield f"`{key}` names {name!r}, which is not one of `rewards` ({', '.join(config.rewards)})"
-    pair = config.evaluation.pairwise
-    if pair is not None and sorted(_position(config, name) for name in pair) != ["A", "B"]:
-        yield f"`evaluation.pairwise` must name two `pairwise` rewards, with position A and with B; it is {pair}"
     for task in config.tasks.eval:
         own = [name for name, reward in config.rewards.items() if reward.tasks is None or task in reward.tasks]
         if chosen in config.rewards and chosen not in own:
@@ -330,15 +327,9 @@ def _check_rewards(config: Config, command: str) -> Iterator[str]:
             yield f"`rewards.{name}.tasks` is an empty list: the reward would never be computed; null means all tasks"
 
 
-def _position(config: Config, name: str) -> str:
-    """Where the response of a `pairwise` reward stands; empty for any other name."""
-    reward = config.rewards.get(name)
-    return str(reward.params.get("position", "")) if reward is not None and reward.reward == "pairwise" else ""
-
-
 def _check_tasks(config: Config, command: str) -> Iterator[str]:
     needed, purpose = ("eval", "evaluate") if command == "evaluate" else ("train", "train")
-    if not getattr(config.tasks, needed):
+    if not getattr(config.tasks, needed) and not runs_harness(config, command):
         yield f"`tasks.{needed}` is empty: name at least one task to {purpose} on"
     for split, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):
         for name, task in tasks.items():

@@ -47,7 +47,7 @@ class _Layer:
     tree: Tree
 
 
-def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Config:
     """Reads a recipe with its bases, applies overrides and the preset, and checks every key and type.
 
     Later sources win: schema defaults, the preset, the files under `base:` (depth first, each file once), the recipe,
@@ -60,16 +60,16 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
       is a paper's choice as a whole.
 
     Args:
-        path: the YAML file. `base:` in it names one or more other files, relative to it.
+        path: the YAML file. `base:` in it names one or more other files, relative to it. None: there are overrides only.
         overrides: `a.b=value`; the value is YAML (numbers, lists, mappings), except that text keys take it verbatim.
 
     Raises:
         ConfigError: naming the file or override, the key, its value, and the nearest valid key or the remedy.
     """
-    layers = _read(Path(path), ())
+    layers = [] if path is None else _read(Path(path), ())
     if overrides:
         layers.append(_parse_overrides(overrides))
-    return _resolve(Config, _merged(layers), str(path))
+    return _resolve(Config, _merged(layers), "the overrides" if path is None else str(path))
 
 
 def algorithm_config(section: Mapping[str, object]) -> AlgorithmConfig:

@@ -244,6 +244,18 @@ class EndpointConfig(ServerConfig):
 
 
 @dataclass
+class HarnessConfig:
+    """Another project's package that asks and grades in place of `tasks.eval` ([evaluation.md](evaluation.md#harnesses))."""
+
+    name: Literal["bfcl", "evalplus", "lm_eval"] | None = key(None, "which; `--harness` sets it; null: none")
+    sets: list[str] | None = key(None, "what it runs, in its own names; null: the usual ones")
+    arguments: list[str] = key([], "added to its command that asks")
+    handler: str | None = key(
+        None, "bfcl: the model of its list whose prompt and parser it takes, for example `Qwen/Qwen3-8B-FC`"
+    )
+
+
+@dataclass
 class EvaluationConfig:
     """Which metrics of the responses to held-out prompts are reported; `trainer.eval_...` sets how they are drawn."""
 
@@ -256,7 +268,9 @@ class EvaluationConfig:
     pairwise: list[str] | None = key(
         None, "two columns of the reward `pairwise`, one for each `position`; `win_rate` is made of them"
     )
+    style: str | None = key(None, "a column `style`; with it, `win_rate_controlled` is the win rate at equal style")
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    harness: HarnessConfig = field(default_factory=HarnessConfig)
 
 
 # ---------------------------------------------------------------------------------------------------------- outputs

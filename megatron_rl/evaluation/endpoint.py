@@ -30,6 +30,7 @@ class Server:
     urls: tuple[str, ...]
     name: str
     root: str = ""  # the model's path, as the first server reports it
+    room: int | None = None  # tokens of the longest prompt and its response, likewise
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, l
     """
     several = http.check_urls(urls)
     http.check_key(config.api_key_env)
-    root = ""
+    root, rooms = "", list[int]()
     for url in several:
         models = {str(model.get("id")): model for model in _models(url, config.api_key_env)}
         if name is None and len(models) == 1:
@@ -64,13 +65,14 @@ def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, l
             raise ValueError(f"{url} serves {', '.join(map(repr, models)) or 'no model'}; {wanted}")
         root = root or str(models[name].get("root", ""))
         room = models[name].get("max_model_len")
+        rooms += [room] if isinstance(room, int) else []
         if isinstance(room, int) and room < longest:
             raise ValueError(
                 f"{url} serves {name!r} with --max-model-len {room}, but rollout.max_prompt_tokens + rollout.max_tokens is "
                 f"{longest}: serve it with room for them, or lower the recipe's limits"
             )
     assert name is not None
-    return Server(several, name, root)
+    return Server(several, name, root, min(rooms, default=None))
 
 
 def _models(url: str, api_key_env: str | None) -> list[dict[str, object]]:

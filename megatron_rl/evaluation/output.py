@@ -20,6 +20,7 @@ from megatron_rl.runtime import disk
 # What the table shows where a task has it: part of the name, heading, whether it is a share.
 _COLUMNS = (
     ("win_rate", "win rate", True),
+    ("win_rate_controlled", "at equal style", True),
     ("response_length", "length", False),
     ("exceed_share", "exceed", True),
     ("truncated_share", "cut", True),
@@ -39,16 +40,17 @@ def write_results(
 ) -> None:
     """`evaluation.json`, in one move. Every number of the table and its interval, and what it was measured with."""
     trainer = config.trainer
+    sampling = {
+        "responses_per_prompt": trainer.eval_rollouts,
+        "temperature": trainer.eval_temperature,
+        "top_p": trainer.eval_top_p,
+        "max_tokens": config.rollout.max_tokens,
+        "seed": config.seed,
+    }
     content = {
         "megatron_rl": megatron_rl.__version__,
         "model": dict(model),
-        "sampling": {
-            "responses_per_prompt": trainer.eval_rollouts,
-            "temperature": trainer.eval_temperature,
-            "top_p": trainer.eval_top_p,
-            "max_tokens": config.rollout.max_tokens,
-            "seed": config.seed,
-        },
+        **({"sampling": sampling} if config.evaluation.harness.name is None else {}),  # a harness samples as it does
         "confidence": config.evaluation.confidence,
         "seconds": round(seconds, 1),
         "failed_requests": sum(summary.failed for summary in summaries),
@@ -73,15 +75,16 @@ def write_results(
 
 
 def results_table(config: Config, summaries: Sequence[TaskSummary], across: Mapping[str, Interval]) -> Table:
-    """One row per task, and one each for macro and micro where there are several tasks."""
+    """One row per task, and one each for macro and micro where there are several tasks, or for a harness's own totals."""
     n = config.trainer.eval_rollouts
     share = config.evaluation.confidence
     rows: list[tuple[str, str, str, Mapping[str, Interval]]] = [
         (summary.task, str(summary.prompts), f"eval/{summary.task}", summary.estimates) for summary in summaries
     ]
     total = str(sum(summary.prompts for summary in summaries))
-    if across:
+    if any(name.startswith("eval_macro/") for name in across):
         rows += [("all, macro", total, "eval_macro", across), ("all, micro", total, "eval_micro", across)]
+    rows += [(name.split("/")[1], "", name.rpartition("/")[0], across) for name in across if name.startswith("eval/")]
     failed = {summary.task: summary.failed for summary in summaries}
     columns = ((f"pass@{n}", f"pass@{n}", True), *_COLUMNS) if n > 1 else _COLUMNS
     shown = [column for column in columns if any(f"{prefix}/{column[0]}" in found for _, _, prefix, found in rows)]

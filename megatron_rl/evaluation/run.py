@@ -14,6 +14,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data import Outcome, Rollout, Sample
 from megatron_rl.evaluation import kept
 from megatron_rl.evaluation.output import results_table, write_responses, write_results
+from megatron_rl.evaluation.statistics import Interval
 from megatron_rl.evaluation.summary import TaskSummary, metrics_of, overall, summarize
 from megatron_rl.rewards import ScoringStats
 
@@ -49,10 +50,14 @@ class Answers:
     config: Config
     summaries: list[TaskSummary] = field(default_factory=list)
     responses: dict[str, tuple[Sequence[Sample], Sequence[Rollout]]] = field(default_factory=dict)  # by task
+    totals: dict[str, Interval] | None = None  # a harness's own, over several of its sets; None: ours
+
+    def across(self) -> dict[str, Interval]:
+        return overall(self.config, self.summaries) if self.totals is None else self.totals
 
     def metrics(self) -> dict[str, float]:
         """The metrics of docs/metrics.md, Evaluation."""
-        return metrics_of(self.summaries, overall(self.config, self.summaries))
+        return metrics_of(self.summaries, self.across())
 
 
 def answer_tasks(config: Config, tasks: Mapping[str, Sequence[Sample]], answer: Answer) -> Answers:
@@ -103,10 +108,10 @@ def write_evaluation(
     log.log(0, {**answers.metrics(), **counters})
     if not log.active:
         return
-    across = overall(config, answers.summaries)
+    across = answers.across()
     for summary in answers.summaries:
-        write_responses(
-            run_dir / "samples" / f"{summary.task}.jsonl", *answers.responses[summary.task], summary.right_if
-        )
+        if summary.task in answers.responses:
+            written = answers.responses[summary.task]
+            write_responses(run_dir / "samples" / f"{summary.task}.jsonl", *written, summary.right_if)
     write_results(run_dir / "evaluation.json", config, model, answers.summaries, across, time.monotonic() - began)
     log.console.print(results_table(config, answers.summaries, across))

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_rl.config.algorithm_checks import reward_columns
@@ -32,8 +32,13 @@ def evaluate_served(log: Log, urls: Sequence[str], name: str | None) -> int:
         urls: base URLs of equal servers.
         name: the model's name there; None: the only one.
     """
+    return guarded(log, lambda: _verdict(log.config, *_evaluate(log, urls, name)))
+
+
+def guarded(log: Log, evaluate: Callable[[], int]) -> int:
+    """The exit code of an evaluation, or of what ended it, which is told."""
     try:
-        failures, answered = _evaluate(log, urls, name)
+        code = evaluate()
     except (ValueError, OSError, EndpointError, RewardError) as error:
         log.close()
         print(f"megatron-rl: {error}", file=sys.stderr)
@@ -44,7 +49,7 @@ def evaluate_served(log: Log, urls: Sequence[str], name: str | None) -> int:
         return 128 + signal.SIGINT
     log.summary()
     log.close()
-    return _verdict(log.config, failures, answered)
+    return code
 
 
 def _evaluate(log: Log, urls: Sequence[str], name: str | None) -> tuple[list[FailedRequest], int]:

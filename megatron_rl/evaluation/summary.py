@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Outcome, Sample
-from megatron_rl.evaluation.pairwise import win_rate
+from megatron_rl.evaluation.pairwise import controlled_win_rate, win_rate
 from megatron_rl.evaluation.statistics import Interval, combine, mean, pass_at_k, sampling_error
 
 Value = Callable[[Outcome], float]
@@ -118,9 +118,13 @@ def summarize(
             found[name] = estimate
     both = options.pairwise
     if both is not None and all(_applies(config, column, task) for column in both):
-        estimate = win_rate([(rollout.rewards[both[0]], rollout.rewards[both[1]]) for rollout in rollouts])
-        if estimate is not None:
+        pairs = [(rollout.rewards[both[0]], rollout.rewards[both[1]]) for rollout in rollouts]
+        if (estimate := win_rate(pairs)) is not None:
             found[f"eval/{task}/win_rate"] = estimate
+        own = [column for column in columns if column.partition(".")[0] == options.style]
+        styles = [[rollout.rewards[column] for column in own] for rollout in rollouts]
+        if own and (estimate := controlled_win_rate(pairs, styles)) is not None:
+            found[f"eval/{task}/win_rate_controlled"] = estimate
     for column in columns:
         if _applies(config, column, task) and (estimate := of_column(column, float, bounded=False)) is not None:
             found[f"eval/{task}/reward/{column}"] = estimate

@@ -8,26 +8,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 from megatron_rl.runtime import disk, exit_codes
 from megatron_rl.runtime.attempts import free_port
+from megatron_rl.runtime.server import VLLM, end, wait_until_healthy
 
 URL = "url"
-_LOOK = 1.0  # seconds between two looks at a server that does not answer yet
-_TELL = 60.0  # seconds between two messages about it
-_GRACE = 20.0  # seconds for the server to end when asked
-_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 
 
 class _Stopped(Exception):
@@ -52,7 +44,7 @@ def serve(command: Sequence[str], port: int, address: str, folder: Path) -> int:
         signal.signal(number, stop)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        _wait_until_healthy(server, port)
+        wait_until_healthy(server, port, lambda text: print(text, flush=True))
         if server.poll() is None:
             disk.replace(url, f"http://{address}:{port}\n")
             print(f"megatron-rl: the server answers at http://{address}:{port}", file=sys.stderr, flush=True)
@@ -66,37 +58,7 @@ def serve(command: Sequence[str], port: int, address: str, folder: Path) -> int:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         url.unlink(missing_ok=True)
-        _end(server)
-
-
-def _wait_until_healthy(server: subprocess.Popen[bytes], port: int) -> None:
-    begin = told = time.monotonic()
-    while server.poll() is None and not _answers(port):
-        if time.monotonic() - told >= _TELL:
-            told = time.monotonic()
-            print(f"the server does not answer yet, {told - begin:.0f} s after its start", flush=True)
-        time.sleep(_LOOK)
-
-
-def _answers(port: int) -> bool:
-    """Whether /health is fine or unknown to the server; vLLM listens once its model is loaded."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
-            return True
-    except urllib.error.HTTPError as error:
-        return error.code == 404
-    except OSError:
-        return False
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    if server.poll() is None:
-        server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(_GRACE)
-    with contextlib.suppress(ProcessLookupError):  # also what it has started
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
+        end(server)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -105,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     if words[0] == "--":
         command = [word.replace("{port}", str(port)) for word in words[1:]]
     else:
-        command = [sys.executable, *_SERVER, "--model", words[0], "--port", str(port), *words[1:]]
+        command = [sys.executable, *VLLM, "--model", words[0], "--port", str(port), *words[1:]]
     return serve(command, port, address, Path(folder))
 
 

@@ -51,6 +51,18 @@ def read_verdict(text: str) -> int | None:
     return VERDICTS.get(labels.pop()) if len(labels) == 1 else None
 
 
+def baseline_of(sample: SampleMapping, key: str) -> str:
+    """The baseline's answer, at `key` of the sample's metadata.
+
+    Raises:
+        ValueError: there is none.
+    """
+    answer = (sample.get("metadata") or {}).get(key)
+    if not isinstance(answer, str) or not answer:
+        raise ValueError(f"its metadata has no text {key!r}, the baseline's answer (baseline_key)")
+    return answer
+
+
 @register_reward("pairwise", ServerConfig, AnswerRules)
 def pairwise(
     server: ServerConfig,
@@ -73,14 +85,9 @@ def pairwise(
     text = TEMPLATE if template is None else read_places(template, _PLACES, required=_PLACES)
     extra = check_body(body, DEFAULT_BODY)
 
-    def baseline(sample: SampleMapping) -> str:
-        answer = (sample.get("metadata") or {}).get(baseline_key)
-        if not isinstance(answer, str) or not answer:
-            raise ValueError(f"its metadata has no text {baseline_key!r}, the baseline's answer (baseline_key)")
-        return answer
-
     def render(completion: str, sample: SampleMapping) -> dict[str, object]:
-        first, second = (completion, baseline(sample)) if position == "A" else (baseline(sample), completion)
+        baseline = baseline_of(sample, baseline_key)
+        first, second = (completion, baseline) if position == "A" else (baseline, completion)
         filled = {"prompt": as_text(sample.get("prompt", "")), "answer_a": first, "answer_b": second}
         return {"model": model, "messages": chat_of(text, filled), **extra}
 
@@ -92,5 +99,5 @@ def pairwise(
         return float(verdict if position == "A" else -verdict), said
 
     reward = RemoteReward(urls, server, rules, "/chat/completions", render, read, has_message)
-    reward.check_sample = baseline
+    reward.check_sample = lambda sample: baseline_of(sample, baseline_key)
     return reward

@@ -85,7 +85,7 @@ def run_ranks(
     for _ in range(_TRIES):
         group = _Group(command, {**shared, "MASTER_PORT": str(free_port())}, log_dir, graces, files)
         outcome = group.run(worlds)
-        port_was_taken = any("EADDRINUSE" in line for line in _last_lines(log_dir / "rank_0.log", _TAIL))
+        port_was_taken = any("EADDRINUSE" in line for line in last_lines(log_dir / "rank_0.log", _TAIL))
         if outcome.code == 0 or group.was_stopped or not port_was_taken:
             break
     return outcome
@@ -175,7 +175,7 @@ class _Group:
                 env={**self._environment, **world},
                 pass_fds=self._files,
                 start_new_session=True,  # Ctrl-C reaches the ranks through us only, and each is a group of its own
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=die_with_parent(os.getpid()),
             )
         self._ranks[rank] = process
         self._running.add(rank)
@@ -307,7 +307,7 @@ class _Group:
         if code == -signal.SIGKILL and memory.oom_kills() > self._oom_kills:
             return exit_codes.OUT_OF_MEMORY
         if code == -signal.SIGABRT:  # how torch ends a process whose NCCL collective is past its own deadline
-            log = _last_lines(self._log_dir / f"rank_{rank}.log", 5 * _TAIL)
+            log = last_lines(self._log_dir / f"rank_{rank}.log", 5 * _TAIL)
             if any(map(collectives.gave_up, log)):
                 return exit_codes.STALLED
         return code if code >= 0 else 128 - code
@@ -346,7 +346,7 @@ def _record_end(log_dir: Path, rank: int, code: int) -> None:
 
 def _end_of_log(path: Path) -> list[str]:
     """The rank's final message or traceback, where its log has one near the end; else the log's last lines."""
-    lines = _last_lines(path, 5 * _TAIL)
+    lines = last_lines(path, 5 * _TAIL)
     for sign in (OWN_MESSAGE, "Traceback (most recent call last)"):
         found = [number for number, line in enumerate(lines) if line.startswith(sign)]
         if found:
@@ -354,7 +354,8 @@ def _end_of_log(path: Path) -> list[str]:
     return lines[-_TAIL // 2 :]
 
 
-def _last_lines(path: Path, count: int) -> list[str]:
+def last_lines(path: Path, count: int) -> list[str]:
+    """Of a log file, without their line ends."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return [line.rstrip("\n") for line in deque(file, maxlen=count)]
 
@@ -364,8 +365,8 @@ def _kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """A child's preparation before it becomes a rank: the kernel is to kill it when the launcher dies. Linux only."""
+def die_with_parent(parent: int) -> Callable[[], None] | None:
+    """A child's preparation before it runs its command: the kernel is to kill it when this process dies. Linux only."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl  # looked up here: after fork, as little as possible should happen

@@ -47,7 +47,7 @@ _STAGE_LINE = (
 )
 _OUTPUTS = (
     *("metrics.jsonl", "evaluation.json", "report.html", "sft", "checkpoints", "samples", "rollouts", "tensorboard"),
-    *("reference", "export", "adapter", "responses", "wandb_id", "mlflow_id", "run_id"),
+    *("reference", "export", "adapter", "responses", "harness", "wandb_id", "mlflow_id", "run_id"),
 )
 
 
@@ -189,10 +189,9 @@ class Reporter:
         for name, value in metrics.items():
             if name.startswith("eval/") and "/avg@" in name:
                 task = name.split("/")[1]
-                length = metrics[f"eval/{task}/response_length"]
-                self.console.print(
-                    f"[bold]eval[/bold] {task} at step {step}: {name.split('/')[-1]} {value:.3f}, length {length:.1f}"
-                )
+                length = metrics.get(f"eval/{task}/response_length")  # a harness tells none
+                told = "" if length is None else f", length {length:.1f}"
+                self.console.print(f"[bold]eval[/bold] {task} at step {step}: {name.split('/')[-1]} {value:.3f}{told}")
 
     def flush_metrics(self, warm_up: bool = False) -> int:
         """Waits until all rows of `metrics.jsonl`, or of the warm-up's, are on the disk; its length in bytes."""

@@ -90,7 +90,13 @@ def test_a_checkpoint_brings_its_own_recipe_and_its_results_lie_below_its_run(st
 
     checkpoint = straight.run_dir / "checkpoints" / f"step_{STEPS}"
     args = evaluate.argparse.Namespace(
-        command="evaluate", recipe=None, overrides=[], model=str(checkpoint), endpoint=None, served_name=None
+        command="evaluate",
+        recipe=None,
+        overrides=[],
+        model=str(checkpoint),
+        endpoint=None,
+        served_name=None,
+        harness=None,
     )
     config, found = evaluate._resolve(args, Machine(gpus=0))
     assert config.run_dir == str(straight.run_dir / "evaluation" / checkpoint.name)

@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_rl.config import ConfigError, check, load_recipe
 from megatron_rl.config.checks import Machine
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data import Sample, ScoredLength
-from megatron_rl.evaluation.pairwise import battles, win_rate
+from megatron_rl.evaluation.pairwise import battles, controlled_win_rate, logistic_fit, win_rate
 from megatron_rl.evaluation.summary import metrics_of, summarize
 from megatron_rl.rewards import make_reward
 from megatron_rl.rewards.pairwise import read_verdict
+from megatron_rl.rewards.style import COLUMNS, difference
 from tests.rewards.chat_server import serving
 
 NAN = math.nan
@@ -90,6 +92,67 @@ def test_weights_ties_and_missing_verdicts() -> None:
     assert win_rate([(NAN, 1.0)]) is None
 
 
+def styled(count: int = 600) -> tuple[list[tuple[float, float]], list[list[float]]]:
+    """A judge for whom a response is as good as the baseline's, but who likes what is longer, and responses that are."""
+    rng = np.random.default_rng(3)
+    styles = rng.normal([0.3, 0, 0, 0], [0.2, 0.01, 0.02, 0], (count, 4))
+    wins = rng.random((2, count)) < 1 / (1 + np.exp(-6 * styles[:, 0]))
+    first, second = np.where(wins, 1.0, -1.0)
+    return [*zip(first.tolist(), second.tolist(), strict=True)], styles.tolist()
+
+
+def test_style_control_takes_out_what_a_judge_likes_of_style() -> None:
+    pairs, styles = styled()
+    plain, controlled = win_rate(pairs), controlled_win_rate(pairs, styles)
+    assert plain is not None
+    assert controlled is not None
+    assert plain.value > 0.8
+    assert controlled.low is not None
+    assert controlled.high is not None
+    assert controlled.low < 0.5 < controlled.high
+    assert controlled.high - controlled.low < 0.15
+    assert controlled_win_rate(pairs, styles) == controlled, "another draw"
+    same = controlled_win_rate(pairs, [[0.0] * 4] * len(pairs))  # no difference of style: the plain one
+    assert same is not None
+    assert same.value == pytest.approx(plain.value, abs=0.005)
+    assert controlled_win_rate([(NAN, 1.0)], [[0.0] * 4]) is None
+    won = controlled_win_rate([(2.0, 1.0)] * 20, [[i / 20] * 4 for i in range(20)])
+    assert won is not None
+    assert won.value > 0.99
+
+
+def test_the_fit_is_the_maximum_of_the_likelihood() -> None:
+    """Apart from the code: torch's LBFGS, which the authors use, on the loss in float64."""
+    pairs, styles = styled()
+    x = torch.tensor([[1.0, *style[:3]] for style in styles for _ in range(2)], dtype=torch.float64)
+    y = torch.tensor([float(verdict > 0) for pair in pairs for verdict in pair], dtype=torch.float64)
+    found = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    solver = torch.optim.LBFGS(
+        [found], max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> torch.Tensor:
+        solver.zero_grad()
+        value = torch.nn.functional.binary_cross_entropy_with_logits(x @ found, y, reduction="sum")
+        value = value + 0.5e-3 * found.square().sum()
+        value.backward()
+        return value
+
+    solver.step(loss)  # type: ignore[arg-type]
+    assert logistic_fit(x.numpy(), y.numpy()) == pytest.approx(found.detach().numpy(), rel=1e-5)
+
+
+def test_style_is_length_and_markdown_outside_code() -> None:
+    own = "# Title\n\n- one\n- two\n1. three\n**bold** and __bold__\n```\n# no title\n- no list\n```\n"
+    assert difference(own, own) == dict.fromkeys(COLUMNS, 0.0)
+    found = difference(own, "x" * 50)
+    density = {name: count / len(own) for name, count in (("headers", 1), ("lists", 3), ("bold", 2))}
+    assert found == pytest.approx(
+        {"length": (len(own) - 50) / (len(own) + 50), **{name: d / (d + 1) for name, d in density.items()}}
+    )
+    assert difference("x" * 50, own) == pytest.approx({name: -value for name, value in found.items()})
+
+
 def rewards_at(url: str) -> dict[str, RewardConfig]:
     return {
         f"as_{position}": RewardConfig("pairwise", params={"urls": url, "model": "judge", "position": position})
@@ -126,6 +189,13 @@ def test_an_evaluation_has_the_win_rate(tmp_path: Any) -> None:
     ]
     metrics = metrics_of([summarize(config, "t", samples, outcomes)], {})
     assert metrics["eval/t/win_rate"] == 1.0
+    config.rewards["look"], config.evaluation.style = RewardConfig("style"), "look"
+    for outcome in outcomes:
+        outcome.rewards.update({f"look.{name}": 0.0 for name in COLUMNS})
+    assert metrics_of([summarize(config, "t", samples, outcomes)], {})["eval/t/win_rate_controlled"] > 0.99
+    config.evaluation.style = "as_A"
+    with pytest.raises(ConfigError, match=r"`evaluation.style` is 'as_A'; it must name a reward `style`"):
+        check(config, machine=Machine(), command="evaluate")
     config.evaluation.pairwise = ["as_A", "as_A"]
     with pytest.raises(ConfigError, match=r"`evaluation.pairwise` must name two `pairwise` rewards, with position A"):
         check(config, machine=Machine(), command="evaluate")

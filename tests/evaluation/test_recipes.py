@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_rl.evaluation.summary import deciding_column
 from megatron_rl.models.create import create_model
 from megatron_rl.rewards import Scorer
 from megatron_rl.tasks import load_task
+from tests.rewards.chat_server import serving
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.name for path in (ROOT / "recipes" / "eval").glob("[a-z]*.yaml"))
@@ -36,6 +38,9 @@ ROWS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "level2": [({"system": "You have tools.", "user": "Log me in.", "answer": CALL, "other": {"id": 1}}, CALLED)],
     "level3": [({"system": "You have tools.", "user": "Log me in.", "answer": [CALL], "other": {"id": 1}}, CALLED)],
 }
+for judged in ("arena_hard_v01", "arena_hard_v2", "creative_writing"):
+    row = {"prompt": [{"role": "user", "content": "Tell me."}], "metadata": {"baseline": "It is so."}}
+    ROWS[judged] = [(row, "A good answer.")]
 PROGRAM = "```python\nprint(int(input()) + 1)\n```"
 for source in ("apps", "codecontests", "codeforces", "taco"):
     tests = {"inputs": ["1\n"], "outputs": ["2\n"]}
@@ -68,13 +73,26 @@ def stored(task: Any, rows: list[dict[str, Any]], folder: Path, name: str) -> Pa
     return path if task.source == "jsonl" else path.parent
 
 
+def judgment(number: int, body: dict[str, Any]) -> str:
+    """Of a judge who likes what is good, and dislikes who does not know."""
+    a, b = body["messages"][-1]["content"].split("<answer_a>")[1].split("<answer_b>")
+    return "say:[[A>B]]" if "good" in a or "not know" in b else "say:[[B>A]]"
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[str]:
+    with serving(judgment) as server:
+        yield server.url
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_is_checked_and_takes_its_datasets_rows(
-    name: str, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, model: Path, data: Path, judge: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("DATA", str(data))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("JUDGE_URL", judge)
     path = str(ROOT / "recipes" / "eval" / name)
     config = load_recipe(path)
     for task, settings in config.tasks.eval.items():

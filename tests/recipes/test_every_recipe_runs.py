@@ -40,7 +40,14 @@ def recipes(evaluations: bool) -> list[str]:
     return sorted(str(path) for path in whole if (path.parts[0] == "eval") == evaluations)
 
 
-TRAININGS, EVALUATIONS = recipes(False), recipes(True)
+HARNESSES = ["eval/bfcl.yaml", "eval/evalplus.yaml", "eval/mmlu_pro.yaml"]  # tests/e2e/test_harnesses.py
+JUDGED = [
+    "eval/arena_hard_v01.yaml",
+    "eval/arena_hard_v2.yaml",
+    "eval/creative_writing.yaml",
+]  # tests/evaluation/test_recipes.py
+TRAININGS = recipes(False)
+EVALUATIONS = [name for name in recipes(True) if name not in (*HARNESSES, *JUDGED)]
 REWARD_MODELS = ["cpu/preference_reward.yaml"]
 # The model of an evaluation: what a training run has left.
 DOORS = {
@@ -157,6 +164,7 @@ def evaluated(name: str, overrides: list[str], root: Path) -> tuple[Config, str]
         model=str(root / DOORS[name]),
         endpoint=None,
         served_name=None,
+        harness=None,
     )
     config, checkpoint = evaluate._resolve(args, Machine(gpus=0))
     return config, "never" if checkpoint is None else str(checkpoint.folder)
