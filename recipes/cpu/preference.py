@@ -32,10 +32,12 @@ def prompt(draw: random.Random) -> str:
 
 
 def reply(draw: random.Random, prompt: str) -> str:
-    """Each of the prompt's digits with a probability of its own draw, and up to four others, mixed."""
+    """Each of the prompt's digits with a probability of its own draw, and up to four others; then up to four of them again,
+    mixed. Without those that are repeated, a reward model would not know that repeating is worth nothing."""
     share = draw.random()
     digits = [digit for digit in prompt[:-1] if draw.random() < share]
     digits += draw.choices(DIGITS, k=draw.randint(0 if digits else 1, 4))
+    digits += draw.choices(digits, k=draw.randint(0, 4))
     draw.shuffle(digits)
     return "".join(digits) + "."
 
