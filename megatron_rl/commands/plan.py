@@ -102,12 +102,13 @@ def run(args: argparse.Namespace) -> int:
             from megatron_rl.commands import plan_page
 
             heading = f"{Path(args.recipe).stem} on {args.nodes} node{'s' * (args.nodes > 1)}"
-            disk.replace(args.html, plan_page.render(heading, problems, held, step, steps))
+            try:
+                disk.replace(args.html, plan_page.render(heading, problems, held, step, steps))
+            except OSError as error:
+                print(f"megatron-rl: cannot write {args.html}: {error.strerror}; name another place", file=sys.stderr)
+                return exit_codes.FAILED
         print(json.dumps(found, indent=2) if args.json else "\n\n".join(text))
         return exit_codes.FAILED if problems else exit_codes.OK
-    except OSError as error:
-        print(f"megatron-rl: cannot write {args.html}: {error.strerror}; name another place", file=sys.stderr)
-        return exit_codes.FAILED
     except (ConfigError, ValueError) as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT

@@ -203,7 +203,7 @@ def _check_layout(config: Config, model: Model) -> Iterator[str]:
         if size % parallel.tensor:
             yield f"the model's {what} ({size}) must be a multiple of `actor.parallel.tensor` ({parallel.tensor})"
     if kv_heads % parallel.tensor == 0:
-        yield from dict.fromkeys(_uncuttable(model, parallel))
+        yield from dict.fromkeys(uncuttable(model, parallel))
     if heads % rollout.tensor_parallel:
         yield (
             f"the model's attention heads ({heads}) must be a multiple of `rollout.tensor_parallel` "
@@ -273,7 +273,7 @@ def _check_length(config: Config, positions: int) -> Iterator[str]:
         )
 
 
-def _uncuttable(model: Model, parallel: ParallelConfig) -> Iterator[str]:
+def uncuttable(model: Model, parallel: ParallelConfig) -> Iterator[str]:
     """A sentence per parameter that does not divide over the ranks that share it."""
     for rule in model.parameters:
         key = "expert_tensor" if rule.per_expert else "tensor"

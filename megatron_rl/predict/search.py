@@ -10,6 +10,7 @@ from functools import cached_property
 
 from megatron_rl.config import Config, ConfigError, Machine, check
 from megatron_rl.config.actor import ActorConfig, FP8Config, ParallelConfig
+from megatron_rl.config.model_checks import uncuttable
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import HFConfig, Model
@@ -98,8 +99,9 @@ class Space:
                 size for size in _VIRTUAL if (size == 1 or pipeline > 1) and _spread(dims["layers"], pipeline, size)
             ]
             for virtual, expert, cut in itertools.product(virtuals, experts, (1, 2) if dims["experts"] else (1,)):
-                if stage % (expert * cut) == 0 and cut <= tensor:
-                    yield ParallelConfig(tensor, pipeline, virtual, context, expert, cut, sequence=tensor > 1)
+                layout = ParallelConfig(tensor, pipeline, virtual, context, expert, cut, sequence=tensor > 1)
+                if stage % (expert * cut) == 0 and cut <= tensor and not any(uncuttable(self.model, layout)):
+                    yield layout
 
     def actors(self, parallel: ParallelConfig) -> Iterator[ActorConfig]:
         """What is computed again, in micro-batches of how many tokens; state stays on the GPU."""

@@ -84,6 +84,8 @@ def pairwise(
     """
     text = TEMPLATE if template is None else read_places(template, _PLACES, required=_PLACES)
     extra = check_body(body, DEFAULT_BODY)
+    if not model:
+        raise ValueError(f"model = {model!r}, must be a text that is not empty")
 
     def render(completion: str, sample: SampleMapping) -> dict[str, object]:
         baseline = baseline_of(sample, baseline_key)

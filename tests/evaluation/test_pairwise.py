@@ -174,6 +174,8 @@ def test_a_judge_is_asked_in_both_orders() -> None:
         assert [(as_a(text, sample), as_b(text, sample)) for text in ("bad", "good")] == [(-1, -2), (1, -1)]
     with pytest.raises(ValueError, match="its metadata has no text 'baseline'"):
         as_a.check_sample({"prompt": "Tell me."})
+    with pytest.raises(ValueError, match="model = '', must be a text"):
+        make_reward("pairwise", urls="http://localhost", model="", position="A")
 
 
 def test_an_evaluation_has_the_win_rate(tmp_path: Any) -> None:

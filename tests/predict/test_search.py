@@ -123,6 +123,11 @@ def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "NO LAYOUT FITS" in capsys.readouterr().out
 
 
+def test_more_gpus_in_a_node_than_the_model_has_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(RECIPES / "cpu" / "quickstart.yaml"), "--search"]) == 0
+    assert "DP8" in capsys.readouterr().out
+
+
 def test_layouts_that_fit_easily_stay_when_real_modules_are_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
