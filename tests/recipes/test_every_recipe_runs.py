@@ -41,11 +41,8 @@ def recipes(evaluations: bool) -> list[str]:
 
 
 HARNESSES = ["eval/bfcl.yaml", "eval/evalplus.yaml", "eval/mmlu_pro.yaml"]  # tests/e2e/test_harnesses.py
-JUDGED = [
-    "eval/arena_hard_v01.yaml",
-    "eval/arena_hard_v2.yaml",
-    "eval/creative_writing.yaml",
-]  # tests/evaluation/test_recipes.py
+# tests/evaluation/test_recipes.py asks a judge
+JUDGED = ["eval/arena_hard_v01.yaml", "eval/arena_hard_v2.yaml", "eval/creative_writing.yaml"]
 TRAININGS = recipes(False)
 EVALUATIONS = [name for name in recipes(True) if name not in (*HARNESSES, *JUDGED)]
 REWARD_MODELS = ["cpu/preference_reward.yaml"]
