@@ -41,14 +41,14 @@ def recipes(evaluations: bool) -> list[str]:
 
 
 HARNESSES = ["eval/bfcl.yaml", "eval/evalplus.yaml", "eval/mmlu_pro.yaml"]  # tests/e2e/test_harnesses.py
-# tests/evaluation/test_recipes.py asks a judge
-JUDGED = ["eval/arena_hard_v01.yaml", "eval/arena_hard_v2.yaml", "eval/creative_writing.yaml"]
+LIKE_ANOTHER = ["eval/arena_hard_v01.yaml", "eval/creative_writing.yaml"]  # arena_hard_v2 with other data and words
 TRAININGS = recipes(False)
-EVALUATIONS = [name for name in recipes(True) if name not in (*HARNESSES, *JUDGED)]
+EVALUATIONS = [name for name in recipes(True) if name not in (*HARNESSES, *LIKE_ANOTHER)]
 REWARD_MODELS = ["cpu/preference_reward.yaml"]
 # The model of an evaluation: what a training run has left.
 DOORS = {
     "eval/api_bank.yaml": "runs/awpo/qwen3-8b/export",
+    "eval/arena_hard_v2.yaml": "runs/awpo/qwen3-8b/export",
     "eval/code.yaml": "runs/gdpo/code-7b/export",
     "eval/gsm8k.yaml": "runs/scale/qwen3-30b-a3b/export",
     "eval/maths_dgpo.yaml": "runs/dgpo/14b/export",
@@ -118,7 +118,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
 
 
 def answer(number: int, body: dict[str, Any]) -> str:
-    """A judge's grade, or what a served reward model says."""
+    """A judge's grade or verdict, or what a served reward model says."""
+    if "<answer_a>" in json.dumps(body):
+        return "say:[[A>B]]"
     if "use_activation" in body:
         return "raw:" + json.dumps({"data": [{"probs": [number % 7]}]})
     return f"score:{number % 5 / 4}"
