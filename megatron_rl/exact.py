@@ -17,7 +17,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import cast
 
@@ -29,15 +30,30 @@ from torch import Tensor, nn
 from megatron_rl.actor import build
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.blanks import Zeros, largest_micro_batch, whole_windows
 from megatron_rl.config.actor import Recomputed
 from megatron_rl.config.schema import Config
 from megatron_rl.config.stages import stage_layers
-from megatron_rl.data import TokenBatch
-from megatron_rl.models import HFConfig, Model, layers, model_of
-from megatron_rl.models.files import MadeWeights
+from megatron_rl.models import HFConfig, Model, layers, model_of, reshard
 from megatron_rl.models.inventory import unwrap
-from megatron_rl.planner import ACTIVATIONS, CHECKED, GRADIENTS, HEAD, OPTIMIZER, WEIGHTS, Plan
+from megatron_rl.models.placement import ActorLayout, EngineLayout, unplaced
+from megatron_rl.models.reshard import BUCKET_BYTES
+from megatron_rl.planner import (
+    ACTIVATIONS,
+    AWAY,
+    BUCKETS,
+    CHECKED,
+    FORWARD,
+    GRADIENTS,
+    HEAD,
+    LOADING,
+    OPTIMIZER,
+    WEIGHTS,
+    WEIGHTS_AWAY,
+    Plan,
+)
 from megatron_rl.runtime import device, distributed
+from megatron_rl.runtime.host_memory import pinned_bytes
 from megatron_rl.seams.megatron import Chunk, routers, tensors_of
 from megatron_rl.seams.megatron_meta import Attention, Norm, fused_kernels, under_way
 from megatron_rl.seams.torch_meta import Memory, fake_world, storage_key
@@ -50,40 +66,39 @@ class RankMemory:
     """Bytes of one rank, and of the ranks that are like it."""
 
     rank: int
-    ranks: int  # like it, itself included: those of its pipeline stage
+    ranks: int  # like it: those that follow it, itself included
     stage: int
     parameters: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    update_bytes: int  # at the most, beside the three above, in the forward and backward passes of an optimizer step
-    check_bytes: int  # at the most in a forward pass alone, over the rollouts of the sync check
-
-
-class _Zeros(MadeWeights):
-    """A model's tensors: what an actor loads here."""
-
-    def __init__(self, model: Model, dtype: torch.dtype, where: torch.device) -> None:
-        super().__init__(model, {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype], Path("(no folder)"))
-        self._zeros = partial(torch.zeros, dtype=dtype, device=where)
-
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        shape = list(self.shape(name))
-        shape[dim] = stop - start
-        return self._zeros(shape)
+    # At the most, beside the three above:
+    load_bytes: int = 0  # until the optimizer is there
+    forward_bytes: int = 0  # in a forward pass alone, over the largest micro-batch
+    update_bytes: int = 0  # in the forward and backward passes of an optimizer step
+    check_bytes: int = 0  # in a forward pass alone, over the rollouts of the sync check
+    sync_bytes: int | None = None  # two buckets of a weight sync in slices; None: the weights do not go so
+    # Pinned on the host, where they are offloaded:
+    optimizer_away_bytes: int = 0
+    weights_away_bytes: int = 0
 
 
 def on_rank(plan: Plan, memory: RankMemory) -> Plan:
     """The plan of a layout with what was counted on a rank in the place of the arithmetic for the fullest one."""
-    counted = {
+    counted: dict[str, int | None] = {
         WEIGHTS: memory.parameter_bytes,
         GRADIENTS: memory.gradient_bytes,
         OPTIMIZER: memory.optimizer_bytes,
+        LOADING: memory.load_bytes,
+        FORWARD: memory.forward_bytes,
         ACTIVATIONS: memory.update_bytes,
         CHECKED: memory.check_bytes,
+        BUCKETS: memory.sync_bytes,
+        AWAY: memory.optimizer_away_bytes,
+        WEIGHTS_AWAY: memory.weights_away_bytes,
     }
     components = tuple(
-        replace(part, bytes=counted[part.name], estimate=False) if part.name in counted else part
+        part if (found := counted.get(part.name)) is None else replace(part, bytes=found, estimate=False)
         for part in plan.components
         if part.name != HEAD  # its workspace is part of what the passes were seen to take
     )
@@ -105,11 +120,12 @@ def _update_bytes(chunks: Sequence[_Chunk], stage: int, stages: int) -> int:
 
 
 def measure(
-    config: Config, hf_config: HFConfig, world: int, fused: bool = True, where: torch.device = META
+    config: Config, hf_config: HFConfig, world: int, node: int = 8, fused: bool = True, where: torch.device = META
 ) -> list[RankMemory]:
-    """The first rank of every pipeline stage of a checked recipe on `world` ranks.
+    """Every pipeline stage of a checked recipe on `world` ranks, and in it those ranks whose state is the same.
 
     Args:
+        node: ranks of a machine.
         fused: count what Transformer Engine's kernels keep, and not what the plain layers do.
         where: the CPU, for tensors with content.
 
@@ -118,15 +134,23 @@ def measure(
     """
     model, parallel = model_of(hf_config), config.actor.parallel
     per_stage = world // parallel.pipeline
-    alike: dict[tuple[int, bool, bool], tuple[RankMemory, list[_Chunk]]] = {}  # stages of the same modules
+    alike: dict[
+        tuple[int, bool, bool], tuple[RankMemory, list[_Chunk], list[tuple[int, int]]]
+    ] = {}  # stages of the same modules
     measured = []
+    buckets = _sync_bytes(config, model, world, min(node, world))
     for stage, count in enumerate(stage_layers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)):
         kind, rank = (count, stage == 0, stage == parallel.pipeline - 1), stage * per_stage
         if kind not in alike:
             alike[kind] = _measure_rank(config, hf_config, rank, world, fused, where)
-        memory, chunks = alike[kind]
+        memory, chunks, optimizers = alike[kind]
         peak = _update_bytes(chunks, stage, parallel.pipeline)
-        measured.append(replace(memory, rank=rank, ranks=per_stage, stage=stage, update_bytes=peak))
+        for _, same in groupby(optimizers, key=itemgetter(0)):
+            ranks = [optimizer_bytes for _, optimizer_bytes in same]
+            memory = replace(memory, rank=rank, ranks=len(ranks), stage=stage, optimizer_bytes=ranks[0])
+            sync_bytes = None if buckets is None else int(buckets[rank : rank + len(ranks)].max())
+            measured.append(replace(memory, update_bytes=peak, sync_bytes=sync_bytes))
+            rank += len(ranks)
     return measured
 
 
@@ -140,12 +164,16 @@ def with_plain_layers(config: Config) -> Config:
 
 def _measure_rank(
     config: Config, hf_config: HFConfig, rank: int, world: int, fused: bool, where: torch.device
-) -> tuple[RankMemory, list[_Chunk]]:
+) -> tuple[RankMemory, list[_Chunk], list[tuple[int, int]]]:
+    """Of the first rank of a stage; and the optimizer's bytes of all ranks of the stage."""
     plain = with_plain_layers(config)
     with built_rank(plain, hf_config, rank, world, where) as (actor, memory), ExitStack() as stack:
+        held = replace(state_of(actor), load_bytes=memory.peak - memory.now)
         if fused:
             again = config.actor.recompute == "selective" and "moe_act" in config.actor.recompute_modules
             stack.enter_context(_fused_kernels(actor, again))
+            if actor.description.vision is not None and actor.grid.pp_rank == 0:
+                whole_windows(actor.chunks[0], config, actor.model)
         for chunk in actor.chunks:
             for _, router in routers(chunk):
                 router.register_forward_hook(_evenly)
@@ -153,9 +181,15 @@ def _measure_rank(
         longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
         checked = min(tokens, longest * math.ceil(config.rollout.sync_check_rollouts / actor.grid.dp))
         with torch.no_grad():
-            check = [_run_chunk(actor, chunk, _micro_batch(config, actor, checked), memory) for chunk in actor.chunks]
-        update = [_run_chunk(actor, chunk, _micro_batch(config, actor, tokens), memory) for chunk in actor.ddp_chunks]
-        return replace(state_of(actor), check_bytes=max(chunk.peak for chunk in check)), update
+            forward, check = (
+                max(_run_chunk(actor, chunk, micro, memory).peak for chunk in actor.chunks)
+                for micro in (largest_micro_batch(config, actor, count) for count in (tokens, checked))
+            )
+        update = [
+            _run_chunk(actor, chunk, largest_micro_batch(config, actor, tokens), memory) for chunk in actor.ddp_chunks
+        ]
+        held = replace(held, forward_bytes=forward, check_bytes=check)
+        return held, update, _optimizer_bytes(actor, held.optimizer_bytes)
 
 
 @contextmanager
@@ -180,7 +214,7 @@ def built_rank(
         try:
             grid = distributed.initialize(config.actor.parallel, timeout_minutes=1.0)
             with where:
-                actor = Actor(config, grid, folder, _Zeros(model_of(hf_config), dtype, where))
+                actor = Actor(config, grid, folder, Zeros(model_of(hf_config), dtype, where))
             actor.start_optimizer(config.actor.optimizer, total_steps=1)
         except (AssertionError, RuntimeError, ValueError) as error:
             raise ValueError(f"rank {rank} of {world} cannot be built: {error}") from error
@@ -191,7 +225,11 @@ def state_of(actor: Actor) -> RankMemory:
     """What a rank holds between steps."""
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
     buffers = [buffer for chunk in actor.ddp_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    own = {storage_key(parameter) for parameter in parameters}
+    weights = {storage_key(parameter): parameter.untyped_storage() for parameter in parameters}
+    optimizer = [tensor for tensor in tensors_of(actor.optimizer) if storage_key(tensor) not in weights]
+    state = {
+        storage_key(tensor): tensor.untyped_storage() for tensor in optimizer if tensor.device == parameters[0].device
+    }
     return RankMemory(
         rank=actor.grid.rank,
         ranks=1,
@@ -199,22 +237,50 @@ def state_of(actor: Actor) -> RankMemory:
         parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),
         gradient_bytes=sum(buffer.grad_data.nbytes for buffer in buffers),
-        optimizer_bytes=sum(t.nbytes for t in tensors_of(actor.optimizer) if storage_key(t) not in own),
-        update_bytes=0,
-        check_bytes=0,
+        optimizer_bytes=sum(tensor.nbytes for tensor in optimizer),
+        optimizer_away_bytes=pinned_bytes([storage.nbytes() for storage in state.values()]),
+        weights_away_bytes=pinned_bytes([storage.nbytes() for storage in weights.values()]),
     )
 
 
-def _micro_batch(config: Config, actor: Actor, tokens: int) -> MicroBatch:
-    """`tokens` in sequences as long as the recipe allows, all of the responses' tokens scored; on the CPU."""
-    prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_tokens
-    whole, rest = divmod(tokens, prompt + response)
-    lengths = [prompt + response] * whole + [rest] * (rest > 1)
-    given = [min(prompt, length - 1) for length in lengths]
-    batch = TokenBatch.continuations(
-        (np.zeros(first), np.zeros(length - first)) for first, length in zip(given, lengths, strict=True)
+def _sync_bytes(config: Config, model: Model, world: int, node: int) -> np.ndarray | None:
+    """What each rank sends and receives in two buckets that follow one another, at the most; [world]."""
+    if config.rollout.sync != "sliced" or unplaced(model):
+        return None
+    width = build.DTYPES[config.model.dtype].itemsize
+    actor = ActorLayout.of(config.actor.parallel, model.dims["layers"], world)
+    plan = reshard.make_plan(
+        model, actor, EngineLayout.of(config.rollout), bucket_elements=BUCKET_BYTES // width, node=node
     )
-    return actor.pack(batch, range(len(lengths)), torch.device("cpu"))
+    buckets = np.array([width * (traffic.sent + traffic.received) for traffic in plan.traffic()])
+    return np.max(buckets[:-1] + buckets[1:] if len(buckets) > 1 else buckets, axis=0)
+
+
+def _optimizer_bytes(actor: Actor, own: int) -> list[tuple[int, int]]:
+    """Of each rank of a pipeline stage, whose first holds `own`: bytes of moments and master weights, and of all.
+
+    Shards are equal parts of the gradients' buffers, some of which only pad them. Beside them torch's Adam keeps a float32
+    number of steps for each parameter.
+    """
+    parallel, stage = actor.config.parallel, actor.grid.world // actor.grid.pp
+    if not actor.config.optimizer.distributed:
+        return [(own, own)] * stage
+    elements, parameters = np.zeros((2, stage), dtype=np.int64)
+    for name, ranks in (
+        ("buffers", parallel.tensor),
+        ("expert_parallel_buffers", parallel.expert * parallel.expert_tensor),
+    ):
+        shards = stage // ranks
+        for buffer in (buffer for chunk in actor.ddp_chunks for buffer in getattr(chunk, name)):
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel() // shards
+                first = bucket.offset + np.arange(stage) // ranks * size
+                for start, stop, _ in buffer.param_index_map.values():
+                    shared = np.maximum(np.minimum(stop, first + size) - np.maximum(start, first), 0)
+                    elements, parameters = elements + shared, parameters + (shared > 0)
+    state = (8 if actor.dtype == torch.float32 else 12) * elements
+    every = state + 4 * parameters
+    return list(zip(state.tolist(), (own + every - every[0]).tolist(), strict=True))
 
 
 def _run_chunk(actor: Actor, chunk: Chunk, micro: MicroBatch, memory: Memory) -> _Chunk:

@@ -116,6 +116,11 @@ def check_workspace(model: Model, config: Config, data_parallel: int, dtype_byte
     return _forward_workspace(model, config, min(config.actor.tokens_per_microbatch, rollouts * longest), dtype_bytes)
 
 
+def forward_workspace(model: Model, config: Config, dtype_bytes: int) -> float:
+    """The actor's forward pass over a micro-batch, for log-probs alone."""
+    return _forward_workspace(model, config, config.actor.tokens_per_microbatch, dtype_bytes)
+
+
 def _forward_workspace(model: Model, config: Config, tokens: int, dtype_bytes: int) -> float:
     """A forward pass alone: three hidden states and a feed-forward, or the output layer with its hidden states."""
     dims, parallel = model.dims, config.actor.parallel

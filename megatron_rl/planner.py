@@ -19,15 +19,18 @@ from megatron_rl.models.fp8 import BLOCK, module_of, quantised_modules
 from megatron_rl.models.lora import adapters_of
 from megatron_rl.models.reshard import BUCKET_BYTES
 from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
-from megatron_rl.passes import activations, check_workspace, head_workspace
+from megatron_rl.passes import activations, check_workspace, forward_workspace, head_workspace
 
 GIB = 2**30
-GENERATE, UPDATE, SYNC, CHECK = "generate", "update", "sync", "check"
-PHASES = (GENERATE, UPDATE, SYNC, CHECK)
+LOAD, GENERATE, OLD, UPDATE, SYNC, CHECK = "load", "generate", "old_log_probs", "update", "sync", "sync_check"
+PHASES = (LOAD, GENERATE, OLD, UPDATE, SYNC, CHECK)
+OFFLOAD, CHECKPOINT = HOST_PHASES = ("offload", "checkpoint")  # whose peaks are memory of the host
 # Components that `exact` counts
 WEIGHTS, GRADIENTS, OPTIMIZER = "actor: weights", "actor: gradients (fp32)", "actor: optimizer state"
 ACTIVATIONS, HEAD = "actor: activations", "actor: output layer's workspace"
-CHECKED = "sync check: the actor's forward pass"
+LOADING, FORWARD, CHECKED = "load: weights laid out anew", "actor: forward pass", "sync check: the actor's forward pass"
+BUCKETS = "sync: two buckets"
+AWAY, WEIGHTS_AWAY = "host: optimizer state, pinned", "host: weights, pinned"
 
 # CUDA context, NCCL's buffers, cuBLAS workspaces, the allocator's fragmentation, CUDA graphs kept through vLLM's sleep.
 RESERVE_GIB = 5.0
@@ -142,17 +145,23 @@ def cache_bytes_per_token(model: Model, tensor: int, dtype_bytes: int = 2) -> in
 
 
 # --------------------------------------------------------------------------------------------------------------- sync
-def _sync_workspace(model: Model, rollout: RolloutConfig, stages: int, dtype_bytes: int) -> float:
-    """Slices: two buckets, of each what is sent and what is received; for an FP8 engine also a layer's experts (dense: gate
-    and up) of every pipeline stage, collected in the model's dtype and made anew. Whole tensors: what is gathered; vLLM keeps
-    a layer's until the last of them has come, then makes its shard of them anew."""
+def _sync_buckets(model: Model, rollout: RolloutConfig, dtype_bytes: int) -> float:
+    """Slices: two buckets, of each what is sent and what is received. Whole tensors: what is gathered."""
+    if rollout.sync == "sliced":
+        return 4 * BUCKET_BYTES
+    largest = model.dims["vocab"] * model.dims["hidden"] * dtype_bytes
+    return max(3 * max(BUCKET_BYTES, largest), _sync_layers(model, rollout, 1, dtype_bytes) + 2 * BUCKET_BYTES)
+
+
+def _sync_layers(model: Model, rollout: RolloutConfig, stages: int, dtype_bytes: int) -> float:
+    """For an FP8 engine a layer's experts (dense: gate and up) of every pipeline stage, collected in the model's dtype and
+    made anew. Whole tensors: vLLM keeps a layer's until the last of them has come, then makes its shard of them anew."""
     dims, tensor = model.dims, rollout.tensor_parallel
     matrices = 3 * dims["experts"] * dims["expert_ffn"] if dims["experts"] else 2 * dims["ffn"]
     layer = matrices * dims["hidden"] * dtype_bytes
-    if rollout.sync == "sliced":
-        return 4 * BUCKET_BYTES + (stages * layer / tensor * (1 + 1 / dtype_bytes) if rollout.fp8 != "none" else 0)
-    largest = dims["vocab"] * dims["hidden"] * dtype_bytes
-    return max(3 * max(BUCKET_BYTES, largest), layer + layer / tensor + 2 * BUCKET_BYTES)
+    if rollout.sync != "sliced":
+        return layer + layer / tensor
+    return stages * layer / tensor * (1 + 1 / dtype_bytes) if rollout.fp8 != "none" else 0
 
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -180,7 +189,7 @@ class Plan:
     engines: int
     cache_tokens: float  # KV cache of one engine, tokens
     longest: int  # tokens of the longest sequence
-    host_bytes_per_gpu: float
+    host_bytes: float | None = None  # of the host's memory, for each of its GPUs; None: not known, so not checked
 
     def peak(self, phase: str) -> float:
         return sum(component.bytes for component in self.components if phase in component.phases)
@@ -192,15 +201,16 @@ class Plan:
 
     def problems(self) -> Iterator[str]:
         """A sentence per reason why it does not fit, with the keys that would help, the largest part first."""
-        for phase in PHASES:
-            over = self.peak(phase) - self.gpu_bytes
-            if over > 0:
+        for phase in (*PHASES, *HOST_PHASES):
+            there_is = self.host_bytes if phase in HOST_PHASES else self.gpu_bytes
+            if there_is is not None and (over := self.peak(phase) - there_is) > 0:
                 parts = sorted(
                     (part for part in self.components if phase in part.phases and part.knobs),
                     key=lambda part: -part.bytes,
                 )
                 knobs = list(dict.fromkeys(knob for part in parts[:3] for knob in part.knobs))
-                yield f"phase {phase} needs {over / GIB:.1f} GiB more than there is; what helps: {', '.join(knobs)}"
+                where = " of the host's memory, for each GPU," if phase in HOST_PHASES else ""
+                yield f"phase {phase} needs {over / GIB:.1f} GiB{where} more than there is; what helps: {', '.join(knobs)}"
         if self.full_length_sequences < 1:
             yield (
                 f"the engine's KV cache holds {max(0, self.cache_tokens):.0f} tokens, less than one sequence of "
@@ -208,71 +218,32 @@ class Plan:
             )
 
 
-def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Plan:
-    """The plan of a checked recipe on `world` GPUs of `gpu_bytes` each."""
-    actor, parallel, engine_tp = config.actor, config.actor.parallel, config.rollout.tensor_parallel
+def make_plan(config: Config, model: Model, world: int, gpu_bytes: float, host_bytes: float | None = None) -> Plan:
+    """The plan of a checked recipe on `world` GPUs of `gpu_bytes` each, and as many times `host_bytes` of host memory."""
+    parallel = config.actor.parallel
     width = 4 if config.model.dtype == "float32" else 2
     fullest = fullest_rank(model, parallel)
-    trained = trained_parameters(model, actor)
+    trained = trained_parameters(model, config.actor)
     replicas = world // (parallel.tensor * parallel.pipeline)
-    weights = (fullest.total + (trained.total if actor.lora.rank else 0)) * width
-    # Hopper multiplies FP8 matrices in one orientation only: Transformer Engine keeps a weight twice in FP8, by rows and by
-    # columns, two bytes in all. Without `param_gather` they come on top of the bf16 weights.
-    twice = actor.fp8 is not None and not actor.fp8.param_gather
-    fp8_copies = 2 * (fullest.linear + fullest.expert) if twice else 0
+    weights = float((fullest.total + (trained.total if config.actor.lora.rank else 0)) * width)
     optimizer = _optimizer_bytes(config, trained, world, width)
-    gradients = 4 * trained.total
-    engine_share = config.rollout.memory_fraction * gpu_bytes
     engine_weights = engine_weight_bytes(model, config.rollout, width)
-    cache = engine_share - engine_weights - ENGINE_WORKSPACE_GIB * GIB
-    cache_tokens = cache / cache_bytes_per_token(model, engine_tp, width)
-    replay = actor.moe.routing_replay == "rollout"  # vLLM keeps the experts of tokens in its cache, a byte each
-    experts_kept = replay * max(0.0, cache_tokens) * model.dims["layers"] * model.dims.get("top_k", 0)
-    state_in = (UPDATE, CHECK) if actor.offload else PHASES
-    weights_in = (UPDATE, SYNC, CHECK) if actor.offload_weights else PHASES
-    offload = () if actor.offload else ("actor.offload=true",)
-    split = (
-        "actor.parallel.tensor",
-        "actor.parallel.pipeline",
-        *["actor.parallel.expert"] * bool(model.dims["experts"]),
-    )
+    cache = config.rollout.memory_fraction * gpu_bytes - engine_weights - ENGINE_WORKSPACE_GIB * GIB
+    cache_tokens = cache / cache_bytes_per_token(model, config.rollout.tensor_parallel, width)
     components = [
-        Component(
-            WEIGHTS, weights, weights_in, (*["actor.offload_weights=true"] * (not actor.offload_weights), *split)
-        ),
-        Component("actor: FP8 copies of the weights", fp8_copies, PHASES, ("actor.fp8.param_gather",)),
-        Component(GRADIENTS, gradients, state_in, (*offload, *split)),
-        Component(OPTIMIZER, optimizer, state_in, (*offload, "more nodes")),
-        Component(
-            ACTIVATIONS,
-            activations(model, config, width),
-            (UPDATE,),
-            (*(("actor.recompute=full",) if actor.recompute != "full" else ()), "actor.tokens_per_microbatch"),
-            estimate=True,
-        ),
-        Component(HEAD, head_workspace(model, config), (UPDATE,), ("actor.logits_mib",), estimate=True),
-        Component(
-            "engine: weights",
-            engine_weights,
-            (GENERATE, SYNC),
-            ("rollout.tensor_parallel", *["rollout.fp8=blockwise"] * (config.rollout.fp8 == "none")),
-        ),
-        Component("engine: workspace", ENGINE_WORKSPACE_GIB * GIB, (GENERATE,), (), estimate=True),
-        Component("engine: KV cache", max(0.0, cache), (GENERATE,), ("rollout.memory_fraction",)),
-        Component("sync: under way", _sync_workspace(model, config.rollout, parallel.pipeline, width), (SYNC,), ()),
-        Component(
-            CHECKED,
-            check_workspace(model, config, replicas // parallel.context, width),
-            (CHECK,),
-            ("actor.tokens_per_microbatch", "rollout.sync_check_rollouts"),
-            estimate=True,
-        ),
+        *_actor_state(config, model, fullest, trained, weights, optimizer, width),
+        *_actor_passes(config, model, replicas // parallel.context, width),
+        *_engine(config, model, engine_weights, cache, width),
         Component("reserve: CUDA, NCCL, fragmentation", RESERVE_GIB * GIB, PHASES, (), estimate=True),
+        *_host(config, model, weights, float(trained.total * width), optimizer, cache_tokens),
+        Component(
+            "host: the checkpoint's copy",
+            checkpoint_bytes(config, trained, world, width),
+            (CHECKPOINT,),
+            ("checkpoint.every=0",) if config.checkpoint.every else (),
+            estimate=True,
+        ),
     ]
-    reference = not actor.lora.rank and (config.algorithm.kl.coef > 0 or config.algorithm.kl.reward_coef > 0)
-    set_aside = trained.total * width * reference
-    if reference:  # its weights lie on the host; while it is scored, the actor's own are set aside on the device
-        components.insert(2, Component("actor: weights set aside for the reference", set_aside, (UPDATE,), split))
     return Plan(
         model=model,
         world=world,
@@ -280,11 +251,106 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float) -> Pla
         components=tuple(component for component in components if component.bytes),
         parameters=fullest,
         data_parallel=replicas // parallel.context,
-        engines=world // engine_tp,
+        engines=world // config.rollout.tensor_parallel,
         cache_tokens=cache_tokens,
         longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
-        host_bytes_per_gpu=optimizer * actor.offload + set_aside + weights * actor.offload_weights + experts_kept,
+        host_bytes=host_bytes,
     )
+
+
+def _split(model: Model) -> tuple[str, ...]:
+    return (
+        "actor.parallel.tensor",
+        "actor.parallel.pipeline",
+        *["actor.parallel.expert"] * bool(model.dims["experts"]),
+    )
+
+
+def _actor_state(
+    config: Config,
+    model: Model,
+    fullest: Parameters,
+    trained: Parameters,
+    weights: float,
+    optimizer: float,
+    width: int,
+) -> Iterator[Component]:
+    """Weights, gradients, optimizer, and what stands beside them for a while."""
+    actor, split = config.actor, _split(model)
+    state_in = (LOAD, OLD, UPDATE, CHECK) if actor.offload else PHASES
+    weights_in = (LOAD, OLD, UPDATE, SYNC, CHECK) if actor.offload_weights else PHASES
+    offload = () if actor.offload else ("actor.offload=true",)
+    yield Component(
+        WEIGHTS, weights, weights_in, (*["actor.offload_weights=true"] * (not actor.offload_weights), *split)
+    )
+    # Hopper multiplies FP8 matrices in one orientation only: Transformer Engine keeps a weight twice in FP8, by rows and by
+    # columns, two bytes in all. Without `param_gather` they come on top of the bf16 weights.
+    twice = actor.fp8 is not None and not actor.fp8.param_gather
+    yield Component(
+        "actor: FP8 copies of the weights",
+        2 * (fullest.linear + fullest.expert) if twice else 0,
+        PHASES,
+        ("actor.fp8.param_gather",),
+    )
+    if _keeps_reference(config):  # while it is scored, the actor's own weights are set aside on the device
+        yield Component("actor: weights set aside for the reference", trained.total * width, (OLD,), split)
+    yield Component(GRADIENTS, 4 * trained.total, state_in, (*offload, *split))
+    yield Component(OPTIMIZER, optimizer, state_in, (*offload, "more nodes"))
+    if actor.optimizer.distributed:  # its buffer of weights and the weights themselves, before there is an optimizer
+        yield Component(LOADING, max(0.0, trained.total * width - optimizer), (LOAD,), split, estimate=True)
+
+
+def _actor_passes(config: Config, model: Model, data_parallel: int, width: int) -> Iterator[Component]:
+    tokens = ("actor.tokens_per_microbatch", *["model.max_pixels"] * (model.description.vision is not None))
+    again = ("actor.recompute=full",) if config.actor.recompute != "full" else ()
+    yield Component(ACTIVATIONS, activations(model, config, width), (UPDATE,), (*again, *tokens), estimate=True)
+    yield Component(HEAD, head_workspace(model, config), (UPDATE,), ("actor.logits_mib",), estimate=True)
+    yield Component(
+        FORWARD, forward_workspace(model, config, width), (OLD,), (*tokens, "actor.logits_mib"), estimate=True
+    )
+    checked = check_workspace(model, config, data_parallel, width)
+    yield Component(CHECKED, checked, (CHECK,), (*tokens, "rollout.sync_check_rollouts"), estimate=True)
+
+
+def _engine(config: Config, model: Model, weights: float, cache: float, width: int) -> Iterator[Component]:
+    rollout = config.rollout
+    knobs = ("rollout.tensor_parallel", *["rollout.fp8=blockwise"] * (rollout.fp8 == "none"))
+    yield Component("engine: weights", weights, (GENERATE, SYNC), knobs)
+    yield Component("engine: workspace", ENGINE_WORKSPACE_GIB * GIB, (GENERATE,), (), estimate=True)
+    yield Component("engine: KV cache", max(0.0, cache), (GENERATE,), ("rollout.memory_fraction",))
+    yield Component(BUCKETS, _sync_buckets(model, rollout, width), (SYNC,), ())
+    if rollout.sync == "sliced":
+        layers = _sync_layers(model, rollout, config.actor.parallel.pipeline, width)
+        yield Component("sync: layers made anew", layers, (SYNC,), ())
+
+
+def _keeps_reference(config: Config) -> bool:
+    kl = config.algorithm.kl
+    return not config.actor.lora.rank and (kl.coef > 0 or kl.reward_coef > 0)
+
+
+def _host(
+    config: Config, model: Model, weights: float, trained: float, optimizer: float, cache_tokens: float
+) -> Iterator[Component]:
+    """What stays in the host's memory from its first use on."""
+    actor = config.actor
+    yield Component(AWAY, optimizer * actor.offload, HOST_PHASES, ("actor.offload=false", "more nodes"))
+    yield Component(WEIGHTS_AWAY, weights * actor.offload_weights, HOST_PHASES, ("actor.offload_weights=false",))
+    yield Component("host: the reference policy", trained * _keeps_reference(config), HOST_PHASES, _split(model))
+    # vLLM keeps the experts of the tokens in its cache, a byte each.
+    replay = actor.moe.routing_replay == "rollout"
+    chosen = replay * max(0.0, cache_tokens) * model.dims["layers"] * model.dims.get("top_k", 0)
+    yield Component("host: experts of the cache's tokens", chosen, HOST_PHASES, ("rollout.memory_fraction",))
+
+
+def checkpoint_bytes(config: Config, trained: Parameters, world: int, width: int) -> float:
+    """Of a checkpoint, in the mean of the ranks that share them: weights, and in fp32 master weights and two moments."""
+    parallel = config.actor.parallel
+    stage = world // parallel.pipeline  # ranks
+    copies = stage // parallel.tensor, stage // (parallel.expert * parallel.expert_tensor)
+    if not config.checkpoint.every:
+        return 0
+    return (width + 12) * (trained.dense / copies[0] + trained.expert / copies[1])
 
 
 def fullest_rank(model: Model, parallel: ParallelConfig) -> Parameters:

@@ -7,6 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.registry import created_config
-from megatron_rl.planner import GIB, PHASES, Plan, active_parameters, make_plan, total_parameters
+from megatron_rl.planner import GIB, HOST_PHASES, PHASES, Plan, active_parameters, make_plan, total_parameters
 from megatron_rl.runtime import disk, exit_codes
 
 if TYPE_CHECKING:
@@ -32,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         type=float,
         metavar="GIB",
         help="memory of one GPU (default: that of --hardware; 79, an H100 with 80 GB)",
+    )
+    parser.add_argument(
+        "--host-memory-gib",
+        type=float,
+        metavar="GIB",
+        help="memory of one node, for what is offloaded and the checkpoint's copy (default: not checked)",
     )
     parser.add_argument(
         "--model-config",
@@ -74,12 +82,13 @@ def run(args: argparse.Namespace) -> int:
         if args.search:
             model = _hf_config(config, given)
             predictor = step_time.predictor(args, config, model_of(model), _sizes, gib * GIB)
-            exactly = (lambda one: _exactly(one.config, given, one.plan)) if args.exact else None
+            exactly = (lambda one: _exactly(one.config, given, one.plan, args.gpus_per_node)) if args.exact else None
             return layout_search.run(
                 args, layout_search.Space(config, model_of(model), model, machine, gib * GIB), predictor, exactly
             )
         config = check(config, command="train", machine=machine, model=given)
-        plan = make_plan(config, model_of(_hf_config(config, given)), world, gib * GIB)
+        host = None if args.host_memory_gib is None else args.host_memory_gib * GIB / args.gpus_per_node
+        plan = make_plan(config, model_of(_hf_config(config, given)), world, gib * GIB, host)
         predictor = step_time.predictor(args, config, plan.model, _sizes, gib * GIB)
         step = predictor.of(config, plan)
         found: dict[str, object] = {"step_time": step_time.figures(step)}
@@ -90,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
             found |= simulated.figures(steps)
             text.append(simulated.table(steps))
         if args.exact:
-            measured = _exactly(config, given, plan)
+            measured = _exactly(config, given, plan, args.gpus_per_node)
             found |= figures(measured)
             text.insert(0, table(measured))
-            held = [(f"ranks {own.rank} to {own.rank + own.ranks - 1}", rank) for own, rank in measured]
+            held = [(f"ranks {own.rank} to {own.rank + own.ranks - 1}", rank) for own, rank in _fullest(measured)]
         else:
             text.insert(0, render(config, plan, source))
             held = [("the fullest GPU", plan)]
@@ -114,52 +123,72 @@ def run(args: argparse.Namespace) -> int:
         return exit_codes.BAD_INPUT
 
 
-def _exactly(config: Config, given: HFConfig | None, plan: Plan) -> list[tuple[RankMemory, Plan]]:
-    if plan.model.description.vision is not None:
-        raise ConfigError(
-            "`--exact` does not count a vision tower yet; without it its weights and their state are counted"
-        )
+def _exactly(config: Config, given: HFConfig | None, plan: Plan, node: int) -> list[tuple[RankMemory, Plan]]:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}  # read when torch is imported
     import warnings
 
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     from megatron_rl.exact import measure, on_rank
 
-    return [(memory, on_rank(plan, memory)) for memory in measure(config, _hf_config(config, given), plan.world)]
+    return [(memory, on_rank(plan, memory)) for memory in measure(config, _hf_config(config, given), plan.world, node)]
 
 
 def figures(measured: Sequence[tuple[RankMemory, Plan]]) -> dict[str, object]:
-    """Each class of ranks, in bytes."""
+    """Each class of ranks, in bytes; of the last two phases they are the host's."""
     names = ("rank", "ranks", "stage", "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
     return {
         "rank_classes": [
             {name: getattr(memory, name) for name in names}
-            | {"phases": {phase: {"peak_bytes": round(plan.peak(phase))} for phase in PHASES}}
+            | {"phases": {phase: {"peak_bytes": round(plan.peak(phase))} for phase in (*PHASES, *HOST_PHASES)}}
             for memory, plan in measured
         ]
     }
 
 
 def table(measured: Sequence[tuple[RankMemory, Plan]]) -> str:
-    """A line per class of ranks."""
+    """A line per pipeline stage, of those of its ranks that hold most."""
     columns = ("weights", "gradients", "optimizer", "passes")
+    widths = _widths()
     lines = [
-        f"{'GiB':>14s}{'counted on modules without content':>44s}{'at the most, by phase':>44s}",
+        f"{'GiB':>14s}{'counted on modules without content':>44s}  at the most, by phase; the last two on the host",
         f"{'ranks':>14s}{'B parameters':>14s}"
         + "".join(f"{name:>10s}" for name in columns)
-        + "".join(f"{phase:>10s}" for phase in PHASES),
+        + "".join(f"{phase:>{width}s}" for phase, width in widths.items()),
     ]
-    for memory, plan in measured:
+    for memory, plan in _fullest(measured):
         counted = (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes, memory.update_bytes)
         lines.append(
             f"{f'{memory.rank} to {memory.rank + memory.ranks - 1}':>14s}{memory.parameters / 1e9:14.3f}"
-            + "".join(f"{value / GIB:10.1f}" for value in (*counted, *map(plan.peak, PHASES)))
+            + "".join(f"{value / GIB:10.1f}" for value in counted)
+            + "".join(f"{plan.peak(phase) / GIB:{width}.1f}" for phase, width in widths.items())
         )
-    there_is = measured[0][1].gpu_bytes
-    lines.append(f"{'there is':>68s}" + f"{there_is / GIB:10.1f}" * len(PHASES))
+    lines.append(f"{'there is':>68s}" + _there_is(measured[0][1]))
     problems = list(dict.fromkeys(problem for _, plan in measured for problem in plan.problems()))
     lines += ["", "it fits" if not problems else "IT DOES NOT FIT", *(f"  {problem}" for problem in problems)]
     return "\n".join(lines)
+
+
+def _fullest(measured: Sequence[tuple[RankMemory, Plan]]) -> list[tuple[RankMemory, Plan]]:
+    """Of each pipeline stage the class that holds most, for all of the stage's ranks."""
+    found = []
+    for _, group in groupby(measured, key=lambda one: one[0].stage):
+        classes = list(group)
+        memory, plan = max(classes, key=lambda one: one[0].optimizer_bytes)
+        ranks = sum(own.ranks for own, _ in classes)
+        found.append((replace(memory, rank=classes[0][0].rank, ranks=ranks), plan))
+    return found
+
+
+def _widths() -> dict[str, int]:
+    """Columns of the table's phases."""
+    return {phase: max(len(phase) + 2, 8) for phase in (*PHASES, *HOST_PHASES)}
+
+
+def _there_is(plan: Plan) -> str:
+    """The line's cells: memory of a GPU, and of the host where it was given."""
+    host = "" if plan.host_bytes is None else f"{plan.host_bytes / GIB:.1f}"
+    cells = {phase: host if phase in HOST_PHASES else f"{plan.gpu_bytes / GIB:.1f}" for phase in _widths()}
+    return "".join(f"{cells[phase]:>{width}s}" for phase, width in _widths().items()).rstrip()
 
 
 def _given(config: Config, file: str | None) -> tuple[HFConfig | None, str]:
@@ -207,7 +236,7 @@ def _hf_config(config: Config, given: HFConfig | None) -> HFConfig:
 
 def render(config: Config, plan: Plan, source: str = "") -> str:
     """The table, then what it means, then what does not fit. `source`: a remark on the model."""
-    parallel, model = config.actor.parallel, plan.model
+    parallel, model, widths = config.actor.parallel, plan.model, _widths()
     total, active = total_parameters(model), active_parameters(model)
     lines = [
         f"model: {total / 1e9:.2f} B parameters"
@@ -222,18 +251,19 @@ def render(config: Config, plan: Plan, source: str = "") -> str:
         f"engines: {plan.engines} of {config.rollout.tensor_parallel} GPUs; the cache of each holds "
         f"{plan.cache_tokens:,.0f} tokens, {plan.full_length_sequences:.0f} sequences of full length ({plan.longest})",
         "",
-        f"{'GiB on the fullest GPU':40s}" + "".join(f"{phase:>10s}" for phase in PHASES),
+        f"{'GiB on the fullest GPU (last two: host)':42s}"
+        + "".join(f"{phase:>{width}s}" for phase, width in widths.items()),
     ]
     for part in plan.components:
-        cells = "".join(f"{part.bytes / GIB:10.1f}" if phase in part.phases else " " * 10 for phase in PHASES)
-        lines.append(f"{part.name + (' *' if part.estimate else ''):40s}{cells}")
-    lines.append(f"{'sum':40s}" + "".join(f"{plan.peak(phase) / GIB:10.1f}" for phase in PHASES))
-    lines.append(f"{'there is':40s}" + f"{plan.gpu_bytes / GIB:10.1f}" * len(PHASES))
+        cells = "".join(
+            f"{part.bytes / GIB:{width}.1f}" if phase in part.phases else " " * width for phase, width in widths.items()
+        )
+        lines.append(f"{part.name + (' *' if part.estimate else ''):42s}{cells}".rstrip())
+    lines.append(f"{'sum':42s}" + "".join(f"{plan.peak(phase) / GIB:{width}.1f}" for phase, width in widths.items()))
+    lines.append(f"{'there is':42s}" + _there_is(plan))
     lines.append("* estimates, not measured on a GPU; weights, gradients, optimizer state and cache are counted")
     if plan.model.description.vision is not None:
         lines.append("not in it: what the vision tower's passes keep, and their time")
-    if plan.host_bytes_per_gpu:
-        lines.append(f"host memory: {plan.host_bytes_per_gpu / GIB:.1f} GiB per GPU")
     problems = list(plan.problems())
     lines += ["", "it fits" if not problems else "IT DOES NOT FIT", *(f"  {problem}" for problem in problems)]
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_rl.commands.simulated import Goodput, Simulated, title
-from megatron_rl.planner import GIB, PHASES, Plan
+from megatron_rl.planner import GIB, HOST_PHASES, PHASES, Plan
 from megatron_rl.predict.step import StepTime
 from megatron_rl.report.html import document, section, table, text
 from megatron_rl.simulation.failures import daly, young
@@ -82,23 +82,27 @@ def _memory(memory: Sequence[tuple[str, Plan]]) -> Iterator[str]:
     names = list(dict.fromkeys(part.name for _, plan in memory for part in plan.components))
     colours = {name: _TURN[i % len(_TURN)] for i, name in enumerate(names)}
     there_is = memory[0][1].gpu_bytes
-    most = max([there_is, *(plan.peak(phase) for _, plan in memory for phase in PHASES)])
+    limits = dict.fromkeys(PHASES, there_is) | dict.fromkeys(HOST_PHASES, memory[0][1].host_bytes)
+    most = max([there_is, *(plan.peak(phase) for _, plan in memory for phase in limits)])
     for label, plan in memory:
         yield f'<div class="card"><b>{text(label)}</b>'
-        for phase in PHASES:
+        for phase, limit in limits.items():
             held = [part for part in plan.components if phase in part.phases]
             pieces = [
                 (part.bytes / most, colours[part.name], f"{part.name}: {part.bytes / GIB:.1f} GiB") for part in held
             ]
-            figure = f"{plan.peak(phase) / GIB:.1f} of {there_is / GIB:.0f} GiB"
-            yield _row(phase, _bar(pieces, limit=there_is / most), figure, over=plan.peak(phase) > there_is)
+            figure = f"{plan.peak(phase) / GIB:.1f} {'GiB' if limit is None else f'of {limit / GIB:.0f} GiB'}"
+            bar = _bar(pieces, limit=None if limit is None else min(1.0, limit / most))
+            yield _row(
+                phase + " (host)" * (phase in HOST_PHASES), bar, figure, limit is not None and plan.peak(phase) > limit
+            )
         yield "</div>"
     yield _legend(colours)
     rows = [
-        [part.name, *(f"{part.bytes / GIB:.1f}" if phase in part.phases else "" for phase in PHASES)]
+        [part.name, *(f"{part.bytes / GIB:.1f}" if phase in part.phases else "" for phase in limits)]
         for part in memory[0][1].components
     ]
-    yield f"<details><summary>GiB, {text(memory[0][0])}</summary>{table(['', *PHASES], rows, len(PHASES))}</details>"
+    yield f"<details><summary>GiB, {text(memory[0][0])}</summary>{table(['', *limits], rows, len(limits))}</details>"
 
 
 def _time(step: StepTime) -> Iterator[str]:

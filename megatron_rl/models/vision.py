@@ -80,7 +80,8 @@ class VisionLanguageModel(GPTModel):
         rope.inv_freq = rope.compute_axial_rope_parameters(rope.config, device)[
             0
         ]  # fp32: a model's dtype rounds buffers
-        pixels = torch.cat([torch.as_tensor(prompt.pixels(), device=device) for prompt in images.prompts])
+        where = self.visual.patch_embed.proj.weight.device
+        pixels = torch.cat([torch.as_tensor(prompt.pixels(), device=where) for prompt in images.prompts])
         grids = torch.cat([torch.as_tensor(prompt.grids, device=device) for prompt in images.prompts])
         seen: Tensor = self.visual(pixels, grids).pooler_output
         return seen

@@ -28,27 +28,39 @@ class HostMemory:
         The largest come first, where they fit; equal calls after `free` give the same places. A new block has at most as much
         as is still missing, or what one size needs.
         """
-        places: dict[int, Tensor] = {}
-        aligned = [max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT for size in sizes]
-        missing = sum(aligned)
-        for i in sorted(range(len(sizes)), key=lambda i: -aligned[i]):
-            number = self._block(aligned[i], missing)
-            start = self._used[number]
-            # By way of NumPy: what is written to disk is a tensor's whole storage.
-            places[i] = torch.from_numpy(self._blocks[number].numpy()[start : start + sizes[i]])
-            self._used[number] += aligned[i]
-            missing -= aligned[i]
-        return [places[i] for i in range(len(sizes))]
-
-    def _block(self, size: int, missing: int) -> int:
-        """The first with room for `size` bytes, made where there is none."""
-        for number, (block, used) in enumerate(zip(self._blocks, self._used, strict=True)):
-            if used + size <= len(block):
-                return number
-        self._blocks.append(device.host_buffer(max(1 << (size - 1).bit_length(), 1 << (missing.bit_length() - 1))))
-        self._used.append(0)
-        return len(self._blocks) - 1
+        blocks = [len(block) for block in self._blocks]
+        places = _laid_out(sizes, blocks, self._used)
+        self._blocks += [device.host_buffer(size) for size in blocks[len(self._blocks) :]]
+        # By way of NumPy: what is written to disk is a tensor's whole storage.
+        return [
+            torch.from_numpy(self._blocks[number].numpy()[start : start + size])
+            for (number, start), size in zip(places, sizes, strict=True)
+        ]
 
     def free(self) -> None:
         """What was taken may be given again; the blocks stay."""
         self._used = [0] * len(self._blocks)
+
+
+def pinned_bytes(sizes: Sequence[int]) -> int:
+    """Of all blocks that `HostMemory` makes for memory of so many bytes each."""
+    blocks = list[int]()
+    _laid_out(sizes, blocks, [])
+    return sum(blocks)
+
+
+def _laid_out(sizes: Sequence[int], blocks: list[int], used: list[int]) -> list[tuple[int, int]]:
+    """The block of each size, and where in it; adds to `blocks`, their bytes, and to `used`, the bytes of each in use."""
+    places: dict[int, tuple[int, int]] = {}
+    aligned = [max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT for size in sizes]
+    missing = sum(aligned)
+    for i in sorted(range(len(sizes)), key=lambda i: -aligned[i]):
+        size = aligned[i]
+        number = next((n for n, block in enumerate(blocks) if used[n] + size <= block), len(blocks))
+        if number == len(blocks):
+            blocks.append(max(1 << (size - 1).bit_length(), 1 << (missing.bit_length() - 1)))
+            used.append(0)
+        places[i] = number, used[number]
+        used[number] += size
+        missing -= size
+    return [places[i] for i in range(len(sizes))]

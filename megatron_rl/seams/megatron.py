@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
@@ -77,6 +77,7 @@ class Buffer(Protocol):
     numel: int
     buckets: Sequence[Bucket]
     grad_data: Tensor
+    param_index_map: Mapping[nn.Parameter, tuple[int, int, int]]  # where each begins and ends in it; and its bucket
 
 
 class LocalRange(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -50,6 +51,26 @@ class Attention(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, _, _ = ctx.saved_tensors  # type: ignore[attr-defined]
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _Window(torch.autograd.Function):
+    """torch's fused attention: [sequences, heads, tokens, d]. Keeps views as they are."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query.transpose(1, 2)).transpose(1, 2)
+        statistics = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, output, statistics)
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _window(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
+    return cast(Tensor, _Window.apply(query, key, value))
 
 
 class Norm(torch.autograd.Function):
@@ -132,6 +153,26 @@ def _unpermute(
     return _Unpermuted.apply(rows, places, restore_shape)
 
 
+# What Megatron-Core's modules call of Transformer Engine's, by their names there; tests/seams holds each to the calls.
+ENGINES: dict[str, dict[str, object]] = {
+    "megatron.core.transformer.moe.moe_utils": {
+        "HAVE_TE": True,
+        "fused_permute_with_probs": _permute,
+        "fused_unpermute": _unpermute,
+        "fused_sort_chunks_by_index": lambda rows, sizes, order: _Same.apply(rows)[0],
+        "fused_sort_chunks_by_index_with_probs": lambda rows, probs, sizes, order: _Same.apply(rows, probs),
+    },
+    "megatron.core.models.common.embeddings.rope_utils": {
+        "fused_apply_rotary_pos_emb_thd": lambda t, *_, **__: _Same.apply(t)[0],
+    },
+    "megatron.core.tensor_parallel.random": {
+        "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
+        "fp8_autocast": lambda *, enabled, fp8_recipe: contextlib.nullcontext(),
+        "activation_recompute_forward": lambda *, activation_recompute, recompute_phase: contextlib.nullcontext(),
+    },
+}
+
+
 def _grouped(activation_recomputed: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """`TEGroupedMLP.forward` itself, over products without weights, for Megatron-Core's experts one after the other."""
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -170,27 +211,11 @@ def fused_kernels(chunks: Sequence[Chunk], activation_recomputed: bool) -> Itera
     """Norms before products, rotary embeddings, SwiGLU, the tokens' way to their experts and back, and the experts, for
     chunks that are used nowhere else. `activation_recomputed`: the experts' (`moe_act`)."""
     from megatron.core.fusions import fused_bias_swiglu
-    from megatron.core.models.common.embeddings import rope_utils
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     def halves(y: Tensor) -> Tensor:
         return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
 
-    moves = {
-        "HAVE_TE": True,
-        "fused_permute_with_probs": _permute,
-        "fused_unpermute": _unpermute,
-        "fused_sort_chunks_by_index": lambda rows, *_: _Same.apply(rows)[0],
-        "fused_sort_chunks_by_index_with_probs": lambda rows, probs, *_: _Same.apply(rows, probs),
-    }
-    no_fp8 = {
-        "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
-        "fp8_autocast": lambda **_: contextlib.nullcontext(),
-        "activation_recompute_forward": lambda **_: contextlib.nullcontext(),
-    }
-    rotary = {"fused_apply_rotary_pos_emb_thd": lambda t, *_, **__: _Same.apply(t)[0]}
     for config in _configs(chunks):
         config.apply_rope_fusion = config.moe_permute_fusion = True
         config.bias_activation_fusion = config.activation_func is torch.nn.functional.silu
@@ -221,15 +246,15 @@ def fused_kernels(chunks: Sequence[Chunk], activation_recomputed: bool) -> Itera
         ]
         for owner, name, new, parameters in functions:
             stack.enter_context(replaced(owner, name, new, parameters))
-        stack.enter_context(_with(moe_utils, moves))
-        stack.enter_context(_with(rope_utils, rotary))
-        stack.enter_context(_with(random, no_fp8))
+        for module, names in ENGINES.items():
+            stack.enter_context(_with(import_module(module), names))
+        stack.enter_context(_with(torch.nn.functional, {"scaled_dot_product_attention": _window}))
         yield
 
 
 @contextlib.contextmanager
 def _with(module: ModuleType, names: Mapping[str, object]) -> Iterator[None]:
-    """The module with names that it has only where Transformer Engine is installed."""
+    """The module with other things behind these names, some of which it has only where Transformer Engine is installed."""
     before = dict(vars(module))
     vars(module).update(names)
     try:
@@ -244,10 +269,12 @@ def _with(module: ModuleType, names: Mapping[str, object]) -> Iterator[None]:
 
 def _configs(chunks: Sequence[Chunk]) -> Iterator[TransformerConfig]:
     """Every configuration that a module of the chunks reads: experts may have their own."""
+    from megatron.core.transformer import TransformerConfig
+
     seen: set[int] = set()
     for chunk in chunks:
         for module in chunk.modules():
             config = getattr(module, "config", None)
-            if config is not None and id(config) not in seen:
+            if isinstance(config, TransformerConfig) and id(config) not in seen:
                 seen.add(id(config))
                 yield config

@@ -1,7 +1,8 @@
 """`megatron_rl.exact` in a process of its own, and the same with tensors that have content; prints JSON.
 
 Called as `python -m tests.recipes.counted CASES`. A case: `recipe`, `overrides`, `model` (its config.json), `world`, `fused`,
-`content` (tensors on the CPU), and `ranks`: what these hold, only built; null: all stages, with their passes. A string is a
+`content` (tensors on the CPU), and `ranks`: what these hold, only built, with the optimizer's bytes of all ranks of their
+stage; null: all stages, with their passes. A string is a
 refusal.
 """
 
@@ -15,7 +16,9 @@ from dataclasses import asdict
 from typing import Any
 
 
-def cpu_attention(query: Any, key: Any, value: Any, is_causal: bool, scale: float | None, enable_gqa: bool) -> Any:
+def cpu_attention(
+    query: Any, key: Any, value: Any, is_causal: bool, scale: float | None, enable_gqa: bool = False, **_: Any
+) -> Any:
     """The kernel that torch takes on a CPU; for tensors without content it would take another."""
     import torch
 
@@ -41,12 +44,18 @@ def main() -> None:
         config = load_recipe(case["recipe"], case["overrides"])
         try:
             if case["ranks"] is None:
-                found.append([asdict(memory) for memory in exact.measure(config, model, world, case["fused"], where)])
+                found.append(
+                    [asdict(memory) for memory in exact.measure(config, model, world, fused=case["fused"], where=where)]
+                )
                 continue
             of_ranks = []
             for rank in case["ranks"]:
                 with exact.built_rank(exact.with_plain_layers(config), model, rank, world, where) as (actor, _):
-                    of_ranks.append(asdict(exact.state_of(actor)))
+                    held = exact.state_of(actor)
+                    of_ranks.append(
+                        asdict(held)
+                        | {"of_stage": [own for _, own in exact._optimizer_bytes(actor, held.optimizer_bytes)]}
+                    )
             found.append(of_ranks)
         except ValueError as error:
             found.append(str(error))

@@ -92,7 +92,6 @@ BROKEN = [
         "must be a multiple of actor.parallel.tensor x pipeline x context (2 x 8 x 64 = 1024)",
     ),
     (LARGE, "parallel.expert=32", "`actor.parallel.expert` (32) must divide the 16 ranks of a pipeline stage"),
-    (("../cpu/visual", 1), "tokens_per_microbatch=8192", "`--exact` does not count a vision tower yet"),
     (("qwen3-235b-a22b", 15), "", "must be a multiple of actor.parallel.tensor x pipeline x context (2 x 8 x 2 = 32)"),
 ]
 

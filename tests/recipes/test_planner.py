@@ -13,16 +13,22 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.actor import ActorConfig, FP8Config, MoEConfig, ParallelConfig
+from megatron_rl.config.algorithm import AlgorithmConfig, KLConfig
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.published import published_config, published_names
-from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.config.schema import CheckpointConfig, Config, RolloutConfig
 from megatron_rl.models import model_of
 from megatron_rl.passes import activation_bytes_per_token
 from megatron_rl.planner import (
+    BUCKETS,
     CHECK,
+    CHECKPOINT,
     GENERATE,
     GIB,
     GRADIENTS,
+    LOAD,
+    OFFLOAD,
+    OLD,
     OPTIMIZER,
     PHASES,
     SYNC,
@@ -228,12 +234,14 @@ def test_offload_takes_gradients_and_optimizer_out_of_the_engines_phases() -> No
     state = 4 * 8_190_735_360 + 12 * 8_190_735_360 / 8
     for phase in (GENERATE, SYNC):
         assert resident.peak(phase) - offloaded.peak(phase) == pytest.approx(state)
-    assert resident.peak(UPDATE) == offloaded.peak(UPDATE)
-    assert offloaded.host_bytes_per_gpu == pytest.approx(12 * 8_190_735_360 / 8)
+    for phase in (LOAD, OLD, UPDATE):
+        assert resident.peak(phase) == offloaded.peak(phase)
+    assert resident.peak(OFFLOAD) == 0
+    assert offloaded.peak(OFFLOAD) == pytest.approx(12 * 8_190_735_360 / 8)
     without = plan_for("Qwen3-8B", offload=True, offload_weights=True)
     weights = 2 * 8_190_735_360
     assert offloaded.peak(GENERATE) - without.peak(GENERATE) == pytest.approx(weights)
-    assert without.host_bytes_per_gpu - offloaded.host_bytes_per_gpu == pytest.approx(weights)
+    assert without.peak(OFFLOAD) - offloaded.peak(OFFLOAD) == pytest.approx(weights)
     assert [without.peak(phase) for phase in (SYNC, UPDATE, CHECK)] == [
         offloaded.peak(phase) for phase in (SYNC, UPDATE, CHECK)
     ]
@@ -254,7 +262,28 @@ def test_experts_that_are_replayed_are_kept_for_the_tokens_of_the_engines_cache(
     )
     plan = make_plan(config, model_of(model_config("Qwen3-30B-A3B")), 8, 79 * GIB)
     assert plan.cache_tokens > 1e6
-    assert plan.host_bytes_per_gpu == pytest.approx(48 * 8 * plan.cache_tokens)
+    assert plan.peak(OFFLOAD) == pytest.approx(48 * 8 * plan.cache_tokens)
+
+
+def test_a_reference_takes_the_weights_place_while_it_is_scored() -> None:
+    model, weights = model_of(model_config("Qwen3-8B")), 2 * 8_190_735_360
+    plain, penalised = (
+        make_plan(Config(algorithm=AlgorithmConfig(kl=KLConfig(coef=coef))), model, 8, 79 * GIB) for coef in (0, 0.1)
+    )
+    assert penalised.peak(OLD) - plain.peak(OLD) == penalised.peak(OFFLOAD) == weights
+    assert penalised.peak(UPDATE) == plain.peak(UPDATE)
+
+
+def test_a_host_that_is_too_small_is_named_with_the_phase() -> None:
+    config = Config(actor=ActorConfig(offload=True), checkpoint=CheckpointConfig(every=10))
+    plan = make_plan(config, model_of(model_config("Qwen3-8B")), 8, 79 * GIB, host_bytes=16 * GIB)
+    copied = (2 + 12) * 8_190_735_360 / 8
+    assert plan.peak(CHECKPOINT) == pytest.approx(plan.peak(OFFLOAD) + copied)
+    [problem] = [problem for problem in plan.problems() if "host" in problem]
+    assert problem.startswith(
+        "phase checkpoint needs 8.8 GiB of the host's memory, for each GPU, more than there is; what h"
+    )
+    assert "checkpoint.every=0, actor.offload=false" in problem
 
 
 def part(plan: Plan, name: str) -> float:
@@ -263,17 +292,18 @@ def part(plan: Plan, name: str) -> float:
 
 
 def test_a_sync_takes_two_buckets_each_way_and_whole_tensors_more() -> None:
-    assert part(plan_for("Qwen3-8B"), "sync: under way") == 4 * 256 * 2**20
+    assert part(plan_for("Qwen3-8B"), BUCKETS) == 4 * 256 * 2**20
     # Sixteen experts' share of each of 8 stages' layers, in bf16 and in FP8: gate, up and down are 1536 x 4096 each.
     collected = 8 * 16 * 3 * 1536 * 4096 * 3
     rollout = RolloutConfig(tensor_parallel=8, expert_parallel=True, fp8="blockwise")
     found = plan_for("Qwen3-235B-A22B", 128, rollout, parallel=ParallelConfig(pipeline=8, expert=16))
-    assert part(found, "sync: under way") == GIB + collected
+    assert part(found, BUCKETS) == GIB
+    assert part(found, "sync: layers made anew") == collected
     whole = RolloutConfig(sync="whole")
     experts = 3 * 128 * 1536 * 4096 * 2
-    gathered = part(plan_for("Qwen3-235B-A22B", 128, whole), "sync: under way")
+    gathered = part(plan_for("Qwen3-235B-A22B", 128, whole), BUCKETS)
     assert experts < gathered < 2 * experts + GIB
-    assert part(plan_for("Qwen3-8B", 8, whole), "sync: under way") == 3 * 151_936 * 4096 * 2
+    assert part(plan_for("Qwen3-8B", 8, whole), BUCKETS) == 3 * 151_936 * 4096 * 2
 
 
 def test_the_sync_check_runs_the_actor_beside_its_state_before_the_engine_wakes() -> None:

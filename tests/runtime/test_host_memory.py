@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from megatron_rl.runtime import device
-from megatron_rl.runtime.host_memory import HostMemory
+from megatron_rl.runtime.host_memory import HostMemory, pinned_bytes
 
 # What a rank copies: many tensors of a few sizes just above a power of two, or a large one among small ones.
 NEEDS = {
@@ -32,6 +32,7 @@ def test_little_more_is_pinned_than_is_needed(made: mock.Mock, sizes: list[int])
     assert all(size.bit_count() == 1 for size in pinned), "what torch would round up"
     aligned = sum(-(-size // 256) * 256 for size in sizes)
     assert aligned <= sum(pinned) <= 1.06 * aligned
+    assert pinned_bytes(sizes) == sum(pinned)
 
 
 def test_what_is_taken_overlaps_nothing_until_it_is_free_and_comes_back_in_its_places(made: mock.Mock) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -157,6 +159,23 @@ def test_vllm_takes_nothing_but_a_function_from_the_image_processor_that_needs_t
     check_parameters(
         found("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.smart_resize"), vllm_images.SMART_RESIZE
     )
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "new"),
+    [(module, name, new) for module, names in megatron_meta.ENGINES.items() for name, new in names.items()],
+)
+def test_what_stands_for_transformer_engine_takes_what_megatron_gives_it(module: str, name: str, new: Any) -> None:
+    """Most names are in Megatron-Core's modules only where Transformer Engine is installed, so the calls are read."""
+    nodes = list(ast.walk(ast.parse(inspect.getsource(importlib.import_module(module)))))
+    if not callable(new):
+        uses = [node for node in nodes if isinstance(node, ast.Attribute | ast.If) and name in ast.unparse(node)]
+        assert uses, f"{module} does not use {name}"
+        return
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == name]
+    assert calls, f"{module} does not call {name}"
+    for call in calls:
+        inspect.signature(new).bind(*call.args, **{str(given.arg): given.value for given in call.keywords})
 
 
 def test_patches_are_undone_and_refuse_another_signature() -> None:
