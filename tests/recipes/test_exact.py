@@ -247,7 +247,7 @@ def test_the_arithmetic_is_near_what_is_counted_of_every_recipe(counted: dict[st
         most = max(rank["update_bytes"] for rank in ranks)
         assert sizes[ACTIVATIONS] + sizes[HEAD] == pytest.approx(most, rel=0.1), name
         assert sizes.get(LOADING, 0) == pytest.approx(fullest["load_bytes"], rel=0.02, abs=GIB / 16), name
-        assert 0.9 < sizes[FORWARD] / max(rank["forward_bytes"] for rank in ranks) < 1.3, name
+        assert 0.5 < sizes[FORWARD] / max(rank["forward_bytes"] for rank in ranks) < 1.3, name
         assert all(rank["sync_bytes"] <= sizes[BUCKETS] for rank in ranks), name
 
 
