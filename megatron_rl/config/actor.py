@@ -137,7 +137,7 @@ class ActorConfig:
     recompute: Literal["none", "selective", "full"] = key(
         "none",
         "what is computed again in the backward pass instead of kept: parts of every layer (`recompute_modules`), or "
-        "whole layers (`recompute_layers`)",
+        "whole layers (`recompute_layers`); with either, every block of a vision tower",
     )
     recompute_modules: list[Recomputed] = key(
         ["mlp", "moe"],

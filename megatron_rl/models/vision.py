@@ -47,6 +47,8 @@ class VisionLanguageModel(GPTModel):
         super().__init__(*args, **kwargs, scatter_embedding_sequence_parallel=False)
         if self.pre_process:
             self.visual = _tower(vision).to(self.config.params_dtype)
+            if self.config.recompute_granularity is not None:  # each of its blocks; nothing in them is random
+                self.visual.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
     def forward(
         self,

@@ -37,6 +37,7 @@ ONE += [
     Layout("recompute attention", actor={**SELECTIVE, "recompute_modules": ["core_attn"]}),
     Layout("recompute experts", experts=True, actor=SELECTIVE),
     Layout("recompute experts, replayed", experts=True, replay=True, actor=SELECTIVE),
+    Layout("recompute full, images", images=True, actor=FULL),
     Layout("recompute full, replayed", experts=True, replay=True, actor=FULL),
     Layout("recompute full", actor=FULL),
     Layout("recompute two layers", actor={**FULL, "recompute_layers": 2}),
