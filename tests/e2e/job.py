@@ -137,8 +137,9 @@ class Job:
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self._read()
-        deadline = time.monotonic() + 10
-        while processes_of(self.run_dir) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 120
+        while left := processes_of(self.run_dir):
+            assert time.monotonic() < deadline, left
             time.sleep(0.05)
 
     def _read(self) -> None:
