@@ -118,6 +118,11 @@ class LoRAConfig:
         "what training begins with: a PEFT folder, as a run's `adapter/` is, of `model.path` and of this rank, alpha and "
         "targets; null: fresh adapters",
     )
+    sync: Literal["merged", "adapters"] = key(
+        "merged",
+        "what the engine gets: `merged`, the whole model with the adapters in its matrices; `adapters`, only these, which "
+        "vLLM adds beside the model that it has read from `model.path`: [lora.md](lora.md#adapters-in-the-engine)",
+    )
 
     @property
     def scale(self) -> float:

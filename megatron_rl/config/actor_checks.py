@@ -63,6 +63,10 @@ def _check_lora(config: Config, command: str) -> Iterator[str]:
         yield "`actor.lora.targets` is empty: no adapter would be trained; name linear layers, or all-linear"
     if lora.experts and config.actor.parallel.expert_tensor > 1:
         yield "`actor.lora.experts` needs whole experts on every rank; set actor.parallel.expert_tensor=1"
+    if lora.sync == "adapters" and config.rollout.fp8 != "none":
+        yield "`actor.lora.sync=adapters` is not for weights in FP8; set it to merged, or rollout.fp8=none"
+    if lora.sync == "adapters" and config.rollout.sync == "whole":
+        yield "`rollout.sync` has no effect with `actor.lora.sync=adapters`, which always go whole; set it to sliced"
     if config.actor.freeze_vision_tower:
         yield "`actor.freeze_vision_tower` has no effect with `actor.lora`, which trains adapters only; set it to false"
     if config.actor.fp8 is not None and config.actor.fp8.param_gather:

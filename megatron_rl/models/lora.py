@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_rl.config.actor import LoRAConfig
 
 ALL = "all-linear"
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # largest ranks that an engine of vLLM's may be made for
 MODULE = "lora"  # Megatron's linear layer has its adapters in a child module of this name
 PEFT_PREFIX = "base_model.model."  # before the names of modules in PEFT's files
 
@@ -62,6 +63,30 @@ def check_lora(lora: LoRAConfig, model: Model) -> Iterator[str]:
                 f"`actor.lora.rank` ({lora.rank}) is larger than the model's {module_of(tensor)}, {sizes[0]} x {sizes[1]}; "
                 f"make it at most {min(sizes)}"
             )
+    if lora.sync == "adapters":
+        yield from _check_engine(lora, model)
+
+
+def _check_engine(lora: LoRAConfig, model: Model) -> Iterator[str]:
+    """What adapters in the engine rule out."""
+    for what, found in (
+        ("a mixture of experts", model.dims["experts"]),
+        ("a model that reads images", model.description.vision),
+        (f"a rank above {ENGINE_RANKS[-1]}", lora.rank > ENGINE_RANKS[-1]),
+    ):
+        if found:
+            yield f"`actor.lora.sync=adapters` is not for {what}; set it to merged"
+
+
+def engine_options(lora: LoRAConfig, model: Model) -> dict[str, object]:
+    """vLLM's options where it adds the adapters itself, to weights that it reads by itself."""
+    return {
+        "load_format": "auto",
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in ENGINE_RANKS if rank >= lora.rank),
+        "lora_target_modules": targets_of(lora, model),
+    }
 
 
 def adapters_of(model: Model, lora: LoRAConfig) -> Model:

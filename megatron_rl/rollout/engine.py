@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from torch import Tensor
 
+from megatron_rl.config.actor import LoRAConfig
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.images import ImageReader, PromptImages
 from megatron_rl.models import Model, fp8, model_of, read_hf_config
+from megatron_rl.models.lora import engine_options, targets_of
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.seams import vllm as seam
+from megatron_rl.seams import vllm_lora
 from megatron_rl.seams.vllm_experts import returned
 from megatron_rl.seams.vllm_images import register_images_only
 
@@ -68,8 +71,9 @@ class Completion:
 class Engine:
     """This rank's part of one vLLM engine: a queue of requests, weights, and the device's memory.
 
-    `folder` is a Hugging Face folder with config and tokenizer; weights come by `load_weights` only. `images`: how many a
-    prompt may have, of a model that reads them, and by what.
+    `folder` is a Hugging Face folder with config and tokenizer; weights come from the actor only. With
+    `actor.lora.sync=adapters` only adapters do, beside the folder's weights. `images`: how many a prompt may have, of a
+    model that reads them, and by what.
     """
 
     def __init__(
@@ -96,7 +100,12 @@ class Engine:
         if self.config.fp8 != "none":
             self._in_fp8 = fp8.quantised_modules(model, self.config.fp8_skip)
         self._parameters_in_fp8 = fp8.vllm_parameters(model, self._in_fp8)
-        options = gpu_options(self.config, model) if device.has_gpu() else cpu_options(self.config)
+        options: dict[str, object] = {"load_format": "dummy"}
+        options |= gpu_options(self.config, model) if device.has_gpu() else cpu_options(self.config)
+        self._adapters: LoRAConfig | None = None  # that the engine adds itself
+        if config.actor.lora.sync == "adapters":
+            self._adapters, self._targets = config.actor.lora, targets_of(config.actor.lora, model)
+            options |= engine_options(config.actor.lora, model)
         if images is not None:
             most, reader = images
             register_images_only(reader.processor)
@@ -112,7 +121,6 @@ class Engine:
             self.llm = LLM(
                 model=str(folder),
                 tokenizer=str(folder),
-                load_format="dummy",
                 dtype=config.model.dtype,
                 tensor_parallel_size=tp,
                 enable_expert_parallel=self.config.expert_parallel,
@@ -144,7 +152,12 @@ class Engine:
         if not requests:
             return
         prompts = [_prompt(request) for request in requests]
-        names = self.llm.enqueue(prompts, [_parameters(request) for request in requests], use_tqdm=False)
+        names = self.llm.enqueue(
+            prompts,
+            [_parameters(request) for request in requests],
+            lora_request=None if self._adapters is None else vllm_lora.request(),
+            use_tqdm=False,
+        )
         # vLLM adds to a name what makes it unique; its outputs have the name without.
         self._queue |= {name.partition("-")[0]: request for name, request in zip(names, requests, strict=True)}
 
@@ -190,6 +203,13 @@ class Engine:
             yield loader
         self._has_taken(version)
 
+    def load_adapters(self, adapters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replaces the adapters that the engine adds itself by (PEFT's name, full tensor) pairs. See `load_weights`."""
+        lora = self._adapters
+        assert lora is not None
+        vllm_lora.load(self.llm, adapters, lora.rank, lora.scale, self._targets)
+        self._has_taken(version)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """vLLM's parameters on this rank, as they are loaded."""
         [shapes] = self.llm.apply_model(seam.loaded_shapes)
@@ -229,9 +249,12 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------- GPU memory
     def sleep(self) -> None:
-        """GPU: frees the memory of weights and KV cache; the next use must wake and reload. CPU: no effect."""
+        """GPU: frees the memory of weights and KV cache; the next use must wake and reload. CPU: no effect.
+
+        Weights beside adapters, which no sync brings, go to the host.
+        """
         if device.has_gpu():
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=2 if self._adapters is None else 1)
 
     def wake_weights(self) -> None:
         if device.has_gpu():

@@ -16,6 +16,7 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
 from megatron_rl.images import PromptImages
+from megatron_rl.models.gather import iter_hf_weights
 from megatron_rl.models.placement import ActorLayout, EngineLayout, unplaced
 from megatron_rl.models.reshard import BUCKET_BYTES, Plan, make_plan
 from megatron_rl.rollout.engine import Engine
@@ -74,6 +75,7 @@ class WeightSync:
 
     Attributes:
         transfer: brings each rank its slices; None: every tensor is gathered whole on every rank.
+        adapters: what goes to the engine, where it is not the whole model.
         whole_because: why it is None where the recipe wants it.
     """
 
@@ -81,7 +83,8 @@ class WeightSync:
         self.grid, self.actor, self.engine = grid, actor, engine
         self.transfer: Transfer | None = None
         self.whole_because: str | None = None
-        if config.rollout.sync == "sliced":
+        self.adapters = actor.adapters if config.actor.lora.sync == "adapters" else None
+        if config.rollout.sync == "sliced" and self.adapters is None:
             self.whole_because = _no_plan(config, grid, actor, engine)
             if self.whole_because is None:
                 timeout = timedelta(minutes=config.launch.timeout_minutes)
@@ -93,11 +96,17 @@ class WeightSync:
         self.tolerance = given if given is not None else default
 
     def push(self) -> None:
-        """Every weight from the actor into the engine, compared with what the actor's ranks hold.
+        """Every weight from the actor into the engine, compared with what the actor's ranks hold; or its adapters, which only
+        the check of log-probs compares.
 
         Raises:
             SyncError: on all ranks, where a tensor did not come or is another one; names the first.
         """
+        if self.adapters is not None:
+            actor = self.actor
+            adapters = iter_hf_weights(actor.chunks, self.adapters.family, actor.hf_config, actor.parallel)
+            self.engine.load_adapters(adapters, actor.optimizer_steps)
+            return
         if self.transfer is None:
             self._push_whole()
             return
@@ -168,6 +177,11 @@ class WeightSync:
         bad_ranks = [rank for rank, difference in enumerate(by_rank) if not difference.within(self.tolerance)]
         bad_engines = sorted({rank // self.engine.config.tensor_parallel for rank in bad_ranks})
         where = f"Engines affected: {bad_engines} of {self.engine.engines}."
+        if self.adapters is not None:
+            return (
+                f"{where} The engine adds the actor's adapters to the weights that it has read from the model's folder; "
+                "nothing compares either with the actor's. With actor.lora.sync=merged every tensor is compared."
+            )
         self.engine.drop_cache()
         self.actor.onload_weights()
         kept_bad = None

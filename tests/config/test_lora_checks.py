@@ -10,7 +10,11 @@ import pytest
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config import ConfigError, check, load_recipe
+from megatron_rl.config.actor import LoRAConfig
 from megatron_rl.config.checks import Machine
+from megatron_rl.config.published import published_config
+from megatron_rl.models import model_of
+from megatron_rl.models.lora import check_lora
 from megatron_rl.trainer.adapters import AdapterFacts
 from megatron_rl.trainer.adapters import check as check_adapters
 
@@ -36,12 +40,43 @@ OWN: AdapterFacts = {
         (["alpha=16"], "no effect while `actor.lora.rank` is 0"),
         (["rank=65"], r"\(65\) is larger than the model's k_proj, 64 x 128; make it at most 64"),
         (["rank=8", "experts=true"], "for experts, and the model has none"),
+        (["sync=adapters"], "no effect while `actor.lora.rank` is 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_key(overrides: list[str], words: str) -> None:
     config = load_recipe(QUICKSTART, [f"actor.lora.{each}" for each in overrides])
     with pytest.raises(ConfigError, match=words):
         check(config, machine=Machine(gpus=0))
+
+
+@pytest.mark.parametrize(
+    ("model", "rank", "words"),
+    [
+        ("Qwen3-30B-A3B", 8, "a mixture of experts"),
+        ("Qwen2.5-VL-3B-Instruct", 8, "a model that reads images"),
+        ("Qwen3-8B", 513, "a rank above 512"),
+        ("Qwen3-8B", 512, None),
+    ],
+)
+def test_models_beside_which_the_engine_adds_no_adapters(model: str, rank: int, words: str | None) -> None:
+    lora, config = LoRAConfig(rank=rank, sync="adapters"), published_config(model)
+    assert config is not None
+    refused = [f"`actor.lora.sync=adapters` is not for {words}; set it to merged"] if words else []
+    assert list(check_lora(lora, model_of(config))) == refused
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.fp8=blockwise", "is not for weights in FP8"),
+        ("rollout.sync=whole", "`rollout.sync` has no effect with `actor.lora.sync=adapters`"),
+    ],
+)
+def test_what_adapters_in_the_engine_rule_out(override: str, words: str) -> None:
+    lora = ["actor.lora.rank=8", "actor.lora.sync=adapters"]
+    check(load_recipe(QUICKSTART, lora), machine=Machine(gpus=0))
+    with pytest.raises(ConfigError, match=words):
+        check(load_recipe(QUICKSTART, [*lora, override]), machine=Machine(gpus=0))
 
 
 def test_a_warm_up_that_the_reference_policy_would_not_have_is_refused() -> None:

