@@ -30,8 +30,11 @@ def test_fine_tuning_evaluates_by_loss_and_by_generation_and_rl_goes_on_from_its
     assert losses[0] > losses[1] > losses[2]
 
     begin = (f"model.path={tuning.run_dir / 'model'}", f"actor.lora.path={tuning.run_dir / 'adapter'}", "sft.steps=0")
-    rl = Job(tmp_path / "rl", *LORA, *begin, "trainer.steps=1", "checkpoint.export=false")
+    by_vllm = "actor.lora.sync=adapters"  # whose evaluation below is then also that of the merged weights above
+    rl = Job(tmp_path / "rl", *LORA, *begin, by_vllm, "trainer.steps=1", "checkpoint.export=false")
     rl.succeed()
+    [drawn] = (row["mismatch/abs_log_ratio_max"] for row in rows(rl.run_dir) if "mismatch/abs_log_ratio_max" in row)
+    assert drawn < 1e-4
     first, *_ = (row for row in rows(rl.run_dir) if "eval/held_out/avg@1" in row)
     assert first["step"] == 0
     assert first["eval/held_out/avg@1"] == tuned[-1]["eval/held_out/avg@1"]
