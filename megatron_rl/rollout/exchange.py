@@ -57,8 +57,9 @@ def exchange(grid: Grid, rollouts: Rollouts, needs: Sequence[Need]) -> dict[int,
             receives += [_Message(tag, source, rows) for source, rows in by_source.items()]
 
     sizes, failed = sizes_of(rollouts), list[ExchangeError]()
-    incoming = _buffers([sizes[message.rows] for message in receives], _new_memory)
-    outgoing = _buffers([sizes[message.rows] for message, _ in sends], grid.near.room if grid.near else _new_memory)
+    room = (grid.near.reads.take, grid.near.shows.take) if grid.near else (_new_memory, _new_memory)
+    incoming = _buffers([sizes[message.rows] for message in receives], room[0])
+    outgoing = _buffers([sizes[message.rows] for message, _ in sends], room[1])
     works: list[tuple[dist.Work | None, str, list[int]]] = []
     for (tag, source, rows), (whole, _) in zip(receives, incoming, strict=True):
         if len(whole) and source not in near:

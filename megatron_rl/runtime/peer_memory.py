@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,23 @@ class _Span(ctypes.Structure):
     _fields_ = (("begin", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
 
+class Room:
+    """Memory that is kept for the next use: to touch new pages takes longer than to copy."""
+
+    def __init__(self) -> None:
+        self._renew(0)
+
+    def take(self, size: int) -> np.ndarray:
+        """uint8 [size]: what was taken before, or new memory where that is too small, or where an array still views it."""
+        if len(self._memory) < size or sys.getrefcount(self._memory) > self._unused:
+            self._renew(size)
+        return self._memory[:size]
+
+    def _renew(self, size: int) -> None:
+        self._memory = np.empty(size, dtype=np.uint8)
+        self._unused = sys.getrefcount(self._memory)  # a view holds a reference to the array whose memory it is
+
+
 @dataclass
 class Neighbours:
     """The ranks of this host, which read one another's memory.
@@ -35,18 +53,14 @@ class Neighbours:
     Attributes:
         boards: process and address, by rank.
         own: this rank's: int64 [2].
-        memory: of this rank, for what others read. It is kept: to touch new pages takes longer than to copy.
+        shows: memory of this rank, for what others read.
+        reads: memory of this rank, for what it reads of others.
     """
 
     boards: dict[int, tuple[int, int]]
     own: np.ndarray
-    memory: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
-
-    def room(self, size: int) -> np.ndarray:
-        """uint8 [size] of `memory`."""
-        if len(self.memory) < size:
-            self.memory = np.empty(size, dtype=np.uint8)
-        return self.memory[:size]
+    shows: Room = field(default_factory=Room)
+    reads: Room = field(default_factory=Room)
 
     def show(self, what: np.ndarray) -> None:
         """What others may read now; the caller keeps it, unchanged, until all of them have gone on."""

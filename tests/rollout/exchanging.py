@@ -162,8 +162,22 @@ def to_rank_0(grid: Grid, folder: Path) -> None:
     )
 
 
+def received_before(grid: Grid, folder: Path) -> None:
+    """A rollout that an earlier exchange brought stays as it was while later ones bring theirs."""
+    grid = with_neighbours(grid)
+    kept: list[tuple[Rollout, Rollout]] = []
+    for seed in range(0, 8, 2):
+        rollouts, everything = rollouts_of(seed, 8, grid.rank, grid.world, 1)
+        got = exchange(grid, rollouts, [([rank], range(len(rollouts))) for rank in range(grid.world)])
+        kept.append(next((got[row], everything[row]) for row in got if row not in rollouts.held))
+        for rollout, there in kept:
+            np.testing.assert_array_equal(rollout.tokens, there.tokens)
+            np.testing.assert_array_equal(rollout.logprobs, there.logprobs)
+
+
 def everything(grid: Grid, folder: Path) -> None:
     every_layout(grid, folder)
+    received_before(grid, folder)
     none_may_read(grid, folder)
     bytes_of_worlds(grid, folder)
     gathered(grid, folder)

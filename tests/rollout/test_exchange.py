@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron_rl.runtime.peer_memory import Room
 from tests import ranks
 
 from . import exchanging
@@ -13,6 +15,16 @@ from . import exchanging
 
 def test_every_rank_gets_what_it_needs_and_no_more_bytes_in_a_larger_world(tmp_path: Path) -> None:
     ranks.start(exchanging.in_world, exchanging.WORLD, str(tmp_path), exchanging.WORLD, 60, exchanging.everything)
+
+
+def test_memory_is_taken_again_when_nothing_views_it() -> None:
+    room = Room()
+    taken = room.take(64)
+    kept = taken[8:24].view(np.int32)[1:]
+    del taken
+    assert not np.shares_memory(room.take(32), kept)
+    place = room.take(32).ctypes.data
+    assert [room.take(size).ctypes.data for size in (32, 16)] == [place, place]
 
 
 @pytest.mark.parametrize("of_one_host", ["", "near"])
