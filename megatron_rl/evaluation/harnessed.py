@@ -32,6 +32,7 @@ from megatron_rl.runtime.spawn import die_with_parent, last_lines
 FOLDER = "harness"  # below the run folder, once all is done
 _SHOWN = 15  # last lines of what failed
 _LOOK = 0.5  # seconds between two looks at the programs
+_ASK, _GONE = 30, 300  # seconds between two questions to a server elsewhere, and after which one that does not answer is lost
 
 
 def evaluate_by_harness(log: Log, urls: Sequence[str], name: str | None, gpus: int) -> int:
@@ -124,7 +125,8 @@ def _run(log: Log, job: Job, server: subprocess.Popen[bytes] | None) -> None:
     """The harness's commands, one after the other.
 
     Raises:
-        OSError: one that failed, or the server did, with its last lines.
+        OSError: one that failed, or the server did, with its last lines; or a server elsewhere that no longer answers, which
+            some harnesses would ask for ever.
     """
     name, endpoint = str(job.config.evaluation.harness.name), job.config.evaluation.endpoint
     harness, output = HARNESSES[name], job.folder / f"{name}.log"
@@ -136,10 +138,19 @@ def _run(log: Log, job: Job, server: subprocess.Popen[bytes] | None) -> None:
         process = _start(
             [str(programs(name) / program), *arguments], output, {harness.key: key, **harness.variables(job)}
         )
+        asked = answered = time.monotonic()
         try:
             while process.poll() is None:
                 if server is not None and server.poll() is not None:
                     raise OSError(_failed("vLLM's server", server.returncode, job.folder / "server.log"))
+                if server is None and time.monotonic() - asked > _ASK:
+                    asked = time.monotonic()
+                    try:
+                        find_server(job.server.urls, job.server.name, endpoint, longest=0)
+                        answered = time.monotonic()
+                    except ValueError as error:
+                        if (silent := time.monotonic() - answered) > _GONE:
+                            raise OSError(f"no answer for {silent:.0f} s: {error}") from None
                 time.sleep(_LOOK)
         finally:
             end(process)

@@ -1,0 +1,39 @@
+"""What `evaluate --harness` does while the harness runs; the real packages are in tests/e2e/test_harnesses.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.schema import EvaluationConfig, HarnessConfig
+from megatron_rl.evaluation import harnessed
+from megatron_rl.evaluation.endpoint import Server
+from megatron_rl.evaluation.harnesses import HARNESSES, Job
+
+from .server import serving
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_server_elsewhere_that_no_longer_answers_ends_the_harness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
+) -> None:
+    """evalplus asks a server that is gone for ever; a program that waits stands in for it."""
+    (tmp_path / "waits").symlink_to("/bin/sleep")
+    waits = replace(HARNESSES["evalplus"], commands=lambda job: [["waits", "2" if alive else "60"]])
+    monkeypatch.setitem(HARNESSES, "evalplus", waits)
+    monkeypatch.setattr(harnessed, "programs", lambda name: tmp_path)
+    monkeypatch.setattr(harnessed, "_ASK", 0.1)
+    monkeypatch.setattr(harnessed, "_GONE", 0.5)
+    config: Any = SimpleNamespace(evaluation=EvaluationConfig(harness=HarnessConfig(name="evalplus")))
+    log: Any = SimpleNamespace(phase=lambda phase: None, note=lambda note: None)
+    with serving(lambda request, attempt: (500, {})) as server:
+        job = Job(config, Server((server.url,), "tiny"), tmp_path)
+        if alive:
+            harnessed._run(log, job, None)
+    if not alive:
+        with pytest.raises(OSError, match=r"no answer for [0-9]+ s: http://127.0.0.1:[0-9]+/v1/models"):
+            harnessed._run(log, job, None)
