@@ -32,10 +32,8 @@ from megatron_rl.runtime.spawn import die_with_parent, last_lines
 FOLDER = "harness"  # below the run folder, once all is done
 _SHOWN = 15  # last lines of what failed
 _LOOK = 0.5  # seconds between two looks at the programs
-_ASK, _GONE = (
-    30,
-    300,
-)  # seconds between two questions to a server elsewhere, and after which one that does not answer is lost
+_ASK = 30  # seconds between two questions to a server elsewhere
+_GONE = 300  # seconds without an answer after which it is lost
 
 
 def evaluate_by_harness(log: Log, urls: Sequence[str], name: str | None, gpus: int) -> int:

@@ -85,18 +85,16 @@ class Transfer:
         self._held: dict[Key, Tensor] = {}  # values of the parameters that the current bucket reads
         self._checksums = Checksums()
         self._integers: dict[Move, torch.dtype] = {}
-        self._sent, self._there = (
-            _by_peer(grid.world),
-            _by_peer(grid.world),
-        )  # checksums at the source and at the target
+        self._sent = _by_peer(grid.world)  # checksums at the source
+        self._there = _by_peer(grid.world)  # and at the target
         self.wanted = dict.fromkeys(self._plan.parameters, 0)  # elements that come for each of the engine's parameters
         for bucket in self._plan.buckets:
             for move in _arriving(bucket):
                 self.wanted[self._name(move.box)] += self._size(move)
         for rule in self.model.parameters:
-            for layer in (
-                layers_of(self.model, rule) if rule.sharding is not Sharding.VOCAB else ()
-            ):  # the vocabulary is padded
+            if rule.sharding is Sharding.VOCAB:
+                continue  # it is padded
+            for layer in layers_of(self.model, rule):
                 name = rule.engine.format(layer=layer)
                 if self.wanted[name] != (size := math.prod(self._plan.parameters[name])):
                     raise SyncError(
