@@ -155,13 +155,11 @@ class Rollouts:
     count: int
     facts: np.ndarray  # FACTS [rows]
     held: dict[int, Rollout]  # by row, of this rank's engine
-    experts: np.dtype | None = (
-        None  # of a token's entry in `Rollout.experts`, [layers, experts per token]; None: there are none
-    )
+    # Of a token's entry in `Rollout.experts`, [layers, experts per token]; None: there are none.
+    experts: np.dtype | None = None
     columns: tuple[str, ...] = ()  # of the rewards
-    rewards: np.ndarray = field(
-        default_factory=lambda: np.zeros((0, 0))
-    )  # float64 [rows, columns]; NaN: it has no value
+    # float64 [rows, columns]; NaN: it has no value
+    rewards: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
 
     def __len__(self) -> int:
         return len(self.facts)

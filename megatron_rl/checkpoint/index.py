@@ -48,9 +48,8 @@ _KNOWN = {
     ("builtins", "set"),
     ("pathlib", "PosixPath"),  # the folder it was written to
 }
-_TORCH_VALUES = re.compile(
-    r"bool|b?float\d+\w*|u?int\d+|complex\d+|(contiguous|preserve)_format|channels_last(_3d)?"
-)  # names of dtypes and memory formats
+# Names of dtypes and memory formats.
+_TORCH_VALUES = re.compile(r"bool|b?float\d+\w*|u?int\d+|complex\d+|(contiguous|preserve)_format|channels_last(_3d)?")
 
 
 class UnpickleError(ValueError):

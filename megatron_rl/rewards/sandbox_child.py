@@ -112,9 +112,7 @@ def _landlock(libc: ctypes.CDLL, scratch: str) -> None:
         version = _call(libc, "Landlock", _LANDLOCK_CREATE, None, 0, 1)
     except Refused as error:
         raise Refused(f"{error}; it needs Linux 5.13 or newer with `landlock` among its security modules") from None
-    bits = {1: 13, 2: 14, 3: 15, 4: 15}.get(
-        version, 16
-    )  # file rights that this kernel knows: all are denied by default
+    bits = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)  # file rights that it knows: all are denied by default
     attributes = [(1 << bits) - 1]
     if version >= 4:
         attributes.append(0b11)  # TCP: bind, connect

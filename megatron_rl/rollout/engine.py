@@ -62,9 +62,8 @@ class Completion:
     logprobs: Sequence[float]  # of each of `ids`, under the sampling distribution
     finish_reason: str  # stop | length
     version: int  # optimizer steps behind the weights that drew it
-    token_scores: (
-        np.ndarray
-    )  # float32 [tokens - 1], of the request's tokens after the first; [0] unless `scores_tokens`
+    # float32 [tokens - 1], of the request's tokens after the first; [0] unless `scores_tokens`
+    token_scores: np.ndarray
     experts: np.ndarray | None = None  # see `Rollout.experts`
 
 

@@ -33,9 +33,8 @@ class Grid:
     cp_rank: int
     host_group: dist.ProcessGroup | None  # gloo, all ranks: Python objects and numpy arrays
     replicas: tuple[tuple[int, ...], ...] = ((0,),)  # ranks of every data-parallel replica, by `dp_rank`
-    store: dist.Store | None = (
-        None  # for what few ranks tell each other; None where the world was there before `initialize`
-    )
+    # For what few ranks tell each other; None where the world was there before `initialize`.
+    store: dist.Store | None = None
     near: peer_memory.Neighbours | None = None  # on all ranks, or on none
     not_near: str | None = None  # why there are none where ranks share a host
 

@@ -51,9 +51,8 @@ class RecordedStep:
     advantages: torch.Tensor  # float64 [n, m], as the run used them
     rows: torch.Tensor  # int64 [r], i * m + j of each trained rollout; a rollout without tokens is not among them
     offsets: torch.Tensor  # int64 [r + 1], where each one's tokens start in the arrays below; the last is their number
-    log_probs: (
-        torch.Tensor
-    )  # float32 [tokens], of the policy when it was last updated on this rollout, before that update
+    # float32 [tokens], of the policy when it was last updated on this rollout, before that update
+    log_probs: torch.Tensor
     old_log_probs: torch.Tensor  # float32 [tokens], of the policy before the step's first update
     rollout_log_probs: torch.Tensor  # float32 [tokens], the engine's
     clip_range: tuple[float, float] | None  # the estimator's (eps_low, eps_high), or None

@@ -163,10 +163,8 @@ class Sampler:
             self._counters["rollouts/rounds"] = round_ + 1
             if len(kept.samples) == wanted:
                 break
-        return (
-            kept or drawn,
-            position,
-        )  # nothing to learn from in any round: the step reports it, and leaves the weights
+        # With nothing to learn from in any round, the step reports it, and leaves the weights.
+        return kept or drawn, position
 
     def sample_greedily(self, samples: Sequence[Sample], step: int) -> Rollouts:
         """One scored greedy rollout per sample (ReMax's baseline)."""
