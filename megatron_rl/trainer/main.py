@@ -63,7 +63,9 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
         return attempt.failed(error)
     finally:
         stop.ignore()
+        gc.disable()  # vLLM's engine undoes `freeze` as it ends: all that was imported would be searched again, three times
         attempt.close()
+        gc.freeze()  # also for Python's last search
     # All end together: srun kills the ranks that are left at once after an exit code other than 0, NeMo-Run's after a minute.
     grid.barrier()
     distributed.shutdown()
