@@ -348,8 +348,7 @@ def _spread(joined: Tensor, buffer: Buffer) -> Tensor:
 def standing_in(make: Callable[[OptimizerPart, int, str], Tensor]) -> Iterator[None]:
     """While entered, the distributed optimizers give `make(optimizer, buffer's number, key)` for their state.
 
-    Megatron would gather all of the state in new host memory. It also collects garbage after every gathering, which takes
-    longer than all of the planning; here is none to collect.
+    Megatron would gather all of the state in new host memory, and collect garbage each time, longer than all of the planning.
     """
     from megatron.core.optimizer import distrib_optimizer
 
