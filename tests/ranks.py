@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch.multiprocessing as mp
 
+from megatron_rl.seams import torch_gloo
+
 IMPORTED = (
     "megatron_rl.actor.actor",
     "megatron_rl.checkpoint.store",
@@ -20,4 +22,9 @@ IMPORTED = (
 def start(function: Callable[..., None], world: int, *arguments: object) -> None:
     """Runs `function(rank, *arguments)` in `world` processes; raises what one raised."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTED))
-    mp.start_processes(function, arguments, nprocs=world, start_method="forkserver")
+    mp.start_processes(_rank, (function, *arguments), nprocs=world, start_method="forkserver")
+
+
+def _rank(rank: int, function: Callable[..., None], *arguments: object) -> None:
+    torch_gloo.share_device()
+    function(rank, *arguments)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.commands import layout_search, simulated, step_time
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
+from megatron_rl.config.checks import smallest_world
 from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.registry import created_config
@@ -27,7 +30,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. actor.recompute=full")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="default: the fewest, doubled until it fits, that the recipe's layout divides",
+    )
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
     parser.add_argument(
         "--gpu-memory-gib",
@@ -69,16 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where it fits, 1 where it does not, 2 for a bad recipe."""
-    world = args.nodes * args.gpus_per_node
     try:
         hardware = step_time.hardware(args)
         gib = hardware.memory_gib if args.gpu_memory_gib is None else args.gpu_memory_gib
-        if world < 1 or gib <= 0:
+        if args.gpus_per_node < 1 or gib <= 0 or (args.nodes is not None and args.nodes < 1):
             raise ConfigError("--nodes, --gpus-per-node and --gpu-memory-gib must be greater than 0")
-        machine = Machine(gpus=args.gpus_per_node, world_size=world, local_world_size=args.gpus_per_node)
         config = load_recipe(args.recipe, args.overrides)
         config.launch.processes = None  # the command line says how many there are
         given, source = _given(config, args.model_config)
+        if args.nodes is None:
+            args.nodes = _fewest_nodes(config, given, args.gpus_per_node, gib)
+        machine = _machine(args.nodes, args.gpus_per_node)
         if args.search:
             model = _hf_config(config, given)
             predictor = step_time.predictor(args, config, model_of(model), _sizes, gib * GIB)
@@ -88,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             )
         config = check(config, command="train", machine=machine, model=given)
         host = None if args.host_memory_gib is None else args.host_memory_gib * GIB / args.gpus_per_node
-        plan = make_plan(config, model_of(_hf_config(config, given)), world, gib * GIB, host)
+        plan = make_plan(config, model_of(_hf_config(config, given)), machine.world_size, gib * GIB, host)
         predictor = step_time.predictor(args, config, plan.model, _sizes, gib * GIB)
         step = predictor.of(config, plan)
         found: dict[str, object] = {"step_time": step_time.figures(step)}
@@ -123,11 +132,29 @@ def run(args: argparse.Namespace) -> int:
         return exit_codes.BAD_INPUT
 
 
+def _machine(nodes: int, gpus: int) -> Machine:
+    return Machine(gpus=gpus, world_size=nodes * gpus, local_world_size=gpus)
+
+
+def _fewest_nodes(config: Config, given: HFConfig | None, gpus: int, gib: float) -> int:
+    """The fewest nodes of so many GPUs that the layout divides; doubled until it fits by arithmetic, where fewer than 1,024 do."""
+    nodes = fewest = max(1, math.lcm(smallest_world(config), gpus) // gpus)  # 0 of a size that `check` will refuse
+    while nodes < 1024:
+        with contextlib.suppress(
+            ConfigError
+        ):  # a batch may be too small for so many; the fewest are checked by the caller
+            own = check(config, command="train", machine=_machine(nodes, gpus), model=given)
+            if not any(make_plan(own, model_of(_hf_config(own, given)), nodes * gpus, gib * GIB).problems()):
+                return nodes
+        nodes *= 2
+    return fewest
+
+
 def _exactly(config: Config, given: HFConfig | None, plan: Plan, node: int) -> list[tuple[RankMemory, Plan]]:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}  # read when torch is imported
     import warnings
 
-    warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
+    warnings.filterwarnings("ignore", module=r"(torch\.distributed|megatron\.core)\..*")
     from megatron_rl.exact import measure, on_rank
 
     return [(memory, on_rank(plan, memory)) for memory in measure(config, _hf_config(config, given), plan.world, node)]

@@ -358,6 +358,28 @@ def test_plan_on_a_laptop_without_the_model(
     assert "no published model called Qwen4; give its config.json: --model-config FILE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "gpus"),
+    [
+        ("scale/qwen3-8b.yaml", [], 8),
+        ("scale/qwen3-32b-fp8.yaml", [], 16),  # one node divides, and is too small
+        ("scale/qwen3-235b-a22b.yaml", [], 128),  # 16 nodes are the fewest that divide
+        ("scale/qwen3-235b-a22b.yaml", ["actor.parallel.pipeline=0"], None),
+    ],
+)
+def test_plan_finds_the_fewest_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recipe: str,
+    overrides: list[str],
+    gpus: int | None,
+) -> None:
+    monkeypatch.setenv("MODELS", "/nowhere")
+    assert main(["plan", str(RECIPES / recipe), *overrides]) == (2 if gpus is None else 0)
+    printed = capsys.readouterr()
+    assert f" on {gpus} GPUs; " in printed.out or "`actor.parallel.pipeline` must be at least 1" in printed.err
+
+
 def test_a_check_without_the_model_says_that_it_is_missing_and_checks_its_published_sizes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

