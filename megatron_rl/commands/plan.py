@@ -137,7 +137,7 @@ def _machine(nodes: int, gpus: int) -> Machine:
 
 
 def _fewest_nodes(config: Config, given: HFConfig | None, gpus: int, gib: float) -> int:
-    """The fewest nodes of so many GPUs that the layout divides; doubled until it fits by arithmetic, if below 1,024 it does."""
+    """The fewest nodes of so many GPUs that the layout divides, doubled until it fits by arithmetic (below 1,024)."""
     nodes = fewest = max(1, math.lcm(smallest_world(config), gpus) // gpus)  # 0 of a size that `check` will refuse
     while nodes < 1024:
         with contextlib.suppress(
