@@ -22,7 +22,11 @@ def share_device() -> None:
     make: Callable[..., None] = getattr(gloo, INIT)
 
     def with_device(
-        group: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta = dist.default_pg_timeout
+        group: dist.ProcessGroupGloo,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = dist.default_pg_timeout,
     ) -> None:
         options = gloo._Options()
         options._devices, options._timeout = [_device()], timeout
