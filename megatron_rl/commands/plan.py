@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             )
         config = check(config, command="train", machine=machine, model=given)
         host = None if args.host_memory_gib is None else args.host_memory_gib * GIB / args.gpus_per_node
-        plan = make_plan(config, model_of(_hf_config(config, given)), machine.world_size, gib * GIB, host)
+        plan = make_plan(config, model_of(_hf_config(config, given)), args.nodes * args.gpus_per_node, gib * GIB, host)
         predictor = step_time.predictor(args, config, plan.model, _sizes, gib * GIB)
         step = predictor.of(config, plan)
         found: dict[str, object] = {"step_time": step_time.figures(step)}

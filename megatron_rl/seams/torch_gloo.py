@@ -28,7 +28,7 @@ def share_device() -> None:
         size: int,
         timeout: timedelta = dist.default_pg_timeout,
     ) -> None:
-        options = gloo._Options()
+        options = gloo._Options()  # type: ignore[attr-defined]  # absent from the stubs
         options._devices, options._timeout = [_device()], timeout
         make(group, store, rank, size, options)
 
