@@ -22,6 +22,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from megatron_rl.runtime import leftovers
 from megatron_rl.seams import vllm as seam
+from megatron_rl.seams.vllm_decoding import draw_ahead
 from megatron_rl.seams.vllm_experts import ExpertsOnCpu
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class ColocatedCpuWorker(CPUWorker):
         self.distributed_init_method = f"env://:{leftovers.run_prefix()}"
         seam.skip_experts_of_other_ranks()
         super().init_device()
+        draw_ahead(self.model_runner.sampler.topk_topp_sampler)
 
     def reload_weights(self, *args: object, **options: object) -> None:
         model = self.model_runner.model

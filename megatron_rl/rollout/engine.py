@@ -308,6 +308,7 @@ def cpu_options(config: RolloutConfig) -> dict[str, object]:
     return {
         "enforce_eager": True,
         "worker_cls": "megatron_rl.rollout.cpu_worker.ColocatedCpuWorker",
+        "scheduler_cls": "megatron_rl.seams.vllm_decoding.DecodeScheduler",
         "kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30),
         "enable_chunked_prefill": False,  # a prompt read in two parts rewinds its seed, which no CPU generator can
     }
