@@ -54,7 +54,7 @@ from megatron_rl.planner import (
 )
 from megatron_rl.runtime import device, distributed
 from megatron_rl.runtime.host_memory import pinned_bytes
-from megatron_rl.seams.megatron import Chunk, routers, tensors_of
+from megatron_rl.seams.megatron import PER_ELEMENT, Chunk, optimizer_parts, routers, tensors_of
 from megatron_rl.seams.megatron_meta import Attention, Norm, fused_kernels, under_way
 from megatron_rl.seams.torch_meta import Memory, fake_world, storage_key
 
@@ -155,10 +155,12 @@ def measure(
 
 
 def with_plain_layers(config: Config) -> Config:
-    """Without what needs Transformer Engine or DeepEP; what FP8 keeps is counted by `planner`."""
+    """Without what needs Transformer Engine or DeepEP. What FP8 keeps is counted by `planner`; moments in bf16 are counted by
+    `state_of`."""
     modules: list[Recomputed] = [module for module in config.actor.recompute_modules if module != "moe_act"]
     moe = replace(config.actor.moe, dispatcher="alltoall")
-    actor = replace(config.actor, fp8=None, recompute_modules=modules, moe=moe)
+    optimizer = replace(config.actor.optimizer, moments="float32")
+    actor = replace(config.actor, fp8=None, recompute_modules=modules, moe=moe, optimizer=optimizer)
     return replace(config, actor=actor)
 
 
@@ -167,8 +169,11 @@ def _measure_rank(
 ) -> tuple[RankMemory, list[_Chunk], list[tuple[int, int]]]:
     """Of the first rank of a stage; and the optimizer's bytes of all ranks of the stage."""
     plain = with_plain_layers(config)
-    with built_rank(plain, hf_config, rank, world, where) as (actor, memory), ExitStack() as stack:
-        held = replace(state_of(actor), load_bytes=memory.peak - memory.now)
+    with built_rank(plain, hf_config, rank, world, where) as (actor, memory, loaded), ExitStack() as stack:
+        moments = build.DTYPES[config.actor.optimizer.moments].itemsize
+        held = state_of(actor, moments)
+        now = memory.now - state_of(actor).optimizer_bytes + held.optimizer_bytes
+        held = replace(held, load_bytes=max(loaded - now, memory.peak - memory.now))
         if fused:
             again = config.actor.recompute == "selective" and "moe_act" in config.actor.recompute_modules
             stack.enter_context(_fused_kernels(actor, again))
@@ -189,14 +194,15 @@ def _measure_rank(
             _run_chunk(actor, chunk, largest_micro_batch(config, actor, tokens), memory) for chunk in actor.ddp_chunks
         ]
         held = replace(held, forward_bytes=forward, check_bytes=check)
-        return held, update, _optimizer_bytes(actor, held.optimizer_bytes)
+        return held, update, _optimizer_bytes(actor, held.optimizer_bytes, moments)
 
 
 @contextmanager
 def built_rank(
     config: Config, hf_config: HFConfig, rank: int, world: int, where: torch.device = META
-) -> Iterator[tuple[Actor, Memory]]:
-    """The actor of one rank, with its optimizer, and the count of what it holds; undone at the end.
+) -> Iterator[tuple[Actor, Memory, int]]:
+    """The actor of one rank, with its optimizer, the count of what it holds, and the most that it held without its optimizer;
+    undone at the end.
 
     Raises:
         ValueError: Megatron-Core refuses the layout; with its reason.
@@ -215,21 +221,26 @@ def built_rank(
             grid = distributed.initialize(config.actor.parallel, timeout_minutes=1.0)
             with where:
                 actor = Actor(config, grid, folder, Zeros(model_of(hf_config), dtype, where))
+            loaded = memory.peak
             actor.start_optimizer(config.actor.optimizer, total_steps=1)
         except (AssertionError, RuntimeError, ValueError) as error:
             raise ValueError(f"rank {rank} of {world} cannot be built: {error}") from error
-        yield actor, memory
+        yield actor, memory, loaded
 
 
-def state_of(actor: Actor) -> RankMemory:
-    """What a rank holds between steps."""
+def state_of(actor: Actor, moments: int = 4) -> RankMemory:
+    """What a rank holds between steps, with so many bytes for each number of Adam's moments."""
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
     buffers = [buffer for chunk in actor.ddp_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {storage_key(parameter): parameter.untyped_storage() for parameter in parameters}
-    optimizer = [tensor for tensor in tensors_of(actor.optimizer) if storage_key(tensor) not in weights]
     state = {
-        storage_key(tensor): tensor.untyped_storage() for tensor in optimizer if tensor.device == parameters[0].device
+        storage_key(tensor): tensor for tensor in tensors_of(actor.optimizer) if storage_key(tensor) not in weights
     }
+    adams = [own for part in optimizer_parts(actor.optimizer) for own in part.optimizer.state.values()]
+    of_moments = {storage_key(own[name]) for own in adams for name in PER_ELEMENT[1:]}
+    sizes = {key: state[key].nbytes * moments // 4 if key in of_moments else state[key].nbytes for key in state}
+    on_host = actor.optimizer_config.device == "cpu"
+    away = [sizes[key] for key, tensor in state.items() if tensor.device == parameters[0].device]
     return RankMemory(
         rank=actor.grid.rank,
         ranks=1,
@@ -237,8 +248,8 @@ def state_of(actor: Actor) -> RankMemory:
         parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),
         gradient_bytes=sum(buffer.grad_data.nbytes for buffer in buffers),
-        optimizer_bytes=sum(tensor.nbytes for tensor in optimizer),
-        optimizer_away_bytes=pinned_bytes([storage.nbytes() for storage in state.values()]),
+        optimizer_bytes=0 if on_host else sum(sizes.values()),
+        optimizer_away_bytes=sum(sizes.values()) if on_host else pinned_bytes(away),
         weights_away_bytes=pinned_bytes([storage.nbytes() for storage in weights.values()]),
     )
 
@@ -256,14 +267,14 @@ def _sync_bytes(config: Config, model: Model, world: int, node: int) -> np.ndarr
     return np.max(buckets[:-1] + buckets[1:] if len(buckets) > 1 else buckets, axis=0)
 
 
-def _optimizer_bytes(actor: Actor, own: int) -> list[tuple[int, int]]:
+def _optimizer_bytes(actor: Actor, own: int, moments: int = 4) -> list[tuple[int, int]]:
     """Of each rank of a pipeline stage, whose first holds `own`: bytes of moments and master weights, and of all.
 
     Shards are equal parts of the gradients' buffers, some of which only pad them. Beside them torch's Adam keeps a float32
     number of steps for each parameter.
     """
     parallel, stage = actor.config.parallel, actor.grid.world // actor.grid.pp
-    if not actor.config.optimizer.distributed:
+    if not actor.config.optimizer.distributed or actor.config.optimizer.device == "cpu":
         return [(own, own)] * stage
     elements, parameters = np.zeros((2, stage), dtype=np.int64)
     for name, ranks in (
@@ -278,7 +289,7 @@ def _optimizer_bytes(actor: Actor, own: int) -> list[tuple[int, int]]:
                 for start, stop, _ in buffer.param_index_map.values():
                     shared = np.maximum(np.minimum(stop, first + size) - np.maximum(start, first), 0)
                     elements, parameters = elements + shared, parameters + (shared > 0)
-    state = (8 if actor.dtype == torch.float32 else 12) * elements
+    state = (2 * moments + (4 if actor.dtype != torch.float32 else 0)) * elements
     every = state + 4 * parameters
     return list(zip(state.tolist(), (own + every - every[0]).tolist(), strict=True))
 

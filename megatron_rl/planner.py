@@ -30,7 +30,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER = "actor: weights", "actor: gradients (fp32)", "ac
 ACTIVATIONS, HEAD = "actor: activations", "actor: output layer's workspace"
 LOADING, FORWARD, CHECKED = "load: weights laid out anew", "actor: forward pass", "sync check: the actor's forward pass"
 BUCKETS = "sync: two buckets"
-AWAY, WEIGHTS_AWAY = "host: optimizer state, pinned", "host: weights, pinned"
+AWAY, WEIGHTS_AWAY = "host: optimizer state", "host: weights, pinned"
 
 # CUDA context, NCCL's buffers, cuBLAS workspaces, the allocator's fragmentation, CUDA graphs kept through vLLM's sleep.
 RESERVE_GIB = 5.0
@@ -226,7 +226,9 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float, host_b
     trained = trained_parameters(model, config.actor)
     replicas = world // (parallel.tensor * parallel.pipeline)
     weights = float((fullest.total + (trained.total if config.actor.lora.rank else 0)) * width)
-    optimizer = _optimizer_bytes(config, trained, world, width)
+    state = _optimizer_bytes(config, trained, world, width)
+    on_cpu = config.actor.optimizer.device == "cpu"
+    optimizer, on_host = 0.0 if on_cpu else state, state * (on_cpu or config.actor.offload)
     engine_weights = engine_weight_bytes(model, config.rollout, width)
     cache = config.rollout.memory_fraction * gpu_bytes - engine_weights - ENGINE_WORKSPACE_GIB * GIB
     cache_tokens = cache / cache_bytes_per_token(model, config.rollout.tensor_parallel, width)
@@ -235,7 +237,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float, host_b
         *_actor_passes(config, model, replicas // parallel.context, width),
         *_engine(config, model, engine_weights, cache, width),
         Component("reserve: CUDA, NCCL, fragmentation", RESERVE_GIB * GIB, PHASES, (), estimate=True),
-        *_host(config, model, weights, float(trained.total * width), optimizer, cache_tokens),
+        *_host(config, model, weights, float(trained.total * width), on_host, cache_tokens),
         Component(
             "host: the checkpoint's copy",
             checkpoint_bytes(config, trained, world, width),
@@ -295,7 +297,8 @@ def _actor_state(
     if _keeps_reference(config):  # while it is scored, the actor's own weights are set aside on the device
         yield Component("actor: weights set aside for the reference", trained.total * width, (OLD,), split)
     yield Component(GRADIENTS, 4 * trained.total, state_in, (*offload, *split))
-    yield Component(OPTIMIZER, optimizer, state_in, (*offload, "more nodes"))
+    cpu = "actor.optimizer.device=cpu"
+    yield Component(OPTIMIZER, optimizer, state_in, (*offload, *[cpu] * actor.optimizer.distributed, "more nodes"))
     if actor.optimizer.distributed:  # its buffer of weights and the weights themselves, before there is an optimizer
         yield Component(LOADING, max(0.0, trained.total * width - optimizer), (LOAD,), split, estimate=True)
 
@@ -334,7 +337,8 @@ def _host(
 ) -> Iterator[Component]:
     """What stays in the host's memory from its first use on."""
     actor = config.actor
-    yield Component(AWAY, optimizer * actor.offload, HOST_PHASES, ("actor.offload=false", "more nodes"))
+    on_gpu = ("actor.offload=false",) if actor.optimizer.device == "gpu" else ("actor.optimizer.device=gpu",)
+    yield Component(AWAY, optimizer, HOST_PHASES, (*on_gpu, "more nodes"))
     yield Component(WEIGHTS_AWAY, weights * actor.offload_weights, HOST_PHASES, ("actor.offload_weights=false",))
     yield Component("host: the reference policy", trained * _keeps_reference(config), HOST_PHASES, _split(model))
     # vLLM keeps the experts of the tokens in its cache, a byte each.
@@ -373,8 +377,10 @@ def trained_parameters(model: Model, actor: ActorConfig) -> Parameters:
 
 
 def _optimizer_bytes(config: Config, parameters: Parameters, world: int, width: int) -> float:
-    """Adam's two moments, and an fp32 master copy where parameters are bf16; sharded over the ranks that share them."""
-    each = 8 if width == 4 or config.actor.optimizer.moments == "bfloat16" else 12
+    """Adam's two moments, and an fp32 master copy where parameters are bf16, or it is on the CPU; sharded over the ranks that
+    share them."""
+    optimizer = config.actor.optimizer
+    each = 12 if optimizer.device == "cpu" or (width == 2 and optimizer.moments == "float32") else 8
     if not config.actor.optimizer.distributed:
         return each * parameters.total
     parallel = config.actor.parallel

@@ -146,9 +146,11 @@ class Actor:
         return self._optimizer
 
     def optimizer_state(self) -> list[Tensor]:
-        """Moments and master weights: what the optimizer holds besides the model's own weights and views of them."""
+        """Moments and master weights on the device: what the optimizer holds beside the model's weights."""
         from megatron.core.fp8_utils import is_float8tensor
 
+        if self.optimizer_config.device == "cpu":
+            return []
         weights = (p for chunk in self.chunks for p in chunk.parameters() if not is_float8tensor(p))
         shared = {weight.untyped_storage().data_ptr() for weight in weights}
         return [t for t in tensors_of(self.optimizer) if t.untyped_storage().data_ptr() not in shared]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -181,28 +182,30 @@ def build_optimizer(
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
+    from megatron_rl.actor.host_adam import HostAdam
+    from megatron_rl.seams.megatron_hybrid import of_ones_own
+
     moments = DTYPES[config.moments]
-    optimizer: Optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1],
-            adam_eps=config.eps,
-            clip_grad=config.clip_grad,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=config.distributed,
-            fp8_recipe=fp8_recipe,
-            use_precision_aware_optimizer=moments != torch.float32,
-            exp_avg_dtype=moments,
-            exp_avg_sq_dtype=moments,
-            # Checkpoints hold whole fp32 masters, so that they load whatever the optimizer keeps them in.
-            store_param_remainders=False,
-        ),
-        ddp_chunks,
+    made = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.distributed,
+        fp8_recipe=fp8_recipe,
+        use_precision_aware_optimizer=moments != torch.float32,
+        exp_avg_dtype=moments,
+        exp_avg_sq_dtype=moments,
+        # Checkpoints hold whole fp32 masters, so that they load whatever the optimizer keeps them in.
+        store_param_remainders=False,
     )
+    with of_ones_own(made, HostAdam) if config.device == "cpu" else contextlib.nullcontext():
+        optimizer: Optimizer = get_megatron_optimizer(made, ddp_chunks)
     initialize_adam(optimizer)
     return optimizer

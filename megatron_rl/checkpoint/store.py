@@ -24,7 +24,8 @@ from megatron_rl.runtime.distributed import Grid
 from megatron_rl.seams.megatron import Chunk, Optimizer, State, keeping_adam_steps
 
 _STEP = re.compile(r"step_(\d+)")
-_HYPERPARAMETERS = ("betas", "eps", "weight_decay")  # of a group of parameters; the learning rate is set at every step
+# What a group of parameters takes from a checkpoint. Its options are the recipe's, and each Adam has some that others lack.
+_LOADED = ("params", "step")
 _SHOWN = 3  # damaged or unfitting tensors that a message names
 
 
@@ -68,7 +69,7 @@ def load(folder: Path, chunks: Sequence[Chunk], optimizer: Optimizer, grid: Grid
             raise CheckpointError(f"{folder} does not fit this recipe: {summarize(problems)}")
         with _named():
             state = _load_optimizer(folder, tensors, masters, chunks)
-        own = [{key: group[key] for key in _HYPERPARAMETERS} for group in optimizer.param_groups]
+        own = [{key: group[key] for key in group.keys() - set(_LOADED)} for group in optimizer.param_groups]
         with keeping_adam_steps(optimizer):
             optimizer.load_state_dict(state)
     for group, kept in zip(optimizer.param_groups, own, strict=True):

@@ -59,6 +59,11 @@ class OptimizerConfig:
         "dtype of Adam's two moments between updates; `bfloat16` (Transformer Engine, bf16 models, `distributed`) is 8 "
         "instead of 12 bytes of state per parameter. Within an update they are fp32 in either case",
     )
+    device: Literal["gpu", "cpu"] = key(
+        "gpu",
+        "where the state is and the update is computed. `cpu` (with `distributed`): the GPU has none of the state; gradients "
+        "go to the host and new weights come back: [gpu.md](gpu.md#the-optimizer-on-the-cpu)",
+    )
 
 
 @dataclass

@@ -25,6 +25,12 @@ def check_actor(config: Config, command: str) -> Iterator[str]:
                 f"`{key}.moments=bfloat16` needs {key}.distributed=true and model.dtype=bfloat16 (they are "
                 f"{str(optimizer.distributed).lower()} and {config.model.dtype}); set them, or moments=float32"
             )
+        if optimizer.device == "cpu" and not optimizer.distributed:
+            yield f"`{key}.device=cpu` needs {key}.distributed=true; set it, or device=gpu"
+        if optimizer.device == "cpu" and optimizer.moments != "float32":
+            yield f"`{key}.moments={optimizer.moments}` is for an optimizer on the GPU; set it to float32, or device=gpu"
+        if optimizer.device == "cpu" and actor.fp8 is not None and actor.fp8.param_gather:
+            yield f"`{key}.device=cpu` knows no parameters in FP8; set actor.fp8.param_gather=false, or device=gpu"
     for key, stage in (("sft", config.sft), ("reward_model", config.reward_model)):
         if stage.wanted and stage.optimizer.distributed != actor.optimizer.distributed:
             yield (
@@ -115,6 +121,8 @@ def check_actor_machine(config: Config) -> Iterator[str]:
     for key, optimizer in optimizers(config):
         if optimizer.moments != "float32":
             yield f"`{key}.moments=bfloat16` needs Transformer Engine and so a GPU; set it to float32 here"
+        if optimizer.device == "cpu":
+            yield f"`{key}.device=cpu` keeps the optimizer off a GPU and this machine has none; set it to gpu here"
     if actor.recompute == "selective":
         for name in sorted({"layernorm", "moe_act"} & set(actor.recompute_modules)):
             yield f"`actor.recompute_modules` has {name}, which needs Transformer Engine and so a GPU; leave it out here"

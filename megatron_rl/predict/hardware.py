@@ -29,9 +29,10 @@ class Hardware:
         domain: GPUs that NVLink joins.
         network: bytes per second between domains.
         host_link: bytes per second to the host's memory.
+        host_memory: bytes per second of the host's memory, this GPU's share, for its processors.
         product_share, product_share_fp8: of `bf16` and `fp8`, in large matrix products at the clock that power allows.
         attention_share: of `bf16`, in the forward pass of fused attention; the backward pass takes 2.5 times the operations.
-        memory_share, nvlink_share, network_share, host_link_share: of the bytes per second.
+        memory_share, nvlink_share, network_share, host_link_share, host_memory_share: of the bytes per second.
         decode_share: of `memory`, in decoding, whose products have few rows and whose attention reads scattered blocks.
         exchange_share: of the links' bytes per second in all-to-alls, whose messages are small and uneven.
         overlap: how much of communication that runs beside computation is hidden.
@@ -54,6 +55,7 @@ class Hardware:
     domain: int
     network: float
     host_link: float
+    host_memory: float
     product_share: float = 0.75
     product_share_fp8: float = 0.62
     attention_share: float = 0.6
@@ -63,6 +65,7 @@ class Hardware:
     network_share: float = 0.8
     exchange_share: float = 0.6
     host_link_share: float = 0.8
+    host_memory_share: float = 0.7
     overlap: float = 0.8
     launch: float = 3e-6
     message: float = 4e-6
@@ -78,14 +81,15 @@ _BLACKWELL = {"product_share": 0.65, "decode_share": 0.5}
 _GRACE = {"host_dense": 0.5e-3, "host_experts": 1.5e-3, "engine_host": 7.5e-3, "engine_host_sequence": 60e-6}
 # NVIDIA's data sheets of the H100 SXM5, H200 SXM, HGX B200 and GB200 NVL72, without sparsity; NVLink per direction is half of
 # the figure printed there. `memory_gib` is what the driver reports, rounded down. Network: one port of 400 Gb/s per GPU. Host
-# link: PCIe 5.0 x16; GB200: NVLink-C2C, 450 GB/s in each direction for two GPUs.
+# link: PCIe 5.0 x16; GB200: NVLink-C2C, 450 GB/s in each direction for two GPUs. Host memory of NVIDIA's DGX: two processors
+# with eight channels of DDR5-4800 (B200: 5600) for eight GPUs; GB200: Grace's LPDDR5X, 512 GB/s for two.
 TABLES: Mapping[str, Hardware] = {
     table.name: table
     for table in (
-        Hardware("h100", 989e12, 1979e12, 132, 79, 3.35e12, 450e9, 8, 50e9, 64e9),
-        Hardware("h200", 989e12, 1979e12, 132, 139, 4.8e12, 450e9, 8, 50e9, 64e9),
-        Hardware("b200", 2250e12, 4500e12, 148, 178, 8e12, 900e9, 8, 50e9, 64e9, **_BLACKWELL),
-        Hardware("gb200", 2500e12, 5000e12, 148, 184, 8e12, 900e9, 72, 50e9, 225e9, **_BLACKWELL, **_GRACE),
+        Hardware("h100", 989e12, 1979e12, 132, 79, 3.35e12, 450e9, 8, 50e9, 64e9, 77e9),
+        Hardware("h200", 989e12, 1979e12, 132, 139, 4.8e12, 450e9, 8, 50e9, 64e9, 77e9),
+        Hardware("b200", 2250e12, 4500e12, 148, 178, 8e12, 900e9, 8, 50e9, 64e9, 90e9, **_BLACKWELL),
+        Hardware("gb200", 2500e12, 5000e12, 148, 184, 8e12, 900e9, 72, 50e9, 225e9, 256e9, **_BLACKWELL, **_GRACE),
     )
 }
 _VALUES = tuple(field.name for field in fields(Hardware) if field.name != "name")

@@ -10,7 +10,7 @@ from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Model
 from megatron_rl.planner import Parameters, trained_parameters
 from megatron_rl.predict.hardware import Hardware
-from megatron_rl.predict.kernels import Group, attention_seconds, memory_seconds, product_seconds
+from megatron_rl.predict.kernels import Group, attention_seconds, host_seconds, memory_seconds, product_seconds
 
 WIDTH = 2  # bytes of an activation
 
@@ -27,7 +27,7 @@ class Cost:
     experts: float = 0.0
     pipeline: float = 0.0
     data: float = 0.0
-    host: float = 0.0  # the GPU waits for the program
+    host: float = 0.0  # the GPU waits for the program, or for its processors' optimizer
     bubble: float = 0.0
 
     @property
@@ -313,13 +313,22 @@ class Training:
 
     def optimizer_bytes_moved(self) -> float:
         """In the GPU's memory in an optimizer step: the norm reads all gradients, which are then zeroed; Adam reads gradient,
-        master weight and moments, and writes three of them and the weight."""
+        master weight and moments, and writes three of them and the weight. On the CPU it reads and writes the first and the
+        last there."""
+        return 4 * self.trained.total + self._stepped() * (34 if self.actor.optimizer.device == "gpu" else 6)
+
+    def _stepped(self) -> float:
+        """Parameters whose state this rank holds."""
         held, (dense, experts) = self.trained, self._shared()
-        own = float(held.total)
-        if self.actor.optimizer.distributed:
-            own = held.dense / dense.size + held.expert / experts.size
-        return 4 * held.total + own * (4 + 30)
+        if not self.actor.optimizer.distributed:
+            return float(held.total)
+        return held.dense / dense.size + held.expert / experts.size
 
     def optimizer(self) -> Cost:
-        """Adam's step."""
-        return Cost(memory=memory_seconds(self.hardware, self.optimizer_bytes_moved()))
+        """Adam's step. On the CPU gradients come in fp32 and bf16 weights go back, under the arithmetic. The host's memory is
+        read and written with 36 bytes a parameter: the gradient twice, master and moments, the weight twice."""
+        hardware, host = self.hardware, 0.0
+        if self.actor.optimizer.device == "cpu":
+            own = self._stepped()
+            host = max(host_seconds(hardware, 6 * own), 36 * own / (hardware.host_memory * hardware.host_memory_share))
+        return Cost(memory=memory_seconds(hardware, self.optimizer_bytes_moved()), host=host)

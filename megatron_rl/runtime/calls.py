@@ -26,10 +26,15 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def processors() -> int:
+    """Of the host's, this process's share."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 @functools.cache
 def call_pool() -> CallPool:
-    """The pool of this process: one worker per processor, of those that belong to this rank."""
-    return CallPool(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    """The pool of this process: one worker per processor."""
+    return CallPool(processors())
 
 
 class CallPool:

@@ -250,17 +250,16 @@ def initialize_adam(optimizer: Optimizer) -> None:
     """
     for part in optimizer_parts(optimizer):
         inner = part.optimizer
-        torchs = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
-        if not torchs and not hasattr(inner, INITIALIZE):
+        by_itself = getattr(inner, INITIALIZE, None)
+        if by_itself is None and not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             continue  # without parameters
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if torchs:
-                    zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-                    inner.state[parameter] = {"step": torch.zeros(()), **zeros}
-                else:
-                    remainders = getattr(inner, REMAINDERS) and parameter.dtype == torch.bfloat16
-                    getattr(inner, INITIALIZE)(parameter, store_param_remainders=remainders)
+        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+            if by_itself is not None:
+                remainders = getattr(inner, REMAINDERS) and parameter.dtype == torch.bfloat16
+                by_itself(parameter, store_param_remainders=remainders)
+            else:
+                zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                inner.state[parameter] = {"step": torch.zeros(()), **zeros}
 
 
 def clip_gradients(optimizer: Optimizer, norm: float) -> None:

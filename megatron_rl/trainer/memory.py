@@ -73,6 +73,7 @@ def remedies(phase: str, config: Config) -> list[str]:
             *reversed(forward),
             f"actor.recompute (now {actor.recompute}): selective, then full",
             f"actor.optimizer.distributed (now {str(actor.optimizer.distributed).lower()}): state over all replicas",
+            f"actor.optimizer.device (now {actor.optimizer.device}): on a GPU, cpu keeps the state on the host",
             f"actor.parallel.context (now {parallel.context}): more devices per sequence",
             *layout,
         ]

@@ -40,6 +40,7 @@ class Layout:
     model: str = "model-False"
     dtype: str = "float32"
     moments: str = "float32"
+    device: str = "gpu"  # of the optimizer
     lora: int = 0  # rank of the adapters
     dropout: float = 0.0
 
@@ -50,6 +51,7 @@ class Layout:
         return (
             f"{self.model}-tp{self.tensor}{order}-pp{self.pipeline}x{self.virtual}-cp{self.context}-ep{self.expert}"
             f"x{self.expert_tensor}-{kind}-{self.dtype}{'-moments' if self.moments != 'float32' else ''}"
+            f"{'-host' if self.device == 'cpu' else ''}"
             f"{f'-lora{self.lora}' if self.lora else ''}{'-dropout' if self.dropout else ''}"
         )
 
@@ -67,7 +69,11 @@ def make_actor(root: Path, layout: Layout) -> Actor:
         sequence=layout.sequence,
     )
     config.actor.optimizer = OptimizerConfig(
-        lr=1e-3, schedule="linear", distributed=layout.distributed, moments=layout.moments
+        lr=1e-3,
+        schedule="linear",
+        distributed=layout.distributed,
+        moments=layout.moments,
+        device=layout.device,
     )
     config.actor.tokens_per_microbatch = 192
     config.actor.lora = LoRAConfig(rank=layout.lora, experts="experts" in layout.model, dropout=layout.dropout)

@@ -24,6 +24,7 @@ from tests.conversion.convert import tensors, to_hf
 pytestmark = pytest.mark.ranks
 TP2, TP2_PLAIN = Layout(tensor=2), Layout(tensor=2, distributed=False)
 BF16, BF16_PLAIN = (Layout(tensor=2, dtype="bfloat16", distributed=kind) for kind in (True, False))
+HOST = Layout(dtype="bfloat16", device="cpu")
 EXPERTS = Layout(model="model-experts", expert=2)
 EXPERTS_PLAIN = Layout(model="model-experts", expert=2, distributed=False)
 CUT = Layout(model="model-experts", tensor=2, sequence=True, expert_tensor=2)  # every expert over both ranks
@@ -44,6 +45,7 @@ SAVED = [
     TP2_PLAIN,
     BF16,
     BF16_PLAIN,
+    HOST,
     EXPERTS,
     EXPERTS_PLAIN,
     TIED,
@@ -88,6 +90,10 @@ ON_TWO = [
     (BF16_PLAIN, Layout(dtype="bfloat16")),
     (EXPERTS, EXPERTS_PLAIN),
     (EXPERTS_PLAIN, Layout(model="model-experts")),
+    # to and from the host's
+    (HOST, HOST),
+    (HOST, BF16),
+    (BF16, HOST),
     # of adapters alone
     (LORA, LORA),
     (LORA, Layout(lora=4)),

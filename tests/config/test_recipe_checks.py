@@ -63,6 +63,9 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["actor.fp8={recipe: delayed, bf16_ends: 1}"], "cannot go with recipe=delayed"),
         (["actor.fp8.bf16_ends=3"], "(3) must be at most 2, the model's 2 layers over 1 pipeline stages"),
         (["actor.optimizer={moments: bfloat16, distributed: false}"], "needs actor.optimizer.distributed=true and model."),
+        (["actor.optimizer={device: cpu, distributed: false}"], "needs actor.optimizer.distributed=true; set it"),
+        (["actor.optimizer={device: cpu, moments: bfloat16}"], "is for an optimizer on the GPU; set it to float32"),
+        (["actor.optimizer.device=cpu", "actor.fp8.param_gather=true"], "set actor.fp8.param_gather=false, or device=gpu"),
         (["actor.optimizer.distributed=false", "sft.steps=1"], "`sft.optimizer.distributed` is true, and gradients are "),
         (["actor.overlap=true", "logging.gradient_variance_every=1"], "set it to 0, or `actor.overlap` to null or false"),
         (["actor.parallel.virtual_pipeline=2"], "needs `actor.parallel.pipeline` > 1, which is 1"),
@@ -201,6 +204,8 @@ def test_another_launchers_world_is_taken_as_it_is(recipe) -> None:
         ),
         (["actor.fp8={}"], CPU, "set actor.fp8=null"),
         (["actor.offload=true"], CPU, "set actor.offload=false"),
+        (["actor.optimizer.device=cpu"], CPU, "`actor.optimizer.device=cpu` keeps the optimizer off a GPU"),
+        (["sft.optimizer.device=cpu"], CPU, "`sft.optimizer.device=cpu` keeps the optimizer off a GPU"),
         (
             ["actor.recompute=selective", "actor.recompute_modules=[mlp, layernorm]"],
             CPU,

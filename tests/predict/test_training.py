@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.actor import ActorConfig, LoRAConfig, ParallelConfig
+from megatron_rl.config.actor import ActorConfig, LoRAConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.published import published_config
 from megatron_rl.models import Model, model_of
 from megatron_rl.planner import actor_parameters
@@ -95,3 +95,16 @@ def test_adapters_need_no_gradients_of_the_weights() -> None:
     assert 0.6 < ours.products / theirs.products < 0.75
     assert adapters.optimizer().seconds < whole.optimizer().seconds / 20
     assert adapters.data_communication(16384, 1e8).seconds < whole.data_communication(16384, 1e8).seconds
+
+
+def test_an_optimizer_on_the_cpu_waits_for_the_slower_of_the_link_and_the_hosts_memory() -> None:
+    on_cpu = ActorConfig(optimizer=OptimizerConfig(device="cpu"))
+    own = actor_parameters(model("Qwen3-8B")).total / 16
+    for hardware, seconds in (
+        (replace(TABLES["h100"], host_memory_share=1.0, host_memory=1e9), 36 * own / 1e9),
+        (replace(TABLES["h100"], host_link_share=1.0, host_link=1e9), 6 * own / 1e9),
+    ):
+        there, here = training("Qwen3-8B", hardware, 16, on_cpu), training("Qwen3-8B", hardware, 16)
+        assert there.optimizer().host == pytest.approx(seconds)
+        assert there.optimizer().memory < here.optimizer().memory
+        assert here.optimizer().host == 0

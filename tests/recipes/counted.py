@@ -50,7 +50,7 @@ def main() -> None:
                 continue
             of_ranks = []
             for rank in case["ranks"]:
-                with exact.built_rank(exact.with_plain_layers(config), model, rank, world, where) as (actor, _):
+                with exact.built_rank(exact.with_plain_layers(config), model, rank, world, where) as (actor, _, _):
                     held = exact.state_of(actor)
                     of_ranks.append(
                         asdict(held)

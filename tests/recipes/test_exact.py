@@ -17,6 +17,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.models import model_of
 from megatron_rl.planner import (
     ACTIVATIONS,
+    AWAY,
     BUCKETS,
     FORWARD,
     GIB,
@@ -127,6 +128,7 @@ def counted() -> dict[str, list[Any]]:
         "passes": of_passes(),
         "recipes": [as_counted(*recipe) for recipe in of_recipes()],
         "choices": [as_counted(*recipe, *overrides) for *recipe, overrides in of_choices()],
+        "optimizers": [as_counted(*recipe, *overrides) for *recipe, overrides in of_optimizers()],
         "refused": [REFUSED],
         "images": of_images(),
     }
@@ -231,6 +233,29 @@ def of_choices() -> list[tuple[str, int, dict[str, Any], tuple[str, ...]]]:
             overrides = (f"actor.recompute={way}", *(f"actor.recompute_modules=[{names}]" for names in modules))
             found.append((name, world, {**model, "num_hidden_layers": 4}, overrides))
     return found
+
+
+def of_optimizers() -> list[tuple[str, int, dict[str, Any], tuple[str, ...]]]:
+    """A dense model, with the optimizer as it is, its moments in bf16, and the optimizer on the CPU."""
+    name, world, model = next(recipe for recipe in of_recipes() if recipe[0].startswith("awpo/qwen3-1.7b"))
+    ways: tuple[tuple[str, ...], ...] = ((), ("actor.optimizer.moments=bfloat16",), ("actor.optimizer.device=cpu",))
+    return [(name, world, {**model, "num_hidden_layers": 4}, way) for way in ways]
+
+
+def test_kinds_of_optimizer_take_what_the_arithmetic_says(counted: dict[str, list[Any]]) -> None:
+    sizes, loads = [], []
+    for (name, world, model, overrides), ranks in zip(of_optimizers(), counted["optimizers"], strict=True):
+        assert not isinstance(ranks, str), f"{overrides}: {ranks}"
+        said = parts(load_recipe(RECIPES / name, [*overrides, "actor.offload=true"]), model, world)
+        [found] = {(rank["optimizer_bytes"], rank["optimizer_away_bytes"], rank["load_bytes"]) for rank in ranks}
+        assert found[0] == pytest.approx(said.get(OPTIMIZER, 0), rel=0.02)
+        assert said[AWAY] <= found[1] < 1.15 * said[AWAY]
+        assert said.get(LOADING, 0) == pytest.approx(found[2], rel=0.02, abs=GIB / 16)
+        sizes.append(found[0])
+        loads.append(found[2])
+    assert sizes[1] == pytest.approx(sizes[0] * 8 / 12, rel=1e-4)
+    assert sizes[2] == 0
+    assert loads[2] > 0  # weights beside their buffer, which an optimizer is no larger than any more
 
 
 def test_the_arithmetic_is_near_what_is_counted_of_every_recipe(counted: dict[str, list[Any]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.actor import ActorConfig, FP8Config, MoEConfig, ParallelConfig
+from megatron_rl.config.actor import ActorConfig, FP8Config, MoEConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.algorithm import AlgorithmConfig, KLConfig
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.published import published_config, published_names
@@ -245,6 +245,15 @@ def test_offload_takes_gradients_and_optimizer_out_of_the_engines_phases() -> No
     assert [without.peak(phase) for phase in (SYNC, UPDATE, CHECK)] == [
         offloaded.peak(phase) for phase in (SYNC, UPDATE, CHECK)
     ]
+
+
+def test_an_optimizer_on_the_cpu_is_the_hosts_in_every_phase() -> None:
+    there, here = (plan_for("Qwen3-8B", optimizer=OptimizerConfig(device=device)) for device in ("cpu", "gpu"))
+    state = 12 * 8_190_735_360 / 8
+    for phase in (GENERATE, OLD, UPDATE, SYNC, CHECK):
+        assert here.peak(phase) - there.peak(phase) == pytest.approx(state)
+    assert all(component.name != OPTIMIZER for component in there.components)
+    assert [plan.peak(OFFLOAD) for plan in (there, here)] == [pytest.approx(state), 0]
 
 
 def test_a_frozen_tower_has_no_gradients_and_no_optimizer_state() -> None:

@@ -20,6 +20,7 @@ from megatron_rl.models.lora import ENGINE_RANKS
 from megatron_rl.seams import (
     check_parameters,
     megatron,
+    megatron_hybrid,
     megatron_meta,
     replaced,
     torch_dist,
@@ -64,6 +65,10 @@ def found(path: str) -> Any:
         (f"{CORE}dist_checkpointing.strategies.torch.mcore_to_pyt_state_dict",
          "state_dict is_loading init_device load_legacy_1d_flatten_tensors"),
         (f"{CORE}tensor_parallel.random._get_cuda_rng_state", "device clone graph_safe"),
+        (f"{CORE}optimizer.HybridDeviceOptimizer", megatron_hybrid.MADE_WITH),
+        (f"{CORE}optimizer.distrib_optimizer.HybridDeviceOptimizer", megatron_hybrid.MADE_WITH),
+        (f"{CORE}optimizer.HybridDeviceOptimizer.{megatron_hybrid.LOADED}", "self"),
+        (f"{CORE}optimizer.HybridDeviceOptimizer.update_fp32_param_by_new_param", "self"),
         (f"{CORE}pipeline_parallel.schedules.get_pp_rank_microbatches",
          "num_microbatches num_model_chunks microbatch_group_size_per_vp_stage forward_only "
          "overlap_moe_expert_parallel_comm p2p_communicator"),
