@@ -158,3 +158,21 @@ def fp8(bench: Bench) -> Figures:
         own.start_optimizer(config.actor.optimizer, 10)
         figures[f"{recipe} gradient norm"] = update(own, tokens)  # raises where it is not finite
     return figures
+
+
+def cpu_optimizer(bench: Bench) -> Figures:
+    """What three updates change, with the optimizer here and there."""
+    folder, tokens = bench.model(SHAPE), sequences(SHAPE.vocab_size)
+    moved = []
+    for where in ("gpu", "cpu"):
+        config = bench.recipe(folder, where, f"actor.optimizer.device={where}")
+        own = bench.actor(config)
+        own.start_optimizer(config.actor.optimizer, 10)
+        before = weights(own)
+        for _ in range(3):
+            update(own, tokens)
+        moved.append(torch.cat([(new - before[name]).flatten() for name, new in weights(own).items()]))
+    apart = 1 - float(torch.cosine_similarity(*moved, dim=0))
+    most = 0.01 if bench.gpu else 1e-5  # weights in bf16, whose roundings a last bit of fp32 changes
+    expect("1 - cosine of what the two optimizers change", apart, most, "rounding makes")
+    return {"1 - cosine of the updates": apart}

@@ -36,6 +36,7 @@ _OPTIONS: dict[str, tuple[Need, tuple[str, ...]]] = {
     "selective": ("GPU", ("actor.recompute=selective",)),
     "half": ("GPU", ("actor.recompute=full", "actor.recompute_layers=4")),
     "full": ("GPU", ("actor.recompute=full",)),
+    "cpu-optimizer": ("GPU", ("actor.optimizer.device=cpu",)),
     "bf16-moments": ("Transformer Engine", ("actor.optimizer.moments=bfloat16",)),
     "fp8": ("FP8", ("actor.fp8.recipe=blockwise",)),
     "fp8-tensorwise": ("FP8", ("actor.fp8.recipe=tensorwise",)),
@@ -76,6 +77,12 @@ STEPS = (
         "training.checkpoint",
         "does a run that resumes, also from step 0, end where an unbroken one does?",
         "the optimizer's state, with Transformer Engine FusedAdam's: checkpoint/gather.py, checkpoint/store.py",
+    ),
+    Step(
+        "cpu-optimizer",
+        "layers.cpu_optimizer",
+        "does the optimizer on the CPU change the weights as the other one does?",
+        "copies that were read before they had come (actor/host_adam.py): with CUDA_LAUNCH_BLOCKING=1 they are in order",
     ),
     Step(
         "engine",
