@@ -151,8 +151,7 @@ class Actor:
 
         if self.optimizer_config.device == "cpu":
             return []
-        weights = (p for chunk in self.chunks for p in chunk.parameters() if not is_float8tensor(p))
-        shared = {weight.untyped_storage().data_ptr() for weight in weights}
+        shared = {p.untyped_storage().data_ptr() for c in self.chunks for p in c.parameters() if not is_float8tensor(p)}
         return [t for t in tensors_of(self.optimizer) if t.untyped_storage().data_ptr() not in shared]
 
     # ---------------------------------------------------------------------------------------------- micro-batches

@@ -172,7 +172,7 @@ def cpu_optimizer(bench: Bench) -> Figures:
         for _ in range(3):
             update(own, tokens)
         moved.append(torch.cat([(new - before[name]).flatten() for name, new in weights(own).items()]))
-    apart = 1 - float(torch.cosine_similarity(*moved, dim=0))
+    apart = 1 - float(torch.cosine_similarity(moved[0].double(), moved[1].double(), dim=0))
     most = 0.01 if bench.gpu else 1e-5  # weights in bf16, whose roundings a last bit of fp32 changes
     expect("1 - cosine of what the two optimizers change", apart, most, "rounding makes")
     return {"1 - cosine of the updates": apart}
