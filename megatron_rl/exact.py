@@ -31,7 +31,7 @@ from megatron_rl.actor import build
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.blanks import Zeros, largest_micro_batch, whole_windows
-from megatron_rl.config.actor import Recomputed
+from megatron_rl.config.actor import ActorConfig, FP8Config, Recomputed
 from megatron_rl.config.schema import Config
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import HFConfig, Model, layers, model_of, reshard
@@ -44,6 +44,7 @@ from megatron_rl.planner import (
     BUCKETS,
     CHECKED,
     FORWARD,
+    FP8_COPIES,
     GRADIENTS,
     HEAD,
     LOADING,
@@ -54,8 +55,10 @@ from megatron_rl.planner import (
 )
 from megatron_rl.runtime import device, distributed
 from megatron_rl.runtime.host_memory import pinned_bytes
+from megatron_rl.seams.fp8_sizes import weight_bytes
 from megatron_rl.seams.megatron import PER_ELEMENT, Chunk, optimizer_parts, routers, tensors_of
 from megatron_rl.seams.megatron_meta import Attention, Norm, fused_kernels, under_way
+from megatron_rl.seams.meta_fp8 import quantised_layers, quantised_weights
 from megatron_rl.seams.torch_meta import Memory, fake_world, storage_key
 
 META = torch.device("meta")
@@ -72,6 +75,7 @@ class RankMemory:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    fp8_bytes: int = 0  # copies of weights in FP8, which stay from the first forward pass on
     # At the most, beside the three above:
     load_bytes: int = 0  # until the optimizer is there
     forward_bytes: int = 0  # in a forward pass alone, over the largest micro-batch
@@ -89,6 +93,7 @@ def on_rank(plan: Plan, memory: RankMemory) -> Plan:
         WEIGHTS: memory.parameter_bytes,
         GRADIENTS: memory.gradient_bytes,
         OPTIMIZER: memory.optimizer_bytes,
+        FP8_COPIES: memory.fp8_bytes,
         LOADING: memory.load_bytes,
         FORWARD: memory.forward_bytes,
         ACTIVATIONS: memory.update_bytes,
@@ -155,8 +160,7 @@ def measure(
 
 
 def with_plain_layers(config: Config) -> Config:
-    """Without what needs Transformer Engine or DeepEP. What FP8 keeps is counted by `planner`; moments in bf16 are counted by
-    `state_of`."""
+    """Without what needs Transformer Engine or DeepEP; moments in bf16 are counted by `state_of`."""
     modules: list[Recomputed] = [module for module in config.actor.recompute_modules if module != "moe_act"]
     moe = replace(config.actor.moe, dispatcher="alltoall")
     optimizer = replace(config.actor.optimizer, moments="float32")
@@ -174,9 +178,11 @@ def _measure_rank(
         held = state_of(actor, moments)
         now = memory.now - state_of(actor).optimizer_bytes + held.optimizer_bytes
         held = replace(held, load_bytes=max(loaded - now, memory.peak - memory.now))
+        if config.actor.fp8 is not None:
+            held = _with_fp8_weights(held, actor, config.actor.fp8)
         if fused:
-            again = config.actor.recompute == "selective" and "moe_act" in config.actor.recompute_modules
-            stack.enter_context(_fused_kernels(actor, again))
+            actor.config.fp8 = config.actor.fp8  # for rows that pad a micro-batch
+            stack.enter_context(_fused_kernels(actor, config.actor))
             if actor.description.vision is not None and actor.grid.pp_rank == 0:
                 whole_windows(actor.chunks[0], config, actor.model)
         for chunk in actor.chunks:
@@ -252,6 +258,15 @@ def state_of(actor: Actor, moments: int = 4) -> RankMemory:
         optimizer_away_bytes=sum(sizes.values()) if on_host else pinned_bytes(away),
         weights_away_bytes=pinned_bytes([storage.nbytes() for storage in weights.values()]),
     )
+
+
+def _with_fp8_weights(held: RankMemory, actor: Actor, fp8: FP8Config) -> RankMemory:
+    """With matrices in FP8 beside those of the model's dtype, or in their place."""
+    weights = quantised_weights(quantised_layers(actor.chunks, fp8.bf16_ends))
+    size = sum(weight_bytes(weight.shape[0], weight.shape[1], fp8.recipe) for weight in weights)
+    if not fp8.param_gather:
+        return replace(held, fp8_bytes=size)
+    return replace(held, parameter_bytes=held.parameter_bytes + size - sum(weight.nbytes for weight in weights))
 
 
 def _sync_bytes(config: Config, model: Model, world: int, node: int) -> np.ndarray | None:
@@ -330,13 +345,15 @@ def _evenly(router: nn.Module, inputs: object, output: tuple[Tensor, Tensor]) ->
 
 
 @contextmanager
-def _fused_kernels(actor: Actor, activation_recomputed: bool) -> Iterator[None]:
-    """Layers keep for the backward pass what Transformer Engine's kernels keep."""
+def _fused_kernels(actor: Actor, config: ActorConfig) -> Iterator[None]:
+    """Layers keep for the backward pass what Transformer Engine's kernels keep. `config`: with what needs them."""
+    again = config.recompute == "selective" and "moe_act" in config.recompute_modules
+    in_fp8 = (None, 0) if config.fp8 is None else (config.fp8.recipe, config.fp8.bf16_ends)
     attention, norm = layers.PackedAttention.forward, layers.SequenceParallelRMSNorm.forward
     layers.PackedAttention.forward = lambda self, query, key, value, *_, **__: Attention.apply(query, key, value)  # type: ignore[method-assign]
     layers.SequenceParallelRMSNorm.forward = lambda self, x: Norm.apply(x, self.weight)  # type: ignore[method-assign]
     try:
-        with fused_kernels(actor.chunks, activation_recomputed):
+        with fused_kernels(actor.chunks, again, *in_fp8):
             yield
     finally:
         layers.PackedAttention.forward, layers.SequenceParallelRMSNorm.forward = attention, norm  # type: ignore[method-assign]

@@ -13,10 +13,11 @@ from megatron_rl.config.schema import Config
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Model
 from megatron_rl.models.rules import Dims
+from megatron_rl.seams.fp8_sizes import bytes_per_number
 
 
 def activation_bytes_per_token(
-    model: Model, *, tensor: int, sequence: bool, expert_tensor: int = 1, dtype_bytes: int = 2
+    model: Model, *, tensor: int, sequence: bool, expert_tensor: int = 1, dtype_bytes: int = 2, fp8: str | None = None
 ) -> float:
     """Activations that one layer keeps of each packed token for its backward pass, per rank. An estimate.
 
@@ -26,17 +27,33 @@ def activation_bytes_per_token(
     taken as evenly loaded; they keep the tokens sent to them and what they compute. A rank's tokens, its 1/tensor of the
     sequence, go to `top_k` experts each; every rank of `expert_tensor` gets those of all of them. Where they go is kept in
     int32 and float32.
+
+    In FP8 (`fp8`: the recipe) matrix products keep their inputs in one direction with its scales; all else stays as it is.
+    The product after attention keeps attention's own output, but for `delayed`.
     """
     dims, split = model.dims, tensor if sequence else 1
     hidden, q, kv = dims["hidden"], dims["q"], dims["kv"]
-    attention = (2 * q + 2 * kv + (q + kv if model.description.transformer["qk_layernorm"] else 0)) / tensor
-    mlp = _expert_numbers(dims, expert_tensor) / split if dims["experts"] else 3 * dims["ffn"] / tensor
-    return dtype_bytes * (4 * hidden / split + attention + mlp) + 12 * dims["experts"] / split
+    product = _product_width(dtype_bytes, fp8)
+    attention: float = dtype_bytes * (2 * q + 2 * kv + (q + kv if model.description.transformer["qk_layernorm"] else 0))
+    attention += product * q * (fp8 == "delayed")
+    norms = (
+        2 * dtype_bytes + product + (dtype_bytes if dims["experts"] else product)
+    )  # the router reads the norm's output
+    if dims["experts"]:
+        mlp = (_expert_bytes(dims, expert_tensor, dtype_bytes, product) + 12 * dims["experts"]) / split
+    else:
+        mlp = (2 * dtype_bytes + product) * dims["ffn"] / tensor
+    return norms * hidden / split + attention / tensor + mlp
 
 
-def _expert_numbers(dims: Dims, expert_tensor: int) -> float:
-    """That the experts keep of each token; Transformer Engine's grouped ones."""
-    return dims["top_k"] * (dims["hidden"] * expert_tensor + 3 * dims["expert_ffn"])
+def _product_width(dtype_bytes: int, fp8: str | None) -> float:
+    """Bytes of a number that a matrix product keeps of its input."""
+    return dtype_bytes if fp8 is None else bytes_per_number(fp8)
+
+
+def _expert_bytes(dims: Dims, expert_tensor: int, dtype_bytes: float, product: float) -> float:
+    """That the experts keep of each token; Transformer Engine's grouped ones. `product`: of a number that a product reads."""
+    return dims["top_k"] * (product * dims["hidden"] * expert_tensor + (2 * dtype_bytes + product) * dims["expert_ffn"])
 
 
 def _moved_numbers(dims: Dims, parallel: ParallelConfig) -> float:
@@ -49,31 +66,37 @@ def _moved_numbers(dims: Dims, parallel: ParallelConfig) -> float:
     return dims["top_k"] * dims["hidden"] * copies
 
 
-def _layer_bytes_per_token(model: Model, parallel: ParallelConfig, dtype_bytes: int) -> float:
+def _of_layer(model: Model, config: Config, dtype_bytes: int, fp8: str | None) -> tuple[float, float]:
+    """Bytes per token of a layer that is computed again: what it keeps until then, and what it keeps then."""
+    parallel = config.actor.parallel
     sizes = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor, "dtype_bytes": dtype_bytes}
-    return activation_bytes_per_token(model, sequence=parallel.sequence, **sizes)
+    whole = activation_bytes_per_token(model, sequence=parallel.sequence, fp8=fp8, **sizes)
+    kept = whole
+    if config.actor.recompute == "full":  # each layer's input
+        kept = dtype_bytes * model.dims["hidden"] / (parallel.tensor if parallel.sequence else 1)
+    elif config.actor.recompute == "selective":
+        kept = whole - _recomputed(model, config, dtype_bytes, _product_width(dtype_bytes, fp8))
+    return kept, whole
 
 
 def activations(model: Model, config: Config, dtype_bytes: int) -> float:
     """Bytes on the stage that holds most, as a rule the first: it has as many micro-batches under way as there are stages.
     A layer that is being computed, and the output layer, take their own one after the other: without the latter's."""
-    parallel = config.actor.parallel
+    parallel, fp8 = config.actor.parallel, config.actor.fp8
     tokens = config.actor.tokens_per_microbatch / parallel.context
     split = parallel.tensor if parallel.sequence else 1
-    per_layer = _layer_bytes_per_token(model, parallel, dtype_bytes)
+    kept, per_layer = _of_layer(model, config, dtype_bytes, None if fp8 is None else fp8.recipe)
     stages = stage_layers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
-    kept = per_layer
-    if config.actor.recompute == "full":  # each layer's input
-        kept = dtype_bytes * model.dims["hidden"] / split
-    elif config.actor.recompute == "selective":
-        kept = per_layer - _recomputed(model, config, dtype_bytes)
+    ends = 0.0  # what the first stage's layers in bf16 keep more
+    if fp8 is not None and fp8.bf16_ends:
+        ends = fp8.bf16_ends * (1 + (len(stages) == 1)) * (_of_layer(model, config, dtype_bytes, None)[0] - kept)
 
     def of_stage(layers: int) -> float:
         """Bytes per token of one micro-batch's activations in a stage of so many layers, with its output."""
         again = layers
         if config.actor.recompute == "full" and config.actor.recompute_layers is not None:
             again = min(layers, config.actor.recompute_layers * parallel.virtual_pipeline)
-        return kept * again + per_layer * (layers - again) + dtype_bytes * model.dims["hidden"] / split
+        return kept * again + per_layer * (layers - again) + ends + dtype_bytes * model.dims["hidden"] / split
 
     # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
     under_way = max(of_stage(count) * (len(stages) - stage) for stage, count in enumerate(stages))
@@ -91,22 +114,23 @@ def activations(model: Model, config: Config, dtype_bytes: int) -> float:
     return tokens * under_way + max(0.0, tokens * once - head_workspace(model, config))
 
 
-def _recomputed(model: Model, config: Config, dtype_bytes: int) -> float:
+def _recomputed(model: Model, config: Config, dtype_bytes: int, product: float) -> float:
     """Of `activation_bytes_per_token`, what selective recomputation does not keep. An estimate.
 
     Fused attention keeps no scores (`core_attn`), and Transformer Engine fuses every norm but the one before experts with the
-    matrix product after it: `mlp` computes both again.
+    matrix product after it: `mlp` computes both again. `product`: bytes of a number that a matrix product reads.
     """
     dims, parallel, modules = model.dims, config.actor.parallel, set(config.actor.recompute_modules)
     split = parallel.tensor if parallel.sequence else 1
     if not dims["experts"]:
-        return dtype_bytes * (3 * dims["ffn"] / parallel.tensor + dims["hidden"] / split) if "mlp" in modules else 0
-    numbers = float(dims["hidden"]) if "layernorm" in modules else 0
+        ffn = (2 * dtype_bytes + product) * dims["ffn"] / parallel.tensor
+        return ffn + product * dims["hidden"] / split if "mlp" in modules else 0
+    again = dtype_bytes * float(dims["hidden"]) if "layernorm" in modules else 0
     if "moe" in modules:
-        numbers += _expert_numbers(dims, parallel.expert_tensor)
+        again += _expert_bytes(dims, parallel.expert_tensor, dtype_bytes, product)
     elif "moe_act" in modules:
-        numbers += dims["top_k"] * dims["expert_ffn"]
-    return dtype_bytes * numbers / split
+        again += product * dims["top_k"] * dims["expert_ffn"]
+    return again / split
 
 
 def check_workspace(model: Model, config: Config, data_parallel: int, dtype_bytes: int) -> float:
@@ -126,9 +150,10 @@ def _forward_workspace(model: Model, config: Config, tokens: int, dtype_bytes: i
     dims, parallel = model.dims, config.actor.parallel
     split = parallel.tensor if parallel.sequence else 1
     if dims["experts"]:
-        ffn = (_expert_numbers(dims, parallel.expert_tensor) + _moved_numbers(dims, parallel)) / split
+        ffn = (_expert_bytes(dims, parallel.expert_tensor, 1, 1) + _moved_numbers(dims, parallel)) / split
     else:
-        ffn = 3 * dims["ffn"] / parallel.tensor + dims["hidden"] * (split > 1)
+        gathered = split > 1 and config.actor.fp8 is None  # in FP8 they are gone when the product is there
+        ffn = 3 * dims["ffn"] / parallel.tensor + dims["hidden"] * gathered
     layer = dtype_bytes * (3 * dims["hidden"] / split + ffn) + 12 * dims["experts"] / split
     tile = min(config.actor.logits_mib * 2**20, tokens * dims["vocab"] * 4 / parallel.tensor)
     head = 2 * dtype_bytes * tokens * dims["hidden"] / parallel.context + tile * (1 if dtype_bytes == 4 else 1.5)

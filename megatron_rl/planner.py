@@ -20,6 +20,7 @@ from megatron_rl.models.lora import adapters_of
 from megatron_rl.models.reshard import BUCKET_BYTES
 from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
 from megatron_rl.passes import activations, check_workspace, forward_workspace, head_workspace
+from megatron_rl.quantised import fp8_weights
 
 GIB = 2**30
 LOAD, GENERATE, OLD, UPDATE, SYNC, CHECK = "load", "generate", "old_log_probs", "update", "sync", "sync_check"
@@ -30,6 +31,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER = "actor: weights", "actor: gradients (fp32)", "ac
 ACTIVATIONS, HEAD = "actor: activations", "actor: output layer's workspace"
 LOADING, FORWARD, CHECKED = "load: weights laid out anew", "actor: forward pass", "sync check: the actor's forward pass"
 BUCKETS = "sync: two buckets"
+FP8_COPIES = "actor: FP8 copies of the weights"
 AWAY, WEIGHTS_AWAY = "host: optimizer state", "host: weights, pinned"
 
 # CUDA context, NCCL's buffers, cuBLAS workspaces, the allocator's fragmentation, CUDA graphs kept through vLLM's sleep.
@@ -222,10 +224,13 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float, host_b
     """The plan of a checked recipe on `world` GPUs of `gpu_bytes` each, and as many times `host_bytes` of host memory."""
     parallel = config.actor.parallel
     width = 4 if config.model.dtype == "float32" else 2
-    fullest = fullest_rank(model, parallel)
+    stage, fullest = _fullest_stage(model, parallel)
     trained = trained_parameters(model, config.actor)
     replicas = world // (parallel.tensor * parallel.pipeline)
     weights = float((fullest.total + (trained.total if config.actor.lora.rank else 0)) * width)
+    in_fp8, fp8_bytes = fp8_weights(model, config.actor, stage)
+    if config.actor.fp8 is not None and config.actor.fp8.param_gather:
+        weights, fp8_bytes = weights + fp8_bytes - width * in_fp8, 0
     state = _optimizer_bytes(config, trained, world, width)
     on_cpu = config.actor.optimizer.device == "cpu"
     optimizer, on_host = 0.0 if on_cpu else state, state * (on_cpu or config.actor.offload)
@@ -233,7 +238,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float, host_b
     cache = config.rollout.memory_fraction * gpu_bytes - engine_weights - ENGINE_WORKSPACE_GIB * GIB
     cache_tokens = cache / cache_bytes_per_token(model, config.rollout.tensor_parallel, width)
     components = [
-        *_actor_state(config, model, fullest, trained, weights, optimizer, width),
+        *_actor_state(config, model, trained, weights, fp8_bytes, optimizer, width),
         *_actor_passes(config, model, replicas // parallel.context, width),
         *_engine(config, model, engine_weights, cache, width),
         Component("reserve: CUDA, NCCL, fragmentation", RESERVE_GIB * GIB, PHASES, (), estimate=True),
@@ -271,9 +276,9 @@ def _split(model: Model) -> tuple[str, ...]:
 def _actor_state(
     config: Config,
     model: Model,
-    fullest: Parameters,
     trained: Parameters,
     weights: float,
+    fp8_bytes: float,
     optimizer: float,
     width: int,
 ) -> Iterator[Component]:
@@ -285,15 +290,9 @@ def _actor_state(
     yield Component(
         WEIGHTS, weights, weights_in, (*["actor.offload_weights=true"] * (not actor.offload_weights), *split)
     )
-    # Hopper multiplies FP8 matrices in one orientation only: Transformer Engine keeps a weight twice in FP8, by rows and by
-    # columns, two bytes in all. Without `param_gather` they come on top of the bf16 weights.
-    twice = actor.fp8 is not None and not actor.fp8.param_gather
-    yield Component(
-        "actor: FP8 copies of the weights",
-        2 * (fullest.linear + fullest.expert) if twice else 0,
-        PHASES,
-        ("actor.fp8.param_gather",),
-    )
+    # Without `param_gather` they come on top of the bf16 weights, from the first forward pass on, and are not offloaded.
+    param_gather = () if actor.fp8 is None or actor.fp8.recipe == "mxfp8" else ("actor.fp8.param_gather=true",)
+    yield Component(FP8_COPIES, fp8_bytes, tuple(phase for phase in PHASES if phase != LOAD), param_gather)
     if _keeps_reference(config):  # while it is scored, the actor's own weights are set aside on the device
         yield Component("actor: weights set aside for the reference", trained.total * width, (OLD,), split)
     yield Component(GRADIENTS, 4 * trained.total, state_in, (*offload, *split))
@@ -359,11 +358,15 @@ def checkpoint_bytes(config: Config, trained: Parameters, world: int, width: int
 
 def fullest_rank(model: Model, parallel: ParallelConfig) -> Parameters:
     """Of the pipeline stage that holds most; the inner stages are alike."""
+    return _fullest_stage(model, parallel)[1]
+
+
+def _fullest_stage(model: Model, parallel: ParallelConfig) -> tuple[int, Parameters]:
     sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "virtual_pipeline": parallel.virtual_pipeline}
     experts = {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor}
     some = {0, min(1, parallel.pipeline - 1), parallel.pipeline - 1}
-    stages = (actor_parameters(model, **sizes, **experts, stage=stage) for stage in sorted(some))
-    return max(stages, key=lambda parameters: parameters.total)
+    stages = [(stage, actor_parameters(model, **sizes, **experts, stage=stage)) for stage in sorted(some)]
+    return max(stages, key=lambda one: one[1].total)
 
 
 def trained_parameters(model: Model, actor: ActorConfig) -> Parameters:

@@ -16,12 +16,12 @@ from megatron_rl.seams.megatron import (
     Chunk,
     Optimizer,
     allow_fused_accumulation,
-    forget_routing,
     initialize_adam,
     reduce_gradients_of_experts,
     sum_gradients_undivided,
 )
 from megatron_rl.seams.megatron_cpu import install_rng_tracker, make_moe_importable
+from megatron_rl.seams.megatron_moe import forget_routing
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

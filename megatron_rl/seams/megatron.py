@@ -161,20 +161,6 @@ def reduce_gradients_of_experts(chunk: Chunk) -> None:
                 parameter.allreduce = False
 
 
-def forget_routing(chunk: Chunk) -> None:
-    """Has each mixture of experts drop its routing after a forward pass. Its dispatcher would hold it until the next, and by
-    its graph a recomputed layer's input and that input's gradient: two hidden states per token and layer."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    def drop(module: MoELayer, *_: object) -> None:
-        for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping"):
-            setattr(module.token_dispatcher, name, None)
-
-    for module in chunk.modules():
-        if isinstance(module, MoELayer):
-            module.register_forward_hook(drop)
-
-
 def routers(chunk: Chunk) -> Iterator[tuple[int, nn.Module]]:
     """(number of the layer in the whole model, from 1; its router) of every mixture of experts in a chunk."""
     from megatron.core.transformer.moe.moe_layer import MoELayer

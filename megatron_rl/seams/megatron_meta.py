@@ -7,7 +7,8 @@ No numbers are computed. `tests/te` holds what is kept here to what Transformer 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from copy import copy
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 
 from megatron_rl.seams import replaced
 from megatron_rl.seams.megatron import Chunk
+from megatron_rl.seams.meta_fp8 import InFP8, QuantisedProduct, padded, quantise, quantised_layers, unpadded
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -173,21 +175,36 @@ ENGINES: dict[str, dict[str, object]] = {
 }
 
 
-def _grouped(activation_recomputed: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """`TEGroupedMLP.forward` itself, over products without weights, for Megatron-Core's experts one after the other."""
+def _grouped(
+    activation_recomputed: bool, recipe: str | None, exact: Container[int]
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """`TEGroupedMLP.forward` itself, over products without weights, for Megatron-Core's experts one after the other: in FP8
+    where there is a `recipe`, but for those whose `id` is in `exact`."""
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
-    def product(weight: Tensor) -> Callable[[Tensor, Sequence[int]], tuple[Tensor, None]]:
-        return lambda x, splits: (_Products.apply(x, weight.shape[0]), None)
+    def product(
+        weight: Tensor, recipe: str | None, original: bool = False
+    ) -> Callable[[Tensor, Sequence[int]], tuple[Tensor, None]]:
+        def compute(x: Tensor, splits: Sequence[int]) -> tuple[Tensor, None]:
+            if recipe is None:
+                return _Products.apply(x, weight.shape[0]), None
+            keeps = torch.is_grad_enabled() and weight.requires_grad
+            how = InFP8(recipe, weight.shape[0], tuple(splits), original=original, trained=keeps)
+            return QuantisedProduct.apply(x, None, None, how), None
+
+        return compute
 
     def forward(
         self: SequentialMLP, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        one = self.local_experts[0]
+        one, own, config = self.local_experts[0], None if id(self) in exact else recipe, copy(self.config)
+        config.fp8 = recipe  # has rows padded, of layers in bf16 too
         grouped = SimpleNamespace(
-            config=self.config,
-            linear_fc1=product(one.linear_fc1.weight),
-            linear_fc2=product(one.linear_fc2.weight),
+            config=config,
+            linear_fc1=product(one.linear_fc1.weight, own),
+            linear_fc2=product(one.linear_fc2.weight, own, activation_recomputed),
+            quantization_padding=padded(recipe) if recipe else None,
+            quantization_unpadding=unpadded,
             activation_func=self.config.activation_func,
             activation_recompute=activation_recomputed,
             offload_expert_fc1=False,
@@ -207,9 +224,11 @@ def _normed_inside(norm: nn.Module, product: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def fused_kernels(chunks: Sequence[Chunk], activation_recomputed: bool) -> Iterator[None]:
+def fused_kernels(
+    chunks: Sequence[Chunk], activation_recomputed: bool, recipe: str | None = None, bf16_ends: int = 0
+) -> Iterator[None]:
     """Norms before products, rotary embeddings, SwiGLU, the tokens' way to their experts and back, and the experts, for
-    chunks that are used nowhere else. `activation_recomputed`: the experts' (`moe_act`)."""
+    chunks that are used nowhere else. `activation_recomputed`: the experts' (`moe_act`). `recipe`: of products in FP8."""
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -220,6 +239,10 @@ def fused_kernels(chunks: Sequence[Chunk], activation_recomputed: bool) -> Itera
         config.apply_rope_fusion = config.moe_permute_fusion = True
         config.bias_activation_fusion = config.activation_func is torch.nn.functional.silu
     layers: list[Any] = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    in_fp8 = [] if recipe is None else quantised_layers(chunks, bf16_ends)
+    if recipe is not None:
+        quantise(in_fp8, recipe)
+    exact = {id(getattr(layer.mlp, "experts", None)) for layer in layers if layer not in in_fp8}
     for layer in layers:
         _normed_inside(layer.input_layernorm, layer.self_attention.linear_qkv)
         layer.recompute_input_layernorm = False
@@ -240,7 +263,7 @@ def fused_kernels(chunks: Sequence[Chunk], activation_recomputed: bool) -> Itera
             (
                 SequentialMLP,
                 "forward",
-                _grouped(activation_recomputed),
+                _grouped(activation_recomputed, recipe, exact),
                 "self permuted_local_hidden_states tokens_per_expert permuted_probs",
             ),
         ]

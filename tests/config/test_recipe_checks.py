@@ -61,6 +61,10 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["actor.recompute_modules=[attention]"], "`actor.recompute_modules[0]` must be one of layernorm, core_attn, mlp, "),
         (["actor.fp8={recipe: delayed}"], "to 0; set actor.fp8.format=hybrid"),
         (["actor.fp8={recipe: delayed, bf16_ends: 1}"], "cannot go with recipe=delayed"),
+        (
+            ["actor.fp8={recipe: delayed, format: hybrid}", "actor.recompute=selective", "actor.recompute_modules=[moe_act]"],
+            "`actor.recompute_modules` has moe_act, for which",
+        ),
         (["actor.fp8.bf16_ends=3"], "(3) must be at most 2, the model's 2 layers over 1 pipeline stages"),
         (["actor.optimizer={moments: bfloat16, distributed: false}"], "needs actor.optimizer.distributed=true and model."),
         (["actor.optimizer={device: cpu, distributed: false}"], "needs actor.optimizer.distributed=true; set it"),

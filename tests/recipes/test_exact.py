@@ -20,6 +20,7 @@ from megatron_rl.planner import (
     AWAY,
     BUCKETS,
     FORWARD,
+    FP8_COPIES,
     GIB,
     GRADIENTS,
     HEAD,
@@ -209,7 +210,10 @@ def of_recipes() -> list[tuple[str, int, dict[str, Any]]]:
         world = int(machine[1]) * int(machine[2])
         actor = config.actor
         key = json.dumps(
-            [world, Path(config.model.path).name, vars(actor.parallel), actor.optimizer.distributed, actor.lora.rank]
+            [
+                *(world, Path(config.model.path).name, vars(actor.parallel), actor.optimizer.distributed),
+                *(actor.lora.rank, actor.fp8 is not None),
+            ]
         )
         found.setdefault(key, (name, world, dict(model)))
     return list(found.values())
@@ -265,6 +269,7 @@ def test_the_arithmetic_is_near_what_is_counted_of_every_recipe(counted: dict[st
         sizes = parts(load_recipe(RECIPES / name), model, world)
         fullest = max(ranks, key=lambda rank: rank["parameters"])
         assert fullest["parameter_bytes"] == sizes[WEIGHTS], name
+        assert fullest["fp8_bytes"] == sizes.get(FP8_COPIES, 0), name
         assert fullest["gradient_bytes"] == pytest.approx(sizes[GRADIENTS], rel=0.02), name
         assert fullest["optimizer_bytes"] == pytest.approx(sizes[OPTIMIZER], rel=0.02), name
         most = max(rank["update_bytes"] for rank in ranks)

@@ -23,6 +23,7 @@ from megatron_rl.planner import (
     BUCKETS,
     CHECK,
     CHECKPOINT,
+    FP8_COPIES,
     GENERATE,
     GIB,
     GRADIENTS,
@@ -326,10 +327,25 @@ def test_the_sync_check_runs_the_actor_beside_its_state_before_the_engine_wakes(
 
 
 def test_fp8_copies_come_on_top_unless_the_parameters_are_fp8() -> None:
-    bf16 = plan_for("Qwen3-8B").peak(UPDATE)
-    assert plan_for("Qwen3-8B", fp8=FP8Config(param_gather=True)).peak(UPDATE) == bf16
-    linear = actor_parameters(model_of(model_config("Qwen3-8B"))).linear
-    assert plan_for("Qwen3-8B", fp8=FP8Config()).peak(UPDATE) == bf16 + 2 * linear
+    """Qwen3-8B's matrices: all sides are multiples of 512, so blocks of 128 have a scale in each direction and none pads."""
+    bf16, linear = plan_for("Qwen3-8B"), actor_parameters(model_of(model_config("Qwen3-8B"))).linear
+    held = 2 * linear + 2 * 4 * linear // 128**2
+    inside, beside = (plan_for("Qwen3-8B", fp8=FP8Config(param_gather=gather)) for gather in (True, False))
+    assert part(inside, WEIGHTS) - part(bf16, WEIGHTS) == held - 2 * linear
+    assert (part(beside, WEIGHTS), part(beside, FP8_COPIES)) == (part(bf16, WEIGHTS), held)
+    assert beside.peak(SYNC) == bf16.peak(SYNC) + held
+    assert beside.peak(LOAD) == bf16.peak(LOAD)  # they come with the first forward pass
+
+
+def test_fp8_products_keep_less_of_their_inputs() -> None:
+    """Of a layer's numbers hidden (twice) and ffn are products' inputs: two bytes each, in blocks 1 + 4/128."""
+    model, sizes = model_of(model_config("Qwen3-8B")), {"tensor": 1, "sequence": False}
+    bf16, blockwise = (activation_bytes_per_token(model, fp8=recipe, **sizes) for recipe in (None, "blockwise"))
+    assert bf16 - blockwise == (2 * model.dims["hidden"] + model.dims["ffn"]) * (1 - 4 / 128)
+    delayed, tensorwise = (
+        activation_bytes_per_token(model, fp8=recipe, **sizes) for recipe in ("delayed", "tensorwise")
+    )
+    assert delayed - tensorwise == model.dims["q"]
 
 
 def test_a_model_that_is_too_large_is_said_not_to_fit_and_what_would_help() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.ranks import contents
-from tests.te import fp8, quantised
+from tests.te import fp8, kept, quantised
 from tests.te.fp8 import Case
 from tests.te.processes import spawn
 
@@ -90,3 +90,8 @@ def test_checkpoints(root: str, param_gather: bool) -> None:
                 torch.testing.assert_close(own[key][:rows], value[:rows], rtol=0.07, atol=1e-3)
             else:
                 assert torch.equal(own[key][:rows], value[:rows]), (tensor, key)
+
+
+@pytest.mark.parametrize("recipe", [*HOPPER, "mxfp8"])
+def test_plan_counts_what_is_kept(recipe: str) -> None:
+    spawn(kept.check, 1, recipe)
