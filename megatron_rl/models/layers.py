@@ -74,23 +74,45 @@ def packed_attention(
 ) -> Tensor:
     """[t, heads, d] for packed queries [t, heads, d], keys and values [t, kv heads, d]; `offsets` int64 [sequences + 1].
 
-    Sequences are laid out as [sequences, heads, longest, d] for one fused call: the padding lies after each sequence's last
-    token, where a causal mask hides it.
+    Sequences of about the same length are laid out as [sequences, heads, length, d] for one fused call: the padding lies
+    after each sequence's last token, where a causal mask hides it.
     """
-    lengths, num_tokens = offsets.diff(), query.shape[0]
-    # Slot of every token in the padded layout.
-    slots = torch.arange(num_tokens, device=query.device) + (
-        torch.arange(len(lengths), device=query.device) * longest - offsets[:-1]
-    ).repeat_interleave(lengths, output_size=num_tokens)
-
-    def pad(x: Tensor) -> Tensor:
-        padded = x.new_zeros(len(lengths) * longest, *x.shape[1:]).index_copy(0, slots, x)
-        return padded.view(len(lengths), longest, *x.shape[1:]).transpose(1, 2)
-
-    out = F.scaled_dot_product_attention(
-        pad(query), pad(key), pad(value), is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    lengths = offsets.diff().cpu()
+    padded = padded_lengths(lengths, longest)
+    sizes, counts = padded.unique(return_counts=True)
+    # Slot of every token in the padded layout, in which sequences follow one another by padded length.
+    order = padded.argsort(stable=True)
+    starts = torch.empty_like(padded)
+    starts[order] = padded[order].cumsum(0) - padded[order]
+    slots = torch.arange(query.shape[0], device=query.device) + (starts.to(offsets) - offsets[:-1]).repeat_interleave(
+        offsets.diff(), output_size=query.shape[0]
     )
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, slots)
+    rows = (sizes * counts).tolist()
+
+    def pad(x: Tensor) -> list[Tensor]:
+        flat = x.new_zeros(sum(rows), *x.shape[1:]).index_copy(0, slots, x)
+        parts = zip(flat.split(rows), counts.tolist(), sizes.tolist(), strict=True)
+        return [part.view(count, size, *x.shape[1:]).transpose(1, 2) for part, count, size in parts]
+
+    gqa = query.shape[1] != key.shape[1]
+    out = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+        .transpose(1, 2)
+        .flatten(0, 1)
+        for q, k, v in zip(pad(query), pad(key), pad(value), strict=True)
+    ]
+    return torch.cat(out).index_select(0, slots)
+
+
+def padded_lengths(lengths: Tensor, longest: int) -> Tensor:
+    """The lengths to which sequences are padded, int64: multiples of 32 (the rows that a CPU's kernel takes at a time), above
+    128 of a quarter of the next power of two, so that there are few of them; at most `longest`.
+
+    The shortest are padded to 40: at 32 the kernel's backward pass would round otherwise than at every other length.
+    """
+    unit = (2 ** (lengths.double().log2().ceil() - 2)).long().clamp(min=32)
+    padded = (lengths + unit - 1) // unit * unit
+    return padded.clamp(min=40).clamp(max=longest)
 
 
 def held(lengths: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:

@@ -120,10 +120,10 @@ class DecodeScheduler(Scheduler):
             return
         output.new_token_ids = [token for token, _, _ in kept] + output.new_token_ids
         if (last := output.new_logprobs) is not None:
-            parts = zip(*(tuple(field[row] for field in lists[:3]) for _, lists, row in kept if lists), strict=True)
-            output.new_logprobs = LogprobsLists(
-                *(np.concatenate([np.stack(part), end]) for part, end in zip(parts, last[:3], strict=True))
+            fields = (
+                [lists[i][row : row + 1] for _, lists, row in kept if lists is not None] + [last[i]] for i in range(3)
             )
+            output.new_logprobs = LogprobsLists(*map(np.concatenate, fields))
 
     def _steps_of(self, request: Request) -> int:
         """Steps in which a request decodes one token each, has a place for it in the cache, and does not reach a limit."""

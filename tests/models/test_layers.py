@@ -25,7 +25,7 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), value)
 
 
-@pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [7, 1, 3], [2, 9]])
+@pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [7, 1, 3], [2, 9], [70, 3, 33, 40, 65, 8], [64, 200, 1, 257, 131]])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_packed_sequences_attend_as_if_each_were_alone(lengths, heads, kv_heads, scale) -> None:
