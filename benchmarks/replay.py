@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,7 @@ METRICS = (
     "timing_s/update",
     "timing_s/step",
 )
+CPU = "CPU seconds of the run"
 
 
 def main() -> None:
@@ -66,7 +68,8 @@ def main() -> None:
         table = Table("", *KINDS)
         runs = [run(folder, kind, overrides) for kind in KINDS]
         for name in METRICS:
-            table.add_row(name, *(f"{min(values[name]):.2g} to {max(values[name]):.2g}" for values in runs))
+            table.add_row(name, *(f"{min(values[name]):.3g} to {max(values[name]):.3g}" for values in runs))
+        table.add_row(CPU, *(f"{values[CPU][0]:.0f}" for values in runs))
         Console(width=120).print(table)
 
 
@@ -89,9 +92,12 @@ def run(folder: Path, kind: str, overrides: list[str]) -> dict[str, list[float]]
     given = [f"run_dir={folder / kind}", f"model.path={folder / 'model'}", f"actor.moe.routing_replay={kind}"]
     given.append(f"rewards.digits.reward={folder / 'reward.py'}:digits")
     command = [sys.executable, "-m", "megatron_rl", "train", str(RECIPE), *RUN, *given, *overrides]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     rows = [json.loads(line) for line in (folder / kind / "metrics.jsonl").read_text().splitlines()]
-    return {name: [row[name] for row in rows if name in row] for name in METRICS}
+    found = {name: [row[name] for row in rows if name in row] for name in METRICS}
+    return found | {CPU: [after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime]}
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.actor import LoRAConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.runtime import distributed
+from megatron_rl.seams.megatron import optimizer_parts
 from megatron_rl.trainer import adapters
 from tests.actor.layouts import make_batch
 
@@ -95,6 +96,16 @@ def learn(actor: Actor, seed: int) -> dict[str, float]:
     algorithm = make_algorithm({"preset": "grpo"}, max_tokens=40)
     learner = Learner(actor.recipe, actor, algorithm, StepTimer())  # type: ignore[attr-defined]
     return learner.update(make_batch(seed), None)
+
+
+def check_gradients_are_not_copied(actor: Actor) -> None:
+    """After an update: what the optimizer has read lies where the gradients were summed."""
+    buffers = (b for chunk in actor.ddp_chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
+    summed = {buffer.grad_data.untyped_storage().data_ptr() for buffer in buffers}
+    for part in optimizer_parts(actor.optimizer):
+        for weight in part.get_parameters():
+            gradient = weight.grad if weight.grad is not None else weight.decoupled_grad  # type: ignore[attr-defined]
+            assert gradient.untyped_storage().data_ptr() in summed
 
 
 def save(actor: Actor, root: Path, step: int, saver: Saver | None = None) -> Saver:

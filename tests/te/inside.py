@@ -145,6 +145,7 @@ def learn_offloaded(root: str, layouts: list[Layout]) -> None:
             assert not any(tensor.untyped_storage().nbytes() for tensor in actor.optimizer_state() if seed)
             actor.onload()
             ranks.learn(actor, seed)
+            ranks.check_gradients_are_not_copied(actor)
         ranks.save(actor, folder, 2)
         ranks.close()
 
