@@ -93,12 +93,8 @@ def test_a_run_starts_from_a_converted_checkpoint(straight: Finished, converted:
     command("to-megatron", "--hf", converted, "--megatron", tmp_path / "megatron", "--tensor", "1")
     job = Job(
         tmp_path,
-        f"model.path={tmp_path / 'megatron'}",
-        "model.create=null",
-        "sft.steps=0",
-        "trainer.steps=1",
-        "checkpoint.every=0",
-        is_new=True,
+        *(f"model.path={tmp_path / 'megatron'}", "model.create=null"),
+        *("sft.steps=0", "trainer.steps=1", "checkpoint.every=0"),
     )
     job.succeed()
     before, after = rows(straight.run_dir)[-1], rows(job.run_dir)
