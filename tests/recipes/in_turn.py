@@ -32,8 +32,9 @@ def run_all(lists: list[list[list[str]]], outcomes: Path) -> None:
                 file.write(json.dumps([run_dir, code]) + "\n")
         if code:
             sys.exit(code)
-        gc.unfreeze()  # `main` is to be the last of its process
-        gc.collect()  # the engine, which `shutdown` leaves to the end of its process
+        if turn % 4 == 3:  # most of a second, for which all that was imported is searched
+            gc.unfreeze()  # `main` is to be the last of its process
+            gc.collect()  # the engines, which `shutdown` leaves to the end of its process
         gc.freeze()  # vLLM collects garbage several times per engine: what stays anyway need not be looked at
 
 

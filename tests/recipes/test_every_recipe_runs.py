@@ -23,9 +23,9 @@ from megatron_rl.config import Config, ConfigError, Machine, load_recipe, to_yam
 from megatron_rl.config.algorithm_checks import reward_columns
 from megatron_rl.launch.checks import check_recipe
 from megatron_rl.runtime.attempts import new_attempt, rank_environment
-from megatron_rl.runtime.spawn import run_ranks
 from tests.rewards.chat_server import ChatServer
 from tests.rewards.tiny_models import classifier
+from tests.warm import run_ranks
 
 from . import in_turn, tiny
 
@@ -183,7 +183,7 @@ def written(config: Config) -> str:
 
 
 def run_in_turn(ran: Ran, *lists: list[list[str]]) -> None:
-    """Runs one list on two ranks, or two lists at a time on one rank each. New processes go on behind a run that failed."""
+    """Runs one list on two ranks, or two lists at a time on one rank each. Other processes go on behind a run that failed."""
     for attempt in itertools.count():
         rest = [[run for run in runs if run[1] not in ran.outcomes] for runs in lists]
         if not any(rest):
