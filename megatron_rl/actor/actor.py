@@ -386,7 +386,7 @@ class Actor:
     # ------------------------------------------------------------------------------------------------ GPU memory
     def offload(self) -> None:
         """Gradients are freed and the optimizer's state moves to the host, so that the engine has the room."""
-        self._memory.state_out(self.optimizer_state() if self.has_optimizer else ())
+        self._memory.state_out(self.optimizer_state() if self.config.offload and self.has_optimizer else ())
 
     def offload_weights(self) -> None:
         """The weights move to the host, once the engine has them. Until they are back nothing reads them here."""

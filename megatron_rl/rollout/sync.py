@@ -66,7 +66,7 @@ class Scored:
     images in them."""
 
     sequences: list[Sequence[int]]
-    log_probs: dict[int, np.ndarray]
+    log_probs: list[np.ndarray]
     images: list[PromptImages | None]
 
 
@@ -127,7 +127,7 @@ class WeightSync:
         where these may have some."""
         images = [own for own, tokens in zip_longest(images, sequences) if len(tokens) > 1]
         sequences = [tokens[: self.engine.max_scored] for tokens in sequences if len(tokens) > 1]
-        return Scored(sequences, self._actor_scores(sequences, images) if sequences else {}, images)
+        return Scored(sequences, self._actor_scores(sequences, images) if sequences else [], images)
 
     def check(self, actor: Scored) -> SyncDifference:
         """How far the engine's log-probs are from the actor's, over all tokens but the first of each sequence.
@@ -140,41 +140,43 @@ class WeightSync:
         """
         if not actor.sequences:
             return SyncDifference()
-        engine = self.engine.score(actor.sequences, actor.images)
-        differences = np.abs(np.concatenate([ours - actor.log_probs[row] for row, ours in enumerate(engine)]))
-        by_rank = self.grid.all_gather(SyncDifference.of(differences))
-        worst = SyncDifference(*np.max([astuple(of_rank) for of_rank in by_rank], axis=0).tolist())  # NaN if any is
+        engine = np.concatenate(self.engine.score(actor.sequences, actor.images))
+        differences = np.abs(engine - np.concatenate(actor.log_probs))
+        by_rank = self.grid.gather_rows(np.array(astuple(SyncDifference.of(differences))))
+        worst = SyncDifference(*by_rank.max(axis=0).tolist())  # NaN if any is
         if not worst.within(self.tolerance):
             raise SyncError(
                 f"after a weight sync the engine's log-probs differ from the actor's by {worst.mean:.3g} in the mean, by "
                 f"{worst.percentile:.3g} at the {PERCENTILE}th percentile and by up to {worst.largest:.3g}; "
                 f"rollout.sync_tolerance = {self.tolerance:g} allows a mean of that and {_PERCENTILE_FACTOR} times that at "
-                f"the percentile. {self._diagnose(by_rank)}"
+                f"the percentile. {self._diagnose(by_rank, actor, engine)}"
             )
         return worst
 
     def _actor_scores(
         self, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None]
-    ) -> dict[int, np.ndarray]:
+    ) -> list[np.ndarray]:
         micro_batches = self.actor.micro_batches(
             TokenBatch.continuations(((tokens[:1], tokens[1:]) for tokens in sequences), images)
         )
-        own: dict[int, np.ndarray] = {}
+        ends = np.cumsum([len(tokens) - 1 for tokens in sequences])
+        scores = np.zeros(ends[-1], dtype=np.float32)
+        by_row = np.split(scores, ends[:-1])
         for micro, (log_probs, _) in zip(
             micro_batches, self.actor.log_probs(micro_batches, temperature=1.0), strict=False
         ):
-            for local, row in enumerate(micro.rows):
-                own[row] = log_probs[micro.sequence_ids == local].cpu().numpy()
+            for local, row in enumerate(micro.rows if self.grid.reports_loss else ()):
+                by_row[row][:] = log_probs[micro.sequence_ids == local].cpu().numpy()
         device.empty_cache()  # the engine takes the device next, and finds what this pass took free
-        scores: dict[int, np.ndarray] = {}
-        for part in self.grid.all_gather(own if self.grid.reports_loss else {}):
-            scores.update(part)
-        return scores
+        self.grid.sum_array(scores)
+        return by_row
 
-    def _diagnose(self, by_rank: Sequence[SyncDifference]) -> str:
+    def _diagnose(self, by_rank: np.ndarray, actor: Scored, engine: np.ndarray) -> str:
         """Names the first tensor that is not what the actor holds, in what the engine keeps and in the copies that it
-        computes with. What was sent has been compared by `push`."""
-        bad_ranks = [rank for rank, difference in enumerate(by_rank) if not difference.within(self.tolerance)]
+        computes with; where there is none, says which of the two computes otherwise when asked again. What was sent has been
+        compared by `push`. `by_rank`: float64 [ranks, 3], differences; `engine`: its log-probs, float32 [tokens].
+        """
+        bad_ranks = [rank for rank, row in enumerate(by_rank) if not SyncDifference(*row).within(self.tolerance)]
         bad_engines = sorted({rank // self.engine.config.tensor_parallel for rank in bad_ranks})
         where = f"Engines affected: {bad_engines} of {self.engine.engines}."
         if self.adapters is not None:
@@ -182,8 +184,11 @@ class WeightSync:
                 f"{where} The engine adds the actor's adapters to the weights that it has read from the model's folder; "
                 "nothing compares either with the actor's. With actor.lora.sync=merged every tensor is compared."
             )
+        again = [np.abs(np.concatenate(self.engine.score(actor.sequences, actor.images)) - engine).max()]
         self.engine.drop_cache()
         self.actor.onload_weights()
+        scores = self._actor_scores(actor.sequences, actor.images)
+        again.append(np.abs(np.concatenate(scores) - np.concatenate(actor.log_probs)).max())
         kept_bad = None
         kept, packed = self.engine.parameters(), self.engine.packed_weights()
         tp_rank, tp = self.grid.rank % self.engine.config.tensor_parallel, self.engine.config.tensor_parallel
@@ -205,10 +210,13 @@ class WeightSync:
                 "with something else: the copy of its weight that vLLM packs for the CPU's kernels, which this sync has not "
                 "refreshed (megatron_rl/seams/vllm.py)."
             )
+        of_engine, of_actor = self.grid.gather_rows(np.array(again)).max(axis=0)
         return (
             f"{where} Every tensor was sent as the actor holds it, and what can be read back from the engine agrees: the two "
-            "compute differently. Compare their kernels and dtypes (model.dtype, actor.fp8), or raise rollout.sync_tolerance "
-            "if the difference is expected."
+            f"compute differently. Asked again, the engine answers as before but for {of_engine:.3g} and the actor but for "
+            f"{of_actor:.3g}. Where these are small, compare their kernels and dtypes (model.dtype, actor.fp8), or raise "
+            "rollout.sync_tolerance if the difference is expected; where one is as large as the difference itself, that side "
+            "does not compute the same thing twice: try OMP_NUM_THREADS=1, and another machine."
         )
 
 

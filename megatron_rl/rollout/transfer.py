@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -289,10 +290,11 @@ class Transfer:
             )
             self._waiting(exchange, "the exchange of checksums")
         differs = (torch.cat(there) != came).any(1).cpu()
-        own = self._first_wrong([rows.tolist() for rows in differs.split(sizes[0])]) if differs.any() else None
-        by_rank = self.grid.all_gather(own)
-        if (wrong := next((each for each in by_rank if each), None)) is None:
+        self.grid.sum_array(found := np.array([int(differs.sum())]))
+        if not found[0]:
             return
+        by_rank = self.grid.all_gather(self._first_wrong([rows.tolist() for rows in differs.split(sizes[0])]))
+        wrong = next(each for each in by_rank if each)
         stages = self.grid.all_gather(self._stage(wrong, sent[wrong.target]) if wrong.source == self.grid.rank else "")
         boxes = sum(each.boxes for each in by_rank if each)
         raise SyncError(

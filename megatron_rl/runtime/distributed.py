@@ -55,7 +55,8 @@ class Grid:
     def all_gather(self, item: T) -> list[T]:
         """`item` of every rank, in rank order."""
         out = [item] * self.world
-        dist.all_gather_object(out, item, group=self.host_group)
+        if self.world > 1:
+            dist.all_gather_object(out, item, group=self.host_group)
         return out
 
     def gather(self, item: T) -> list[T]:
@@ -82,6 +83,18 @@ class Grid:
     def broadcast_array(self, array: np.ndarray) -> None:
         """Rank 0's numbers into the array of every other rank, which has its shape and dtype."""
         dist.broadcast(torch.from_numpy(array), src=0, group=self.host_group)
+
+    def sum_array(self, array: np.ndarray) -> None:
+        """In place: the sum of every rank's array, all of one shape and dtype. Exact where all ranks but one have zeros."""
+        if self.world > 1:
+            dist.all_reduce(torch.from_numpy(array), group=self.host_group)
+
+    def gather_rows(self, row: np.ndarray) -> np.ndarray:
+        """[world, ...]: every rank's array, all of one shape and dtype."""
+        table = np.zeros((self.world, *row.shape), dtype=row.dtype)
+        table[self.rank] = row
+        self.sum_array(table)
+        return table
 
     def barrier(self) -> None:
         dist.barrier(group=self.host_group)

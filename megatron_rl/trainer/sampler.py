@@ -92,15 +92,15 @@ class Sampler:
         return self.sync.score(self._sequences(rollouts, rows), [rollouts.sample(row).images for row in rows])
 
     def _sequences(self, rollouts: Rollouts, rows: Sequence[int]) -> list[list[int]]:
-        """The tokens of a few rollouts, on every rank. They go by rank 0, in a tree: no rank sends them to all others."""
-        known = self._to_main(rollouts, rows)
-        lengths = rollouts.facts["num_tokens"][list(rows)]
-        flat = np.empty(lengths.sum(), dtype=np.int32)
-        if self.grid.is_main:
-            np.concatenate([known[row].tokens for row in rows], out=flat, casting="same_kind")
-        if self.grid.world > 1:
-            self.grid.broadcast_array(flat)
-        return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])]
+        """The tokens of a few rollouts, on every rank."""
+        chosen = rollouts.facts[list(rows)]
+        flat = np.zeros(chosen["num_tokens"].sum(), dtype=np.int32)
+        parts = np.split(flat, np.cumsum(chosen["num_tokens"])[:-1])
+        for row, source, part in zip(rows, chosen["source"].tolist(), parts, strict=True):
+            if source == self.grid.rank:
+                part[:] = rollouts.held[row].tokens
+        self.grid.sum_array(flat)
+        return [part.tolist() for part in parts]
 
     def _to_main(self, rollouts: Rollouts, rows: Sequence[int]) -> dict[int, Rollout]:
         """Rollouts on rank 0. Experts stay: nothing there replays them, and an evaluation's kept responses have none."""

@@ -138,6 +138,11 @@ def damage_sync(run: Any) -> dict[str, str]:
     run.sampler.sync.push()
     faults["pushed at last"] = verdict()
     engine = run.sampler.engine
+    score = engine.score
+    wrong = iter([0.01])  # the first time only
+    engine.score = lambda *given: [one + next(wrong, 0.0) for one in score(*given)]
+    faults["once"] = verdict()
+    engine.score = score
     shapes = engine.shapes
     engine.shapes = lambda: {**shapes(), KEPT: (1,)}
     faults["another layout"] = str(WeightSync(run.config, run.grid, run.learner.actor, engine).whole_because)

@@ -116,3 +116,8 @@ def test_a_tensor_that_one_rank_of_the_engine_lost_is_named(faults: dict[str, st
         assert f"the first that the engine holds otherwise is {inside.KEPT}." in faults[damage]
     assert "by up to nan" in faults["not a number"]
     assert faults["pushed at last"].startswith("good")
+
+
+def test_a_side_that_does_not_compute_the_same_twice_is_named(faults: dict[str, str]) -> None:
+    assert "what can be read back from the engine agrees: the two compute differently." in faults["once"]
+    assert "Asked again, the engine answers as before but for 0.01 and the actor but for 0." in faults["once"]
