@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 
 from megatron_rl import __version__
 from megatron_rl.commands import COMMANDS, load
+from megatron_rl.names import ConfigError
 from megatron_rl.runtime import stop, streams
+from megatron_rl.runtime.world import outer_world
 
 _EPILOG = """\
 examples:
@@ -25,9 +29,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             args = _parse(sys.argv[1:] if arguments is None else list(arguments))
             return load(args.command).run(args)
+        except ConfigError as error:
+            _say_once_per_node(error)
+            return error.code
         except KeyboardInterrupt:
             streams.say("megatron-rl: stopped by SIGINT")
             return 128 + signal.SIGINT
+
+
+def _say_once_per_node(error: ConfigError) -> None:
+    """Of the processes that torchrun or srun has started the first of each node: a node may lack what others have."""
+    world = outer_world(os.environ)
+    if world is None or world.variables.get("LOCAL_RANK", world.variables["RANK"]) == "0":
+        where = "" if world is None else f"on node {socket.gethostname()}: "
+        streams.say(f"megatron-rl: {where}{error}")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

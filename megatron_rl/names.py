@@ -9,6 +9,12 @@ LARGEST = 2**63 - 1  # what a 64-bit number holds; also far above all that is co
 _SHOWN = 80  # characters of a value that a message shows
 
 
+class ConfigError(ValueError):
+    """A recipe, or a command, that cannot run. The message is for the person who wrote it: source, key, value, remedy."""
+
+    code = 2  # the command's exit code: `runtime.exit_codes.BAD_INPUT`
+
+
 def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name most like `name`, swapped letters being the likeliest mistake; None where none reaches `cutoff`."""
     text = str(name)

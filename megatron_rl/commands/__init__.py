@@ -1,8 +1,8 @@
 """The subcommands of `megatron-rl`, one module each, in the order in which `--help` shows them.
 
-A module has `add_arguments(parser, name)` and `run(args) -> int`, the exit code; commands may share one (`args.command` says
-which it is). It is imported only when its command is called, and imports no torch on its own: `--help` and `--check` answer
-at once, also where torch is missing.
+A module has `add_arguments(parser, name)` and `run(args) -> int`, the exit code; a `ConfigError` that it raises has one, too.
+Commands may share a module (`args.command` says which it is). It is imported only when its command is called, and imports no
+torch on its own: `--help` and `--check` answer at once, also where torch is missing.
 """
 
 from __future__ import annotations

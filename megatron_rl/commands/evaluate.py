@@ -10,18 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_rl.commands.run_recipe import (
-    HeldError,
     add_check,
     hold_run_folder,
     machine_asked_for,
     machine_here,
     print_checked,
-    refuse,
     start_ranks,
 )
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe
@@ -73,18 +70,15 @@ class _Checkpoint:
 def run(args: argparse.Namespace) -> int:
     """Returns 0, 1 where too many requests failed, 2 for a bad recipe or model, 130 after Ctrl-C, or a process's code."""
     machine, world = machine_here()
-    try:
-        machine = machine_asked_for(args, machine)
-        config, checkpoint = _resolve(args, machine)
-        if args.check:
-            return print_checked(config, machine if args.processes is None else None, args.command)
-        harness = config.evaluation.harness.name
-        if harness is not None and not (program := programs(harness) / HARNESSES[harness].program).exists():
-            raise ConfigError(f"{program} is missing: make eval-setup installs the harnesses")
-        if not args.endpoint:
-            check_machine(config, machine, args.command)
-    except ConfigError as error:
-        return refuse(error, world)
+    machine = machine_asked_for(args, machine)
+    config, checkpoint = _resolve(args, machine)
+    if args.check:
+        return print_checked(config, machine if args.processes is None else None, args.command)
+    harness = config.evaluation.harness.name
+    if harness is not None and not (program := programs(harness) / HARNESSES[harness].program).exists():
+        raise ConfigError(f"{program} is missing: make eval-setup installs the harnesses")
+    if not args.endpoint:
+        check_machine(config, machine, args.command)
     if args.endpoint or harness is not None:
         others = world is not None and world.rank > 0  # srun's further tasks: one process asks
         return exit_codes.OK if others else _ask(config, args.endpoint or [], args.served_name, machine.gpus)
@@ -207,17 +201,13 @@ def _no_model(folder: Path, endpoint: bool) -> str:
 
 def _ask(config: Config, urls: list[str], name: str | None, gpus: int) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    try:
-        with hold_run_folder(config):
-            from megatron_rl.evaluation.harnessed import evaluate_by_harness
-            from megatron_rl.evaluation.served import evaluate_served
-            from megatron_rl.runtime.distributed import ALONE
-            from megatron_rl.trainer.report import Reporter
+    with hold_run_folder(config):
+        from megatron_rl.evaluation.harnessed import evaluate_by_harness
+        from megatron_rl.evaluation.served import evaluate_served
+        from megatron_rl.runtime.distributed import ALONE
+        from megatron_rl.trainer.report import Reporter
 
-            log = Reporter(config, Path(config.run_dir), ALONE, "evaluate")
-            if config.evaluation.harness.name is not None:
-                return evaluate_by_harness(log, urls, name, gpus)
-            return evaluate_served(log, urls, name)
-    except HeldError as error:
-        print(f"megatron-rl: {error}", file=sys.stderr)
-        return error.code
+        log = Reporter(config, Path(config.run_dir), ALONE, "evaluate")
+        if config.evaluation.harness.name is not None:
+            return evaluate_by_harness(log, urls, name, gpus)
+        return evaluate_served(log, urls, name)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megatron_rl
 from megatron_rl import launch
-from megatron_rl.config import ConfigError
 from megatron_rl.launch import plan
 from megatron_rl.launch.package import name_in
-from megatron_rl.runtime import exit_codes
 
 if TYPE_CHECKING:
     from nemo_run import SSHTunnel
@@ -57,15 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0, or 2 where something is wrong before anything was submitted."""
-    try:
-        _check_options(args)
-        if importlib.util.find_spec("nemo_run") is None:
-            raise launch.LaunchError(_INSTALL)
-        return _launch(args, Path(megatron_rl.__file__).parents[1])
-    except (ConfigError, launch.LaunchError) as error:
-        print(f"megatron-rl: {error}", file=sys.stderr)
-        return exit_codes.BAD_INPUT
+    """Returns 0; what is wrong before anything was submitted is a ConfigError."""
+    _check_options(args)
+    if importlib.util.find_spec("nemo_run") is None:
+        raise launch.LaunchError(_INSTALL)
+    return _launch(args, Path(megatron_rl.__file__).parents[1])
 
 
 def _check_options(args: argparse.Namespace) -> None:

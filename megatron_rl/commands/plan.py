@@ -127,9 +127,8 @@ def run(args: argparse.Namespace) -> int:
                 return exit_codes.FAILED
         print(json.dumps(found, indent=2) if args.json else "\n\n".join(text))
         return exit_codes.FAILED if problems else exit_codes.OK
-    except (ConfigError, ValueError) as error:
-        print(f"megatron-rl: {error}", file=sys.stderr)
-        return exit_codes.BAD_INPUT
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _machine(nodes: int, gpus: int) -> Machine:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_rl.config import ConfigError, check, load_recipe
+from megatron_rl.config import check, load_recipe
 from megatron_rl.runtime import exit_codes, stop, streams
 from megatron_rl.runtime.attempts import rank_environment
 from megatron_rl.runtime.spawn import run_ranks
@@ -31,14 +31,10 @@ def run(args: argparse.Namespace) -> int:
     machine, world = machine_here()
     command = [sys.executable, "-m", "megatron_rl.preflight.main", args.recipe, *args.overrides]
     command += ["--minutes", str(args.minutes), *["--quick"] * args.quick, *["--json"] * args.json]
-    try:
-        config = load_recipe(args.recipe, args.overrides)
-        if world is None:
-            config = check(config, machine=machine)
-    except ConfigError as error:
-        print(f"megatron-rl: {error}", file=sys.stderr)
-        return exit_codes.BAD_INPUT
-    if world is not None:
+    config = load_recipe(args.recipe, args.overrides)
+    if world is None:
+        config = check(config, machine=machine)
+    else:
         os.environ.update(rank_environment(machine.gpus))
         os.environ.update(world.variables)
         stop.hold_back()

@@ -32,11 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 def run(args: argparse.Namespace) -> int:
     from megatron_rl.report import find, read_run, render
 
-    try:
-        records = [read_run(path.resolve()) for path in args.runs]
-    except ValueError as error:
-        print(f"megatron-rl: {error}", file=sys.stderr)
-        return exit_codes.BAD_INPUT
+    records = [read_run(path.resolve()) for path in args.runs]
     if args.serve is not None:
         return _serve([record.path for record in records], args.serve)
     default = records[0].path / "report.html" if len(records) == 1 else Path("report.html")

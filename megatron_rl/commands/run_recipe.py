@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import math
 import os
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,16 +50,12 @@ def _positive(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Returns 0, 2 for a bad recipe, 130 after Ctrl-C, or the exit code of a failed process."""
     machine, world = machine_here()
-    try:
-        machine = machine_asked_for(args, machine)
-        config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine)
-        if args.check:
-            return print_checked(config, machine if args.processes is None else None, args.command)
-        check_machine(config, machine, args.command)
-        resume = _resume(args.resume)
-    except ConfigError as error:
-        return refuse(error, world)
-    return start_ranks(args.command, config, resume, machine, world)
+    machine = machine_asked_for(args, machine)
+    config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine)
+    if args.check:
+        return print_checked(config, machine if args.processes is None else None, args.command)
+    check_machine(config, machine, args.command)
+    return start_ranks(args.command, config, _resume(args.resume), machine, world)
 
 
 def machine_asked_for(args: argparse.Namespace, machine: Machine) -> Machine:
@@ -89,14 +84,6 @@ def machine_here() -> tuple[Machine, World | None]:
     return machine, world
 
 
-def refuse(error: ConfigError, world: World | None) -> int:
-    """Says what is wrong with the recipe and returns the exit code; once per node, since a node may lack what others have."""
-    if world is None or world.variables.get("LOCAL_RANK", world.variables["RANK"]) == "0":
-        where = "" if world is None else f"on node {socket.gethostname()}: "
-        print(f"megatron-rl: {where}{error}", file=sys.stderr)
-    return exit_codes.BAD_INPUT
-
-
 def start_ranks(name: str, config: Config, resume: str, machine: Machine, world: World | None) -> int:
     """Takes the run folder, writes the recipe there, and runs the ranks, or the one of them that this process stands for.
 
@@ -108,12 +95,8 @@ def start_ranks(name: str, config: Config, resume: str, machine: Machine, world:
     environment, ownership = rank_environment(machine.gpus), None
     with contextlib.ExitStack() as stack:
         if world is None or world.rank == 0:
-            try:
-                ownership = stack.enter_context(hold_run_folder(config))
-                environment |= ownership.variables()
-            except HeldError as error:
-                print(f"megatron-rl: {error}", file=sys.stderr)
-                return error.code
+            ownership = stack.enter_context(hold_run_folder(config))
+            environment |= ownership.variables()
         try:
             if world is None:
                 return _start(command, config, machine.gpus, environment, handle)
@@ -127,20 +110,13 @@ def start_ranks(name: str, config: Config, resume: str, machine: Machine, world:
     return exit_codes.FAILED
 
 
-class HeldError(Exception):
-    """The run folder is another run's, or cannot be written; `code` is the exit code."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 @contextlib.contextmanager
 def hold_run_folder(config: Config) -> Iterator[owner.Ownership]:
     """The run folder is this command's while the context is open, with the recipe in it.
 
     Raises:
-        HeldError: nothing in the folder was changed; an attempt that a batch script has made there says that it was refused.
+        ConfigError: the folder is another run's, or cannot be written. Nothing in it was changed; an attempt that a batch
+            script has made there says that it was refused.
     """
     run_dir = Path(config.run_dir)
     ownership = owner.Ownership(run_dir)
@@ -151,10 +127,12 @@ def hold_run_folder(config: Config) -> Iterator[owner.Ownership]:
         if attempt := os.environ.get(ATTEMPT):
             with contextlib.suppress(OSError):  # a full disk, say, is not why the command ends
                 disk.replace(Path(attempt) / REFUSED, f"{error}\n")
-        raise HeldError(str(error), exit_codes.BAD_INPUT) from None
+        raise ConfigError(str(error)) from None
     except OSError as error:
         ownership.release()
-        raise HeldError(f"cannot write to run_dir {run_dir}: {error.strerror}", exit_codes.FAILED) from None
+        refusal = ConfigError(f"cannot write to run_dir {run_dir}: {error.strerror}")
+        refusal.code = exit_codes.FAILED
+        raise refusal from None
     try:
         if former is not None:
             streams.say(f"the run folder was left by {former}, which is gone", sys.stdout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -23,11 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """0, or 2 for a folder that is no run folder."""
     while True:
-        try:
-            status = read_status(args.run)
-        except ValueError as error:
-            print(f"megatron-rl: {error}", file=sys.stderr)
-            return exit_codes.BAD_INPUT
+        status = read_status(args.run)
         print(json.dumps(status.as_dict(), indent=1) if args.json else status.text(), flush=True)
         if args.follow is None or status.state not in ("running", "starting"):
             return exit_codes.OK

@@ -20,7 +20,6 @@ from pathlib import Path
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.actor_checks import check_actor, check_actor_machine, optimizers
 from megatron_rl.config.algorithm_checks import check_method_choice
-from megatron_rl.config.conform import ConfigError
 from megatron_rl.config.evaluation_checks import check_evaluation, runs_harness
 from megatron_rl.config.keys import problems as out_of_range
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
@@ -28,7 +27,7 @@ from megatron_rl.config.rollout_checks import check_rollout, check_rollout_machi
 from megatron_rl.config.schema import PHASES, Config
 from megatron_rl.config.supervised_checks import check_supervised
 from megatron_rl.models import HFConfig
-from megatron_rl.names import did_you_mean, show
+from megatron_rl.names import ConfigError, did_you_mean, show
 
 _LONGEST_PATH, _LONGEST_NAME = 3500, 255  # bytes; Linux takes 4095 and 255
 _MOST_PROCESSES = 4096  # on one machine

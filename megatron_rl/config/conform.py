@@ -9,14 +9,10 @@ from typing import Any, TypeAlias
 
 from megatron_rl.config.keys import choices, entry_type, fields, unwrap
 from megatron_rl.config.schema import Config
-from megatron_rl.names import LARGEST, did_you_mean, nearest, shorten, show
+from megatron_rl.names import LARGEST, ConfigError, did_you_mean, nearest, shorten, show
 
 Tree: TypeAlias = dict[str, Any]  # a recipe as nested plain data
 MOST_LEVELS = 50  # of sections, mappings and lists in one another
-
-
-class ConfigError(ValueError):
-    """A recipe that cannot run. The message is for the person who wrote it: source, key, value, remedy."""
 
 
 def type_at(parts: list[str]) -> object:

@@ -18,11 +18,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megatron_rl.config.algorithm import AlgorithmConfig, MethodConfig
-from megatron_rl.config.conform import MOST_LEVELS, ConfigError, Tree, conform, type_at
+from megatron_rl.config.conform import MOST_LEVELS, Tree, conform, type_at
 from megatron_rl.config.keys import entry_type, fields, unwrap
 from megatron_rl.config.presets import get_preset
 from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
-from megatron_rl.names import shorten, show
+from megatron_rl.names import ConfigError, shorten, show
 from megatron_rl.user_files import read_text
 
 Section = typing.TypeVar("Section")

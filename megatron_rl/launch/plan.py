@@ -14,7 +14,7 @@ from megatron_rl.launch.checks import check_recipe
 _MISSING = "does not exist|[Nn]o such file"  # in a problem with a path
 
 
-class LaunchError(ValueError):
+class LaunchError(ConfigError):
     """A launch that cannot work; the message says what to change."""
 
 

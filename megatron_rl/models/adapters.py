@@ -285,7 +285,7 @@ class FreshAdapters(MadeWeights):
         self._seed, self._where = seed, where
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        shape = self._shapes[name]
+        shape = self.shape(name)
         whole = torch.zeros(shape, device=self._where)
         if name.endswith("lora_A.weight") and not whole.is_meta:
             generator = torch.Generator().manual_seed(_seed_of(f"{self._seed} {name}"))

@@ -10,11 +10,12 @@ import math
 import os
 import re
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors import SafetensorError
@@ -77,46 +78,41 @@ _BLOCK = 2**26  # bytes read at once where only some columns are wanted
 _LARGEST_READ = 2**30  # Linux reads at most 2 GiB - 4 KiB in one call
 
 
-class WeightSource(Protocol):
-    """A whole model's tensors under their Hugging Face names, wherever they lie: what weights are loaded from."""
+class WeightSource(ABC):
+    """A whole model's tensors under their Hugging Face names, wherever they lie: what weights are loaded from.
 
-    folder: Path
-
-    def names(self) -> set[str]: ...
-
-    def file_of(self, name: str) -> Path: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> str: ...
-
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor: ...
-
-
-class MadeWeights:
-    """Tensors that are made as they are read, by a subclass's `read`; names and shapes are those of the model's rules.
-
-    Args:
-        dtype: as safetensors names it.
+    Attributes:
         folder: for messages.
+        tensors: shape of each, and dtype as safetensors names it; not of a source that overrides what asks for them.
     """
 
-    def __init__(self, model: Model, dtype: str, folder: Path) -> None:
-        self.folder, self._dtype = folder, dtype
-        rules = model.family.weights(model.description)
-        self._shapes = {tensor.name: tensor.sizes(model.dims) for rule in rules for tensor in rule.hf}
+    folder: Path
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]
 
     def names(self) -> set[str]:
-        return set(self._shapes)
+        return set(self.tensors)
 
     def file_of(self, name: str) -> Path:
         return self.folder
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
+        return self.tensors[name][0]
 
     def dtype(self, name: str) -> str:
-        return self._dtype
+        return self.tensors[name][1]
+
+    @abstractmethod
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Entries [start, stop) along `dim` (0 or 1) of a tensor."""
+
+
+class MadeWeights(WeightSource):
+    """Tensors that are made as they are read, by a subclass's `read`; names and shapes are those of the model's rules."""
+
+    def __init__(self, model: Model, dtype: str, folder: Path) -> None:
+        self.folder = folder
+        rules = model.family.weights(model.description)
+        self.tensors = {tensor.name: (tensor.sizes(model.dims), dtype) for rule in rules for tensor in rule.hf}
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,7 @@ class Entry:
     nbytes: int
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(WeightSource):
     """The tensors of a folder's `*.safetensors`, read slice by slice; a file is opened when first needed.
 
     Bytes are read into place rather than mapped: a mapped file counts as this process's memory for as long as it is open,

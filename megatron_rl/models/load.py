@@ -108,7 +108,7 @@ def check_tied(files: WeightSource, family: Family) -> None:
         )
 
 
-class WithHead:
+class WithHead(WeightSource):
     """A policy's weights, its output layer replaced by a new head: normal, of variance 1 / (hidden size + 1).
 
     Stiennon et al. 2020, Learning to summarize from human feedback, draw the head so.
@@ -117,20 +117,13 @@ class WithHead:
     def __init__(self, source: WeightSource, family: Family, description: ModelDescription, seed: int) -> None:
         self.folder = source.folder
         self._source, self._seed = source, seed
-        self._name, self._output = SCORE.hf[0].name, family.output.hf[0].name
-        self._shape = (1, description.dims["hidden"])
-
-    def names(self) -> set[str]:
-        return self._source.names() - {self._output} | {self._name}
+        self._name, self._shape = SCORE.hf[0].name, (1, description.dims["hidden"])
+        kept = source.names() - {family.output.hf[0].name}
+        self.tensors = {name: (source.shape(name), source.dtype(name)) for name in kept}
+        self.tensors[self._name] = (self._shape, "F32")
 
     def file_of(self, name: str) -> Path:
         return self.folder if name == self._name else self._source.file_of(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shape if name == self._name else self._source.shape(name)
-
-    def dtype(self, name: str) -> str:
-        return "F32" if name == self._name else self._source.dtype(name)
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         if name != self._name:

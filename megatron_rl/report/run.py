@@ -9,6 +9,7 @@ from typing import Any, NotRequired, TypedDict
 
 import yaml
 
+from megatron_rl.names import ConfigError
 from megatron_rl.report.status import attempts_of
 from megatron_rl.runtime.disk import json_lines
 
@@ -68,14 +69,14 @@ def read_run(path: Path) -> RunRecord:
     """Reads a run folder.
 
     Raises:
-        ValueError: no recipe or no metrics there; the message says which, and what the folder is instead, if that shows.
+        ConfigError: no recipe or no metrics there; the message says which, and what the folder is instead, if that shows.
     """
     recipe_file, metrics_file = path / "recipe.yaml", path / "metrics.jsonl"
     if not recipe_file.is_file():
-        raise ValueError(f"{path} is no run folder: it has no recipe.yaml")
+        raise ConfigError(f"{path} is no run folder: it has no recipe.yaml")
     rows = list(json_lines(metrics_file))
     if not rows:
-        raise ValueError(f"{path} has no metrics yet ({metrics_file.name} is missing or empty)")
+        raise ConfigError(f"{path} has no metrics yet ({metrics_file.name} is missing or empty)")
     return RunRecord(
         path=path,
         recipe=yaml.safe_load(recipe_file.read_text()),

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from megatron_rl.checkpoint import manifest
+from megatron_rl.names import ConfigError
 from megatron_rl.runtime import disk, exit_codes, postmortem, process
 from megatron_rl.runtime.attempts import END, REFUSED
 from megatron_rl.runtime.heartbeat import END as END_PHASE
@@ -116,11 +117,11 @@ class RunStatus:
 
 def read_status(run_dir: Path) -> RunStatus:
     """Raises:
-    ValueError: no recipe.yaml there.
+    ConfigError: no recipe.yaml there.
     """
     recipe_file = run_dir / "recipe.yaml"
     if not recipe_file.is_file():
-        raise ValueError(f"{run_dir} is no run folder: it has no recipe.yaml")
+        raise ConfigError(f"{run_dir} is no run folder: it has no recipe.yaml")
     recipe = yaml.safe_load(recipe_file.read_text(encoding="utf-8"))
     status = RunStatus(str(run_dir), "none")
     attempts = attempts_of(run_dir)

@@ -14,7 +14,6 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -365,10 +364,8 @@ def _kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def die_with_parent(parent: int) -> Callable[[], None] | None:
-    """A child's preparation before it runs its command: the kernel is to kill it when this process dies. Linux only."""
-    if sys.platform != "linux":
-        return None
+def die_with_parent(parent: int) -> Callable[[], None]:
+    """A child's preparation before it runs its command: the kernel is to kill it when this process dies."""
     prctl = ctypes.CDLL(None).prctl  # looked up here: after fork, as little as possible should happen
 
     def ask() -> None:

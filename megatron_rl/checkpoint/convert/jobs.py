@@ -7,7 +7,6 @@ exist or is whole.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import multiprocessing
@@ -17,12 +16,13 @@ import signal
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich import progress
 from rich.console import Console
@@ -33,9 +33,14 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.runtime import owner
 from megatron_rl.runtime.disk import size_text, sync, sync_tree
+from megatron_rl.runtime.spawn import die_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
+
+    from torch import Tensor
+
+    from megatron_rl.models.files import WeightSource
 
 _TASK, _MARKERS, _RESULT, _ENCLOSING = "task.json", "done", "result", "enclosing"
 Identity = dict[str, object]
@@ -43,36 +48,52 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 # Called with the bytes of each tensor as it is done.
 Progress = Callable[[int], None]
-_PR_SET_PDEATHSIG = 1
 
 
-class Conversion(Protocol):
+class Conversion(ABC):
     """A conversion; pickled into every worker once, which plans for itself (the plan follows from the fields)."""
+
+    dtype: str  # of the result, or `keep`
 
     @property
     def inside(self) -> str:
         """The folder within the target that holds everything that `write` and `finish` write; "" for the target itself."""
-        ...
+        return ""
 
+    @abstractmethod
     def identity(self) -> Identity:
         """Everything the result depends on, JSON-serialisable: an interrupted conversion continues only if it is the same."""
-        ...
 
+    @abstractmethod
     def files(self) -> list[tuple[str, int]]:
         """Every file that has to be written: name, bytes of tensors in it."""
-        ...
 
+    @abstractmethod
     def write(self, file: str, folder: Path, progress: Progress) -> list[StoredChunk]:
         """Writes one of them."""
-        ...
 
+    @abstractmethod
     def finish(self, folder: Path, pieces: Sequence[StoredChunk]) -> None:
         """Writes the remaining files after all of `files()`; the manifest last."""
-        ...
 
-    def enclose(self, root: Path) -> None:
+    def enclose(self, root: Path) -> None:  # noqa: B027
         """Writes what lies beside that folder, if the target is not the folder itself."""
-        ...
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_plan"}
+
+    # ------------------------------------------------------------------------------------------------- verification
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The tensors that are compared."""
+
+    @abstractmethod
+    def expected(self, name: str, start: int, stop: int) -> Tensor:
+        """What rows [start, stop) of one have to be."""
+
+    @abstractmethod
+    def result(self, target: Path) -> WeightSource:
+        """What was written, read back."""
 
 
 def run(task: Conversion, target: Path, workers: int, say: Callable[[str], None]) -> bool:
@@ -197,9 +218,7 @@ def _taken_up(partial: Path, identity: Identity, say: Callable[[str], None]) -> 
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         for name in (_MARKERS, _RESULT):
             (partial / name).mkdir()
-        temporary = partial / (_TASK + ".tmp")
-        manifest.write_json(temporary, identity)
-        temporary.rename(task)
+        _replace(task, identity)
         return set()
     (partial / _RESULT).mkdir(exist_ok=True)
     done = set()
@@ -228,10 +247,13 @@ def _write_one(task: Conversion, partial: Path, file: str, progress: Progress) -
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(folder / file)) from error  # writing by descriptor names no file
-    path = partial / _MARKERS / f"{file}.json"
+    about = {"bytes": (folder / file).stat().st_size, "pieces": [piece.row() for piece in pieces]}
+    _replace(partial / _MARKERS / f"{file}.json", about)
+
+
+def _replace(path: Path, content: object) -> None:
     temporary = path.with_suffix(".tmp")
-    rows = [piece.row() for piece in pieces]
-    manifest.write_json(temporary, {"bytes": (folder / file).stat().st_size, "pieces": rows}, indent=None)
+    manifest.write_json(temporary, content, indent=None)
     temporary.rename(path)
 
 
@@ -245,9 +267,7 @@ def _start_worker(function: Callable[[Any, Progress], Any], queue: SimpleQueue[i
     global _function, _queue
     _function, _queue = function, queue
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with_parent(parent)()
     os.environ["OMP_NUM_THREADS"] = "1"  # for torch, where the task imports it
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

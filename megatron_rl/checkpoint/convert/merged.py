@@ -17,6 +17,7 @@ from megatron_rl.models.files import (
     DTYPE_NAMES,
     DTYPES,
     Bits,
+    WeightSource,
     as_bits,
     as_tensor,
     save_tensors,
@@ -50,7 +51,7 @@ class _Adapters:
         return as_tensor(out, self.dtype)
 
 
-class MergedModel:
+class MergedModel(WeightSource):
     """The model that adapters and their base are together, as a run's own export has it: W + scale · BA, summed in fp32 and
     rounded to the adapters' dtype.
 
@@ -65,27 +66,14 @@ class MergedModel:
                 f"{folder} has adapters of another model: they were trained beside {about['base']}, whose weights are not "
                 f"those of {base}; name its folder with --config"
             )
-        self.folder, self._base, self._adapters, self._scale = (
-            folder,
-            open_weights(base),
-            _Adapters(folder),
-            about["scale"],
-        )
-
-    def names(self) -> set[str]:
-        return self._base.names()
+        self.folder, self._scale = folder, about["scale"]
+        self._base, self._adapters = open_weights(base), _Adapters(folder)
+        self.tensors = {name: (self._base.shape(name), self._adapters.dtype) for name in self._base.names()}
 
     def file_of(self, name: str) -> Path:
         return self._base.file_of(name)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._base.shape(name)
-
-    def dtype(self, name: str) -> str:
-        return self._adapters.dtype
-
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Entries [start, stop) along `dim` of a tensor."""
         import torch
 
         values = self._base.read(name, dim, start, stop).to(getattr(torch, DTYPES[self._adapters.dtype].name))

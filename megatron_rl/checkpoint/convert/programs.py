@@ -33,19 +33,15 @@ _LM_NAMES = {
 }
 
 
-def write_common(program: str | None, folder: Path, model: SourceModel, layout: Layout, dtype: str) -> None:
-    """What Megatron-Core's `load_common_state_dict` returns."""
+def write_files(program: str | None, folder: Path, model: SourceModel, layout: Layout, dtype: str) -> None:
+    """Files in the folder of the tensors; of them `common.pt` is what Megatron-Core's `load_common_state_dict` returns."""
     state: dict[str, object] = {"checkpoint_version": 3.0, "iteration": 0}
     if program == MEGATRON_LM:
         import torch
 
         torch.save(state | {"args": _arguments(model, layout, dtype)}, folder / "common.pt")
-    else:
-        (folder / "common.pt").write_bytes(archive.of_object({} if program is None else state))
-
-
-def write_beside(program: str | None, folder: Path, model: SourceModel, layout: Layout, dtype: str) -> None:
-    """Files in the folder of the tensors."""
+        return
+    (folder / "common.pt").write_bytes(archive.of_object({} if program is None else state))
     if program == BRIDGE:
         import torch
         import yaml

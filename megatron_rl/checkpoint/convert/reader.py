@@ -14,7 +14,7 @@ import numpy as np
 from megatron_rl.checkpoint.convert.global_tensors import Memory, TorchDist
 from megatron_rl.checkpoint.convert.layout import aliases, global_name, known_names, leading
 from megatron_rl.models.family import Family, ModelDescription
-from megatron_rl.models.files import DTYPE_NAMES, DTYPES, Bits, as_tensor
+from megatron_rl.models.files import DTYPE_NAMES, DTYPES, Bits, WeightSource, as_tensor
 from megatron_rl.models.rules import DIM_FIELDS, Rule, Sharding, shard_shape, shard_slices
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 _OTHERS = ("optimizer.", "chained_", "opt_param_scheduler", "rng_state", "rerun_state_machine")
 
 
-class MegatronModel:
+class MegatronModel(WeightSource):
     """A distributed checkpoint seen as a Hugging Face model: the `WeightSource` of conversion, start-up and verification.
 
     Takes the names of either layer spec, with or without a wrapper's prefix, layers stacked or one by one.
@@ -51,6 +51,7 @@ class MegatronModel:
         self._checkpoint, self._description = TorchDist(folder), description
         self._prefix = self._find_masters() if master else self._find_prefix(family)
         self._place: dict[str, tuple[Rule, int, _Place]] = {}
+        self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         used: set[str] = set()
         problems = []
         for rule, layer, expert in family.numbered(description):
@@ -60,8 +61,10 @@ class MegatronModel:
                 continue
             same = {self._prefix + name for name in (global_name(rule), *aliases(rule))}
             used.update(place.names, same if same & set(place.names) else ())
+            dtype = DTYPE_NAMES[self._checkpoint.tensors[place.names[0]].dtype]
             for index, tensor in enumerate(rule.hf):
                 self._place[tensor.name] = (rule, index, place)
+                self.tensors[tensor.name] = (tensor.sizes(description.dims), dtype)
         unexpected = sorted(
             name
             for name in self._checkpoint.tensors.keys() - used
@@ -79,23 +82,12 @@ class MegatronModel:
         if not any_padding:
             self._check_padding()
 
-    def names(self) -> set[str]:
-        return set(self._place)
-
     def file_of(self, name: str) -> Path:
         place = self._place[name][2]
         chunks = self._checkpoint.overlapping(place.names[0], place.lead)
         return self.folder / chunks[0].file if chunks else self.folder
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        rule, index, _ = self._place[name]
-        return rule.hf[index].sizes(self._description.dims)
-
-    def dtype(self, name: str) -> str:
-        return DTYPE_NAMES[self._checkpoint.tensors[self._place[name][2].names[0]].dtype]
-
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Entries [start, stop) along `dim` of a Hugging Face tensor."""
         shape = list(self.shape(name))
         shape[dim] = min(stop, shape[dim]) - start
         out = np.empty(shape, DTYPES[self.dtype(name)].bits)

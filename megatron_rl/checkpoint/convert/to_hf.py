@@ -6,7 +6,7 @@ import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import numpy as np
 import megatron_rl
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.global_tensors import Memory
-from megatron_rl.checkpoint.convert.jobs import Identity, Progress, made_by
+from megatron_rl.checkpoint.convert.jobs import Conversion, Identity, Progress, made_by
 from megatron_rl.checkpoint.convert.merged import MergedModel, has_adapters, stored_model
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import SourceModel, fingerprint
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ToHF:
+class ToHF(Conversion):
     """A conversion to a Hugging Face folder."""
 
     megatron: Path  # the source: the folder with `.metadata`
@@ -53,19 +53,9 @@ class ToHF:
     any_padding: bool = False  # see `MegatronModel`
     master: bool = False  # see `MegatronModel`
 
-    @property
-    def inside(self) -> str:
-        return ""
-
-    def enclose(self, root: Path) -> None:
-        """The target is the folder itself: nothing lies beside it."""
-
     @functools.cached_property
     def _plan(self) -> _Plan:
         return _planned(self)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def identity(self) -> Identity:
         return {
@@ -117,12 +107,10 @@ class ToHF:
         listed = {t.name: manifest.TensorInfo(t.shape, DTYPES[t.dtype].name) for t in tensors}
         manifest.write(folder, made_by(self, plan.model.family.name), listed, pieces)
 
-    # ------------------------------------------------------------------------------------------------- verification
     def names(self) -> list[str]:
         return [tensor.name for held in self._plan.files.values() for tensor in held]
 
     def expected(self, name: str, start: int, stop: int) -> Tensor:
-        """Expected rows [start, stop) of a tensor of the result."""
         plan = self._plan
         tensor = plan.tensors[name]
         if plan.scaled(tensor.source):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ import megatron_rl
 from megatron_rl.checkpoint import index, manifest
 from megatron_rl.checkpoint.convert import archive, programs
 from megatron_rl.checkpoint.convert.global_tensors import Memory
-from megatron_rl.checkpoint.convert.jobs import Identity, Progress, made_by
+from megatron_rl.checkpoint.convert.jobs import Conversion, Identity, Progress, made_by
 from megatron_rl.checkpoint.convert.layout import Layout, TensorChunk, aliases, chunks, global_name, padded, state_names
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import HFFolder, SourceModel, fingerprint
@@ -43,7 +43,7 @@ _STATES = "_extra_state"  # the one empty state that all names of extra states p
 
 
 @dataclass(frozen=True)
-class ToMegatron:
+class ToMegatron(Conversion):
     """A conversion to a Megatron checkpoint."""
 
     hf: Path  # the source
@@ -59,9 +59,6 @@ class ToMegatron:
     @functools.cached_property
     def _plan(self) -> _Plan:
         return _planned(self)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def identity(self) -> Identity:
         return {
@@ -97,8 +94,7 @@ class ToMegatron:
         state = _write_state(folder, f"__{len(plan.files)}_0.distcp")
         _write_index(folder, plan, pieces, state)
         dtype = DTYPES[plan.dtypes[global_name(plan.model.family.embedding)]].name
-        programs.write_common(self.program, folder, plan.model, self.layout, dtype)
-        programs.write_beside(self.program, folder, plan.model, self.layout, dtype)
+        programs.write_files(self.program, folder, plan.model, self.layout, dtype)
         manifest.write_json(folder / "metadata.json", index.BACKEND)
         copy_companions(self.hf, folder)
         (folder / "config.json").write_bytes((self.hf / "config.json").read_bytes())
@@ -119,7 +115,6 @@ class ToMegatron:
     def enclose(self, root: Path) -> None:
         programs.write_trackers(self.program, root)
 
-    # ------------------------------------------------------------------------------------------------- verification
     def names(self) -> list[str]:
         plan = self._plan
         return [t.name for rule in plan.model.family.weights(plan.model.description) for t in rule.hf]

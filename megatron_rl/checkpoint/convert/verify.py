@@ -9,13 +9,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
-from megatron_rl.checkpoint.convert.jobs import Progress, ProgressBar, in_parallel
+from megatron_rl.checkpoint.convert.jobs import Conversion, Progress, ProgressBar, in_parallel
 from megatron_rl.checkpoint.convert.merged import stored_model
 from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.models import model_of, read_hf_config
@@ -30,19 +29,6 @@ TOLERANCE = {"keep": 1e-4, "fp32": 1e-4, "bf16": 5e-2}
 _TOKENS = 64
 
 
-class Verifiable(Protocol):
-    """A finished conversion (`ToMegatron`, `ToHF`); pickled into every worker."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    def names(self) -> list[str]: ...
-
-    def expected(self, name: str, start: int, stop: int) -> Tensor: ...
-
-    def result(self, target: Path) -> WeightSource: ...
-
-
 @dataclass(frozen=True)
 class Compared:
     """One tensor: the checksums (BLAKE3) of what it should be and of what it is."""
@@ -53,7 +39,7 @@ class Compared:
     found: str
 
 
-def compare(task: Verifiable, target: Path, workers: int) -> list[Compared]:
+def compare(task: Conversion, target: Path, workers: int) -> list[Compared]:
     """Reads every tensor of the result back from the disk and compares it with the source.
 
     Raises:
@@ -75,7 +61,7 @@ def compare(task: Verifiable, target: Path, workers: int) -> list[Compared]:
 class _Comparison:
     """Compares a group of tensors; the result is opened once per process."""
 
-    def __init__(self, task: Verifiable, target: Path) -> None:
+    def __init__(self, task: Conversion, target: Path) -> None:
         self._task, self._target = task, target
         self._source: WeightSource | None = None
 
@@ -97,7 +83,7 @@ class _Comparison:
         return out
 
 
-def _compare(task: Verifiable, source: WeightSource, name: str) -> Compared:
+def _compare(task: Conversion, source: WeightSource, name: str) -> Compared:
     shape, dtype = source.shape(name), DTYPES[source.dtype(name)]
     nbytes = math.prod(shape) * dtype.itemsize
     rows = max(1, shape[0] * _BLOCK // max(nbytes, 1)) if not name.endswith("_scale_inv") else shape[0]
