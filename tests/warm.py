@@ -4,7 +4,8 @@
 nothing else, and forks. A fork runs the main part of a module or a script. What it then starts as ranks (`runtime.spawn`) are
 forks of the same untouched process, and its children. All have what a new process has: arguments and environment (in /proc
 too), streams, no other open files, default signal handlers, a session, an end with their launcher; and they exit as Python
-does. But they share one hash seed: `straight` and the jobs of the Slurm tests are of new processes.
+does. But they share one hash seed: of new processes are `straight` of tests/e2e, and of the Slurm tests the jobs of torchrun,
+of NeMo-Run, and of one task, which is told to end while it imports. `python` is for jobs, whose ranks Slurm is to start.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import io
@@ -19,18 +21,19 @@ import json
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, ClassVar, TextIO
+from typing import IO, Any, TextIO
 
 from megatron_rl.runtime import spawn
 from megatron_rl.runtime.attempts import rank_environment
@@ -60,16 +63,12 @@ _PR_SET_PDEATHSIG = 1
 class Warm:
     """A running process. `pid`, `returncode`, `poll` and `wait` are those of `subprocess.Popen`."""
 
-    _forge: ClassVar[socket.socket | None] = None
-
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
     ) -> None:
-        if Warm._forge is None:
-            Warm._forge = _start_forge()
         self._status, status = os.pipe()
         files = [stdout.fileno(), stderr.fileno(), status]
-        _send(Warm._forge, Task(list(arguments), dict(environment), os.getcwd()), files)
+        _send(_forge(), Task(list(arguments), dict(environment), os.getcwd()), files)
         os.close(status)
         self._lines = os.fdopen(self._status, buffering=1)
         self.pid = int(self._lines.readline())
@@ -112,8 +111,49 @@ def run_ranks(command: Sequence[str], processes: int, log_dir: Path, environment
     return spawn.Outcome(done.returncode, done.stderr)
 
 
-def _start_forge() -> socket.socket:
-    """The end of it: it ends when this socket closes, with the tests' process."""
+@contextlib.contextmanager
+def python(folder: Path) -> Iterator[Path]:
+    """Makes an environment like this one, in a new folder, for processes that tests do not start themselves.
+
+    Its python is this one, but where it is to be a rank: then it is a small process with that rank as a fork, whose signals
+    it passes on, with whom it ends (`stand_in.py`).
+    """
+    (folder / "bin").mkdir(parents=True)
+    (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
+    (folder / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
+    stand_in = [sys.executable, "-I", "-S", Path(__file__).with_name("stand_in.py"), folder / "door"]
+    (folder / "bin" / "python").write_text(
+        f'#!/usr/bin/env bash\n[[ "$1 $2" != "-m megatron_rl.trainer.main" ]] || exec {shlex.join(map(str, stand_in))} "$@"\n'
+        f'exec -a "$0" {sys.executable} "$@"\n'
+    )
+    (folder / "bin" / "python").chmod(0o755)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(str(folder / "door"))
+        door.listen()
+        threading.Thread(target=_hand_on, args=(door,), daemon=True).start()
+        yield folder
+        door.shutdown(socket.SHUT_RDWR)
+
+
+def _hand_on(door: socket.socket) -> None:
+    """Has forks made for who comes to the door, until it closes."""
+    while True:
+        try:
+            visitor, _ = door.accept()
+        except OSError:
+            return
+        with visitor:
+            ordered = _receive(visitor)
+            if ordered is not None:
+                task, files = ordered
+                _send(_forge(), task, [*files, visitor.fileno()])
+                for file in files:
+                    os.close(file)
+
+
+@functools.cache
+def _forge() -> socket.socket:
+    """The end of the process that forks: it ends when this socket closes, with the tests' process."""
     own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     room = "x" * 2**12  # what /proc shows as its command line and environment has to hold those of its forks
     subprocess.Popen(
@@ -156,12 +196,13 @@ def main() -> None:
     if ordered is None:
         return
     sys.stdout.flush()
+    task, files = ordered
     blanks = list[tuple[int, socket.socket]]()
-    launcher = _blank_rank(blanks)
+    launcher = None if task.is_rank else _blank_rank(blanks)
     if launcher is None:
-        task, files = ordered
         _become(task, files, [channel.fileno() for _, channel in blanks])
-        spawn.subprocess = SimpleNamespace(Popen=partial(Rank, blanks), DEVNULL=subprocess.DEVNULL)
+        if blanks:
+            spawn.subprocess = SimpleNamespace(Popen=partial(Rank, blanks), DEVNULL=subprocess.DEVNULL)
     else:
         blanks.clear()
         received = _receive(launcher)
@@ -188,20 +229,34 @@ def import_all() -> None:
 def _serve(requests: socket.socket) -> tuple[Task, list[int]] | None:
     """Returns in every fork that a request asks for, with its task; in the process itself at the end."""
     while (ordered := _receive(requests)) is not None:
-        task, (stdout, stderr, status) = ordered
-        if os.fork() == 0:  # its child becomes the launcher, and it says how that ends
-            launcher = os.fork()
-            if launcher == 0:
-                return task, [stdout, stderr]
-            os.write(status, f"{launcher}\n".encode())
-            os.write(status, f"{os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])}\n".encode())
+        task, (*files, status) = ordered
+        if os.fork() == 0:  # its child becomes what was asked for, and it says how that ends
+            if task.blocked is not None:
+                signal.pthread_sigmask(signal.SIG_SETMASK, task.blocked)
+            child = os.fork()
+            if child == 0:
+                return task, files
+            _watch(child, status)
             os._exit(0)
-        for file in (stdout, stderr, status):
+        for file in (*files, status):
             os.close(file)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
     return None
+
+
+def _watch(child: int, status: int) -> None:
+    """Writes the child's number and how it ends. Kills it where nobody is left to read that."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(status, f"{child}\n".encode())
+        ends = select.poll()
+        ends.register(status, 0)  # whatever is asked for, it is told that the other end was closed
+        ends.register(os.pidfd_open(child), select.POLLIN)
+        if status not in dict(ends.poll()):
+            os.write(status, f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
+            return
+    os.kill(child, signal.SIGKILL)
 
 
 def _blank_rank(blanks: list[tuple[int, socket.socket]]) -> socket.socket | None:

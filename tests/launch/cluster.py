@@ -114,6 +114,7 @@ class Cluster:
             tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir="/tmp")
         )  # sockets: short path
         self.config = folder / "slurm.conf"
+        self.venv = folder / "venv"  # made by the fixture
         self._daemons: dict[str, subprocess.Popen[bytes]] = {
             "watcher": subprocess.Popen(
                 (sys.executable, __file__, str(folder)), preexec_fn=_hear_of_parents_death, start_new_session=True

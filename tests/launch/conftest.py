@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.warm import python
+
 from .cluster import Cluster, missing_programs
 
 
@@ -32,6 +34,7 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     try:
         cluster.start()
-        yield cluster
+        with python(cluster.venv):
+            yield cluster
     finally:
         cluster.stop()

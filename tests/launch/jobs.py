@@ -33,22 +33,25 @@ def write_recipe(folder: Path, **sections: Any) -> Path:
     return path
 
 
-def write_site(folder: Path, tasks_per_node: int = 1, launcher: str = "srun", extra: str = "") -> Path:
-    """A site file for the tests' cluster, with this interpreter's environment."""
+def write_site(
+    folder: Path, tasks_per_node: int = 1, launcher: str = "srun", extra: str = "", venv: Path | str = sys.prefix
+) -> Path:
+    """A site file for the tests' cluster; by default with this interpreter's environment."""
     path = folder / "site.sh"
     path.write_text(
         f"SITE_SBATCH=(--partition=normal --time=30 --output={folder}/%x-%j.out)\n"
-        f"TASKS_PER_NODE={tasks_per_node}\nCPUS_PER_TASK=1\nLAUNCHER={launcher}\nVENV={sys.prefix}\n{extra}\n"
+        f"TASKS_PER_NODE={tasks_per_node}\nCPUS_PER_TASK=1\nLAUNCHER={launcher}\nVENV={venv}\n{extra}\n"
     )
     return path
 
 
 class Job:
-    """A job of `slurm/submit.sh`, with the folder that its recipe, site file and output are in."""
+    """A job of `slurm/submit.sh`, with the folder that its recipe, site file and output are in. Its ranks are forks unless
+    the site file is another than its own."""
 
     def __init__(self, cluster: Cluster, folder: Path, *arguments: str, site: Path | None = None) -> None:
         self.cluster, self.folder, self.run_dir = cluster, folder, folder / "run"
-        site = site or write_site(folder)
+        site = site or write_site(folder, venv=cluster.venv)
         self.number = cluster.run(
             *(str(REPOSITORY / "slurm" / "submit.sh"), "--parsable", *arguments),
             environment={"MEGATRON_RL_SITE": str(site)},

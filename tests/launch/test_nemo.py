@@ -102,12 +102,13 @@ def test_from_a_laptop(launch, tmp_path: Path) -> None:
 
 def test_on_this_machine(launch, tmp_path: Path) -> None:
     code, text = launch(
-        *("--executor", "local", "--python", sys.executable, "launch.processes=2"),
+        *("--executor", "local", "--python", sys.executable, "launch.processes=1"),
         environment={**os.environ, "OMP_NUM_THREADS": "1", "NEMORUN_HOME": str(tmp_path / "jobs")},
         trainer={**SMALL["trainer"], "steps": 1},
     )
     assert code == 0, text
     assert rows(tmp_path / "run")[-1]["step"] == 1
+    assert {path.name for path in (tmp_path / "run" / "logs" / "attempt_1").glob("rank_*.log")} == {"rank_0.log"}
 
 
 def test_nemo_runs_own_command_line_finds_the_site_and_the_commands(tmp_path: Path) -> None:
