@@ -83,6 +83,11 @@ def run(args: argparse.Namespace) -> int:
         if args.gpus_per_node < 1 or gib <= 0 or (args.nodes is not None and args.nodes < 1):
             raise ConfigError("--nodes, --gpus-per-node and --gpu-memory-gib must be greater than 0")
         config = load_recipe(args.recipe, args.overrides)
+        if not config.rewards:
+            raise ConfigError(
+                "`plan` counts runs of `train`, and this recipe has no `rewards`. Runs of `sft` and `reward-model` hold what it "
+                "says of the actor: to see that, add any reward, as in rewards.any.reward=length"
+            )
         config.launch.processes = None  # the command line says how many there are
         given, source = _given(config, args.model_config)
         if args.nodes is None:

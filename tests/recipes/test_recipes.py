@@ -380,6 +380,13 @@ def test_plan_finds_the_fewest_nodes(
     assert f" on {gpus} GPUs; " in printed.out or "`actor.parallel.pipeline` must be at least 1" in printed.err
 
 
+def test_plan_of_a_recipe_without_rewards_says_how_to_see_the_actors_part(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES / "cpu/preference_reward.yaml")
+    assert main(["plan", recipe]) == 2
+    assert "add any reward, as in rewards.any.reward=length" in capsys.readouterr().err
+    assert main(["plan", recipe, "rewards.any.reward=length"]) == 0
+
+
 def test_a_check_without_the_model_says_that_it_is_missing_and_checks_its_published_sizes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
