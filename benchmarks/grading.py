@@ -59,7 +59,7 @@ def cases_of(golds: list[str], name: str) -> list[Case]:
 
 def grade(todo: list[Case], function: str, timeout_seconds: float) -> tuple[list[bool], int, float]:
     """Verdicts, comparisons that ran into the deadline or raised, and seconds."""
-    isolated = Isolated(function, ("math_verify",), timeout_seconds, on_timeout=0.0)
+    isolated = Isolated(function, ("math_verify",), timeout_seconds)
     verdicts, raised, start = [], 0, time.monotonic()
     try:
         for case in todo:

@@ -87,7 +87,7 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.runtime import distributed
     from megatron_rl.runtime.step_timer import StepTimer
-    from megatron_rl.tasks.prompts import Prompts
+    from megatron_rl.tasks.loading import Prompts
     from megatron_rl.trainer.report import Reporter
     from megatron_rl.trainer.sampler import Sampler
 

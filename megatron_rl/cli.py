@@ -13,7 +13,7 @@ from megatron_rl import __version__
 from megatron_rl.commands import COMMANDS, load
 from megatron_rl.names import ConfigError
 from megatron_rl.runtime import stop, streams
-from megatron_rl.runtime.world import outer_world
+from megatron_rl.runtime.attempts import outer_world
 
 _EPILOG = """\
 examples:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 
-from megatron_rl.config.actor import ParallelConfig
+from megatron_rl.config.actor import ActorConfig, ParallelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import Model
-from megatron_rl.models.rules import Dims
-from megatron_rl.seams.fp8_sizes import bytes_per_number
+from megatron_rl.models.rules import Dims, Place, shard_shape
+from megatron_rl.seams.fp8_sizes import bytes_per_number, weight_bytes
 
 
 def activation_bytes_per_token(
@@ -167,3 +167,21 @@ def head_workspace(model: Model, config: Config) -> float:
     rows = model.dims["vocab"] / config.actor.parallel.tensor
     tile = min(config.actor.logits_mib * 2**20, tokens * rows * 4)
     return tile * 1.5 + tokens * hidden * 4 + rows * hidden * 2
+
+
+def fp8_weights(model: Model, actor: ActorConfig, stage: int) -> tuple[int, int]:
+    """Numbers in the matrices that FP8 products read, on a rank of a stage, and their bytes in FP8; 0 without `actor.fp8`."""
+    if actor.fp8 is None:
+        return 0, 0
+    parallel, ends, stages = actor.parallel, actor.fp8.bf16_ends, actor.parallel.pipeline
+    layers = stage_layers(model.dims["layers"], stages, parallel.virtual_pipeline)[stage]
+    layers = max(0, layers - ends * ((stage == 0) + (stage == stages - 1)))
+    numbers = size = 0
+    for rule in model.family.rules:
+        if rule.place is not Place.LAYER or not rule.is_projection:
+            continue
+        copies = layers * (model.dims["experts"] // parallel.expert if rule.per_expert else 1)
+        rows, columns = shard_shape(rule, model.dims, parallel.expert_tensor if rule.per_expert else parallel.tensor)
+        numbers += copies * rows * columns
+        size += copies * weight_bytes(rows, columns, actor.fp8.recipe)
+    return numbers, size

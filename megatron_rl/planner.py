@@ -19,8 +19,7 @@ from megatron_rl.models.fp8 import BLOCK, module_of, quantised_modules
 from megatron_rl.models.lora import adapters_of
 from megatron_rl.models.reshard import BUCKET_BYTES
 from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
-from megatron_rl.passes import activations, check_workspace, forward_workspace, head_workspace
-from megatron_rl.quantised import fp8_weights
+from megatron_rl.passes import activations, check_workspace, forward_workspace, fp8_weights, head_workspace
 
 GIB = 2**30
 LOAD, GENERATE, OLD, UPDATE, SYNC, CHECK = "load", "generate", "old_log_probs", "update", "sync", "sync_check"

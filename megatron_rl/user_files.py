@@ -1,10 +1,19 @@
-"""Files that a recipe or a command names: regular ones only, since a pipe or a device is waited for without end."""
+"""Files that a recipe or a command names: regular ones only, since a pipe or a device is waited for without end. Of them
+Python files: rewards, sources of prompts and plugins of the user's own."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import importlib
+import importlib.util
 import os
 import stat
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -42,3 +51,57 @@ def read_text(path: str | os.PathLike[str], most_bytes: int) -> str:
     if len(data) > most_bytes:
         raise ValueError(f"{Path(path)} has more than {most_bytes:,} bytes")
     return data.decode("utf-8-sig")
+
+
+def is_module_name(name: str) -> bool:
+    """Whether this is how `import` would take it, from the top."""
+    return all(part.isidentifier() for part in name.split("."))
+
+
+def load_file(path: str | Path) -> ModuleType:
+    """The module of a Python file, executed once per process; what it raises is not caught.
+
+    It is among `sys.modules`, under a name of its own: dataclasses and pickle look there.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    path = Path(path).expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    name = f"megatron_rl_user_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def load_function(name: str, what: str) -> Callable[..., Any]:
+    """The function that `path/to/file.py:function` or `package.module:function` names.
+
+    Args:
+        what: the function is for, in messages.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place.endswith(".py") and not is_module_name(place):
+        raise ValueError(
+            f"the {what} {name!r} names neither a Python file nor a module; write file.py:function or module:function"
+        )
+    try:
+        module = load_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ValueError(f"cannot load the {what} {name!r}: {error}") from error
+    if not callable(function := getattr(module, attribute, None)):
+        raise ValueError(f"cannot load the {what} {name!r}: {place} has no function {attribute!r}")
+    return function

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.multiprocessing as mp
 
-from megatron_rl.seams import torch_gloo
+from megatron_rl.seams import torch_dist
 
 IMPORTED = (
     "megatron_rl.actor.actor",
@@ -26,5 +26,5 @@ def start(function: Callable[..., None], world: int, *arguments: object) -> None
 
 
 def _rank(rank: int, function: Callable[..., None], *arguments: object) -> None:
-    torch_gloo.share_device()
+    torch_dist.share_device()
     function(rank, *arguments)

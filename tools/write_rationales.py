@@ -22,8 +22,7 @@ from typing import Any
 
 from megatron_rl.config.schema import ServerConfig, TaskConfig
 from megatron_rl.parameters import check_types
-from megatron_rl.rewards.judge import check_body, has_message, reply_text
-from megatron_rl.rewards.judge_prompt import messages
+from megatron_rl.rewards.judge import check_body, has_message, messages, reply_text
 from megatron_rl.rewards.remote import Nonsense
 from megatron_rl.runtime.calls import event_loop
 from megatron_rl.runtime.http import Endpoint, EndpointError, Unanswered

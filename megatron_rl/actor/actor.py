@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.actor import build, fp8
+from megatron_rl.actor.build import learning_rate
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.actor.offload import ActorMemory
 from megatron_rl.actor.packing import MicroBatch, pack, planned
 from megatron_rl.actor.routing import Pass, as_chosen, expert_load, layer_routings
-from megatron_rl.actor.schedule import learning_rate
 from megatron_rl.actor.variance import GradientParts
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.actor import OptimizerConfig

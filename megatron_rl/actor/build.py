@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ from megatron_rl.seams.megatron_moe import forget_routing
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -209,3 +211,16 @@ def build_optimizer(
         optimizer: Optimizer = get_megatron_optimizer(made, ddp_chunks)
     initialize_adam(optimizer)
     return optimizer
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `total_steps`: linear warm-up, then the schedule to `min_lr`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    span = max(1, total_steps - config.warmup_steps)
+    done = min(1.0, (step - config.warmup_steps) / span)
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "linear":
+        return config.lr + (config.min_lr - config.lr) * done
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * done))  # cosine

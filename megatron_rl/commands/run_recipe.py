@@ -14,9 +14,16 @@ from megatron_rl.config import Config, ConfigError, Machine, check_machine, load
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.launch.checks import check_recipe
 from megatron_rl.runtime import disk, exit_codes, owner, stop, streams
-from megatron_rl.runtime.attempts import ATTEMPT, REFUSED, new_attempt, rank_environment, shared_attempt
+from megatron_rl.runtime.attempts import (
+    ATTEMPT,
+    REFUSED,
+    World,
+    new_attempt,
+    outer_world,
+    rank_environment,
+    shared_attempt,
+)
 from megatron_rl.runtime.spawn import Graces, Outcome, run_rank, run_ranks
-from megatron_rl.runtime.world import World, outer_world
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.config.actor import ParallelConfig
-from megatron_rl.config.actor_checks import check_actor_model
-from megatron_rl.config.adapter_checks import check_adapter
+from megatron_rl.config.actor_checks import check_actor_model, check_adapter
 from megatron_rl.config.keys import problems
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.published import published_config

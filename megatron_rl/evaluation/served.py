@@ -19,7 +19,7 @@ from megatron_rl.rewards import RewardError, Scorer
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import exit_codes
 from megatron_rl.runtime.http import EndpointError
-from megatron_rl.tasks.prompts import load_prompts
+from megatron_rl.tasks.loading import load_prompts
 from megatron_rl.tokenizer import Tokenizer
 
 _SHOWN = 3  # reasons of failed requests that are printed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from megatron_rl.names import unknown_name
 from megatron_rl.parameters import Params, Range, arms, check_types, hints_of
-from megatron_rl.user_code import is_module_name, load_file
+from megatron_rl.user_files import is_module_name, load_file
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,8 +4,7 @@ import importlib
 import pkgutil
 
 from megatron_rl.rewards.kinds import InlineReward, PooledReward, Reward, Score
-from megatron_rl.rewards.recipe import check_rewards
-from megatron_rl.rewards.registry import list_rewards, make_reward, register_reward
+from megatron_rl.rewards.registry import check_rewards, list_rewards, make_reward, register_reward
 from megatron_rl.rewards.remote import RemoteReward
 from megatron_rl.rewards.scorer import RewardError, Scorer, ScoringStats, condition_reward
 

@@ -50,18 +50,17 @@ class Isolated:
     Args:
         function: `package.module:function`.
         imports: modules the helper imports when it starts, before any deadline begins.
-        timeout_seconds: deadline of one call; past it the helper is killed and the call returns `on_timeout`.
-        on_timeout: returned for a call past its deadline, or one that exhausted the helper's memory.
+        timeout_seconds: deadline of one call; past it the helper is killed and the call returns 0, as it does where it
+            exhausted the helper's memory.
 
     Attributes:
         timeouts: calls so far without an answer from the helper.
     """
 
-    def __init__(self, function: str, imports: tuple[str, ...], timeout_seconds: float, on_timeout: float) -> None:
+    def __init__(self, function: str, imports: tuple[str, ...], timeout_seconds: float) -> None:
         self.function = function
         self.imports = imports
         self.timeout_seconds = timeout_seconds
-        self.on_timeout = on_timeout
         self.timeouts = 0
         self._lock = threading.Lock()
         self._helper: subprocess.Popen[bytes] | None = None
@@ -85,7 +84,7 @@ class Isolated:
             if answer is None or answer.get("to") != token:
                 self._stop()
                 self.timeouts += 1
-                return self.on_timeout
+                return 0.0
         if "error" in answer:
             raise RewardProcessError(f"{self.function}: {answer['error']}")
         return float(answer["value"])

@@ -45,7 +45,7 @@ def math_reward(
         raise ValueError("gold_after must not be empty; null takes the whole answer")
     compare = "maths_strict:strictly_same" if strict else "maths_lenient:same_answer"
     more = () if strict else (boxes,)
-    isolated = Isolated(f"megatron_rl.rewards.{compare}", ("math_verify",), timeout_seconds, on_timeout=0.0)
+    isolated = Isolated(f"megatron_rl.rewards.{compare}", ("math_verify",), timeout_seconds)
 
     def gold_of(sample: SampleMapping) -> str:
         if sample.get("answer") is None:

@@ -1,4 +1,5 @@
-"""A language model that compares a response with a baseline's answer to the same prompt (Li et al. 2024, Arena-Hard)."""
+"""A language model that compares a response with a baseline's answer to the same prompt (Li et al. 2024, Arena-Hard),
+and how the two differ in style."""
 
 from __future__ import annotations
 
@@ -7,11 +8,10 @@ from collections.abc import Mapping
 from typing import Literal
 
 from megatron_rl.config.schema import ServerConfig
-from megatron_rl.rewards.judge import DEFAULT_BODY, check_body, has_message, reply_text
-from megatron_rl.rewards.judge_prompt import as_text, chat_of, read_places
-from megatron_rl.rewards.kinds import SampleMapping
+from megatron_rl.rewards.judge import Chat, as_text, chat_of, chat_reward, read_places
+from megatron_rl.rewards.kinds import InlineReward, SampleMapping
 from megatron_rl.rewards.registry import register_reward
-from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply
+from megatron_rl.rewards.remote import AnswerRules, RemoteReward
 
 # Verdicts as Arena-Hard's judges give them -> how much better A is.
 VERDICTS = {"A>>B": 2, "A>B": 1, "A=B": 0, "A<B": -1, "A<<B": -2, "B>>A": -2, "B>A": -1, "B=A": 0, "B<A": 1, "B<<A": 2}
@@ -83,23 +83,52 @@ def pairwise(
         baseline_key: the sample's metadata key with the baseline's answer.
     """
     text = TEMPLATE if template is None else read_places(template, _PLACES, required=_PLACES)
-    extra = check_body(body, DEFAULT_BODY)
-    if not model:
-        raise ValueError(f"model = {model!r}, must be a text that is not empty")
 
-    def render(completion: str, sample: SampleMapping) -> dict[str, object]:
+    def chat(completion: str, sample: SampleMapping) -> Chat:
         baseline = baseline_of(sample, baseline_key)
         first, second = (completion, baseline) if position == "A" else (baseline, completion)
         filled = {"prompt": as_text(sample.get("prompt", "")), "answer_a": first, "answer_b": second}
-        return {"model": model, "messages": chat_of(text, filled), **extra}
+        return chat_of(text, filled)
 
-    def read(reply: Reply) -> tuple[float, str]:
-        said = reply_text(reply)
+    def score(said: str) -> float | None:
         verdict = read_verdict(said)
-        if verdict is None:
-            raise Nonsense(said)
-        return float(verdict if position == "A" else -verdict), said
+        return None if verdict is None else float(verdict if position == "A" else -verdict)
 
-    reward = RemoteReward(urls, server, rules, "/chat/completions", render, read, has_message)
+    reward = chat_reward(server, rules, urls, model, body, chat, score)
     reward.check_sample = lambda sample: baseline_of(sample, baseline_key)
     return reward
+
+
+_BLOCK = re.compile(r"```[^`]*```")
+_ELEMENTS = {
+    "headers": re.compile(r"^#{1,6}\s", re.MULTILINE),
+    "lists": re.compile(r"^\s*(?:\d+\.|[-*+])\s", re.MULTILINE),
+    "bold": re.compile(r"\*\*[^*\n]+\*\*|__[^_\n]+__"),
+}
+COLUMNS = ("length", *_ELEMENTS)
+
+
+def difference(own: str, other: str) -> dict[str, float]:
+    """`length` is (a - b) / (a + b) of the two lengths, the others (a - b) / (a + b + 1) of elements per length; code blocks
+    have no elements. Their lengths are tokens of GPT-4o's encoding, which has to be downloaded; these are characters."""
+    lengths = len(own), len(other)
+    found = {"length": (lengths[0] - lengths[1]) / max(1, sum(lengths))}
+    prose = [_BLOCK.sub("", text) for text in (own, other)]
+    for name, element in _ELEMENTS.items():
+        a, b = (len(element.findall(text)) / max(1, length) for text, length in zip(prose, lengths, strict=True))
+        found[name] = (a - b) / (a + b + 1)
+    return found
+
+
+@register_reward("style")
+def style(baseline_key: str = "baseline") -> InlineReward:
+    """How the response's style differs from that of the baseline's answer: four columns, 0 for the same.
+
+    Args:
+        baseline_key: the sample's metadata key with the baseline's answer.
+    """
+
+    def score(completion: str, sample: SampleMapping) -> dict[str, float]:
+        return difference(completion, baseline_of(sample, baseline_key))
+
+    return InlineReward(score, columns=COLUMNS, check_sample=lambda sample: baseline_of(sample, baseline_key))

@@ -60,7 +60,7 @@ def puzzle(
     """
     if after == "":
         raise ValueError("after must not be empty; null takes the whole completion")
-    isolated = Isolated("megatron_rl.rewards.puzzle:verify", ("reasoning_gym",), timeout_seconds, on_timeout=0.0)
+    isolated = Isolated("megatron_rl.rewards.puzzle:verify", ("reasoning_gym",), timeout_seconds)
 
     def dataset_of(sample: SampleMapping) -> str:
         dataset = (sample.get("metadata") or {}).get("source_dataset")

@@ -11,10 +11,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megatron_rl.config.schema import RewardConfig
 from megatron_rl.names import unknown_name
 from megatron_rl.parameters import check_types
 from megatron_rl.rewards.kinds import CALL_SECONDS, InlineReward, PooledReward, Reward, ScoreFunction
-from megatron_rl.user_code import load_function
+from megatron_rl.user_files import load_function
 
 Factory = Callable[..., ScoreFunction]
 
@@ -107,3 +108,34 @@ def _as_reward(made: ScoreFunction) -> Reward:
     if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0.01):
         raise ValueError(f"its attribute timeout_seconds = {seconds!r}, must be a number of at least 0.01, or None")
     return PooledReward(made, seconds, **declared)
+
+
+def check_rewards(rewards: Mapping[str, RewardConfig]) -> dict[str, Reward]:
+    """All rewards of the section, by column name; no process is started and nothing heavy imported.
+
+    Raises:
+        ValueError: naming the key and the nearest known name.
+    """
+    made: dict[str, Reward] = {}
+    for name, config in rewards.items():
+        try:
+            made[name] = make_reward(config.reward, **config.params)
+        except ValueError as error:
+            raise ValueError(f"rewards.{name}: {error}") from error
+    columns = {column: name for name, reward in made.items() for column in columns_of(name, reward)}
+    for name, config in rewards.items():
+        if config.condition is None:
+            continue
+        key, other = f"rewards.{name}.condition", config.condition.column
+        if other not in columns:
+            raise ValueError(f"{key}.column: {unknown_name('reward column', other, columns)}")
+        if columns[other] == name:
+            raise ValueError(f"{key}.column = {other!r}: a reward cannot depend on itself")
+        if rewards[columns[other]].when_needed and not config.when_needed:
+            raise ValueError(f"{key}.column = {other!r}: that column is not always computed; drop its when_needed")
+    return made
+
+
+def columns_of(name: str, reward: Reward) -> tuple[str, ...]:
+    """Column names of a reward: its own, or one per part that it declares."""
+    return (name,) if reward.columns is None else tuple(f"{name}.{part}" for part in reward.columns)

@@ -15,7 +15,7 @@ from megatron_rl.config.schema import ServerConfig
 from megatron_rl.models import read_hf_config
 from megatron_rl.models.classifier import num_labels
 from megatron_rl.parameters import Range
-from megatron_rl.rewards.judge_prompt import as_text
+from megatron_rl.rewards.judge import as_text
 from megatron_rl.rewards.kinds import InlineReward, Reward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply

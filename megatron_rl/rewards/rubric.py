@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_rl.rewards.judge_prompt import nearest_tier
+from megatron_rl.rewards.judge import nearest_tier
 from megatron_rl.rewards.kinds import NumberFunction, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_calls import equal

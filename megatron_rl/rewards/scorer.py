@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.kinds import InlineReward, PooledReward, Remark, Reward, Score
-from megatron_rl.rewards.recipe import check_rewards, columns_of
+from megatron_rl.rewards.registry import check_rewards, columns_of
 from megatron_rl.rewards.remote import Counts, RemoteReward, Verdict
 from megatron_rl.runtime.calls import CallTimeout
 from megatron_rl.sample import Sample, SampleMapping

@@ -7,8 +7,7 @@ from typing import Literal
 from megatron_rl.rewards.kinds import InlineReward, NumberFunction, Remark, RemarkFunction, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_calls import Matching, Names, call_remarks, match_share
-from megatron_rl.rewards.tool_formats import FORMATS, Thinking
-from megatron_rl.rewards.tool_parsers import PARSERS, ParserName
+from megatron_rl.rewards.tool_parsers import FORMATS, PARSERS, ParserName, Thinking
 
 
 @register_reward("tool_format")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.runtime import device, peer_memory, rendezvous
-from megatron_rl.seams import torch_gloo
+from megatron_rl.seams import torch_dist
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ def initialize(parallel: ParallelConfig, timeout_minutes: float, gpu_timeout_min
     if device.has_gpu():
         minutes = gpu_timeout_minutes or timeout_minutes
         torch.cuda.set_device(device.index())
-    torch_gloo.share_device()
+    torch_dist.share_device()
     store = None
     if not dist.is_initialized():
         timeout = timedelta(minutes=minutes)

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_rl.runtime import postmortem
-from megatron_rl.runtime.clock import AwakeClock
-from megatron_rl.runtime.heartbeat import Beat, beat_interval, read_heartbeat
+from megatron_rl.runtime.heartbeat import AwakeClock, Beat, beat_interval, read_heartbeat
 
 _BEATS = 4  # in which ranks notice each other's stall and report it
 

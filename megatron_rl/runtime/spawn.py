@@ -24,8 +24,7 @@ from types import FrameType
 
 from megatron_rl.runtime import collectives, exit_codes, leftovers, memory, postmortem, stop, streams
 from megatron_rl.runtime.attempts import ATTEMPT, END, free_port
-from megatron_rl.runtime.clock import AwakeClock
-from megatron_rl.runtime.heartbeat import heartbeats
+from megatron_rl.runtime.heartbeat import AwakeClock, heartbeats
 from megatron_rl.runtime.observer import Observer
 from megatron_rl.runtime.terminal import Tee
 

@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints and flight recorder: their private parts and the patches of them. Written for 2.13."""
+"""torch's distributed checkpoints, flight recorder and gloo groups: private parts, patches of them. Written for 2.13."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TypedDict
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -90,3 +93,36 @@ def recorded_collectives() -> list[tuple[Collective, str]]:
                 ranks = groups.get(entry["process_group"][0], {}).get("ranks", "")
                 found[entry["time_created_ns"], entry["profiling_name"]] = (entry, ranks)
     return [found[key] for key in sorted(found)]
+
+
+INIT = "__init__"  # of `dist.ProcessGroupGloo`, compiled: without a signature that could be compared
+
+
+@cache
+def share_device() -> None:
+    """Has all gloo groups that this process makes from now on share a device.
+
+    A device's thread wakes every 10 ms to look for what its connections bring. torch makes one per group, and Megatron-Core
+    some 30 groups for every rank: their threads took 5 % of the CPU time of the quick start in one process.
+    """
+    gloo = dist.ProcessGroupGloo
+    make: Callable[..., None] = getattr(gloo, INIT)
+
+    def with_device(
+        group: dist.ProcessGroupGloo,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = dist.default_pg_timeout,
+    ) -> None:
+        options = gloo._Options()  # type: ignore[attr-defined]  # absent from the stubs
+        options._devices, options._timeout = [_device()], timeout
+        make(group, store, rank, size, options)
+
+    setattr(gloo, INIT, with_device)
+
+
+@cache
+def _device() -> dist.ProcessGroupGloo.Device:
+    """On the interface that GLOO_SOCKET_IFNAME names."""
+    return dist.ProcessGroupGloo.create_default_device()

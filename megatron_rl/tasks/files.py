@@ -14,8 +14,7 @@ from typing import Any
 
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.parameters import check_types
-from megatron_rl.user_code import load_function
-from megatron_rl.user_files import require_regular
+from megatron_rl.user_files import load_function, require_regular
 
 Row = dict[str, object]
 Rows = Iterator[tuple[str, Row]]  # (file and line, for messages; row)

@@ -20,8 +20,8 @@ from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.owner import Ownership
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.runtime.stop import StopFlag
+from megatron_rl.tasks.loading import check_demonstrations, load_prompts
 from megatron_rl.tasks.preferences import Pairs, load_pairs
-from megatron_rl.tasks.prompts import check_demonstrations, load_prompts
 from megatron_rl.trainer.checkpoints import Checkpoints, State
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.report import Reporter

@@ -13,7 +13,7 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.data import Sample, TokenBatch
 from megatron_rl.images import PromptImages
-from megatron_rl.tasks.prompts import refuse_long
+from megatron_rl.tasks.loading import refuse_long
 from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.run import Run

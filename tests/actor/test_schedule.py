@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.actor.schedule import learning_rate
+from megatron_rl.actor.build import learning_rate
 from megatron_rl.config.actor import OptimizerConfig
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.runtime.world import outer_world
+from megatron_rl.runtime.attempts import outer_world
 
 STEP = {
     "SLURM_JOB_ID": "17",

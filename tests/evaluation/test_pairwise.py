@@ -16,8 +16,7 @@ from megatron_rl.data import Sample, ScoredLength
 from megatron_rl.evaluation.pairwise import battles, controlled_win_rate, logistic_fit, win_rate
 from megatron_rl.evaluation.summary import metrics_of, summarize
 from megatron_rl.rewards import make_reward
-from megatron_rl.rewards.pairwise import read_verdict
-from megatron_rl.rewards.style import COLUMNS, difference
+from megatron_rl.rewards.pairwise import COLUMNS, difference, read_verdict
 from tests.rewards.chat_server import serving
 
 NAN = math.nan

@@ -178,7 +178,7 @@ def test_a_persons_cancel_is_the_jobs_end(cluster: Cluster, tmp_path: Path) -> N
 
 
 def test_ranks_of_a_node_are_neighbours_whatever_the_clusters_default(cluster: Cluster, tmp_path: Path) -> None:
-    show = "import os; from megatron_rl.runtime.world import outer_world as w; v = w(os.environ).variables;"
+    show = "import os; from megatron_rl.runtime.attempts import outer_world as w; v = w(os.environ).variables;"
     show += "print(v['RANK'], v['LOCAL_RANK'], os.environ['SLURMD_NODENAME'], v['MASTER_ADDR'], v['WORLD_SIZE'])"
     script = tmp_path / "job.sh"
     script.write_text(

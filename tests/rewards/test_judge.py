@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.rewards import make_reward
-from megatron_rl.rewards.judge_prompt import TEMPLATE, TIERS, messages, read_score
+from megatron_rl.rewards.judge import TEMPLATE, TIERS, messages, read_score
 from megatron_rl.rewards.remote import Counts, RemoteReward
 from megatron_rl.runtime.http import EndpointError
 

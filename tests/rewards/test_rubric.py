@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.rewards import make_reward
-from megatron_rl.rewards.judge_prompt import TIERS
+from megatron_rl.rewards.judge import TIERS
 
 SERVER = Path(__file__).parents[2] / "tools" / "rubric_server.py"
 GOLD = [{"name": "walk", "parameters": {"steps": 11}}, {"name": "lamp", "parameters": {"room": "hall", "on": True}}]

@@ -41,7 +41,7 @@ def puzzle() -> Iterator[IsolatedReward]:
 
 @pytest.fixture(scope="module")
 def evaluator() -> Iterator[Isolated]:
-    isolated = Isolated("builtins:eval", (), 2, 0.0)
+    isolated = Isolated("builtins:eval", (), 2)
     yield isolated
     isolated.close()
 
@@ -244,11 +244,11 @@ def test_verifiers_that_would_take_anything(dataset: str, gold: str, answer: str
 
 def test_a_helper_that_cannot_start_says_why() -> None:
     with pytest.raises(RewardProcessError, match="No module named 'no_such_module'"):
-        Isolated("no_such_module:f", (), 1, 0)(1)
+        Isolated("no_such_module:f", (), 1)(1)
 
 
 def test_a_closed_helper_leaves_no_process() -> None:
-    isolated = Isolated("operator:add", (), 5, 0)
+    isolated = Isolated("operator:add", (), 5)
     assert isolated(2, 3) == 5.0
     helper = isolated._helper
     assert helper is not None

@@ -12,7 +12,7 @@ import pytest
 from e2e.serving import VllmServer
 
 from megatron_rl.rewards import make_reward
-from megatron_rl.rewards.judge_prompt import TIERS
+from megatron_rl.rewards.judge import TIERS
 from megatron_rl.rewards.remote import RemoteReward
 from tests.actor.processes import spawn
 

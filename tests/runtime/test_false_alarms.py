@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.runtime import heartbeat, postmortem
-from megatron_rl.runtime.clock import AwakeClock
-from megatron_rl.runtime.heartbeat import Deadlines, Heartbeat
+from megatron_rl.runtime.heartbeat import AwakeClock, Deadlines, Heartbeat
 from megatron_rl.runtime.observer import Observer
 
 LIMIT, GRACE, LOOK, HOUR = 600.0, 30.0, 5, 3600

