@@ -85,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
         config = load_recipe(args.recipe, args.overrides)
         if not config.rewards:
             raise ConfigError(
-                "`plan` counts runs of `train`, and this recipe has no `rewards`. Runs of `sft` and `reward-model` hold what it "
-                "says of the actor: to see that, add any reward, as in rewards.any.reward=length"
+                "`plan` counts runs of `train`, and this recipe has no `rewards`. Runs of `sft` and `reward-model` hold what "
+                "it says of the actor: to see that, add any reward, as in rewards.any.reward=length"
             )
         config.launch.processes = None  # the command line says how many there are
         given, source = _given(config, args.model_config)
