@@ -27,7 +27,7 @@ from rich.table import Table
 
 from megatron_rl.checkpoint.convert.to_hf import _header, _Tensor
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
-from megatron_rl.models import family_for
+from megatron_rl.models import model_of
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 LAYOUTS = {"1 x 1 x 1": [], "TP 2 x PP 3": ["--tensor", "2", "--pipeline", "3"]}
@@ -54,11 +54,10 @@ def make_model(folder: Path, gigabytes: float) -> tuple[int, int]:
     while total < gigabytes * 1e9:
         layers += 1
         config = CONFIG | {"num_hidden_layers": layers}
-        family = family_for(config)
-        description = family.describe(config)
+        model = model_of(config)
         held = [
-            _Tensor(tensor.name, tensor.name, tensor.sizes(description.dims), "BF16")
-            for rule in family.weights(description)
+            _Tensor(tensor.name, tensor.name, tensor.sizes(model.dims), "BF16")
+            for rule in model.weights()
             for tensor in rule.hf
         ]
         total = sum(tensor.nbytes for tensor in held)

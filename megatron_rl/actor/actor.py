@@ -24,7 +24,7 @@ from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
-from megatron_rl.models import HFConfig, Model, family_for, padded_vocab_size, read_hf_config
+from megatron_rl.models import HFConfig, model_of, padded_vocab_size, read_hf_config
 from megatron_rl.models.adapters import add_adapters, begin_pass, dropping, switched_off
 from megatron_rl.models.files import WeightSource
 from megatron_rl.models.gather import iter_hf_weights
@@ -81,12 +81,11 @@ class Actor:
         self.config, self.grid, self.folder = config.actor, grid, Path(folder)
         self.dtype, self._seed = build.DTYPES[config.model.dtype], config.seed
         self.hf_config = hf_config or read_hf_config(folder)
-        self.family = family_for(self.hf_config)
-        self.description = self.family.describe(self.hf_config)
-        self.model = Model(self.family, self.description)
+        self.model = model_of(self.hf_config)
+        self.family, self.description = self.model.family, self.model.description
         vocab_size = self.description.dims["vocab"]
         with device.megatron():
-            self.chunks = build.build_model(self.family, self.description, self.config, self.dtype)
+            self.chunks = build.build_model(self.model, self.config, self.dtype)
             self.parallel = ParallelGroups.from_megatron()
             for chunk in self.chunks:
                 if chunk.post_process:
@@ -344,8 +343,7 @@ class Actor:
 
     def weights(self) -> dict[Key, nn.Parameter]:
         """This rank's parameters, by rule, layer and local expert."""
-        found = local_weights(self.chunks, self.family, self.description, self.parallel)
-        return {weight.key: weight.parameter for weight in found}
+        return {weight.key: weight.parameter for weight in local_weights(self.chunks, self.model, self.parallel)}
 
     def shard_proof(self) -> ShardProof:
         """What compares full tensors under Hugging Face's names with this rank's own shards."""

@@ -11,7 +11,7 @@ import torch
 from megatron_rl.actor import fp8
 from megatron_rl.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.stages import chunk_layers
-from megatron_rl.models import Family, ModelDescription, padded_vocab_size
+from megatron_rl.models import Model, ModelDescription, padded_vocab_size
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import (
     Chunk,
@@ -124,7 +124,7 @@ def uneven_stages(layers: int, parallel: ParallelConfig) -> dict[str, int]:
     return first | ({"num_layers_in_last_pipeline_stage": stages[-1]} if len(stages) > 2 else {})
 
 
-def build_model(family: Family, description: ModelDescription, actor: ActorConfig, dtype: torch.dtype) -> list[Chunk]:
+def build_model(model: Model, actor: ActorConfig, dtype: torch.dtype) -> list[Chunk]:
     """This rank's model chunks (one per virtual pipeline stage), uninitialised, on its device."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -133,12 +133,12 @@ def build_model(family: Family, description: ModelDescription, actor: ActorConfi
     else:
         install_rng_tracker()
         make_moe_importable()
-    config = transformer_config(description, actor, dtype)
-    vocab_size = padded_vocab_size(description.dims["vocab"], actor.parallel.tensor)
+    config = transformer_config(model.description, actor, dtype)
+    vocab_size = padded_vocab_size(model.dims["vocab"], actor.parallel.tensor)
     chunks = []
     for stage in range(actor.parallel.virtual_pipeline):
         vp_stage = stage if actor.parallel.virtual_pipeline > 1 else None
-        chunk = family.build(description, config, vocab_size, vp_stage)
+        chunk = model.family.build(model.description, config, vocab_size, vp_stage)
         if actor.freeze_vision_tower and chunk.pre_process:
             chunk.get_submodule("visual").requires_grad_(False)
         if config.num_moe_experts is not None:

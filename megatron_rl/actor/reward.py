@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.config.schema import Config
-from megatron_rl.models import family_for, read_hf_config
+from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.models.classifier import classifier_config, is_classifier
 from megatron_rl.models.files import WeightSource
 from megatron_rl.models.load import WithHead
@@ -25,10 +25,10 @@ class RewardActor(Actor):
 
     def __init__(self, config: Config, grid: Grid, folder: str | Path, weights: WeightSource) -> None:
         hf_config = read_hf_config(folder)
-        family = family_for(hf_config)
-        if not is_classifier(family):
-            weights = WithHead(weights, family, family.describe(hf_config), config.seed)
-            hf_config = classifier_config(family, hf_config)
+        model = model_of(hf_config)
+        if not is_classifier(model.family):
+            weights = WithHead(weights, model, config.seed)
+            hf_config = classifier_config(model.family, hf_config)
         super().__init__(config, grid, folder, weights, hf_config)
 
     def score(

@@ -192,7 +192,7 @@ def _attach(chunks: Sequence[Chunk], model: Model, lora: LoRAConfig, parallel: P
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)
-    for weight in local_weights(chunks, model.family, model.description, parallel):
+    for weight in local_weights(chunks, model, parallel):
         rule = weight.rule
         targeted = rule.is_projection and wanted.intersection(map(module_of, rule.hf))
         if not targeted or (rule.per_expert and not lora.experts):

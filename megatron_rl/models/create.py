@@ -17,7 +17,7 @@ from megatron_rl.config.model_checks import check_create
 from megatron_rl.models.files import save_tensors, whole_folder
 from megatron_rl.models.hf_config import read_hf_config
 from megatron_rl.models.qwen2_5_vl import IMAGE_WORDS
-from megatron_rl.models.registry import created_config, family_for
+from megatron_rl.models.registry import created_config, model_of
 
 PAD, EOS = "<pad>", "<eos>"
 MADE_FROM = "made_from.json"  # in the folder: settings and seed that it was made from, and every file's checksum
@@ -118,14 +118,12 @@ def _pieces(words: Sequence[str]) -> str:
 
 
 def random_weights(folder: Path, std: float, seed: int) -> dict[str, Tensor]:
-    hf_config = read_hf_config(folder)
-    family = family_for(hf_config)
-    description = family.describe(hf_config)
+    model = model_of(read_hf_config(folder))
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for rule in family.weights(description):
+    for rule in model.weights():
         for tensor in rule.hf:
-            shape = tensor.sizes(description.dims)
+            shape = tensor.sizes(model.dims)
             if len(shape) > 1:
                 weights[tensor.name] = torch.randn(shape, generator=generator) * std
             else:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_rl.models.family import Family, Model
 from megatron_rl.models.files import copy_companions, save_tensors, shard_names, whole_folder, write_index, write_json
 from megatron_rl.models.gather import iter_hf_weights
-from megatron_rl.models.hf_config import HFConfig
+from megatron_rl.models.hf_config import HFConfig, with_dtype
 from megatron_rl.models.lora import peft_config
 from megatron_rl.models.parallel import ParallelGroups
 
@@ -120,9 +120,7 @@ def _write(
     write_index(folder, dict(zip(files, shards, strict=True)), total)
     for number, file in enumerate(files):
         (folder / f"{number}.safetensors").rename(folder / file)
-    config = dict(hf_config)
-    if len(dtypes) == 1:
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        config[key] = str(dtypes.pop()).removeprefix("torch.")
+    one = len(dtypes) == 1
+    config = with_dtype(hf_config, str(dtypes.pop()).removeprefix("torch.")) if one else dict(hf_config)
     write_json(folder / "config.json", config)
     copy_companions(source, folder)

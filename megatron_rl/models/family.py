@@ -106,25 +106,6 @@ class Family:
     def output(self) -> Rule:
         return next(rule for rule in self.rules if rule.is_output)
 
-    def parameters(self, description: ModelDescription) -> tuple[Rule, ...]:
-        """The rules that the model has weights for: all, without the output layer where it is tied."""
-        return tuple(rule for rule in self.rules if not (rule.is_output and description.tied))
-
-    def weights(self, description: ModelDescription) -> Iterator[Rule]:
-        """Every parameter of the model in file order, names filled in; a tied output layer is left out."""
-        return (rule for rule, _, _ in self.numbered(description))
-
-    def numbered(self, description: ModelDescription) -> Iterator[tuple[Rule, int | None, int | None]]:
-        """`weights`, each with its layer and its expert (None where it has none)."""
-        rules = self.parameters(description)
-        yield from ((rule, None, None) for rule in rules if rule.place is Place.EMBEDDING)
-        for layer in range(description.dims["layers"]):
-            for rule in rules:
-                if rule.per_layer:
-                    experts = range(description.dims["experts"]) if rule.per_expert else [None]
-                    yield from ((rule.at(layer, expert), layer, expert) for expert in experts)
-        yield from ((rule, None, None) for rule in rules if rule.place is Place.HEAD)
-
 
 @dataclass(frozen=True)
 class Model:
@@ -139,7 +120,23 @@ class Model:
 
     @property
     def parameters(self) -> tuple[Rule, ...]:
-        return self.family.parameters(self.description)
+        """The rules that it has weights for: all, without the output layer where it is tied."""
+        return tuple(rule for rule in self.family.rules if not (rule.is_output and self.description.tied))
+
+    def weights(self) -> Iterator[Rule]:
+        """Every parameter in file order, names filled in; a tied output layer is left out."""
+        return (rule for rule, _, _ in self.numbered())
+
+    def numbered(self) -> Iterator[tuple[Rule, int | None, int | None]]:
+        """`weights`, each with its layer and its expert (None where it has none)."""
+        rules = self.parameters
+        yield from ((rule, None, None) for rule in rules if rule.place is Place.EMBEDDING)
+        for layer in range(self.dims["layers"]):
+            for rule in rules:
+                if rule.per_layer:
+                    experts = range(self.dims["experts"]) if rule.per_expert else [None]
+                    yield from ((rule.at(layer, expert), layer, expert) for expert in experts)
+        yield from ((rule, None, None) for rule in rules if rule.place is Place.HEAD)
 
 
 # --------------------------------------------------------------------------------- rules that Llama-like decoders share
@@ -171,9 +168,10 @@ OUTPUT = Rule(
 def layer_rule(
     megatron: str | tuple[str, ...], sharding: Sharding, *hf: tuple[str, tuple[str, ...]], engine: str = ""
 ) -> Rule:
-    """A rule inside a decoder layer; names are relative to it."""
+    """A rule inside a decoder layer; names are relative to it. `engine`: "" where vLLM has one tensor under its own name."""
     names = (megatron,) if isinstance(megatron, str) else megatron
     tensors = tuple(HFTensor(_HF + name, shape) for name, shape in hf)
+    engine = engine or (hf[0][0] if len(hf) == 1 else "")
     return Rule(
         tuple(_LAYER + name for name in names), tensors, sharding, Place.LAYER, engine=_HF + engine if engine else ""
     )
@@ -184,13 +182,11 @@ INPUT_NORM = layer_rule(
     ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
     Sharding.REPLICATED,
     ("input_layernorm.weight", ("hidden",)),
-    engine="input_layernorm.weight",
 )
 MLP_NORM = layer_rule(
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     Sharding.REPLICATED,
     ("post_attention_layernorm.weight", ("hidden",)),
-    engine="post_attention_layernorm.weight",
 )
 NORMS = (INPUT_NORM, MLP_NORM)
 # Before experts there is nothing to fuse it into: Transformer Engine's checkpoints have it under its own name, the local
@@ -205,12 +201,7 @@ ATTENTION = (
         ("self_attn.v_proj.weight", ("kv", "hidden")),
         engine="self_attn.qkv_proj.weight",
     ),
-    layer_rule(
-        "self_attention.linear_proj.weight",
-        Sharding.ROW,
-        ("self_attn.o_proj.weight", ("hidden", "q")),
-        engine="self_attn.o_proj.weight",
-    ),
+    layer_rule("self_attention.linear_proj.weight", Sharding.ROW, ("self_attn.o_proj.weight", ("hidden", "q"))),
 )
 QKV_BIAS = (
     layer_rule(
@@ -223,18 +214,8 @@ QKV_BIAS = (
     ),
 )
 QK_NORMS = (
-    layer_rule(
-        "self_attention.q_layernorm.weight",
-        Sharding.REPLICATED,
-        ("self_attn.q_norm.weight", ("head_dim",)),
-        engine="self_attn.q_norm.weight",
-    ),
-    layer_rule(
-        "self_attention.k_layernorm.weight",
-        Sharding.REPLICATED,
-        ("self_attn.k_norm.weight", ("head_dim",)),
-        engine="self_attn.k_norm.weight",
-    ),
+    layer_rule("self_attention.q_layernorm.weight", Sharding.REPLICATED, ("self_attn.q_norm.weight", ("head_dim",))),
+    layer_rule("self_attention.k_layernorm.weight", Sharding.REPLICATED, ("self_attn.k_norm.weight", ("head_dim",))),
 )
 DENSE_MLP = (
     layer_rule(
@@ -244,12 +225,7 @@ DENSE_MLP = (
         ("mlp.up_proj.weight", ("ffn", "hidden")),
         engine="mlp.gate_up_proj.weight",
     ),
-    layer_rule(
-        "mlp.linear_fc2.weight",
-        Sharding.ROW,
-        ("mlp.down_proj.weight", ("hidden", "ffn")),
-        engine="mlp.down_proj.weight",
-    ),
+    layer_rule("mlp.linear_fc2.weight", Sharding.ROW, ("mlp.down_proj.weight", ("hidden", "ffn"))),
 )
 
 

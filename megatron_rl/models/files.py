@@ -111,7 +111,7 @@ class MadeWeights(WeightSource):
 
     def __init__(self, model: Model, dtype: str, folder: Path) -> None:
         self.folder = folder
-        rules = model.family.weights(model.description)
+        rules = model.weights()
         self.tensors = {tensor.name: (tensor.sizes(model.dims), dtype) for rule in rules for tensor in rule.hf}
 
 

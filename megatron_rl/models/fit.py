@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models.family import Model
 from megatron_rl.models.files import WeightSource
 from megatron_rl.models.rules import DIM_FIELDS, Dims, Rule
 
@@ -13,30 +13,47 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
-def check_names(files: WeightSource, family: Family, description: ModelDescription) -> None:
+def check_names(files: WeightSource, model: Model) -> None:
     """Refuse a folder that lacks a tensor of the model or holds one that the model has no place for."""
-    expected = {tensor.name for rule in family.weights(description) for tensor in rule.hf}
+    expected = {tensor.name for rule in model.weights() for tensor in rule.hf}
     found = {name for name in files.names() if not _BUFFERS.fullmatch(name)}
-    if description.tied:
-        found -= {tensor.name for tensor in family.output.hf}
+    if model.description.tied:
+        found -= {tensor.name for tensor in model.family.output.hf}
     for problem, names in (("lacks", expected - found), ("holds unexpected", found - expected)):
         if names:
             first = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise ValueError(f"{files.folder} {problem} {first}; {_fields_behind(names, description)}")
+            raise ValueError(f"{files.folder} {problem} {first}; {_fields_behind(names, model)}")
 
 
-def _fields_behind(names: set[str], description: ModelDescription) -> str:
-    dims = description.dims
-    hints = []
+def _fields_behind(names: set[str], model: Model) -> str:
+    dims, hints = model.dims, []
     layers = {int(match[1]) for name in names if (match := re.match(r"model\.layers\.(\d+)\.", name))}
     experts = {int(match[1]) for name in names if (match := re.search(r"\.experts\.(\d+)\.", name))}
     if "lm_head.weight" in names:
-        hints.append(f"tie_word_embeddings = {description.tied}")
+        hints.append(f"tie_word_embeddings = {model.description.tied}")
     if layers and (max(layers) >= dims["layers"] or len(layers) < dims["layers"]):
         hints.append(f"num_hidden_layers = {dims['layers']}")
     if experts and (max(experts) >= dims["experts"] or len(experts) < dims["experts"]):
         hints.append(f"num_experts = {dims['experts']}")
     return "config.json says " + " and ".join(hints or ["architectures and biases otherwise"])
+
+
+def check_tied(files: WeightSource, model: Model) -> None:
+    """Refuse an output layer in the file that is not the embedding where the config says it is."""
+    if not model.description.tied or (output := model.family.output.hf[0].name) not in files.names():
+        return
+    import torch
+
+    embedding = model.family.embedding.hf[0].name
+    rows = files.shape(embedding)[0]
+    same = files.shape(output) == files.shape(embedding) and all(
+        torch.equal(files.read(embedding, 0, at, at + 4096), files.read(output, 0, at, at + 4096))
+        for at in range(0, rows, 4096)
+    )
+    if not same:
+        raise ValueError(
+            f"config.json of {files.folder} says tie_word_embeddings = True, but {output} differs from {embedding}"
+        )
 
 
 def check_tensors(rule: Rule, files: WeightSource, dims: Dims) -> None:

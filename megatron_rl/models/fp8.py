@@ -131,7 +131,9 @@ def quantization_config(
 ) -> dict[str, JSON]:
     """The entry of config.json that transformers and vLLM read. `modules`: those in FP8; None: all that can be."""
     kept = {family.output.hf[0].name.removesuffix(".weight"): None}  # in order
-    for rule in (rule for rule in family.parameters(description) if rule.per_layer and len(rule.hf[0].shape) == 2):
+    for rule in (
+        rule for rule in Model(family, description).parameters if rule.per_layer and len(rule.hf[0].shape) == 2
+    ):
         for layer in range(description.dims["layers"]):
             names = {module_of(tensor.name): None for tensor in rule.at(layer, 0).hf}
             if not rule.is_projection or (modules is not None and modules.isdisjoint(names)):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.models.adapters import merged
-from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models.family import Family, Model
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import Key, LocalWeight, local_experts, local_weights, split_axis
 from megatron_rl.models.load import weight_dims
@@ -60,22 +60,20 @@ def iter_hf_weights(
     layer does not appear. A yielded tensor may be a view of a parameter or of the bucket: copy it to keep it.
     `bucket_bytes`: how many bytes of full tensors are gathered at once (one tensor at least).
     """
-    description = family.describe(hf_config)
-    local = {weight.key: weight for weight in local_weights(model_chunks, family, description, parallel)}
-    tasks = _plan(local, family, description, parallel)
+    model = Model(family, family.describe(hf_config))
+    local = {weight.key: weight for weight in local_weights(model_chunks, model, parallel)}
+    tasks = _plan(local, model, parallel)
     device = next(iter(local.values())).parameter.device
     for bucket in _buckets(tasks, parallel, bucket_bytes):
-        yield from _gather(bucket, local, description, parallel, device)
+        yield from _gather(bucket, local, local_experts(model, parallel), parallel, device)
 
 
-def _plan(
-    local: dict[Key, LocalWeight], family: Family, description: ModelDescription, parallel: ParallelGroups
-) -> list[_Task]:
+def _plan(local: dict[Key, LocalWeight], model: Model, parallel: ParallelGroups) -> list[_Task]:
     """All parameters of the model in file order, with the stage that holds each."""
     own = [
         (weight.key, tuple(weight.parameter.shape), weight.parameter.dtype)
         for weight in local.values()
-        if not (description.tied and family.rules[weight.key[0]].is_output)
+        if not (model.description.tied and model.family.rules[weight.key[0]].is_output)
     ]
     stages = [own]
     if parallel.pp.size > 1:
@@ -84,9 +82,9 @@ def _plan(
     tasks = []
     for stage, held in enumerate(stages):
         for key, shape, dtype in held:
-            rule = family.rules[key[0]]
+            rule = model.family.rules[key[0]]
             tp = split_axis(rule, parallel).size
-            tasks.append(_Task(key, rule, stage, shape, dtype, weight_dims(shape, rule, description, tp)))
+            tasks.append(_Task(key, rule, stage, shape, dtype, weight_dims(shape, rule, model.dims, tp)))
 
     def order(task: _Task) -> tuple[int, int, int, int]:
         index, layer, expert = task.key
@@ -96,11 +94,8 @@ def _plan(
     for before, after in pairwise(tasks):
         if before.key == after.key:
             raise ValueError(f"pipeline stages {before.stage} and {after.stage} both hold {after.rule.megatron[0]}")
-    dims, experts = description.dims, local_experts(description, parallel)
-    expected = sum(
-        (dims["layers"] if rule.per_layer else 1) * (experts if rule.per_expert else 1)
-        for rule in family.parameters(description)
-    )
+    layers, experts = model.dims["layers"], local_experts(model, parallel)
+    expected = sum((layers if rule.per_layer else 1) * (experts if rule.per_expert else 1) for rule in model.parameters)
     if len(tasks) != expected:
         raise ValueError(f"the pipeline stages hold {len(tasks)} of the model's {expected} parameters")
     return tasks
@@ -124,7 +119,7 @@ def _buckets(tasks: Sequence[_Task], parallel: ParallelGroups, limit: int) -> It
 def _gather(
     bucket: Sequence[_Task],
     local: dict[Key, LocalWeight],
-    description: ModelDescription,
+    experts: int,
     parallel: ParallelGroups,
     device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -150,7 +145,6 @@ def _gather(
                 rows = rows.reshape(-1, split_axis(task.rule, parallel).size if axes else 1, rows.shape[-1])
                 shards[task.key] = [[row.view(task.dtype).view(task.shape) for row in group] for group in rows]
                 at += task.nbytes
-    experts = local_experts(description, parallel)
     for task in bucket:
         _, layer, expert = task.key
         for rank, group in enumerate(shards.pop(task.key)):

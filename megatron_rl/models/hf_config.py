@@ -28,6 +28,11 @@ INERT = frozenset((
 _LLAMA3_BUILT_IN = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+def with_dtype(hf_config: HFConfig, dtype: str) -> dict[str, JSON]:
+    """Says that the weights beside it have this dtype, under the name that it has for that."""
+    return {**hf_config, "torch_dtype" if "torch_dtype" in hf_config else "dtype": dtype}
+
+
 def read_hf_config(folder: str | Path) -> dict[str, JSON]:
     """config.json of a Hugging Face model folder, as a dict.
 

@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import nn
 
-from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models.family import Family, Model
 from megatron_rl.models.lora import is_adapter
 from megatron_rl.models.parallel import Axis, ParallelGroups
 from megatron_rl.models.rules import Place, Rule
@@ -32,8 +32,8 @@ def split_axis(rule: Rule, parallel: ParallelGroups) -> Axis:
     return parallel.expert_tp if rule.per_expert else parallel.tp
 
 
-def local_experts(description: ModelDescription, parallel: ParallelGroups) -> int:
-    experts, ranks = description.dims["experts"], parallel.ep.size
+def local_experts(model: Model, parallel: ParallelGroups) -> int:
+    experts, ranks = model.dims["experts"], parallel.ep.size
     if experts % ranks:
         raise ValueError(f"num_experts = {experts} does not divide over {ranks} expert-parallel ranks")
     return experts // ranks
@@ -46,30 +46,30 @@ def unwrap(module: nn.Module) -> Chunk:
     return cast(Chunk, module)
 
 
-def local_weights(
-    chunks: Sequence[nn.Module], family: Family, description: ModelDescription, parallel: ParallelGroups
-) -> list[LocalWeight]:
+def local_weights(chunks: Sequence[nn.Module], model: Model, parallel: ParallelGroups) -> list[LocalWeight]:
     """The parameters of this process's model chunks, of a family or of its adapters.
 
     Raises:
         ValueError: a parameter that the family's map does not know, or a weight of the family that the module lacks.
     """
     found: dict[Key, LocalWeight] = {}
-    experts = local_experts(description, parallel)
+    family, experts = model.family, local_experts(model, parallel)
     for chunk in map(unwrap, chunks):
         layers = {i: layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
         for name, parameter in chunk.named_parameters():
             if is_adapter(name) != family.adapters:
                 continue
             key, rule = _match(name, family, layers)
-            if rule.is_output and description.tied:  # the last stage's copy of the embedding: loaded, never exported
+            if (
+                rule.is_output and model.description.tied
+            ):  # the last stage's copy of the embedding: loaded, never exported
                 rule = replace(rule, hf=family.embedding.hf)
             if key in found:
                 raise ValueError(f"parameters {found[key].name} and {name} both stand for {rule.hf[0].name}")
             _, layer, expert = key
             named = rule.at(layer, parallel.ep.rank * experts + expert)
             found[key] = LocalWeight(key, named, name, parameter)
-        for key, rule in _expected(chunk, family, description, sorted(layers.values()), experts):
+        for key, rule in _expected(chunk, model, sorted(layers.values()), experts):
             if key not in found:
                 hf_name = rule.at(key[1], parallel.ep.rank * experts + key[2]).hf[0].name
                 raise ValueError(
@@ -90,15 +90,13 @@ def _match(name: str, family: Family, layers: Mapping[int, int]) -> tuple[Key, R
     raise ValueError(f"parameter {name} of the Megatron model is not in the weight map of family `{family.name}`")
 
 
-def _expected(
-    chunk: Chunk, family: Family, description: ModelDescription, layers: Sequence[int], experts: int
-) -> Iterator[tuple[Key, Rule]]:
-    for index, rule in enumerate(family.rules):
+def _expected(chunk: Chunk, model: Model, layers: Sequence[int], experts: int) -> Iterator[tuple[Key, Rule]]:
+    for index, rule in enumerate(model.family.rules):
         if rule.per_layer:
             for layer in layers:
                 for expert in range(experts) if rule.per_expert else [-1]:
                     yield (index, layer, expert), rule
-        elif rule.is_output and description.tied:
+        elif rule.is_output and model.description.tied:
             continue
         elif chunk.pre_process if rule.place is Place.EMBEDDING else chunk.post_process:
             yield (index, -1, -1), rule

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.models.classifier import SCORE
-from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models.family import Family, Model
 from megatron_rl.models.files import SafetensorsFolder, WeightSource
-from megatron_rl.models.fit import check_names, check_tensors
+from megatron_rl.models.fit import check_names, check_tensors, check_tied
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import LocalWeight, local_weights, split_axis
 from megatron_rl.models.parallel import ParallelGroups
@@ -37,24 +37,22 @@ def load_hf_weights(
         ValueError: a tensor is missing, unexpected or of another shape than the config says (the message names tensor
             and field), or the module is not the one that the family's config mapping describes.
     """
-    description = family.describe(hf_config)
+    model = Model(family, family.describe(hf_config))
     files = SafetensorsFolder(source) if isinstance(source, str | Path) else source
-    check_names(files, family, description)
-    for weight in local_weights(model_chunks, family, description, parallel):
+    check_names(files, model)
+    for weight in local_weights(model_chunks, model, parallel):
         axis = split_axis(weight.rule, parallel)
-        dims = weight_dims(tuple(weight.parameter.shape), weight.rule, description, axis.size)
+        dims = weight_dims(tuple(weight.parameter.shape), weight.rule, model.dims, axis.size)
         _fill(weight, files, dims, axis.rank, axis.size)
-    if description.tied and family.output.hf[0].name in files.names():
-        check_tied(files, family)
+    check_tied(files, model)
 
 
-def weight_dims(shape: tuple[int, ...], rule: Rule, description: ModelDescription, tp: int) -> Dims:
+def weight_dims(shape: tuple[int, ...], rule: Rule, dims: Dims, tp: int) -> Dims:
     """The sizes that a rule works with for a parameter of this shape, from which the padding of the vocabulary is read.
 
     Raises:
         ValueError: the shape is not the one that the config gives for one of `tp` shards.
     """
-    dims: Dims = description.dims
     if rule.sharding is Sharding.VOCAB:
         dims = {**dims, "padded_vocab": shape[0] * tp}
         if shape[0] * tp < dims["vocab"]:
@@ -94,31 +92,17 @@ def _writable(parameter: nn.Parameter) -> Tensor:
     return parameter
 
 
-def check_tied(files: WeightSource, family: Family) -> None:
-    """Refuse an output layer in the file that is not the embedding, which the config says it is."""
-    embedding, output = family.embedding.hf[0].name, family.output.hf[0].name
-    rows = files.shape(embedding)[0]
-    same = files.shape(output) == files.shape(embedding) and all(
-        torch.equal(files.read(embedding, 0, at, at + 4096), files.read(output, 0, at, at + 4096))
-        for at in range(0, rows, 4096)
-    )
-    if not same:
-        raise ValueError(
-            f"config.json of {files.folder} says tie_word_embeddings = True, but {output} differs from {embedding}"
-        )
-
-
 class WithHead(WeightSource):
     """A policy's weights, its output layer replaced by a new head: normal, of variance 1 / (hidden size + 1).
 
     Stiennon et al. 2020, Learning to summarize from human feedback, draw the head so.
     """
 
-    def __init__(self, source: WeightSource, family: Family, description: ModelDescription, seed: int) -> None:
+    def __init__(self, source: WeightSource, model: Model, seed: int) -> None:
         self.folder = source.folder
         self._source, self._seed = source, seed
-        self._name, self._shape = SCORE.hf[0].name, (1, description.dims["hidden"])
-        kept = source.names() - {family.output.hf[0].name}
+        self._name, self._shape = SCORE.hf[0].name, (1, model.dims["hidden"])
+        kept = source.names() - {model.family.output.hf[0].name}
         self.tensors = {name: (source.shape(name), source.dtype(name)) for name in kept}
         self.tensors[self._name] = (self._shape, "F32")
 

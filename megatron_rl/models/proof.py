@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.models.family import Family
+from megatron_rl.models.family import Family, Model
 from megatron_rl.models.gather import values
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import local_weights, split_axis
@@ -46,14 +46,14 @@ class ShardProof:
     def __init__(
         self, model_chunks: Sequence[nn.Module], family: Family, hf_config: HFConfig, parallel: ParallelGroups
     ) -> None:
-        description = family.describe(hf_config)
+        model = Model(family, family.describe(hf_config))
         self._held: dict[str, list[_Held]] = defaultdict(list)
         self._seen: dict[str, Tensor] = {}  # whether a tensor differs from what is held
-        for weight in local_weights(model_chunks, family, description, parallel):
+        for weight in local_weights(model_chunks, model, parallel):
             rule, axis, at = weight.rule, split_axis(weight.rule, parallel), 0
-            if rule.is_output and description.tied:
+            if rule.is_output and model.description.tied:
                 continue  # a copy of the embedding
-            dims = weight_dims(tuple(weight.parameter.shape), rule, description, axis.size)
+            dims = weight_dims(tuple(weight.parameter.shape), rule, model.dims, axis.size)
             for piece in shard_slices(rule, dims, axis.rank, axis.size):
                 tensor = rule.hf[piece.tensor]
                 held = _Held(tensor.sizes(dims), rule.dim, piece.start, piece.length, weight.parameter, at)

@@ -19,12 +19,7 @@ from megatron_rl.models.rules import Sharding
 
 # Experts are modules of their own (SequentialMLP), or numbered weights of one module (TEGroupedMLP).
 MOE = (
-    layer_rule(
-        "mlp.router.weight",
-        Sharding.REPLICATED,
-        ("mlp.gate.weight", ("experts", "hidden")),
-        engine="mlp.gate.weight",
-    ),
+    layer_rule("mlp.router.weight", Sharding.REPLICATED, ("mlp.gate.weight", ("experts", "hidden"))),
     layer_rule(
         ("mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"),
         Sharding.GATED,

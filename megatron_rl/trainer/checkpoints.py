@@ -20,7 +20,7 @@ from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.models.export import export_hf, export_peft
 from megatron_rl.models.files import companions
-from megatron_rl.models.hf_config import JSON, HFConfig
+from megatron_rl.models.hf_config import JSON, HFConfig, with_dtype
 from megatron_rl.runtime import device, provenance
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.owner import Ownership
@@ -159,10 +159,12 @@ class Checkpoints:
             "state.json": (json.dumps(progress, indent=1, sort_keys=True) + "\n").encode(),
             "recipe.yaml": to_yaml(self.config).encode(),
         }
+        # A checkpoint is a model folder: another run's `model.path`, or the source of a conversion, wherever it lies.
         if self._grid.is_main:
             files |= _companions(self.folder)
         if self._grid.is_main and actor.adapters is None:  # which are no model by themselves
-            files["config.json"] = _with_dtype(actor.hf_config, self.config.model.dtype)
+            config = with_dtype(actor.hf_config, self.config.model.dtype)
+            files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
         self._saver_of(state.warming_up).submit(state.stage_step, snapshot, about, files)
 
     def metrics(self) -> dict[str, float]:
@@ -283,29 +285,21 @@ class Checkpoints:
         if not self.config.checkpoint.export:
             return
         with self.timer.untimed("export", "exporting"):
-            error = self._export(self.run_dir / "export") or self._export_adapters(self.run_dir / "adapter")
+            error = self._export(self.run_dir / "export") or self._export(self.run_dir / "adapter", adapters=True)
         if error is not None:
             raise CheckpointError(f"{error}. Make room, then run the same command: it writes the export again")
 
-    def _export(self, folder: Path) -> str | None:
-        """The error, the same on every rank; None on success."""
-        actor = self._learner.actor
+    def _export(self, folder: Path, adapters: bool = False) -> str | None:
+        """The error, the same on every rank; None on success. `adapters`: these alone, where there are any."""
+        actor, lora = self._learner.actor, self.config.actor.lora
         try:
             with device.megatron():
-                export_hf(folder, actor.chunks, actor.family, actor.hf_config, actor.parallel, self.folder)
-        except RuntimeError as failure:  # raised on every rank
-            return str(failure)
-        return None
-
-    def _export_adapters(self, folder: Path) -> str | None:
-        """As `_export`; nothing where there are none."""
-        actor = self._learner.actor
-        if actor.adapters is None:
-            return None
-        lora = self.config.actor.lora
-        try:
-            with device.megatron():
-                export_peft(folder, actor.chunks, actor.adapters, lora, actor.hf_config, actor.parallel, self.folder)
+                if not adapters:
+                    export_hf(folder, actor.chunks, actor.family, actor.hf_config, actor.parallel, self.folder)
+                elif actor.adapters is not None:
+                    export_peft(
+                        folder, actor.chunks, actor.adapters, lora, actor.hf_config, actor.parallel, self.folder
+                    )
         except RuntimeError as failure:  # raised on every rank
             return str(failure)
         return None
@@ -325,12 +319,6 @@ class Checkpoints:
 def _seconds(outcome: SaveOutcome) -> str:
     size = outcome.num_bytes / 2**20
     return f"{size:,.1f} MiB, training waited {outcome.blocked:.2f} s, written in {outcome.seconds:.2f} s"
-
-
-# With these a checkpoint is a model folder: another run's `model.path`, or the source of a conversion, wherever it lies.
-def _with_dtype(hf_config: HFConfig, dtype: str) -> bytes:
-    config = {**hf_config, "torch_dtype" if "torch_dtype" in hf_config else "dtype": dtype}
-    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 @functools.lru_cache(maxsize=1)

@@ -88,7 +88,7 @@ def make(root: Path, layout: Layout) -> None:
     generator = torch.Generator().manual_seed(2)
     values = {
         tensor.name: torch.randn(tensor.sizes(adapters.dims), generator=generator) * 0.2
-        for rule in adapters.family.weights(adapters.description)
+        for rule in adapters.weights()
         for tensor in rule.hf
     }
     (folder / "begin").mkdir()

@@ -206,7 +206,7 @@ def test_a_conversion_has_every_extra_state_that_a_model_asks_for(root: Path, ac
     state = nested_values(snapshots.sharded_model(actor.chunks))
     asked = {value.unique_key for value in state if isinstance(value, ShardedObject)}
     assert "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2" in asked
-    assert asked <= set(state_names(model.family, model.description))
+    assert asked <= set(state_names(model))
 
 
 # ----------------------------------------------------------------------------------------------------------------- saves

@@ -38,7 +38,7 @@ def test_there_and_back_is_bit_identical_at_every_layout(tmp_path: Path, variant
 def test_experts_are_cut_over_their_own_ranks(tmp_path: Path) -> None:
     model = SourceModel.read(tiny.write(tmp_path / "source", "qwen3_moe"))
     for layout in (Layout(tensor=4, expert=4), Layout(tensor=2, expert=4, expert_tensor=4)):
-        cut = list(chunks(model.family, model.description, layout))
+        cut = list(chunks(model, layout))
         down = {chunk.size for chunk in cut if chunk.name.endswith("experts.experts.linear_fc2.weight")}
         attention = {chunk.size for chunk in cut if chunk.name.endswith("linear_proj.weight")}
         assert down == {(1, 1, 32, 24 // layout.expert_tensor)}
@@ -59,7 +59,7 @@ def test_extra_states_are_those_of_transformer_engines_modules(tmp_path: Path) -
             for n in (1, 2)
             for expert in range(2)
         }
-    assert sorted(state_names(model.family, model.description)) == sorted(expected)
+    assert sorted(state_names(model)) == sorted(expected)
 
 
 def test_the_shapes_of_real_models(tmp_path: Path) -> None:

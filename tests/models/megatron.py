@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_rl.actor.build import build_model
 from megatron_rl.config.actor import ActorConfig, ParallelConfig
-from megatron_rl.models import Family, ModelDescription
+from megatron_rl.models import Family, Model, ModelDescription
 from megatron_rl.models.parallel import ParallelGroups
 from megatron_rl.runtime import device
 from tests import ranks
@@ -63,7 +63,7 @@ def build(family: Family, description: ModelDescription, parallel: ParallelGroup
         sequence=parallel.tp.size > 1 and description.dims["experts"] > 0,
     )
     with device.megatron(), torch.no_grad():
-        chunks = build_model(family, description, ActorConfig(parallel=layout), torch.float32)
+        chunks = build_model(Model(family, description), ActorConfig(parallel=layout), torch.float32)
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.fill_(float("nan"))

@@ -151,9 +151,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_understood(name: str) -> None:
     config, parameters = PUBLISHED[name]
-    family = family_for(config)
-    description = family.describe(config)
-    total = sum(math.prod(t.sizes(description.dims)) for rule in family.weights(description) for t in rule.hf)
+    model, description = model_of(config), model_of(config).description
+    total = sum(math.prod(t.sizes(model.dims)) for rule in model.weights() for t in rule.hf)
     assert total == parameters
     assert description.model["rotary_base"] == config["rope_theta"]
     assert description.transformer["num_query_groups"] == config["num_key_value_heads"]

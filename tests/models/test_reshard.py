@@ -53,7 +53,7 @@ class Weights:
         self.model = model
         self.tensors: dict[str, np.ndarray] = {}
         count = 1  # 0 is padding
-        for rule in model.family.weights(model.description):
+        for rule in model.weights():
             for tensor in rule.hf:
                 shape = tensor.sizes(model.dims)
                 self.tensors[tensor.name] = np.arange(count, count + np.prod(shape)).reshape(shape)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.models import family_for, padded_vocab_size
+from megatron_rl.models import Model, model_of, padded_vocab_size
 from megatron_rl.models.rules import Sharding, shard_shape
 from megatron_rl.models.shards import merge_shards
 
@@ -33,24 +33,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def model(architecture: str, **changes: Any) -> tuple[Any, Any]:
-    config = {"architectures": [architecture], **CONFIGS[architecture], **changes}
-    family = family_for(config)
-    return family, family.describe(config)
+def model(architecture: str, **changes: Any) -> Model:
+    return model_of({"architectures": [architecture], **CONFIGS[architecture], **changes})
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_merge_undoes_shard(architecture: str, kv_heads: int, tp: int) -> None:
-    family, description = model(architecture, num_key_value_heads=kv_heads)
+    own = model(architecture, num_key_value_heads=kv_heads)
     generator = torch.Generator().manual_seed(0)
     names = []
-    for rule in family.weights(description):
-        full = {t.name: torch.randn(t.sizes(description.dims), generator=generator) for t in rule.hf}
-        shards = [shard_tensor(rule, full, description.dims, rank, tp) for rank in range(tp)]
-        assert {tuple(shard.shape) for shard in shards} == {shard_shape(rule, description.dims, tp)}
-        merged = merge_shards(rule, shards, description.dims)
+    for rule in own.weights():
+        full = {t.name: torch.randn(t.sizes(own.dims), generator=generator) for t in rule.hf}
+        shards = [shard_tensor(rule, full, own.dims, rank, tp) for rank in range(tp)]
+        assert {tuple(shard.shape) for shard in shards} == {shard_shape(rule, own.dims, tp)}
+        merged = merge_shards(rule, shards, own.dims)
         assert merged.keys() == full.keys()
         assert all(torch.equal(merged[name], value) for name, value in full.items())
         names += merged
@@ -58,11 +56,9 @@ def test_merge_undoes_shard(architecture: str, kv_heads: int, tp: int) -> None:
 
 
 def rule_of(architecture: str, sharding: Sharding, ndim: int = 2) -> tuple[Any, Any]:
-    family, description = model(architecture)
-    rules = [
-        rule for rule in family.weights(description) if rule.sharding is sharding and len(rule.hf[0].shape) == ndim
-    ]
-    return rules[0], description.dims
+    own = model(architecture)
+    rules = [rule for rule in own.weights() if rule.sharding is sharding and len(rule.hf[0].shape) == ndim]
+    return rules[0], own.dims
 
 
 def test_qkv_is_interleaved_by_group() -> None:
@@ -124,7 +120,7 @@ def test_padded_vocab_size_is_the_smallest_that_divides() -> None:
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused(changes: dict[str, int], tp: int, message: str) -> None:
-    family, description = model("Qwen3ForCausalLM", **changes)
-    rules = list(family.weights(description))
+    own = model("Qwen3ForCausalLM", **changes)
+    rules = list(own.weights())
     with pytest.raises(ValueError, match=message):
-        [shard_shape(rule, description.dims, tp) for rule in rules]
+        [shard_shape(rule, own.dims, tp) for rule in rules]

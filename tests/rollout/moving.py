@@ -97,7 +97,7 @@ class Rank:
         actor = ActorLayout.of(parallel, self.model.dims["layers"], self.grid.world)
         engine = EngineLayout(layout.engine, layout.whole_experts)
         plan = make_plan(self.model, actor, engine, bucket_elements=bucket_bytes // 4, node=node)
-        found = local_weights(self.chunks, self.model.family, self.model.description, self.parallel)
+        found = local_weights(self.chunks, self.model, self.parallel)
         weights = {weight.key: weight.parameter for weight in found}
         return Transfer(plan, weights, torch.float32, self.grid, timedelta(seconds=timeout))
 

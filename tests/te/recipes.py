@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.actor import build
 from megatron_rl.config.actor import ActorConfig
-from megatron_rl.models import ModelDescription, model_of
+from megatron_rl.models import Model, model_of
 from megatron_rl.runtime import device
 
 
@@ -47,7 +47,7 @@ def build_stages(world: int, actor: str, small: str) -> None:
     model = model_of(json.loads(small))
     per_stage = world // config.parallel.pipeline
     for stage in range(config.parallel.pipeline):
-        _build_stage(config, model.family, model.description, stage * per_stage, world)
+        _build_stage(config, model, stage * per_stage, world)
 
 
 def build_with_deepep(world: int, actor: str, small: str) -> None:
@@ -68,7 +68,7 @@ def _actor(values: dict[str, Any]) -> ActorConfig:
     return config
 
 
-def _build_stage(config: ActorConfig, family: Any, description: ModelDescription, rank: int, world: int) -> None:
+def _build_stage(config: ActorConfig, model: Model, rank: int, world: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.extensions.transformer_engine import TEGroupedLinear, TELayerNormColumnParallelLinear
     from transformer_engine.pytorch.optimizers import FusedAdam
@@ -87,7 +87,7 @@ def _build_stage(config: ActorConfig, family: Any, description: ModelDescription
                 expert_tensor_parallel_size=parallel.expert_tensor,
             )
             dtype = build.DTYPES["bfloat16"]
-            chunks = build.build_model(family, description, config, dtype)
+            chunks = build.build_model(model, config, dtype)
             kinds = {type(module) for chunk in chunks for module in chunk.modules()}
             assert TELayerNormColumnParallelLinear in kinds
             assert any(issubclass(kind, TEGroupedLinear) for kind in kinds) == (

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.config.stages import stage_layers
-from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models.family import Model
 from megatron_rl.models.rules import Dims, Place, Rule, Sharding, Slice, padded_vocab_size, shard_shape, shard_slices
 
 
@@ -31,7 +31,7 @@ class Layout:
         """The number of ranks that a rule's parameter is cut over."""
         return self.expert_tensor if rule.per_expert else self.tensor
 
-    def check(self, family: Family, description: ModelDescription) -> None:
+    def check(self, model: Model) -> None:
         """Refuses a layout that the model cannot be trained at.
 
         Raises:
@@ -40,7 +40,7 @@ class Layout:
         for option in ("tensor", "pipeline", "expert", "expert_tensor"):
             if (value := getattr(self, option)) < 1:
                 raise ValueError(f"--{option.replace('_', '-')} {value}: must be at least 1")
-        layers, experts = description.dims["layers"], description.dims["experts"]
+        layers, experts = model.dims["layers"], model.dims["experts"]
         try:
             stage_layers(layers, self.pipeline)
         except ValueError as error:
@@ -50,9 +50,9 @@ class Layout:
                 raise ValueError(f"--{option} {value}: the model has no experts")
         if experts % self.expert:
             raise ValueError(f"--expert {self.expert}: num_experts = {experts} does not divide over it")
-        for rule in family.rules:
+        for rule in model.family.rules:
             try:
-                shard_slices(rule, description.dims, 0, self.tensor_of(rule))
+                shard_slices(rule, model.dims, 0, self.tensor_of(rule))
             except ValueError as error:
                 option = "expert-tensor" if rule.per_expert else "tensor"
                 raise ValueError(f"--{option} {self.tensor_of(rule)}: {error}") from None
@@ -119,23 +119,23 @@ def known_names(rule: Rule) -> Iterator[str]:
             yield name + "_w"
 
 
-def leading(rule: Rule, description: ModelDescription) -> tuple[int, ...]:
+def leading(rule: Rule, dims: Dims) -> tuple[int, ...]:
     """The dimensions that a global tensor has before the parameter's own."""
-    layers = (description.dims["layers"],) if rule.per_layer else ()
-    return (*layers, description.dims["experts"]) if rule.per_expert else layers
+    layers = (dims["layers"],) if rule.per_layer else ()
+    return (*layers, dims["experts"]) if rule.per_expert else layers
 
 
-def padded(description: ModelDescription, tensor: int) -> Dims:
-    return {**description.dims, "padded_vocab": padded_vocab_size(description.dims["vocab"], tensor)}
+def padded(dims: Dims, tensor: int) -> Dims:
+    return {**dims, "padded_vocab": padded_vocab_size(dims["vocab"], tensor)}
 
 
-def chunks(family: Family, description: ModelDescription, layout: Layout) -> Iterator[TensorChunk]:
+def chunks(model: Model, layout: Layout) -> Iterator[TensorChunk]:
     """Every chunk of the model's checkpoint for a layout, in file order: what each rank will ask for is one chunk."""
-    dims = padded(description, layout.tensor)
+    dims = padded(model.dims, layout.tensor)
     stage_of = [s for s, count in enumerate(stage_layers(dims["layers"], layout.pipeline)) for _ in range(count)]
-    per_rank = max(1, description.dims["experts"] // layout.expert)
-    for rule, layer, expert in family.numbered(description):
-        before = leading(rule, description)
+    per_rank = max(1, dims["experts"] // layout.expert)
+    for rule, layer, expert in model.numbered():
+        before = leading(rule, dims)
         at = tuple(number for number in (layer, expert) if number is not None)
         outside = 0 if rule.place is Place.EMBEDDING else layout.pipeline - 1
         stage = outside if layer is None else stage_of[layer]
@@ -158,18 +158,18 @@ def chunks(family: Family, description: ModelDescription, layout: Layout) -> Ite
                 )
 
 
-def state_names(family: Family, description: ModelDescription) -> Iterator[str]:
+def state_names(model: Model) -> Iterator[str]:
     """Names of the extra states that a Megatron model of either layer spec asks for when it loads; all are empty here.
 
     Transformer Engine's modules have one each: linear layers, norms and attention, but no embedding and no router.
     """
     modules: dict[str, tuple[int, ...]] = {}  # and the leading dimensions of their parameters
-    for rule in family.parameters(description):
+    for rule in model.parameters:
         is_router = rule.sharding is Sharding.REPLICATED and len(rule.hf[0].shape) == 2
         if rule.place is Place.EMBEDDING or is_router:
             continue
         module = (*aliases(rule), global_name(rule))[0].rpartition(".")[0]
-        modules[module] = leading(rule, description)
+        modules[module] = leading(rule, model.dims)
         if rule.sharding is Sharding.QKV:
             modules[module.rpartition(".")[0] + ".core_attention"] = modules[module]
     for module, counts in modules.items():

@@ -100,7 +100,7 @@ def stored_model(
 ) -> MegatronModel | MergedModel:
     """A checkpoint as a whole model; one of adapters, with their base in `model.folder`. See `MegatronModel`."""
     if not has_adapters(folder):
-        return MegatronModel(folder, model.family, model.description, any_padding, master)
+        return MegatronModel(folder, model, any_padding, master)
     if master:
         raise ValueError(f"--master-weights: {folder} has adapters, whose base has no fp32 weights; leave it out")
     return MergedModel(folder, model.folder)

@@ -73,7 +73,7 @@ def how_to_load(program: str | None, target: Path, model: SourceModel) -> str | 
         options.append(f"--use-rope-scaling --rope-scaling-factor {gpt['rope_scaling_factor']:g}")
     if "seq_len_interpolation_factor" in gpt:
         options.append(f"--rotary-seq-len-interpolation-factor {gpt['seq_len_interpolation_factor']:g}")
-    if model.description.dims["experts"]:
+    if model.dims["experts"]:
         options.append(
             f"--moe-router-dtype {shape['moe_router_dtype']} "
             f"--moe-router-load-balancing-type {shape['moe_router_load_balancing_type']}"
@@ -88,7 +88,7 @@ def _arguments(model: SourceModel, layout: Layout, dtype: str) -> argparse.Names
     names them."""
     import torch
 
-    shape, gpt, dims = model.description.transformer, model.description.model, model.description.dims
+    shape, gpt, dims = model.description.transformer, model.description.model, model.dims
     named = {
         name: shape[name]
         for name in (
@@ -124,7 +124,7 @@ def _arguments(model: SourceModel, layout: Layout, dtype: str) -> argparse.Names
         max_position_embeddings=gpt["max_sequence_length"],
         untie_embeddings_and_output_weights=not model.description.tied,
         make_vocab_size_divisible_by=1,
-        padded_vocab_size=padded(model.description, layout.tensor)["padded_vocab"],
+        padded_vocab_size=padded(model.dims, layout.tensor)["padded_vocab"],
         tokenizer_type="HuggingFaceTokenizer",
         tokenizer_model=str(model.folder.resolve()),
         bf16=dtype == "bfloat16",
@@ -169,7 +169,7 @@ def _run_config(model: SourceModel, layout: Layout, dtype: str) -> dict[str, obj
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
     }
-    if model.description.dims["experts"]:
+    if model.dims["experts"]:
         provider["moe_grouped_gemm"] = True
     return {
         "model": provider,

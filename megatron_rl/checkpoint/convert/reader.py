@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_rl.checkpoint.convert.global_tensors import Memory, TorchDist
 from megatron_rl.checkpoint.convert.layout import aliases, global_name, known_names, leading
-from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models.family import Family, Model
 from megatron_rl.models.files import DTYPE_NAMES, DTYPES, Bits, WeightSource, as_tensor
 from megatron_rl.models.rules import DIM_FIELDS, Rule, Sharding, shard_shape, shard_slices
 
@@ -39,22 +39,15 @@ class MegatronModel(WeightSource):
         ValueError: a tensor is missing, unexpected, or not of the shape that config.json gives it; the fields are named.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        family: Family,
-        description: ModelDescription,
-        any_padding: bool = False,
-        master: bool = False,
-    ) -> None:
+    def __init__(self, folder: str | Path, model: Model, any_padding: bool = False, master: bool = False) -> None:
         self.folder = Path(folder)
-        self._checkpoint, self._description = TorchDist(folder), description
-        self._prefix = self._find_masters() if master else self._find_prefix(family)
+        self._checkpoint, self._dims = TorchDist(folder), model.dims
+        self._prefix = self._find_masters() if master else self._find_prefix(model.family)
         self._place: dict[str, tuple[Rule, int, _Place]] = {}
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         used: set[str] = set()
         problems = []
-        for rule, layer, expert in family.numbered(description):
+        for rule, layer, expert in model.numbered():
             place = self._locate(rule, layer, expert)
             if place is None:
                 problems.append(f"lacks {next(iter(known_names(rule)))} for {rule.hf[0].name}")
@@ -64,7 +57,7 @@ class MegatronModel(WeightSource):
             dtype = DTYPE_NAMES[self._checkpoint.tensors[place.names[0]].dtype]
             for index, tensor in enumerate(rule.hf):
                 self._place[tensor.name] = (rule, index, place)
-                self.tensors[tensor.name] = (tensor.sizes(description.dims), dtype)
+                self.tensors[tensor.name] = (tensor.sizes(model.dims), dtype)
         unexpected = sorted(
             name
             for name in self._checkpoint.tensors.keys() - used
@@ -74,8 +67,8 @@ class MegatronModel(WeightSource):
         if problems:
             more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
             raise ValueError(
-                f"{self.folder} does not fit config.json ({family.name}, num_hidden_layers = {description.dims['layers']}, "
-                f"num_experts = {description.dims['experts']}, tie_word_embeddings = {description.tied}): it "
+                f"{self.folder} does not fit config.json ({model.family.name}, num_hidden_layers = {model.dims['layers']}, "
+                f"num_experts = {model.dims['experts']}, tie_word_embeddings = {model.description.tied}): it "
                 + "; it ".join(problems[:4])
                 + more
             )
@@ -99,7 +92,7 @@ class MegatronModel(WeightSource):
         rule, index, place = self._place[name]
         low = [start if axis == dim else 0 for axis in range(out.ndim)]
         axis, at, stop = rule.dim, 0, low[rule.dim] + out.shape[rule.dim]
-        for piece in shard_slices(rule, self._description.dims, 0, 1):
+        for piece in shard_slices(rule, self._dims, 0, 1):
             first, at = at, at + piece.length
             a, b = max(piece.start, low[axis]), min(piece.stop, stop)
             if piece.tensor == index and a < b:
@@ -114,9 +107,7 @@ class MegatronModel(WeightSource):
         rule, index, place = self._place[name]
         shape, begin = self.shape(name), [0] * len(self.shape(name))
         if len(place.names) == 1 and rule.sharding is not Sharding.QKV:
-            before = [
-                piece.length for piece in shard_slices(rule, self._description.dims, 0, 1) if piece.tensor < index
-            ]
+            before = [piece.length for piece in shard_slices(rule, self._dims, 0, 1) if piece.tensor < index]
             begin[rule.dim] = sum(before)
             left = math.prod(shape)
             for chunk in (chunks := self._checkpoint.rows(place.names[0], place.lead, begin, shape)):
@@ -132,7 +123,7 @@ class MegatronModel(WeightSource):
     def _read_box(self, rule: Rule, place: _Place, begin: list[int], out: Bits) -> None:
         which = 0
         if len(place.names) > 1:  # gate and up are tensors of their own
-            half = shard_shape(rule, self._description.dims, 1)[0] // 2
+            half = shard_shape(rule, self._dims, 1)[0] // 2
             which, begin[0] = divmod(begin[0], half)
         self._checkpoint.read(place.names[which], place.lead, begin, out)
 
@@ -183,10 +174,10 @@ class MegatronModel(WeightSource):
         return None
 
     def _check_shape(self, name: str, rule: Rule, lead: tuple[int, ...], parts: int) -> None:
-        dims, found = self._description.dims, self._checkpoint.tensors[name].shape
+        dims, found = self._dims, self._checkpoint.tensors[name].shape
         expected = list(shard_shape(rule, {**dims, "padded_vocab": dims["vocab"]}, 1))
         expected[0] //= parts
-        before = leading(rule, self._description)[len(leading(rule, self._description)) - len(lead) :]
+        before = leading(rule, dims)[len(leading(rule, dims)) - len(lead) :]
         symbols = [f"num_hidden_layers = {dims['layers']}", f"num_experts = {dims['experts']}"][: len(before)]
         if rule.per_expert and len(lead) == 1:
             before, symbols = (dims["experts"],), [f"num_experts = {dims['experts']}"]
@@ -212,7 +203,7 @@ class MegatronModel(WeightSource):
         )
 
     def _check_padding(self) -> None:
-        vocab = self._description.dims["vocab"]
+        vocab = self._dims["vocab"]
         for rule, _, place in list(self._place.values()):
             if rule.sharding is Sharding.VOCAB:
                 rows, columns = self._checkpoint.tensors[place.names[0]].shape

@@ -13,8 +13,7 @@ from blake3 import blake3
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.reader import MegatronModel
-from megatron_rl.models import HFConfig, family_for, read_hf_config
-from megatron_rl.models.family import Family, ModelDescription
+from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.files import Bits, SafetensorsFolder, WeightSource, companions
 
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its `iter_<n>` folders
@@ -23,19 +22,16 @@ _SAMPLE = 2**16  # bytes
 
 
 @dataclass(frozen=True)
-class SourceModel:
-    """config.json and what follows from it."""
+class SourceModel(Model):
+    """With the config.json that it was read from."""
 
     folder: Path  # also holds tokenizer, generation config and chat template
     hf_config: HFConfig
-    family: Family
-    description: ModelDescription
 
     @classmethod
     def read(cls, folder: Path) -> SourceModel:
-        hf_config = read_hf_config(folder)
-        family = family_for(hf_config)
-        return cls(folder, hf_config, family, family.describe(hf_config))
+        model = model_of(hf_config := read_hf_config(folder))
+        return cls(model.family, model.description, folder, hf_config)
 
 
 def is_megatron(folder: str | Path) -> bool:
@@ -46,8 +42,7 @@ def open_weights(folder: str | Path) -> WeightSource:
     """The weights of a model folder: Hugging Face's safetensors, or a converted Megatron checkpoint (with config.json)."""
     if not is_megatron(folder):
         return SafetensorsFolder(folder)
-    model = SourceModel.read(Path(folder))
-    return MegatronModel(folder, model.family, model.description)
+    return MegatronModel(folder, SourceModel.read(Path(folder)))
 
 
 def megatron_folder(folder: Path) -> Path:

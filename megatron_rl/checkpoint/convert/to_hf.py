@@ -36,6 +36,7 @@ from megatron_rl.models.files import (
     write_index,
     write_json,
 )
+from megatron_rl.models.hf_config import with_dtype
 from megatron_rl.models.rules import Rule
 
 if TYPE_CHECKING:
@@ -96,12 +97,11 @@ class ToHF(Conversion):
         write_index(folder, names, sum(tensor.nbytes for tensor in tensors))
         config = dict(plan.model.hf_config)
         dtypes = {tensor.dtype for tensor in tensors} - {fp8.DTYPE}
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
         if self.dtype == "fp8":
             config["quantization_config"] = fp8.quantization_config(plan.model.family, plan.model.description)
-            config[key] = "bfloat16"
+            config = with_dtype(config, "bfloat16")
         elif len(dtypes) == 1:
-            config[key] = DTYPES[dtypes.pop()].name
+            config = with_dtype(config, DTYPES[dtypes.pop()].name)
         write_json(folder / "config.json", config)
         copy_companions(self.config, folder)
         listed = {t.name: manifest.TensorInfo(t.shape, DTYPES[t.dtype].name) for t in tensors}
@@ -170,7 +170,7 @@ def _planned(task: ToHF) -> _Plan:
     source = stored_model(task.megatron, model, task.any_padding, task.master)
     files: list[list[_Tensor]] = []
     size = 0
-    for rule in model.family.weights(model.description):
+    for rule in model.weights():
         for held in _made_of(rule, source, task.dtype):
             nbytes = sum(tensor.nbytes for tensor in held)
             if not files or size + nbytes > task.file_bytes:

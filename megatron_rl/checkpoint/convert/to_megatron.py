@@ -32,7 +32,7 @@ from megatron_rl.models.files import (
     cast_bits,
     copy_companions,
 )
-from megatron_rl.models.fit import check_names, check_tensors
+from megatron_rl.models.fit import check_names, check_tensors, check_tied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,8 +106,8 @@ class ToMegatron(Conversion):
         about = made_by(self, plan.model.family.name) | {
             "layout": {
                 **asdict(self.layout),
-                "vocabulary": plan.model.description.dims["vocab"],
-                "padded_vocabulary": padded(plan.model.description, self.layout.tensor)["padded_vocab"],
+                "vocabulary": plan.model.dims["vocab"],
+                "padded_vocabulary": padded(plan.model.dims, self.layout.tensor)["padded_vocab"],
             }
         }
         manifest.write(folder, about, tensors | {_STATES: manifest.TensorInfo((), "object")}, [*pieces, state])
@@ -117,7 +117,7 @@ class ToMegatron(Conversion):
 
     def names(self) -> list[str]:
         plan = self._plan
-        return [t.name for rule in plan.model.family.weights(plan.model.description) for t in rule.hf]
+        return [t.name for rule in plan.model.weights() for t in rule.hf]
 
     def expected(self, name: str, start: int, stop: int) -> Tensor:
         """Expected rows [start, stop) of a Hugging Face tensor, read back from the result."""
@@ -129,8 +129,7 @@ class ToMegatron(Conversion):
 
     def result(self, target: Path) -> WeightSource:
         folder = target / self.inside
-        model = SourceModel.read(folder)
-        return MegatronModel(folder, model.family, model.description)
+        return MegatronModel(folder, SourceModel.read(folder))
 
 
 @dataclass(frozen=True)
@@ -151,15 +150,12 @@ def _planned(task: ToMegatron) -> _Plan:
         ValueError: the source is not what its config.json says, or the layout is impossible for it.
     """
     model, source = SourceModel.read(task.hf), HFFolder(task.hf)
-    task.layout.check(model.family, model.description)
-    check_names(source, model.family, model.description)
-    for rule in model.family.weights(model.description):
-        check_tensors(rule, source, model.description.dims)
-    if model.description.tied and model.family.output.hf[0].name in source.names():
-        from megatron_rl.models.load import check_tied
-
-        check_tied(source, model.family)
-    everything = list(chunks(model.family, model.description, task.layout))
+    task.layout.check(model)
+    check_names(source, model)
+    for rule in model.weights():
+        check_tensors(rule, source, model.dims)
+    check_tied(source, model)
+    everything = list(chunks(model, task.layout))
     dtypes = _dtypes(everything, source, model, task.dtype)
     # A file is read by the ranks of one pipeline stage and one expert-parallel rank.
     everything.sort(key=lambda chunk: (chunk.stage, chunk.expert_rank))
@@ -267,5 +263,5 @@ def _write_index(folder: Path, plan: _Plan, pieces: Sequence[StoredChunk], state
         for name in (chunk.name, *aliases(chunk.rule)):
             entry = tensors.setdefault(name, index.GlobalTensor(chunk.shape, DTYPES[plan.dtypes[chunk.name]].name, []))
             entry.chunks.append(index.Stored(chunk.start, chunk.size, place.file, place.offset, place.length))
-    states = state_names(plan.model.family, plan.model.description)
+    states = state_names(plan.model)
     index.write(folder, tensors, dict.fromkeys(states, (state.file, state.offset, state.length)))

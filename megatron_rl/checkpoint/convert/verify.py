@@ -132,11 +132,7 @@ def compare_logits(hf: Path, megatron: Path, config: Path, dtype: str, master: b
     if dtype == "fp8":
         return "logits are not compared for FP8, whose rounding changes them; every scale and value was"
     model = SourceModel.read(config)
-    parameters = sum(
-        4 * math.prod(tensor.sizes(model.description.dims))
-        for rule in model.family.weights(model.description)
-        for tensor in rule.hf
-    )
+    parameters = sum(4 * math.prod(tensor.sizes(model.dims)) for rule in model.weights() for tensor in rule.hf)
     free = available_memory()
     if parameters * 1.5 > free:
         needed = size_text(parameters * 1.5)
@@ -156,7 +152,7 @@ def compare_logits(hf: Path, megatron: Path, config: Path, dtype: str, master: b
 def _logits(side: tuple[Path, Path | None], progress: Progress, master: bool) -> Tensor:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     folder, config = side
-    vocab = SourceModel.read(config or folder).description.dims["vocab"]
+    vocab = SourceModel.read(config or folder).dims["vocab"]
     tokens = torch.randint(vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
     return _transformers(folder, tokens) if config is None else megatron_logits(folder, config, tokens, master)
 
@@ -189,7 +185,7 @@ def megatron_logits(folder: Path, config: Path, tokens: Tensor, master: bool = F
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with device.megatron(), torch.no_grad():
         parallel_state.initialize_model_parallel()
-        chunks = build_model(model.family, model.description, ActorConfig(), torch.float32)
+        chunks = build_model(model, ActorConfig(), torch.float32)
         source = stored_model(folder, model, any_padding=True, master=master)
         load_hf_weights(chunks, model.family, model.hf_config, source, ParallelGroups.from_megatron())
         length = tokens.shape[1]
