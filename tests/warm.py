@@ -217,11 +217,14 @@ def main() -> None:
 
 def import_all() -> None:
     from megatron_rl.rollout import environment
+    from megatron_rl.seams import torch_compile
 
     environment.prepare()
+    torch_compile.leave_out()
     gc.disable()
-    for name in IMPORTED:
-        importlib.import_module(name)
+    with torch_compile.left_out_of_vllm():
+        for name in IMPORTED:
+            importlib.import_module(name)
     gc.enable()
     gc.freeze()  # vLLM collects garbage several times as it starts; what was imported is none
 

@@ -159,6 +159,9 @@ def _exactly(config: Config, given: HFConfig | None, plan: Plan, node: int) -> l
     import warnings
 
     warnings.filterwarnings("ignore", module=r"(torch\.distributed|megatron\.core)\..*")
+    from megatron_rl.seams import torch_compile
+
+    torch_compile.leave_out()
     from megatron_rl.exact import measure, on_rank
 
     return [(memory, on_rank(plan, memory)) for memory in measure(config, _hf_config(config, given), plan.world, node)]

@@ -12,6 +12,7 @@ from megatron_rl.names import unknown_name
 from megatron_rl.rewards.isolation import Isolated, IsolatedReward, Timeout
 from megatron_rl.rewards.kinds import SampleMapping, stopped
 from megatron_rl.rewards.registry import register_reward
+from megatron_rl.seams import reasoning_gym
 
 # Verifiers that only compare text and decimals. Every other one may evaluate the model's text (countdown's passes it to
 # sympy, which evaluates Python) or never end on it: those run in a process of their own, with a deadline.
@@ -118,7 +119,7 @@ def _is_plain(dataset: str, answer: str, gold: str) -> bool:
 
 @cache
 def _verifier(dataset: str, params: str) -> Callable[[str, Entry], float]:
-    import reasoning_gym  # noqa: F401  (fills the registry)
+    reasoning_gym.load()  # fills the registry
     from reasoning_gym.factory import DATASETS
 
     if dataset not in DATASETS:

@@ -25,8 +25,8 @@ from megatron_rl.rollout import environment
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.seams import torch_compile, vllm_lora
 from megatron_rl.seams import vllm as seam
-from megatron_rl.seams import vllm_lora
 from megatron_rl.seams.vllm_experts import returned
 from megatron_rl.seams.vllm_images import register_images_only
 
@@ -88,7 +88,8 @@ class Engine:
         self._queue: dict[str, Request] = {}
         environment.prepare()
         gc.disable()  # as in trainer.main: vLLM's modules are as many again
-        from vllm import LLM
+        with torch_compile.left_out_of_vllm():
+            from vllm import LLM
 
         # One more than a rollout has, where the model allows it: scoring a rollout draws one token more, then dropped.
         max_length = self.config.max_prompt_tokens + self.config.max_tokens + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron_rl.config.schema import TaskConfig
+from megatron_rl.seams import reasoning_gym
 from megatron_rl.tasks.bars import bars_items
 from megatron_rl.tasks.columns import file_items
 from megatron_rl.tasks.files import huggingface_rows, jsonl_rows, own_rows, parquet_rows
@@ -20,12 +21,11 @@ def reasoning_gym_items(config: TaskConfig) -> Iterator[Item]:
     `metadata` is the dataset's, plus `question` (the text before the prompt template) and `source_params` (the dataset's
     parameters), so that the `puzzle` reward can call the dataset's verifier.
     """
-    import reasoning_gym
-
+    gym = reasoning_gym.load()
     assert config.name is not None
     assert config.size is not None
     try:
-        dataset = reasoning_gym.create_dataset(config.name, seed=config.seed, size=config.size, **config.params)
+        dataset = gym.create_dataset(config.name, seed=config.seed, size=config.size, **config.params)
     except (AssertionError, TypeError, ValueError) as error:  # how the datasets refuse a parameter
         raise ValueError(f"reasoning_gym's {config.name} refuses params {dict(config.params)}: {error}") from error
     own = {"source_dataset": config.name, "source_params": dict(config.params)}

@@ -31,12 +31,14 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
 
     from megatron_rl.config import load_recipe
     from megatron_rl.runtime import distributed
+    from megatron_rl.seams import torch_compile
     from megatron_rl.trainer.evaluate import evaluate_only
     from megatron_rl.trainer.loop import train
     from megatron_rl.trainer.reward_model import reward_model
     from megatron_rl.trainer.run import build_run
     from megatron_rl.trainer.sft import sft
 
+    torch_compile.leave_out()
     config = load_recipe(recipe)
     torch.manual_seed(config.seed)
     attempt = Attempt(config, Path(run_dir))

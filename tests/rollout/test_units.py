@@ -94,6 +94,7 @@ def test_vllm_takes_the_options_of_a_gpu():
 
 
 def test_vllms_runner_is_chosen_here(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")  # what is set below is undone at the end
     for has_gpu, chosen in ((True, "1"), (False, "0")):
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
         monkeypatch.setattr(environment.device, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
