@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megatron_rl.config.algorithm import AlgorithmConfig, MethodConfig
@@ -33,6 +33,7 @@ _NAMED: dict[object, tuple[tuple[str, str], ...]] = {
     RewardConfig: (("reward", "params"),),
     TaskConfig: (("source", "params"), ("name", "params"), ("demonstrations", "demonstration_params")),
 }
+_SCHEMAS: dict[object, DictConfig] = {}  # of sections, made once: that takes as long as the rest of resolving a recipe
 _LONGEST_CHAIN = 100  # recipes, each the base of the previous one
 _MOST_BYTES = 2**22  # of a recipe
 _MOST_NODES = 100_000  # values in a recipe with its aliases written out
@@ -298,8 +299,10 @@ def _deep_update(under: Tree, over: Mapping[str, object]) -> None:
 
 # --------------------------------------------------------------------------------------------------------- resolving
 def _resolve(section: type[Section], tree: Tree, source: str) -> Section:
+    if section not in _SCHEMAS:
+        _SCHEMAS[section] = OmegaConf.structured(section)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(section), tree))
+        config = OmegaConf.to_object(OmegaConf.merge(_SCHEMAS[section], tree))
     except MissingMandatoryValue as error:
         raise ConfigError(f"{source}: `{error.full_key}` must be set") from None
     except OmegaConfBaseException as error:
