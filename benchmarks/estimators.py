@@ -29,7 +29,9 @@ from megatron_rl.algorithms import (
     make_advantage_estimator,
     make_algorithm,
 )
-from megatron_rl.reproduce.page import markdown_table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from reproduced.page import markdown_table
 
 PROMPTS, ROLLOUTS, REWARDS = 4096, 16, 4
 SIZES = (2**14, 2**16, 2**18, 2**20)  # rollouts

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.reproduce import PAGES, make_page, write_page
+from reproduced.page import PAGES, make_page, write_page
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reproduced"
 

@@ -8,6 +8,7 @@ import statistics
 
 import pytest
 import torch
+from reproduced.theory import awpo_clip_radius
 
 from megatron_rl.algorithms import (
     GradientVariance,
@@ -21,7 +22,6 @@ from megatron_rl.algorithms.correction import Correction, correction_metrics
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.shaping import add_column, overlong_penalty
 from megatron_rl.config.algorithm import CorrectionFilterConfig
-from megatron_rl.reproduce.theory import awpo_clip_radius
 
 OUTCOME = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
 JUDGE = torch.tensor([[0.1, 0.0, 0.2], [0.2, 0.1, 0.0], [0.0, 1.0, 0.5], [0.3, 0.1, 0.2]], dtype=torch.float64)

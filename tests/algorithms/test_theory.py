@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from reproduced import theory as t
 
 from megatron_rl.algorithms import RewardTable, make_gradient_weight
-from megatron_rl.reproduce import theory as t
 
 CASES = json.loads((Path(__file__).parent / "golden_theory.json").read_text())
 

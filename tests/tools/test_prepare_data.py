@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import prepare_data
 import pytest
 
 from megatron_rl.config.schema import ColumnsConfig
 from megatron_rl.rewards import make_reward
 from megatron_rl.tasks.columns import to_item
 from megatron_rl.tasks.convert.tools import read_call_list
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-import prepare_data
 
 TOOLS = [
     {

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from megatron_rl.reproduce import PAGES, awpo, dgpo, gdpo, make_page, shrinkage, write_page
-from megatron_rl.reproduce.page import markdown_table
+from reproduced import awpo, dgpo, gdpo, shrinkage
+from reproduced.page import PAGES, make_page, markdown_table, write_page
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reproduced"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import make_gradient_weight
-from megatron_rl.reproduce.page import Page, markdown_table
-from megatron_rl.reproduce.theory import aspo_eq6, ln_bias
+from reproduced.page import Page, markdown_table
+from reproduced.theory import aspo_eq6, ln_bias
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PAGES = ("awpo", "dgpo", "gdpo", "shrinkage")  # modules of this package, each with `make() -> Page`
+PAGES = ("awpo", "dgpo", "gdpo", "shrinkage")  # modules beside this one, each with `make() -> Page`
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Page:
 def make_page(name: str) -> Page:
     if name not in PAGES:
         raise ValueError(f"no page {name!r}; there are {', '.join(PAGES)}")
-    page = importlib.import_module(f"megatron_rl.reproduce.{name}").make()
+    page = importlib.import_module(f"reproduced.{name}").make()
     assert isinstance(page, Page)
     return page
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_rl.algorithms import AdvantageEstimator, RewardTable, distinct_advantage_groups, make_advantage_estimator
-from megatron_rl.reproduce.page import Page, markdown_table
+from reproduced.page import Page, markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import RewardTable, make_advantage_estimator
-from megatron_rl.reproduce.page import Page, markdown_table
-from megatron_rl.reproduce.theory import awpo_decomposition, awpo_kappa_min
+from reproduced.page import Page, markdown_table
+from reproduced.theory import awpo_decomposition, awpo_kappa_min
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
