@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 LARGEST = 2**63 - 1  # what a 64-bit number holds; also far above all that is counted here
 _SHOWN = 80  # characters of a value that a message shows
@@ -53,3 +53,12 @@ def show(value: object) -> str:
 
 def shorten(text: str) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def leaves(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """(dotted key, value) of all that a mapping of mappings holds; an empty one is a value."""
+    if not isinstance(section, Mapping) or not section:
+        yield prefix, section
+        return
+    for key, value in section.items():
+        yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))

@@ -13,10 +13,10 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.planner import OPTIMIZER, WEIGHTS, Plan, total_parameters
 from megatron_rl.predict.generation import Decoding
 from megatron_rl.predict.kernels import host_seconds
+from megatron_rl.predict.lengths import LogNormal, Recorded, read_lengths
 from megatron_rl.predict.step import GENERATE, REWARD, SYNC, Predictor, StepTime
 from megatron_rl.simulation.engines import EngineSpeed
 from megatron_rl.simulation.failures import Day, Failures, Interval, daly, days, goodput, intervals, young
-from megatron_rl.simulation.lengths import LogNormal, Recorded, read_lengths
 from megatron_rl.simulation.steps import BEGUN, MODES, Job, Latency, Mode, Run, simulate
 
 _DAYS = 200  # simulated

@@ -14,9 +14,8 @@ from megatron_rl.models import Model
 from megatron_rl.planner import make_plan
 from megatron_rl.predict.calibrate import Run, calibrated
 from megatron_rl.predict.hardware import TABLES, Hardware, parse
-from megatron_rl.predict.lengths import Lengths
+from megatron_rl.predict.lengths import Lengths, read_lengths
 from megatron_rl.predict.step import GENERATE, UPDATE, Predictor, StepTime
-from megatron_rl.simulation.lengths import read_lengths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

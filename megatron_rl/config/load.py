@@ -22,7 +22,7 @@ from megatron_rl.config.conform import MOST_LEVELS, Tree, conform, type_at
 from megatron_rl.config.keys import entry_type, fields, unwrap
 from megatron_rl.config.presets import get_preset
 from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
-from megatron_rl.names import ConfigError, shorten, show
+from megatron_rl.names import ConfigError, leaves, shorten, show
 from megatron_rl.user_files import read_text
 
 Section = typing.TypeVar("Section")
@@ -90,7 +90,7 @@ def to_yaml(config: Config) -> str:
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[tuple[str, object, object]]:
     """Dotted key, value before and value after, of every key in which two recipes, as plain trees, differ."""
-    old, new = dict(_leaves(before)), dict(_leaves(after))
+    old, new = dict(leaves(before)), dict(leaves(after))
     return [
         (key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     ]
@@ -101,14 +101,6 @@ def as_tree(config: Config) -> Tree:
     tree = yaml.safe_load(to_yaml(config))
     assert isinstance(tree, dict)
     return tree
-
-
-def _leaves(section: object, prefix: str = "") -> list[tuple[str, object]]:
-    if not isinstance(section, Mapping) or not section:
-        return [(prefix, section)]
-    return [
-        leaf for key, value in section.items() for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------------- sources

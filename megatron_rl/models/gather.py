@@ -7,6 +7,7 @@ most three broadcasts per pipeline stage in it. Memory beyond the model's is abo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,8 +22,7 @@ from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.inventory import Key, LocalWeight, local_experts, local_weights, split_axis
 from megatron_rl.models.load import weight_dims
 from megatron_rl.models.parallel import Axis, ParallelGroups
-from megatron_rl.models.rules import Dims, Rule, Sharding
-from megatron_rl.models.shards import merge_shards, tensor_bytes
+from megatron_rl.models.rules import Dims, Rule, Sharding, shard_slices
 
 BUCKET_BYTES = 256 * 2**20
 _ALIGNMENT = 16  # bytes; lets a flat buffer be viewed as any dtype
@@ -180,3 +180,27 @@ def _over_axis(flat: Tensor, axis: Axis) -> Tensor:
     gathered = flat.new_empty((axis.size, *flat.shape))
     dist.all_gather_into_tensor(gathered.view(-1), flat.reshape(-1), group=axis.group)
     return gathered
+
+
+def merge_shards(rule: Rule, shards: Sequence[Tensor], dims: Dims) -> dict[str, Tensor]:
+    """The full Hugging Face tensors from the shards of all tensor-parallel ranks.
+
+    A tensor that is one whole shard comes back as a view of it, anything else as new memory.
+    """
+    if rule.sharding is Sharding.REPLICATED and len(rule.hf) == 1:
+        return {rule.hf[0].name: shards[0]}
+    pieces = [shard_slices(rule, dims, rank, len(shards)) for rank in range(len(shards))]
+    if len(shards) == 1 and len(rule.hf) == 1:
+        return {rule.hf[0].name: shards[0].narrow(rule.dim, 0, pieces[0][0].length)}
+    full = [shards[0].new_empty(tensor.sizes(dims)) for tensor in rule.hf]
+    for shard, own in zip(shards, pieces, strict=True):
+        at = 0
+        for piece in own:
+            target = full[piece.tensor].narrow(rule.dim, piece.start, piece.length)
+            target.copy_(shard.narrow(rule.dim, at, piece.length))
+            at += piece.length
+    return {tensor.name: value for tensor, value in zip(rule.hf, full, strict=True)}
+
+
+def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
-import numpy as np
-
 from megatron_rl.config import Config
 from megatron_rl.planner import Plan
-from megatron_rl.predict.lengths import Lengths
+from megatron_rl.predict.lengths import Lengths, read_lengths
 from megatron_rl.predict.step import REWARD, Predictor
 from megatron_rl.runtime.disk import json_lines
 
@@ -54,8 +52,7 @@ def _lengths(folder: Path, rows: Sequence[Mapping[str, float]]) -> Lengths:
     prompt = fmean(row["prompt_length/mean"] for row in rows)
     recorded = sorted(folder.glob("rollouts/step_*.npz"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if recorded:
-        with np.load(recorded[-1], allow_pickle=False) as arrays:
-            return Lengths.recorded(arrays["lengths"].ravel(), prompt)
+        return Lengths.recorded(read_lengths(recorded[-1])[0].ravel(), prompt)
     mean = fmean(row["response_length/mean"] for row in rows)
     longest = max(row["response_length/max"] for row in rows)
     return Lengths.log_normal(mean, round(longest) + 1, prompt=prompt)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import yaml
 
-from megatron_rl.names import ConfigError
+from megatron_rl.names import ConfigError, leaves
 from megatron_rl.report.status import attempts_of
 from megatron_rl.runtime.disk import json_lines
 
@@ -89,7 +89,7 @@ def read_run(path: Path) -> RunRecord:
 
 def differing_keys(runs: Sequence[RunRecord]) -> dict[str, list[object]]:
     """Recipe keys (dotted) whose values are not the same in all runs, with each run's; `run_dir` left out."""
-    flat = [dict(_flatten(run.recipe)) for run in runs]
+    flat = [dict(leaves(run.recipe)) for run in runs]
     table = {key: [one.get(key) for one in flat] for one in flat for key in one if key != "run_dir"}
     return {key: values for key, values in table.items() if len(set(map(repr, values))) > 1}
 
@@ -98,17 +98,9 @@ def by_recipe(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Runs whose recipes differ in the seed only (and `run_dir`) together, in the order of the first of each."""
     found: dict[str, list[RunRecord]] = {}
     for run in runs:
-        recipe = {key: value for key, value in _flatten(run.recipe) if key not in ("seed", "run_dir")}
+        recipe = {key: value for key, value in leaves(run.recipe) if key not in ("seed", "run_dir")}
         found.setdefault(repr(sorted(recipe.items())), []).append(run)
     return list(found.values())
-
-
-def _flatten(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, node
 
 
 def _read_samples(folder: Path) -> dict[int, list[RolloutRow]]:

@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_rl.predict.lengths import LogNormal, Recorded
 from megatron_rl.simulation.engines import EngineSpeed, Generation, generate
-from megatron_rl.simulation.lengths import Lengths
 
 Mode = Literal["synchronous", "partial", "one step off"]
 MODES: tuple[Mode, ...] = ("synchronous", "partial", "one step off")
@@ -52,7 +52,7 @@ class Job:
     prompts: int
     count: int
     prompt: float
-    lengths: Lengths
+    lengths: LogNormal | Recorded
     training: Callable[[float], Mapping[str, float]]
     reward: Latency | None = None
     drawn_before: bool = False

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.parameters import Params, Range, check_params
-from megatron_rl.tasks.item import Item
+from megatron_rl.tasks.columns import Item
 
 COLOURS = {"r": (200, 40, 40), "g": (40, 160, 60), "b": (50, 80, 210), "y": (230, 200, 40), "k": (20, 20, 20)}
 _WHITE = (255, 255, 255)

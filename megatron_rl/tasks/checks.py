@@ -11,10 +11,9 @@ from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.names import unknown_name
 from megatron_rl.parameters import Params
 from megatron_rl.tasks.bars import bars_params
-from megatron_rl.tasks.columns import column_names, folder_of, has_column, to_item
+from megatron_rl.tasks.columns import Item, column_names, folder_of, has_column, to_item
 from megatron_rl.tasks.demonstrations import COLUMN, make_writer
 from megatron_rl.tasks.files import Row, files_of, jsonl_rows, own_rows, parquet_rows
-from megatron_rl.tasks.item import Item
 from megatron_rl.tasks.loading import fill_prompt, task_weights
 from megatron_rl.tasks.marks import check_images
 from megatron_rl.tasks.order import window_counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -13,7 +14,18 @@ from megatron_rl.images import Source
 from megatron_rl.rewards.tool_parsers import OPEN, as_call, load_json, parse_tool_calls
 from megatron_rl.sample import Call, Prompt
 from megatron_rl.tasks.files import Row, Rows, prune
-from megatron_rl.tasks.item import Item
+
+
+@dataclass(slots=True)
+class Item:
+    prompt: Prompt  # text, or chat messages
+    answer: object = None
+    tool_calls: list[Call] | None = None
+    needs_response: bool | None = None
+    tools: list[dict[str, object]] | None = None  # JSON schemas for the chat template
+    metadata: dict[str, object] = field(default_factory=dict)
+    images: tuple[Source, ...] = ()
+
 
 _MISSING = object()
 RESPONSE = "<response>"

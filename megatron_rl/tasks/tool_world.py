@@ -22,7 +22,7 @@ from typing import Annotated
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.parameters import Params, Range, check_params
 from megatron_rl.sample import Call
-from megatron_rl.tasks.item import Item
+from megatron_rl.tasks.columns import Item
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from megatron_rl.models import model_of
 from megatron_rl.planner import GIB, make_plan
 from megatron_rl.predict.generation import Decoding
 from megatron_rl.predict.hardware import TABLES
-from megatron_rl.predict.lengths import Lengths
+from megatron_rl.predict.lengths import Lengths, LogNormal
 from megatron_rl.simulation.engines import EngineSpeed, generate
-from megatron_rl.simulation.lengths import LogNormal
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "scale"
 LENGTHS = Lengths.log_normal(1500, 4096, spread=0.7, prompt=100)

@@ -7,8 +7,8 @@ import heapq
 import numpy as np
 import pytest
 
+from megatron_rl.predict.lengths import LogNormal
 from megatron_rl.simulation.engines import BLOCK, EngineSpeed, Generation, generate
-from megatron_rl.simulation.lengths import LogNormal
 
 WIDE = EngineSpeed(
     lambda running, context: 0.01 + 1e-4 * running + 1e-6 * running * context, lambda tokens: 0.0, 1e9, 512

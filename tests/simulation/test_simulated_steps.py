@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_rl.predict.lengths import LogNormal, Recorded, read_lengths
 from megatron_rl.simulation.engines import EngineSpeed
 from megatron_rl.simulation.failures import Failures, Interval, daly, days, goodput, intervals, young
-from megatron_rl.simulation.lengths import LogNormal, Recorded, read_lengths
 from megatron_rl.simulation.steps import MODES, Job, Latency, Run, simulate
 
 SPEED = EngineSpeed(lambda running, context: 0.02 + 1e-7 * running * context, lambda tokens: tokens / 2e4, 2e5, 256)
