@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from public_data import BENCHMARKS, FORMATS, STYLES, SYSTEM, Converter, Dropped, Options
+
 from megatron_rl.config.schema import TaskConfig
-from megatron_rl.tasks.convert import BENCHMARKS, FORMATS, STYLES, SYSTEM, Converter, Dropped, Options
 from megatron_rl.tasks.files import Row, huggingface_rows, jsonl_rows, parquet_rows
 
 

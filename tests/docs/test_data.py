@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from public_data import FORMATS
 
 from megatron_rl.config.schema import TasksConfig
 from megatron_rl.tasks import check_tasks
-from megatron_rl.tasks.convert import FORMATS
 from megatron_rl.tasks.sources import SOURCES, SPLIT
 from megatron_rl.tasks.tool_world import WorldParams
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import prepare_data
 import pytest
+from public_data.tools import read_call_list
 
 from megatron_rl.config.schema import ColumnsConfig
 from megatron_rl.rewards import make_reward
 from megatron_rl.tasks.columns import to_item
-from megatron_rl.tasks.convert.tools import read_call_list
 
 TOOLS = [
     {

@@ -6,8 +6,8 @@ import re
 from typing import TypeGuard
 
 from megatron_rl.tasks.columns import column
-from megatron_rl.tasks.convert.dialogue import Dropped
 from megatron_rl.tasks.files import Row
+from public_data.dialogue import Dropped
 
 # DAPO's prompts tell, around the problem, how to write the answer; here a recipe's `prompt` does that.
 _DAPO = re.compile(

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_rl.tasks.convert.dialogue import STYLES, SYSTEM, Dropped
-from megatron_rl.tasks.convert.feedback import arena_hard_rows, baseline_answers, preference_rows, prompt_rows
-from megatron_rl.tasks.convert.maths import dapo_rows, deepscaler_rows, eurus_rows, gsm8k_rows
-from megatron_rl.tasks.convert.tools import (
+from megatron_rl.tasks.files import Row
+from public_data.dialogue import STYLES, SYSTEM, Dropped
+from public_data.feedback import arena_hard_rows, baseline_answers, preference_rows, prompt_rows
+from public_data.maths import dapo_rows, deepscaler_rows, eurus_rows, gsm8k_rows
+from public_data.tools import (
     api_bank_rows,
     read_messages,
     read_toolace,
@@ -17,7 +18,6 @@ from megatron_rl.tasks.convert.tools import (
     tool_rows,
     toolrl_rows,
 )
-from megatron_rl.tasks.files import Row
 
 Converter = Callable[[Row], Iterable[Row | Dropped]]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.sample import Message
-from megatron_rl.tasks.convert.dialogue import Dropped
 from megatron_rl.tasks.files import Row, prune, read_jsonl
+from public_data.dialogue import Dropped
 
 
 def prompt_rows(row: Row) -> list[Row | Dropped]:
