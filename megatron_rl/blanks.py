@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
-from megatron_rl.actor.packing import MicroBatch, PackedImages
+from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
-from megatron_rl.images import PromptImages
+from megatron_rl.images import PackedImages
 from megatron_rl.models import Model
 from megatron_rl.models.family import Vision
 from megatron_rl.models.files import MadeWeights
@@ -77,7 +77,7 @@ def _images(config: Config, model: Model, vision: Vision, prompts: Sequence[int]
         pictures.append(_Pictures(grid, numbers))
         count += rows * columns
     slots = torch.arange(count)  # where they stand among the tokens is no matter
-    return PackedImages(cast("list[PromptImages]", pictures), slots, slots)
+    return PackedImages(pictures, slots, slots)
 
 
 def whole_windows(chunk: Chunk, config: Config, model: Model) -> None:

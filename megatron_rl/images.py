@@ -8,11 +8,12 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image as PILImage
+    from torch import Tensor
 
     from megatron_rl.models.family import Vision
 
@@ -83,6 +84,24 @@ class PromptImages:
     def pixels(self) -> np.ndarray:
         """float32 [patches, numbers of a patch], all images', as the tower takes them; not to be changed."""
         return self.reader.pixels(self.sources)
+
+
+class Pictures(Protocol):
+    """The images of one prompt, ready for a vision tower: `PromptImages`, or numbers of the right shape."""
+
+    @property
+    def grids(self) -> np.ndarray: ...
+
+    def pixels(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """The images of packed sequences."""
+
+    prompts: Sequence[Pictures]  # each once, in whatever number of sequences it stands
+    slots: Tensor  # int64 [image tokens of all sequences]: their places among the tokens
+    sources: Tensor  # int64, as many: which of the prompts' image tokens, one prompt after the other, stands there
 
 
 class ImageReader:

@@ -16,20 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data import TokenBatch
-from megatron_rl.images import PromptImages
+from megatron_rl.images import PackedImages, PromptImages
 from megatron_rl.models.layers import held
 from megatron_rl.models.parallel import Axis
 
 _FEW = 32  # sequences of a rank
-
-
-@dataclass(frozen=True)
-class PackedImages:
-    """The images of packed sequences, see `models.vision.PackedPictures`."""
-
-    prompts: list[PromptImages]
-    slots: Tensor
-    sources: Tensor
 
 
 @dataclass

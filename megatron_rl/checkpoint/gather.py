@@ -11,6 +11,7 @@ import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ class StandIns:
         """Fills in what is wanted; every rank calls it. Complete after the device has been synchronised."""
         for part in megatron.optimizer_parts(optimizer):
             for number in range(len(getattr(part, "gbuf_ranges", ()))):
-                wanted = {key: sorted(self._wanted.get((id(part), number, key), ()), key=_start) for key in KEYS}
+                wanted = {key: sorted(self._wanted.get((id(part), number, key), ()), key=itemgetter(0)) for key in KEYS}
                 _gather(part, number, wanted)
 
 
@@ -96,14 +97,14 @@ def _shards(optimizer: OptimizerPart, param_map: dict[nn.Parameter, Ranges]) -> 
         tensors, local = megatron.states_of(optimizer, parameter), place["gbuf_local"]
         for key in KEYS:
             shards[key].append((local.start, local.end, tensors[key].detach().view(-1)))
-    return {key: sorted(spans, key=_start) for key, spans in shards.items()}
+    return {key: sorted(spans, key=itemgetter(0)) for key, spans in shards.items()}
 
 
 def _copy_overlap(sources: Sequence[Span], targets: Sequence[Span]) -> None:
     """Copies what both have. Of each the spans are sorted and do not overlap."""
     few, many = sorted((sources, targets), key=len)
     for start, stop, tensor in few:
-        at = max(bisect.bisect_right(many, start, key=_start) - 1, 0)
+        at = max(bisect.bisect_right(many, start, key=itemgetter(0)) - 1, 0)
         for other_start, other_stop, other in many[at:]:
             if other_start >= stop:
                 break
@@ -112,7 +113,3 @@ def _copy_overlap(sources: Sequence[Span], targets: Sequence[Span]) -> None:
                 one, two = tensor[low - start : high - start], other[low - other_start : high - other_start]
                 source, target = (one, two) if few is sources else (two, one)
                 target.copy_(source, non_blocking=True)
-
-
-def _start(span: Span) -> int:
-    return span[0]

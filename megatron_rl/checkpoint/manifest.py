@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, BinaryIO, NotRequired, TypedDict
 
 from blake3 import blake3
 
@@ -77,18 +77,10 @@ def digest(data: bytes | memoryview) -> str:
     return blake3(data).hexdigest(length=DIGEST_BYTES)
 
 
-class Writable(Protocol):
-    """A file whose `write` takes all it is given."""
-
-    def write(self, data: ReadableBuffer, /) -> object: ...
-
-    def flush(self) -> None: ...
-
-
 class Hashing:
     """A file being written; knows where it stands and the checksum since `begin`."""
 
-    def __init__(self, file: Writable) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file, self.position = file, 0
         self.failure: OSError | None = None  # torch's writer does not pass on what went wrong here
         self._hash = blake3()

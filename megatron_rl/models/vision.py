@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,26 +14,10 @@ from torch import Tensor, nn
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
+from megatron_rl.images import PackedImages
 from megatron_rl.models import gpt
 from megatron_rl.models.family import ModelDescription, Vision
 from megatron_rl.seams.megatron import Chunk
-
-
-class Pictures(Protocol):
-    """The images of one prompt, ready for the tower."""
-
-    grids: Any  # int64 [images, 3]: frames, rows and columns of patches
-
-    def pixels(self) -> Any:
-        """float32 [patches, numbers of a patch]."""
-
-
-class PackedPictures(Protocol):
-    """The images of packed sequences."""
-
-    prompts: Sequence[Pictures]  # each once, in whatever number of sequences it stands
-    slots: Tensor  # int64 [image tokens of all sequences]: their places among the tokens
-    sources: Tensor  # int64, as many: which of the prompts' image tokens, one prompt after the other, stands there
 
 
 class VisionLanguageModel(GPTModel):
@@ -55,7 +38,7 @@ class VisionLanguageModel(GPTModel):
         input_ids: Tensor,
         position_ids: Tensor,
         attention_mask: Tensor | None,
-        images: PackedPictures | None = None,
+        images: PackedImages | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """As `GPTModel`'s. `position_ids`: [1, tokens], or [3, 1, tokens] by time, height and width."""
@@ -76,7 +59,7 @@ class VisionLanguageModel(GPTModel):
         output: Tensor = super().forward(input_ids, position_ids, attention_mask, decoder_input=embedded, **kwargs)
         return output
 
-    def _see(self, images: PackedPictures) -> Tensor:
+    def _see(self, images: PackedImages) -> Tensor:
         """[image tokens of all prompts, hidden]."""
         device, rope = images.slots.device, self.visual.rotary_pos_emb
         rope.inv_freq = rope.compute_axial_rope_parameters(rope.config, device)[

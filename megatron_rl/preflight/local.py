@@ -5,6 +5,7 @@ Each check yields (level, sentence) per problem. `FACTS` are what must be the sa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -56,10 +57,11 @@ def data_facts(config: Config) -> dict[str, str]:
     """Size and checksum of the beginning of every file of prompts."""
     facts = {}
     for _, task in _file_tasks(config):
-        for path in _files(task):
-            with path.open("rb") as file:
-                head = _digest(file.read(_HEAD))
-            facts[str(path)] = f"{path.stat().st_size} bytes, {head}"
+        with contextlib.suppress(ValueError):  # `check_data` says it
+            for path in _files(task):
+                with path.open("rb") as file:
+                    head = _digest(file.read(_HEAD))
+                facts[str(path)] = f"{path.stat().st_size} bytes, {head}"
     return facts
 
 
@@ -91,7 +93,7 @@ def check_data(config: Config) -> Problems:
     """The first rows of every file."""
     for key, task in _file_tasks(config):
         try:
-            files = files_of(str(task.path), f".{task.source}") if task.source in ("jsonl", "parquet") else _files(task)
+            files = _files(task)
         except ValueError as error:
             yield FAILED, f"{key}.path: {error}"
             continue
@@ -128,11 +130,9 @@ def _file_tasks(config: Config) -> Iterator[tuple[str, TaskConfig]]:
 
 
 def _files(task: TaskConfig) -> list[Path]:
+    """ValueError: its path has none, or cannot be read."""
     if task.source in ("jsonl", "parquet"):
-        try:
-            return files_of(str(task.path), f".{task.source}")
-        except ValueError:
-            return []
+        return files_of(str(task.path), f".{task.source}")
     return sorted(path for path in Path(str(task.path)).rglob("*") if path.is_file())
 
 
