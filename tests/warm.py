@@ -217,9 +217,10 @@ def main() -> None:
 
 def import_all() -> None:
     from megatron_rl.rollout import environment
-    from megatron_rl.seams import torch_compile
+    from megatron_rl.seams import torch_compile, transformers
 
     environment.prepare()
+    transformers.find_names_quickly()
     torch_compile.leave_out()
     gc.disable()
     with torch_compile.left_out_of_vllm():
