@@ -217,10 +217,9 @@ def main() -> None:
 
 def import_all() -> None:
     from megatron_rl.rollout import environment
-    from megatron_rl.seams import torch_compile, transformers
+    from megatron_rl.seams import torch_compile
 
     environment.prepare()
-    transformers.find_names_quickly()
     torch_compile.leave_out()
     gc.disable()
     with torch_compile.left_out_of_vllm():

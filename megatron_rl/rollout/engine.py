@@ -29,7 +29,6 @@ from megatron_rl.seams import torch_compile, vllm_lora
 from megatron_rl.seams import vllm as seam
 from megatron_rl.seams.vllm_experts import returned
 from megatron_rl.seams.vllm_images import register_images_only
-from megatron_rl.seams.vllm_kernels import looked_for_in_vllm_only
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -118,7 +117,7 @@ class Engine:
             self.experts = np.dtype((kind, (model.dims["layers"], model.dims["top_k"])))
         returning = returned(device.has_gpu()) if self.experts is not None else contextlib.nullcontext()
         gc.freeze()
-        with environment.engine_start(grid), returning, looked_for_in_vllm_only():
+        with environment.engine_start(grid), returning:
             self.llm = LLM(
                 model=str(folder),
                 tokenizer=str(folder),

@@ -27,9 +27,6 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
     quiet_known_warnings()
     gc.disable()  # a million objects are imported, and stay: to search them for garbage again and again takes seconds
     # Imported here: the launcher sets the environment that torch and vLLM read on import.
-    from megatron_rl.seams import transformers
-
-    transformers.find_names_quickly()
     import torch
 
     from megatron_rl.config import load_recipe

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_rl.seams import torch_compile, transformers
+from megatron_rl.seams import torch_compile
 
-LIGHT = """
+WITHOUT_COMPILER = """
 import sys
 from megatron_rl.rollout import environment
-from megatron_rl.seams import torch_compile, transformers
+from megatron_rl.seams import torch_compile
 environment.prepare()
-transformers.find_names_quickly()
 torch_compile.leave_out()
 import megatron.core.models.gpt
 assert "torch._inductor" not in sys.modules
@@ -25,25 +23,6 @@ with torch_compile.left_out_of_vllm():
     import vllm.entrypoints.llm
 from vllm.v1.worker import cpu_worker
 assert "torch._inductor.compile_fx" not in sys.modules
-
-assert sys.modules[transformers.UTILS].fetch__all__.__qualname__.startswith("quick.")
-import transformers
-assert transformers.Qwen3Config
-
-# vLLM's C++ functions are in place of its kernels, and no other module holds one.
-from megatron_rl.seams.vllm_kernels import looked_for_in_vllm_only
-from vllm.platforms.cpu import CpuPlatform
-from vllm.triton_utils import dispatcher
-from vllm.v1.worker import block_table
-with looked_for_in_vllm_only():
-    CpuPlatform.register_triton_kernel_overrides()
-kernels = {id(kernel) for kernel, _ in dispatcher._registry.values()}
-assert len(kernels) > 5
-for name, module in list(sys.modules.items()):
-    held = [word for word, value in getattr(module, "__dict__", {}).items() if id(value) in kernels]
-    assert not held, (name, held)
-assert type(block_table.ComputeSlotMappingKernel.kernel) is dispatcher.KernelOverride
-
 import torch._inductor.lowering  # from here on
 assert torch._inductor.lowering.lowerings
 """
@@ -59,7 +38,7 @@ assert cellpylib.evolve is sys.modules["reasoning_gym.algorithmic.game_of_life"]
 """
 
 
-@pytest.mark.parametrize("script", [LIGHT, WITHOUT_MATPLOTLIB], ids=["light", "matplotlib"])
+@pytest.mark.parametrize("script", [WITHOUT_COMPILER, WITHOUT_MATPLOTLIB], ids=["compiler", "matplotlib"])
 def test_a_process_runs_without_them(script: str) -> None:
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=300)
@@ -76,14 +55,3 @@ def test_compile_stays_where_it_is_on_and_returns_functions_where_it_is_off(monk
     torch_compile.leave_out()
     assert torch.compile(len) is len
     assert torch.compile(dynamic=True)(len) is len
-
-
-def test_names_of_models_are_those_that_transformers_finds() -> None:
-    from transformers.utils import import_utils
-
-    quick = transformers.quick(import_utils.fetch__all__)
-    files = [path.read_text() for path in Path(import_utils.__file__).parents[1].glob("models/*/*.py")]
-    assert len(files) > 1000
-    found = [quick(file) for file in files]
-    assert found == [import_utils.fetch__all__(file) for file in files]
-    assert sum(map(len, found)) > 1000

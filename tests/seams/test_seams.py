@@ -24,12 +24,10 @@ from megatron_rl.seams import (
     megatron_meta,
     replaced,
     torch_dist,
-    transformers,
     vllm,
     vllm_decoding,
     vllm_experts,
     vllm_images,
-    vllm_kernels,
     vllm_lora,
 )
 from megatron_rl.seams.megatron_cpu import MegatronOnCpu
@@ -89,8 +87,6 @@ def found(path: str) -> Any:
         ("vllm.config.VllmConfig._verify_aux_output_compatibility", "self"),
         ("vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply", vllm.CPU_EXPERTS),
         ("vllm.v1.engine.core_client.InprocClient.shutdown", "self timeout"),
-        (f"vllm.triton_utils.dispatcher.{vllm_kernels.REBIND[0]}", vllm_kernels.REBIND[1]),
-        (f"{transformers.UTILS}.{transformers.FETCH[0]}", transformers.FETCH[1]),
         ("vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu", vllm_decoding.FORWARD_CPU),
         ("vllm.v1.core.sched.scheduler.Scheduler.schedule", "self throttle_prefills"),
         ("vllm.v1.core.sched.scheduler.Scheduler.update_from_output", "self scheduler_output model_runner_output"),
