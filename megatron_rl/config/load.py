@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megatron_rl.config.algorithm import AlgorithmConfig, MethodConfig
@@ -86,14 +85,7 @@ def algorithm_config(section: Mapping[str, object]) -> AlgorithmConfig:
 
 def to_yaml(config: Config) -> str:
     """The resolved recipe as YAML; `load_recipe` of it gives an equal `Config`."""
-    text: str = yaml.dump(
-        _escape(dataclasses.asdict(config)),
-        Dumper=get_omega_conf_dumper(),  # as OmegaConf.to_yaml, without its containers: an eighth of the time
-        default_flow_style=False,
-        allow_unicode=True,
-        sort_keys=False,
-    )
-    return text
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(dataclasses.asdict(config))))
 
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[tuple[str, object, object]]:
