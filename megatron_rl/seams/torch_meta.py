@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 
 @contextlib.contextmanager
@@ -46,6 +46,10 @@ def storage_key(tensor: Tensor) -> int:
 
 class Memory(TorchDispatchMode):
     """Counts bytes of tensors on a kind of device that are made while it is entered, until they are freed."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it is switched off here anyway, and skipping it takes a tenth of the time
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -90,8 +94,8 @@ class Memory(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = _run(func, args, kwargs or {})
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == self.device:
+        for tensor in _tensors(result):
+            if tensor.device.type == self.device:
                 self._count(tensor.untyped_storage())
         return result
 
@@ -107,8 +111,17 @@ class Memory(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    """Of what an operator takes or returns: tensors, and lists of them. In a quarter of the time of torch's `tree_leaves`."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(*value)
+
+
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = list(_tensors(*args, *kwargs.values()))
     if getattr(func, "namespace", "") == "c10d":
         return _collective(func, args, kwargs)
     if func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int64:
@@ -124,7 +137,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _collective(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Fake groups send nothing, but look at tensors, which have to have content: those without are left as they are."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = list(_tensors(*args, *kwargs.values()))
     if not any(tensor.is_meta for tensor in tensors):
         return func(*args, **kwargs)
     group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
