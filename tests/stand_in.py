@@ -16,7 +16,7 @@ def main() -> None:
     task = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "blocked": blocked}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
         channel.connect(door)
-        given = json.dumps({**task, "numbers": files, "is_rank": True})
+        given = json.dumps({**task, "numbers": files, "own_session": True})
         socket.send_fds(channel, [given.encode()], [1, 2, *files])
         rank = int(channel.recv(100))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):

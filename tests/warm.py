@@ -64,11 +64,16 @@ class Warm:
     """A running process. `pid`, `returncode`, `poll` and `wait` are those of `subprocess.Popen`."""
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        own_session: bool = False,
     ) -> None:
         self._status, status = os.pipe()
         files = [stdout.fileno(), stderr.fileno(), status]
-        _send(_forge(), Task(list(arguments), dict(environment), os.getcwd()), files)
+        _send(_forge(), Task(list(arguments), dict(environment), os.getcwd(), own_session=own_session), files)
         os.close(status)
         self._lines = os.fdopen(self._status, buffering=1)
         self.pid = int(self._lines.readline())
@@ -176,7 +181,7 @@ class Task:
     folder: str
     blocked: list[int] | None = None  # signals; None: as they are
     numbers: list[int] | None = None  # of open files besides standard output and error
-    is_rank: bool = False
+    own_session: bool = False  # and no ranks to start
 
 
 def _send(channel: socket.socket, task: Task, files: Sequence[int]) -> None:
@@ -198,7 +203,7 @@ def main() -> None:
     sys.stdout.flush()
     task, files = ordered
     blanks = list[tuple[int, socket.socket]]()
-    launcher = None if task.is_rank else _blank_rank(blanks)
+    launcher = None if task.own_session else _blank_rank(blanks)
     if launcher is None:
         _become(task, files, [channel.fileno() for _, channel in blanks])
         if blanks:
@@ -259,7 +264,9 @@ def _watch(child: int, status: int) -> None:
         if status not in dict(ends.poll()):
             os.write(status, f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
             return
-    os.kill(child, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):  # with what it has started, where it has a session
+        with contextlib.suppress(ProcessLookupError):
+            kill(child, signal.SIGKILL)
 
 
 def _blank_rank(blanks: list[tuple[int, socket.socket]]) -> socket.socket | None:
@@ -290,7 +297,7 @@ class Rank:
         )
         blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
         numbers = list(given["pass_fds"])
-        task = Task(command[1:], given["env"], os.getcwd(), blocked, numbers, is_rank=True)
+        task = Task(command[1:], given["env"], os.getcwd(), blocked, numbers, own_session=True)
         with channel:
             _send(channel, task, [stdout, stderr, *numbers])
             channel.recv(1)  # returns once it has its streams, its session and its environment
@@ -315,7 +322,7 @@ def _become(task: Task, files: list[int], kept: Sequence[int]) -> None:
     for file, number in zip(high, (0, *wanted), strict=True):
         os.dup2(file, number)
         os.close(file)
-    if task.is_rank:
+    if task.own_session:
         os.setsid()
     if task.blocked is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, task.blocked)

@@ -1,23 +1,19 @@
-"""vLLM's OpenAI server in a process of its own, as a user starts it on a CPU."""
+"""vLLM's OpenAI server in a process of its own, as a user starts it on a CPU, but for its imports: it and its engine are
+forks of a process that has imported everything."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+from tests.warm import Warm
 
-
-def _end_with_us() -> None:
-    """Also where pytest is killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+SERVER = Path(__file__).with_name("forking_server.py")
 
 
 class VllmServer:
@@ -38,18 +34,11 @@ class VllmServer:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_DO_NOT_TRACK": "1",
         }
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32"]
-        command += ["--enforce-eager", *options]
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=_end_with_us,
-            )
+        arguments = [str(SERVER), "--model", str(folder)]
+        arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32"]
+        arguments += ["--enforce-eager", *options]
+        with log.open("wb") as file:
+            self.process = Warm(arguments, environment, stdout=file, stderr=file, own_session=True)
 
     def url(self, seconds: float = 600) -> str:
         deadline = time.monotonic() + seconds
@@ -63,7 +52,8 @@ class VllmServer:
                 time.sleep(0.2)
 
     def stop(self) -> None:
-        self.process.terminate()
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGTERM)
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
