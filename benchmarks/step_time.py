@@ -175,8 +175,15 @@ def rl(row: RL) -> tuple[float, StepTime]:
     responses = row.prompts * 32 / plan.engines
     config.rollout.max_concurrent = max(1, round(responses * row.lag))  # of so many batches at a time
     engine = Decoding(sizes, config.rollout, hardware, plan.cache_tokens)
-    samples = engine.steady_seconds(responses, lengths) + step.seconds[SYNC]
+    samples = _steady_seconds(engine, responses, lengths) + step.seconds[SYNC]
     return max(samples, step.total - step.seconds[GENERATE]), step
+
+
+def _steady_seconds(engine: Decoding, responses: float, lengths: Lengths) -> float:
+    """`responses` of an engine that always has more to draw, as where a batch begins before the last one ends."""
+    places, prompts = engine.places(lengths), responses / engine.rollout.group_size
+    prompt = engine.prompt_seconds(prompts * lengths.prompt, prompts * lengths.prompt**2 / 2)
+    return prompt + responses * lengths.mean / places * engine.step_seconds(places, lengths.prompt + lengths.remaining)
 
 
 def rl_results() -> Iterator[Result]:

@@ -115,15 +115,6 @@ class Decoding:
         """Sequences that are decoded at a time: what the recipe allows and the cache holds at their mean length under way."""
         return max(1.0, min(self.rollout.max_concurrent, self.cache_tokens / (lengths.prompt + lengths.remaining)))
 
-    def steady_seconds(self, responses: float, lengths: Lengths) -> float:
-        """`responses` of an engine that always has more to draw, as where a batch begins before the last one ends."""
-        places = self.places(lengths)
-        prompts = responses / self.rollout.group_size
-        prompt = self.prompt_seconds(prompts * lengths.prompt, prompts * lengths.prompt**2 / 2)
-        return prompt + responses * lengths.mean / places * self.step_seconds(
-            places, lengths.prompt + lengths.remaining
-        )
-
     def _more(self, responses: float, engines: float, lengths: Lengths) -> float:
         """What the slowest engine draws, over the mean of all. Engines are given whole groups, as many as they may decode
         at a time, and more as they become free: sums of so many groups differ, and the largest of normal ones counts."""

@@ -65,9 +65,10 @@ class Grid:
         dist.gather_object(item, out, group=self.host_group)
         return out or []
 
-    def broadcast(self, item: T, source: int = 0) -> T:
+    def broadcast(self, item: T) -> T:
+        """Rank 0's item."""
         box = [item]
-        dist.broadcast_object_list(box, src=source, group=self.host_group)
+        dist.broadcast_object_list(box, src=0, group=self.host_group)
         return box[0]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -79,10 +80,6 @@ class Grid:
         padded[: len(data)] = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
         dist.all_gather(list(parts), padded, group=self.host_group)
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes.flatten().tolist(), strict=True)]
-
-    def broadcast_array(self, array: np.ndarray) -> None:
-        """Rank 0's numbers into the array of every other rank, which has its shape and dtype."""
-        dist.broadcast(torch.from_numpy(array), src=0, group=self.host_group)
 
     def sum_array(self, array: np.ndarray) -> None:
         """In place: the sum of every rank's array, all of one shape and dtype. Exact where all ranks but one have zeros."""

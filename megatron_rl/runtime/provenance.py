@@ -32,12 +32,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def git_state(root: Path | None = None) -> tuple[dict[str, str | list[str]], str]:
+def git_state() -> tuple[dict[str, str | list[str]], str]:
     """Commit, branch and uncommitted files of the code that runs, and the uncommitted changes as a patch.
 
     ({}, "") where the code is not a checkout of its own.
     """
-    root = root or Path(megatron_rl.__file__).resolve().parents[1]
+    root = Path(megatron_rl.__file__).resolve().parents[1]
     if shutil.which("git") is None or _git(root, "rev-parse", "--show-toplevel").strip() != str(root):
         return {}, ""
     state: dict[str, str | list[str]] = {

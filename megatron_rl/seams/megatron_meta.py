@@ -55,7 +55,7 @@ class Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-class _Window(torch.autograd.Function):
+class _Window(Attention):
     """torch's fused attention: [sequences, heads, tokens, d]. Keeps views as they are."""
 
     @staticmethod
@@ -64,11 +64,6 @@ class _Window(torch.autograd.Function):
         statistics = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, output, statistics)
         return output
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _, _ = ctx.saved_tensors  # type: ignore[attr-defined]
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _window(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
