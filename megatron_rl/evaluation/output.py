@@ -1,9 +1,8 @@
-"""The results of `megatron-rl evaluate`: `evaluation.json`, a table, and the responses to read."""
+"""The results of `megatron-rl evaluate`: `evaluation.json` and a table."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,6 @@ from rich.table import Table
 
 import megatron_rl
 from megatron_rl.config.schema import Config
-from megatron_rl.data import Rollout, Sample
 from megatron_rl.evaluation.statistics import Interval
 from megatron_rl.evaluation.summary import TaskSummary
 from megatron_rl.runtime import disk
@@ -114,28 +112,3 @@ def _cell(estimate: Interval | None, is_share: bool) -> str:
     if estimate is None:
         return "–"
     return f"{estimate.value:.1%}" if is_share else f"{estimate.value:.0f}"
-
-
-def write_responses(
-    path: Path, samples: Sequence[Sample], rollouts: Sequence[Rollout], right_if: tuple[str, float]
-) -> None:
-    """`samples/<task>.jsonl`: one line per response, with its prompt, gold answer, rewards and verdict; null: no value."""
-    by_id = {sample.id: sample for sample in samples}
-    path.parent.mkdir(exist_ok=True)
-    with disk.text_file(path) as file:
-        for rollout in rollouts:
-            sample = by_id[rollout.sample_id]
-            rewards = {name: None if math.isnan(value) else value for name, value in rollout.rewards.items()}
-            deciding = rewards[right_if[0]]
-            record = {
-                "sample": sample.id,
-                "rollout": rollout.index,
-                "prompt": sample.prompt,
-                "response": rollout.text,
-                "answer": sample.answer if sample.answer is not None else sample.tool_calls,
-                "right": None if deciding is None else deciding >= right_if[1],
-                "rewards": rewards,
-                "finish_reason": rollout.finish_reason,
-                "tokens": len(rollout.response_ids),
-            }
-            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")

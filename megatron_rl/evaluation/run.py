@@ -13,7 +13,8 @@ from rich.console import Console
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Outcome, Rollout, Sample
 from megatron_rl.evaluation import kept
-from megatron_rl.evaluation.output import results_table, write_responses, write_results
+from megatron_rl.evaluation.output import results_table, write_results
+from megatron_rl.evaluation.samples import write_responses
 from megatron_rl.evaluation.statistics import Interval
 from megatron_rl.evaluation.summary import TaskSummary, metrics_of, overall, summarize
 from megatron_rl.rewards import ScoringStats

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Config, SupervisedConfig
 from megatron_rl.data import Rollout, Sample
+from megatron_rl.evaluation.samples import write_samples
 from megatron_rl.report import read_run, render
 from megatron_rl.rewards import ScoringStats
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.heartbeat import HEARTBEAT
-from megatron_rl.trainer.samples import write_samples
 from megatron_rl.trainer.trackers import Tracker, make_trackers
 
 # What a step's line on the terminal shows: label, metric, format.

@@ -16,7 +16,7 @@ import torch
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config, LoggingConfig
 from megatron_rl.data import Rollout, Sample
-from megatron_rl.evaluation.output import write_responses
+from megatron_rl.evaluation.samples import write_responses
 from megatron_rl.runtime import disk
 from megatron_rl.trainer.report import Reporter
 

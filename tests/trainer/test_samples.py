@@ -10,8 +10,8 @@ from typing import Any
 from PIL import Image
 
 from megatron_rl.data import Rollout, Sample
+from megatron_rl.evaluation.samples import write_samples
 from megatron_rl.images import PromptImages
-from megatron_rl.trainer.samples import write_samples
 
 
 def test_images_are_kept_once_and_reduced(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`samples/`: some of a step's rollouts as text, one per line, and the images of their prompts beside them."""
+"""`samples/`: rollouts as text, one per line: of a step, with their prompts' images beside them, or of an evaluation."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ _PICTURE = 384  # pixels of an image's longer side, at most
 
 
 def write_samples(
-    path: Path, samples: Sequence[Sample], rollouts: Sequence[Rollout], extra: Sequence[Mapping[str, object]]
+    path: Path,
+    samples: Sequence[Sample],
+    rollouts: Sequence[Rollout],
+    extra: Sequence[Mapping[str, object]],
+    with_images: bool = True,
 ) -> None:
-    """`extra`: further keys of each rollout's line."""
+    """One line per rollout, with its prompt, gold answer and rewards (null: no value). `extra`: further keys of each."""
     by_id = {sample.id: sample for sample in samples}
     path.parent.mkdir(exist_ok=True)
     images = {
         sample.id: _write_images(path.parent / "images", sample.images)
         for sample in (by_id[name] for name in dict.fromkeys(rollout.sample_id for rollout in rollouts))
-        if sample.images is not None
+        if sample.images is not None and with_images
     }
     with disk.text_file(path) as file:
         for rollout, more in zip(rollouts, extra, strict=True):
@@ -42,6 +46,17 @@ def write_samples(
                 "tokens": len(rollout.response_ids),
             }
             file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+
+
+def write_responses(
+    path: Path, samples: Sequence[Sample], rollouts: Sequence[Rollout], right_if: tuple[str, float]
+) -> None:
+    """`samples/<task>.jsonl` of an evaluation, with the verdicts; null: no value."""
+    name, least = right_if
+    calls = {sample.id: {"answer": sample.tool_calls} if sample.answer is None else {} for sample in samples}
+    verdicts = (None if math.isnan(rollout.rewards[name]) else rollout.rewards[name] >= least for rollout in rollouts)
+    extra = [{**calls[rollout.sample_id], "right": right} for rollout, right in zip(rollouts, verdicts, strict=True)]
+    write_samples(path, samples, rollouts, extra, with_images=False)
 
 
 def _write_images(folder: Path, images: PromptImages) -> list[str]:
