@@ -1,4 +1,4 @@
-"""A process that stands for a rank which is a fork (`warm.python`), for those who start and watch it: python -I -S
+"""A process that stands for a fork (`warm.python`), for those who start and watch it: python -I -S
 stand_in.py DOOR ARGUMENTS OF PYTHON. Of the standard library only, and little: it is to start in no time."""
 
 import contextlib

@@ -4,8 +4,8 @@
 nothing else, and forks. A fork runs the main part of a module or a script. What it then starts as ranks (`runtime.spawn`) are
 forks of the same untouched process, and its children. All have what a new process has: arguments and environment (in /proc
 too), streams, no other open files, default signal handlers, a session, an end with their launcher; and they exit as Python
-does. But they share one hash seed: of new processes are `straight` of tests/e2e, and of the Slurm tests the jobs of torchrun,
-of NeMo-Run, and of one task, which is told to end while it imports. `python` is for jobs, whose ranks Slurm is to start.
+does. But they share one hash seed: of new processes are `straight` of tests/e2e, and of the Slurm tests torchrun's second
+attempt, NeMo-Run's jobs, and one that is told to end while it imports. `python` is for jobs, whose ranks Slurm is to start.
 """
 
 from __future__ import annotations
@@ -120,16 +120,17 @@ def run_ranks(command: Sequence[str], processes: int, log_dir: Path, environment
 def python(folder: Path) -> Iterator[Path]:
     """Makes an environment like this one, in a new folder, for processes that tests do not start themselves.
 
-    Its python is this one, but where it is to be a rank: then it is a small process with that rank as a fork, whose signals
-    it passes on, with whom it ends (`stand_in.py`).
+    Its python is this one, but where it is to be a rank, or to convert: then it is a small process with a fork that is that,
+    whose signals it passes on, with whom it ends (`stand_in.py`).
     """
     (folder / "bin").mkdir(parents=True)
     (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
     (folder / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
     stand_in = [sys.executable, "-I", "-S", Path(__file__).with_name("stand_in.py"), folder / "door"]
     (folder / "bin" / "python").write_text(
-        f'#!/usr/bin/env bash\n[[ "$1 $2" != "-m megatron_rl.trainer.main" ]] || exec {shlex.join(map(str, stand_in))} "$@"\n'
-        f'exec -a "$0" {sys.executable} "$@"\n'
+        "#!/usr/bin/env bash\n"
+        'case "$*" in "-m megatron_rl.trainer.main "* | "-m megatron_rl convert "*)\n'
+        f'  exec {shlex.join(map(str, stand_in))} "$@" ;;\nesac\nexec -a "$0" {sys.executable} "$@"\n'
     )
     (folder / "bin" / "python").chmod(0o755)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
@@ -230,8 +231,18 @@ def import_all() -> None:
     with torch_compile.left_out_of_vllm():
         for name in IMPORTED:
             importlib.import_module(name)
+        _register_kernels()
     gc.enable()
     gc.freeze()  # vLLM collects garbage several times as it starts; what was imported is none
+
+
+def _register_kernels() -> None:
+    """What each engine on a CPU begins with: a search of all that was imported, 0.2 CPU seconds. Once, for all forks."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.triton_utils import dispatcher
+
+    CpuPlatform.register_triton_kernel_overrides()
+    dispatcher.register_kernels = lambda overrides: None
 
 
 def _serve(requests: socket.socket) -> tuple[Task, list[int]] | None:

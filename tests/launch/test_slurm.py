@@ -235,9 +235,12 @@ def test_a_chain_converts_trains_evaluates_and_exports(
 
 
 def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path, straight: tuple[Job, dict[str, list[int]]]) -> None:
-    site = write_site(tmp_path, launcher="torchrun")
+    site = write_site(tmp_path, launcher="torchrun", venv=cluster.venv)
     job = Job(cluster, tmp_path, "--nodes=2", "train", str(write_recipe(tmp_path)), site=site)
     job.wait_for_step(1)
+    write_site(
+        tmp_path, launcher="torchrun"
+    )  # the second attempt is of new processes: with other hash seeds than the first
     with halted(cluster):  # the signal goes to the batch script, as before the time limit
         cluster.run("scancel", "--batch", "--signal=USR1", job.number)
         told = "SIGUSR1: asking the ranks to save and to stop"
