@@ -22,24 +22,24 @@ def block(code: str, language: str = "python") -> str:
 
 
 @pytest.mark.parametrize(
-    ("code", "passed", "clean"),
+    ("code", "passed", "clean", "seconds"),
     [
-        ("print(2 * int(input()))", 1, 1),
-        ("n = int(input())\nprint(2 * abs(n))", 3 / 4, 1),
-        ("n = int(input())\nprint(2 * n)\nassert n > 0", 3 / 4, 0),
-        ("print(2 * int(input())", 0, 0),
-        ("print('hello')", 0, 1),
-        ("", 0, 1),
-        ("import time; time.sleep(99)", 0, 0),
+        ("print(2 * int(input()))", 1, 1, 8),
+        ("n = int(input())\nprint(2 * abs(n))", 3 / 4, 1, 8),
+        ("n = int(input())\nprint(2 * n)\nassert n > 0", 3 / 4, 0, 8),
+        ("print(2 * int(input())", 0, 0, 8),
+        ("print('hello')", 0, 1, 8),
+        ("", 0, 1, 8),
+        ("import time; time.sleep(99)", 0, 0, 2),
     ],
 )
-def test_programs_that_print(code: str, passed: float, clean: float) -> None:
-    params = {"cpu_seconds": 1, "total_seconds": 8}
+def test_programs_that_print(code: str, passed: float, clean: float, seconds: int) -> None:
+    params = {"cpu_seconds": 1, "total_seconds": seconds}
     sample = {"metadata": {"tests": DOUBLE}}
     start = time.monotonic()
     assert make_reward("code_pass_rate", **params)(block(code), sample) == passed
     assert make_reward("code_bug", **params)(block(code), sample) == clean
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 10  # each of the four tests has three seconds
 
 
 @pytest.mark.parametrize(
