@@ -1,7 +1,7 @@
 """Ranks that are really built, with tensors that have content and processes that talk: what `plan --exact` is held to.
 
-A case: `overrides` of a recipe, the `model`'s config.json, and `micro_batches`: how many each data-parallel rank
-trains on, whose passes are tracked; 0: it is only built.
+A case: a recipe, the `model`'s config.json, and `micro_batches`: how many each data-parallel rank trains on, whose passes
+are tracked; 0: it is only built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from megatron_rl.actor.build import DTYPES
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.blanks import Zeros
 from megatron_rl.checkpoint.snapshot import Snapshotter
-from megatron_rl.config import load_recipe
 from megatron_rl.config.schema import Config
 from megatron_rl.data import TokenBatch
 from megatron_rl.models import model_of
@@ -29,13 +28,12 @@ from megatron_rl.seams.megatron import routers
 from megatron_rl.seams.torch_meta import Memory
 
 
-def hold(root: str, cases: list[dict[str, Any]]) -> None:
+def hold(root: str, cases: list[tuple[Config, dict[str, Any]]]) -> None:
     """Every case on this rank; what it holds goes to a file of the rank's number."""
     from megatron.core import parallel_state
 
     held, before, grid = [], None, None
-    for case in cases:
-        config = load_recipe(case["recipe"], case["overrides"])
+    for config, case in cases:
         if config.actor.parallel != before:
             parallel_state.destroy_model_parallel()
             before, grid = config.actor.parallel, distributed.initialize(config.actor.parallel, timeout_minutes=2)

@@ -141,7 +141,8 @@ def counted() -> dict[str, list[Any]]:
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[dict[str, int]]]]:
     """What the ranks of a real world hold, of each case."""
     folder = tmp_path_factory.mktemp("built")
-    spawn(hold, WORLD, str(folder), of_state() + of_passes())
+    cases = [(load_recipe(case["recipe"], case["overrides"]), case) for case in of_state() + of_passes()]
+    spawn(hold, WORLD, str(folder), cases)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
     held = [list(of_case) for of_case in zip(*ranks, strict=True)]
     count = len(of_state())
