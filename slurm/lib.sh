@@ -404,7 +404,7 @@ requeue() {
     say "Slurm did not requeue it; the same submission continues the run"
     return 0
   }
-  sleep 300 # Slurm ends this script now; if it ended by itself, that would be the end of the job
+  sleep 300 # Slurm kills this script KillWait seconds from now; if it ended by itself, at SIGTERM too, the job would be over
 }
 
 # ------------------------------------------------------------------------------------------------------------------- setup
