@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -32,19 +34,46 @@ def stalled_job(folder: Path, phase: str, rank: int) -> Job:
     )
 
 
+@dataclass
+class Stalled:
+    """A job that has ended, and what was seen of it before."""
+
+    job: Job
+    ranks: dict[int, int]  # their process ids
+    port: str | None
+    code: int
+    seconds: float  # from the stop of a rank to the end
+
+
+@pytest.fixture(scope="module")
+def stalls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stalled]:
+    """By phase. A job starts while the one before it waits for its deadline."""
+    ending = {}
+    with ThreadPoolExecutor() as pool:
+        for phase, rank in STALLS:
+            job = stalled_job(tmp_path_factory.mktemp(phase), phase, rank)
+            job.wait_for(lambda job=job: len(job.ranks()) == 2)
+            ranks = job.ranks()
+            port = variable(ranks[0], "MASTER_PORT")
+            job.wait_for(lambda pid=ranks[rank]: state(pid) == "T")
+            ending[phase] = pool.submit(until_the_end, job, ranks, port)
+    return {phase: ended.result() for phase, ended in ending.items()}
+
+
+def until_the_end(job: Job, ranks: dict[int, int], port: str | None) -> Stalled:
+    stopped = time.monotonic()
+    return Stalled(job, ranks, port, job.finish(), time.monotonic() - stopped)
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(("phase", "rank"), STALLS)
-def test_a_stopped_rank_is_named_with_its_phase(tmp_path: Path, phase: str, rank: int) -> None:
-    job = stalled_job(tmp_path, phase, rank)
-    job.wait_for(lambda: len(job.ranks()) == 2)
-    ranks = job.ranks()
-    port = variable(ranks[0], "MASTER_PORT")
-    job.wait_for(lambda: state(ranks[rank]) == "T")
-    stopped = time.monotonic()
-    assert job.finish() == exit_codes.STALLED
-    assert time.monotonic() - stopped < DEADLINE + GRACE
+def test_a_stopped_rank_is_named_with_its_phase(stalls: dict[str, Stalled], phase: str, rank: int) -> None:
+    stalled = stalls[phase]
+    job, ranks = stalled.job, stalled.ranks
+    assert stalled.code == exit_codes.STALLED
+    assert stalled.seconds < DEADLINE + GRACE
     assert processes_of(job.run_dir) == []
-    assert segments(port) == []
+    assert segments(stalled.port) == []
     lines = job.stderr.split("megatron-rl: the run hung: ")[1].splitlines()
     assert lines[0].startswith(f"rank {rank} (node ")
     assert f"process {ranks[rank]}) is behind: in `{phase}` of RL step " in lines[0]
