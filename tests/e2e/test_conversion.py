@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_rl.checkpoint.convert.jobs import in_parallel
-from megatron_rl.checkpoint.convert.verify import megatron_logits
 from megatron_rl.models.files import SafetensorsFolder
 from tests.warm import run
 
@@ -29,6 +26,13 @@ if __name__ == "__main__":
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])], params, use_tqdm=False)
     print("TOKENS", json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+"""
+LOGITS = """
+import sys, torch
+from pathlib import Path
+from megatron_rl.checkpoint.convert.verify import megatron_logits
+checkpoint, config, asked = map(Path, sys.argv[1:])
+torch.save([megatron_logits(checkpoint, config, tokens) for tokens in torch.load(asked)], asked.with_name("logits.pt"))
 """
 QUIET = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -77,15 +81,16 @@ def test_vllm_on_the_conversion_generates_the_actors_greedy_tokens(
     generated = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("TOKENS"))[7:])
     checkpoint = straight.run_dir / "checkpoints" / f"step_{STEPS}"
     tokens = [torch.tensor([prompt + response]) for prompt, response in zip(PROMPTS, generated, strict=True)]
-    found = in_parallel(partial(_logits, checkpoint, converted), tokens, 1, lambda _: None, spawn=True)
+    torch.save(tokens, tmp_path / "tokens.pt")
+    (tmp_path / "logits.py").write_text(LOGITS)
+    arguments = [str(path) for path in (tmp_path / "logits.py", checkpoint, converted, tmp_path / "tokens.pt")]
+    done = run(arguments, os.environ | QUIET)
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "logits.pt")
     for prompt, response, logits in zip(PROMPTS, generated, found, strict=True):
         greedy = logits[len(prompt) - 1 : -1].argmax(-1)
         assert greedy.tolist() == response
         assert len(response) == 24
-
-
-def _logits(checkpoint: Path, config: Path, tokens: torch.Tensor, progress: object) -> torch.Tensor:
-    return megatron_logits(checkpoint, config, tokens)
 
 
 def test_a_run_starts_from_a_converted_checkpoint(straight: Finished, converted: Path, tmp_path: Path) -> None:
