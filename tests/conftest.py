@@ -17,8 +17,9 @@ if os.environ.get("MEGATRON_RL_CI"):
 
 
 # `make test` runs two folders at a time. A folder's tests share worlds and engines, so they stay in one process. The Slurm
-# tests wait more than they compute, so they start first; the short folders fill up at the end.
-_FIRST = ("launch", "checkpoint", "rewards", "recipes", "e2e", "actor")
+# tests, and then those of rewards, wait more than they compute: they run beside tests/e2e, which computes in several
+# processes. The short folders fill up at the end.
+_FIRST = ("launch", "e2e", "rewards", "recipes", "checkpoint", "te", "actor")
 
 
 def _folder(nodeid: str) -> str:
