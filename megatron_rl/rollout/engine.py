@@ -116,6 +116,11 @@ class Engine:
             kind = np.uint8 if model.dims["experts"] <= 256 else np.uint16
             self.experts = np.dtype((kind, (model.dims["layers"], model.dims["top_k"])))
         returning = returned(device.has_gpu()) if self.experts is not None else contextlib.nullcontext()
+        self._keeps_prefixes = (
+            device.has_gpu()
+            or self.experts is not None  # kept by the cache's blocks
+            or self.config.max_prompt_tokens > _CPU_BLOCK
+        )
         gc.freeze()
         with environment.engine_start(grid), returning:
             self.llm = LLM(
@@ -130,9 +135,7 @@ class Engine:
                 max_num_batched_tokens=max(8192, max_length),
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # the recipe decides how to sample, not the model folder
-                enable_prefix_caching=device.has_gpu()
-                or self.experts is not None  # kept by the cache's blocks
-                or self.config.max_prompt_tokens > _CPU_BLOCK,
+                enable_prefix_caching=self._keeps_prefixes,
                 disable_log_stats=True,
                 enable_return_routed_experts=self.experts is not None,
                 seed=config.seed,
@@ -219,7 +222,7 @@ class Engine:
         """After new weights: cached prefixes, and what a vision tower saw, are old ones'."""
         if self._sees:
             self.llm.llm_engine.reset_encoder_cache()
-        if not self.llm.reset_prefix_cache():
+        if not (self.llm.reset_prefix_cache() if self._keeps_prefixes else not self._queue):
             raise EngineError(
                 "vLLM kept its cached prefixes after a weight sync, because a request still holds a part of its cache; "
                 "responses would mix keys and values of old weights with new ones. rollout.async_scheduling=false shows "

@@ -304,11 +304,10 @@ def refresh(model: nn.Module, before: Mapping[str, Product]) -> None:
     Raises:
         RuntimeError: such a layer has no weight to pack, since none came for it.
     """
-    now = products(model)
     for name, product in before.items():
-        if now.get(name) is not product:
-            continue
         layer = _layer(model, name)
+        if vars(layer).get("cpu_linear") is not product:
+            continue
         if layer.weight.numel() == 0:
             raise RuntimeError(f"the weight sync brought no weights for the engine's layer {name}")
         layer.quant_method.process_weights_after_loading(layer)
