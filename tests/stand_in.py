@@ -1,5 +1,5 @@
-"""A process that stands for a fork (`warm.python`), for those who start and watch it: python -I -S
-stand_in.py DOOR ARGUMENTS OF PYTHON. Of the standard library only, and little: it is to start in no time."""
+"""The process that Slurm starts, signals and waits for in a test, while a fork does the work (`warm.python`): python -I -S
+stand_in.py SOCKET ARGUMENTS OF PYTHON. It imports little of the standard library, so that it starts at once."""
 
 import contextlib
 import json

@@ -120,8 +120,8 @@ def run_ranks(command: Sequence[str], processes: int, log_dir: Path, environment
 def python(folder: Path) -> Iterator[Path]:
     """Makes an environment like this one, in a new folder, for processes that tests do not start themselves.
 
-    Its python is this one, but where it is to be a rank, or to convert: then it is a small process with a fork that is that,
-    whose signals it passes on, with whom it ends (`stand_in.py`).
+    Its python is this one. But a rank or a conversion is a fork, and the process started here passes signals on to it, and
+    ends with its exit code (`stand_in.py`).
     """
     (folder / "bin").mkdir(parents=True)
     (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
@@ -142,7 +142,7 @@ def python(folder: Path) -> Iterator[Path]:
 
 
 def _hand_on(door: socket.socket) -> None:
-    """Has forks made for who comes to the door, until it closes."""
+    """Passes each stand-in's request on to the forking process, until the socket closes."""
     while True:
         try:
             visitor, _ = door.accept()

@@ -27,7 +27,6 @@ from megatron_rl.seams.megatron_moe import forget_routing
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -214,7 +213,10 @@ def build_optimizer(
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `total_steps`: linear warm-up, then the schedule to `min_lr`."""
+    """Learning rate of optimizer step `step` (from 0) of `total_steps`: linear warm-up, then the schedule to `min_lr`.
+
+    A pure function of the step: a run that resumes needs no scheduler state.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     span = max(1, total_steps - config.warmup_steps)

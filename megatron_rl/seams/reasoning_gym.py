@@ -26,7 +26,7 @@ def load() -> ModuleType:
 
 
 class _Later(ModuleType):
-    """Stands for the module of its name where that has been imported, and imports it when something of it is asked for."""
+    """A placeholder for a module: imports it when one of its attributes is first read."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(self.__name__), name)

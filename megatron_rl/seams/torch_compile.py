@@ -37,7 +37,8 @@ def _unchanged(model: T | None = None, **options: object) -> T | Callable[[T], T
 
 @contextlib.contextmanager
 def left_out_of_vllm() -> Iterator[None]:
-    """Around vLLM's first import: what it would patch is missing, where the compiler is switched off."""
+    """Around vLLM's first import. Where the compiler is switched off, the module that vLLM would patch cannot be imported,
+    and vLLM skips the patch."""
     if not is_off() or PATCHED in sys.modules:
         yield
         return
