@@ -37,7 +37,7 @@ export MODELS="${MODELS:-$MEGATRON_RL_HOME/models}"
 export DATA="${DATA:-$MEGATRON_RL_HOME/data}"
 
 # Variables for every process. Where the image sets one of them itself, its value wins: --container-env=NAME in SITE_SRUN.
-export HF_HUB_OFFLINE=1        # compute nodes rarely reach the hub, and thousands of ranks should not ask it
+# export HF_HUB_OFFLINE=1      # datasets that a recipe names on the hub: only from the cache (HF_HOME), no rank asks the hub
 export NCCL_DEBUG=WARN
 # export NCCL_SOCKET_IFNAME=bond0 NCCL_IB_HCA=mlx5   # the network between nodes, where NCCL does not find it by itself
 # export GLOO_SOCKET_IFNAME=bond0                    # the same for the small messages between hosts

@@ -15,10 +15,14 @@ from megatron_rl.runtime.distributed import Grid
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
-def prepare() -> None:
-    """Call before vLLM is imported. Settings that the user has made in the environment win."""
+def prepare(*, asks_hub: bool = False) -> None:
+    """Call before vLLM is imported. Settings that the user has made in the environment win.
+
+    `asks_hub`: the run reads a dataset of the Hugging Face hub, which is then not switched off for the process.
+    """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not asks_hub:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are folders: nothing is to be looked up
     # vLLM 0.32 would choose by itself: its second runner where Triton is. Samplers differ, and with them what a seed draws.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1" if device.has_gpu() else "0")
     # On a CPU vLLM warns at length about what we chose (eager, no Triton) and what a laptop lacks (tcmalloc, libiomp).

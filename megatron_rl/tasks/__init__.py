@@ -1,6 +1,7 @@
 """Where prompts come from: your data and generators, as `Sample`s in a deterministic order. Imports no torch."""
 
 from megatron_rl.tasks.checks import check_tasks, first_items
+from megatron_rl.tasks.files import asks_hub
 from megatron_rl.tasks.loading import Prompts, filter_by_length, load_task, load_tasks, tasks_to_evaluate
 from megatron_rl.tasks.order import MixedOrder, Order, PromptOrder, make_order
 
@@ -9,6 +10,7 @@ __all__ = [
     "Order",
     "PromptOrder",
     "Prompts",
+    "asks_hub",
     "check_tasks",
     "filter_by_length",
     "first_items",

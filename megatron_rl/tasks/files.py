@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import TaskConfig
+from megatron_rl.config.schema import TaskConfig, TasksConfig
 from megatron_rl.parameters import check_types
 from megatron_rl.user_files import load_function, require_regular
 
@@ -137,6 +137,12 @@ def huggingface_rows(config: TaskConfig) -> Rows:
         yield f"{config.path}, row {number} of {config.split}", row
 
 
+def asks_hub(tasks: TasksConfig) -> bool:
+    """Whether a task names a dataset of the Hugging Face hub, and not a folder."""
+    named = (task for task in (*tasks.train.values(), *tasks.eval.values()) if task.source == "huggingface")
+    return any(task.path is not None and not Path(task.path).expanduser().is_dir() for task in named)
+
+
 def is_saved_to_disk(folder: Path) -> bool:
     return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
 
@@ -169,7 +175,9 @@ def _remedy(config: TaskConfig, place: Path) -> str:
     if place.is_dir():
         return ""
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    state = "HF_HUB_OFFLINE is set, so only the local cache was asked" if offline else "it needs the hub"
+    state = "it needs the hub"
+    if offline:
+        state = "HF_HUB_OFFLINE is set, so only the local cache was asked; HF_HUB_OFFLINE=0 lets it download"
     return (
         f" ({state}). Where there is no network: on a machine that has one, run `hf download {config.path} "
         "--repo-type dataset --local-dir FOLDER`, copy FOLDER here, and set path=FOLDER; or fill the cache with "
