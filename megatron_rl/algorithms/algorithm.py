@@ -90,9 +90,9 @@ class Algorithm:
         """
         config = self.config
         signal = signal_groups(table, config.signal_rewards)
-        metrics = reward_metrics(table)
-        metrics["groups/signal_share"] = _share(signal, table.mask.any(1))
         shaped = self._shape(table, reference_kl)
+        metrics = reward_metrics(shaped)
+        metrics["groups/signal_share"] = _share(signal, table.mask.any(1))
         valid = table.mask
         lossless = torch.zeros_like(valid)
         if config.truncated != "keep":

@@ -133,8 +133,9 @@ def correction_metrics(
     metrics.mean("mismatch/log_perplexity_gap", per_rollout, seen)  # log PPL(train) - log PPL(rollout)
     metrics.mean("correction/dropped_share", (mask & ~correction.mask).double(), mask)
     if correction.weights is not None:
-        weights = correction.weights.double()
+        weights = correction.weights
+        at_cap = weights >= weights.new_tensor(cap)  # the cap as it was cut to: rounded to the weights' precision
         metrics.mean("correction/weight", weights, correction.mask)
-        metrics.mean("correction/weight_squared", weights.square(), correction.mask)
-        metrics.mean("correction/truncated_share", (weights >= cap).double(), correction.mask)
+        metrics.mean("correction/weight_squared", weights.double().square(), correction.mask)
+        metrics.mean("correction/truncated_share", at_cap.double(), correction.mask)
     return metrics

@@ -24,6 +24,7 @@ from megatron_rl.evaluation.statistics import Interval
 ROUNDS, WEIGHT = 100, 3
 _SEED = "win rate"
 _NEWTON = 100  # steps at most
+_EQUAL = 1e-9  # a feature of style whose values differ by less than this share of the largest is constant
 Floats = NDArray[np.float64]
 
 
@@ -64,8 +65,9 @@ def controlled_win_rate(pairs: Sequence[tuple[float, float]], styles: Sequence[S
     if not whole:
         return None
     outcomes, features = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
-    spread = features.std(axis=0, ddof=1)
-    features = np.column_stack([np.ones(len(rows)), features[:, spread > 0] / spread[spread > 0]])
+    varies = np.ptp(features, axis=0) > _EQUAL * np.abs(features).max(axis=0)  # the deviation of equal numbers is not 0
+    spread = features[:, varies].std(axis=0, ddof=1)
+    features = np.column_stack([np.ones(len(rows)), features[:, varies] / spread])
     draw, places = random.Random(_SEED), range(len(rows))
     drawn = [draw.choices(places, k=len(rows)) for _ in range(ROUNDS)]
     shares = sorted(1 / (1 + math.exp(-logistic_fit(features[some], outcomes[some])[0])) for some in drawn)

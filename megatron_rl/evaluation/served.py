@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megatron_rl.config.algorithm_checks import reward_columns
 from megatron_rl.config.schema import Config
 from megatron_rl.data import Rollout, Sample
@@ -39,6 +41,9 @@ def guarded(log: Log, evaluate: Callable[[], int]) -> int:
     """The exit code of an evaluation, or of what ended it, which is told."""
     try:
         code = evaluate()
+    except np.linalg.LinAlgError:  # a ValueError, and no recipe's fault: the traceback says more
+        log.close()
+        raise
     except (ValueError, OSError, EndpointError, RewardError) as error:
         log.close()
         print(f"megatron-rl: {error}", file=sys.stderr)

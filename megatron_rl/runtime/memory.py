@@ -21,7 +21,7 @@ class PhaseMemory:
     """Peaks of host and device memory per phase, in GiB. Phases nest: an outer one has its inner ones' peaks too."""
 
     def __init__(self) -> None:
-        self.peaks: dict[str, dict[str, float]] = {}  # since `metrics`
+        self.peaks: dict[str, dict[str, float]] = {}  # since `start`, or `metrics`
         self.highest: dict[str, dict[str, float]] = {}  # since the start
         self.overall: dict[str, float] = {}
         self._open: list[dict[str, float]] = [{}]
@@ -45,6 +45,11 @@ class PhaseMemory:
         _raise_to(self._open[-1], peak)
         _raise_to(self.overall, peak)
         reset_peak()
+
+    def start(self) -> None:
+        """A step begins: peaks per phase are its own from here on."""
+        self._note()
+        self.peaks = {}
 
     def metrics(self) -> dict[str, float]:
         """`memory/host_peak_gib`, `memory/device_peak_gib` since the start, and the same per phase since the last call."""

@@ -48,8 +48,9 @@ class StepTimer:
             self._on_start(name)
 
     def start(self, step: int) -> None:
-        """Starts the step timer. Time between steps is not attributed to any phase."""
+        """Starts the step timer. Time and peaks between steps, and of stages before, are not attributed to any phase."""
         HEARTBEAT.step = step
+        self.memory.start()
         self.seconds, self._begin = {}, time.perf_counter()
 
     def take(self) -> dict[str, float]:

@@ -12,6 +12,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megatron_rl.runtime import disk, exit_codes, owner, postmortem, provenance
 from megatron_rl.runtime.attempts import ATTEMPT, new_attempt
 from megatron_rl.runtime.heartbeat import HEARTBEAT, Deadlines, RankFacts
@@ -145,7 +147,8 @@ class Attempt:
             FloatingPointError,
             OwnedError,
         )
-        if self.grid is None or not isinstance(error, expected):
+        # numpy's LinAlgError is a ValueError, and no recipe's fault.
+        if self.grid is None or not isinstance(error, expected) or isinstance(error, np.linalg.LinAlgError):
             traceback.print_exception(error)
             return exit_codes.FAILED
         print(f"megatron-rl: {text}\n(where it happened: {place})", file=sys.stderr)

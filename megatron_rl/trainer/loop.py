@@ -32,7 +32,7 @@ def train(run: Run, resume: str) -> None:
     run.report.begin("RL", run.state.step, config.trainer.steps)
     if not resumed:  # every checkpoint, also that of step 0, is written after this
         scores = evaluate(run, step=0)
-        run.report.log(0, scores | run.sampler.take_counters())
+        run.report.log(0, scores | run.sampler.take_counters() | run.timer.memory.metrics())
         if config.checkpoint.every:
             run.hand_device_to_actor()
             checkpoints.save(run.state, scores)
@@ -91,10 +91,10 @@ def step(run: Run) -> None:
     seconds = run.timer.take()
     metrics = estimate.metrics | reward_metrics(table) | response_metrics(rollouts) | learned
     metrics |= run.checkpoints.metrics() | (difference.metrics() if difference is not None else {})
-    metrics |= throughput(rollouts, seconds) | seconds | run.timer.memory.metrics()
+    metrics |= throughput(rollouts, seconds) | seconds
     if (config.trainer.eval_every and number % config.trainer.eval_every == 0) or number == config.trainer.steps:
         metrics |= evaluate(run, number)
-    metrics |= sampler.take_counters()
+    metrics |= sampler.take_counters() | run.timer.memory.metrics()
     run.report.log(number, metrics)
     if (count := config.logging.samples_per_step) > 0:
         shown = sampler.whole(rollouts, count)

@@ -59,11 +59,15 @@ def preference_step(actor: Actor, pairs: Sequence[Pair], centering: float) -> di
         return losses.sum() / len(pairs), metrics
 
     result = actor.update(micro_batches, loss, temperature=1.0)
-    return result.metrics.values() | {
-        "actor/grad_norm": result.grad_norm,
-        "actor/lr": result.learning_rate,
-        "reward_model/tokens": float(sum(pair.num_tokens for pair in pairs)),
-    }
+    return (
+        result.metrics.values()
+        | actor.expert_load()
+        | {
+            "actor/grad_norm": result.grad_norm,
+            "actor/lr": result.learning_rate,
+            "reward_model/tokens": float(sum(pair.num_tokens for pair in pairs)),
+        }
+    )
 
 
 def preference_metrics(actor: Actor, pairs: Sequence[Pair], centering: float) -> dict[str, float]:

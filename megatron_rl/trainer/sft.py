@@ -76,11 +76,15 @@ def _step(actor: Actor, batch: TokenBatch) -> dict[str, float]:
         return -log_probs.sum() / num_tokens, _cross_entropy(log_probs)
 
     result = actor.update(actor.micro_batches(batch), loss, temperature=1.0)
-    return result.metrics.values() | {
-        "actor/grad_norm": result.grad_norm,
-        "actor/lr": result.learning_rate,
-        "sft/tokens": float(num_tokens),
-    }
+    return (
+        result.metrics.values()
+        | actor.expert_load()
+        | {
+            "actor/grad_norm": result.grad_norm,
+            "actor/lr": result.learning_rate,
+            "sft/tokens": float(num_tokens),
+        }
+    )
 
 
 def _cross_entropy(log_probs: Tensor) -> Metrics:

@@ -45,6 +45,9 @@ def test_overlong_shaping_enters_the_estimate_but_not_the_signal() -> None:
     assert step.advantages.tolist() == [[1.5, -1.5], [0.0, 0.0]]
     assert step.metrics["groups/signal_share"] == 0.5
     assert step.metrics["groups/trained"] == 1.0
+    assert step.metrics["reward/overlong"] == -0.5
+    assert step.metrics["reward_signal_share/overlong"] == 1.0
+    assert step.metrics["reward_group_std/overlong"] == 0.5
     with pytest.raises(ValueError, match="lengths"):
         algorithm.estimate(table([[1.0, 0.0]]))
 
@@ -55,6 +58,7 @@ def test_kl_in_the_reward() -> None:
     given = table([[1.0, 1.0]])
     step = algorithm.estimate(given, reference_kl=torch.tensor([[0.0, 2.0]]))
     assert step.advantages.tolist() == [[0.5, -0.5]]
+    assert step.metrics["reward/kl"] == -1.0
     with pytest.raises(ValueError, match="reference_kl"):
         algorithm.estimate(given)
 

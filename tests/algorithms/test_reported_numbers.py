@@ -103,6 +103,17 @@ def test_mismatch_gauges_are_over_the_given_mask() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_weight_that_was_cut_counts_as_cut(dtype: torch.dtype) -> None:
+    """Whatever the precision in which the weights are cut makes of the cap."""
+    old, rollout = torch.tensor([-3.0, -2.0, -2.0, 0.0, 3.0, 4.0], dtype=dtype), torch.zeros(6, dtype=dtype)
+    mask, ids = torch.ones(6, dtype=torch.bool), torch.arange(6)
+    for cap in [1 + i / 20 for i in range(1, 81)]:
+        correction = correct(old, rollout, mask, ids, weight="token", cap=cap)
+        values = correction_metrics(old, rollout, mask, ids, correction, cap).values()
+        assert values["correction/truncated_share"] == pytest.approx(2 / 6), cap
+
+
 def test_filters_keep_their_bounds() -> None:
     """A statistic that equals a bound passes."""
     old, rollout = torch.tensor([1.0, 2.0, 0.0]), torch.zeros(3)

@@ -12,7 +12,8 @@ from models import tiny
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.models.create import create_model
 
-from .job import Job
+from .job import Job, untimed
+from .job import rows as read_rows
 
 
 @pytest.mark.engine
@@ -26,16 +27,16 @@ def test_experts_are_trained_and_reach_the_engine_after_every_step(tmp_path: Pat
         shutil.copy(written / name, folder / name)
     every_second = "rollout.sync_check_every=2"
     layout = (every_second, "actor.parallel={tensor: 2, expert: 2, sequence: true}", "sft.steps=4", "trainer.steps=2")
-    job = Job(
-        tmp_path,
+    recipe = (
         f"model.path={folder}",
         "model.create=null",
         *layout,
-        "checkpoint.every=0",
         "actor.moe.routing_replay=rollout",
+        "sft.log_every=4",
     )
+    job = Job(tmp_path, *recipe)
     assert job.finish() == 0, job.stderr
-    rows = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(job.run_dir)
     steps = [row for row in rows if row["step"]]
     assert len(steps) == 2
     assert "sync/logprob_mean_diff" not in steps[0]
@@ -45,3 +46,9 @@ def test_experts_are_trained_and_reach_the_engine_after_every_step(tmp_path: Pat
     assert sum(row["actor/updates"] for row in steps) > 0
     exported = json.loads((job.run_dir / "export" / "config.json").read_text())
     assert exported["architectures"] == ["Qwen3MoeForCausalLM"]
+    warmed = read_rows(job.run_dir, "sft/metrics.jsonl")
+    assert 1 <= warmed[-1]["experts/load"] <= warmed[-1]["experts/load_max"] <= 8 / 2
+    # What the warm-up counted is not in RL's first step: a run that never had one writes the same row.
+    resumed = Job(tmp_path / "resumed", *recipe, "--resume", str(job.run_dir / "checkpoints" / "step_0"))
+    assert resumed.finish() == 0, resumed.stderr
+    assert [untimed(row) for row in read_rows(resumed.run_dir)] == [untimed(row) for row in steps]

@@ -14,9 +14,12 @@ from megatron_rl.config.checks import Machine
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data import Sample, ScoredLength
 from megatron_rl.evaluation.pairwise import battles, controlled_win_rate, logistic_fit, win_rate
+from megatron_rl.evaluation.served import guarded
 from megatron_rl.evaluation.summary import metrics_of, summarize
 from megatron_rl.rewards import make_reward
 from megatron_rl.rewards.pairwise import COLUMNS, difference, read_verdict
+from megatron_rl.runtime.distributed import ALONE
+from megatron_rl.trainer.report import Reporter
 from tests.rewards.chat_server import serving
 
 NAN = math.nan
@@ -120,6 +123,20 @@ def test_style_control_takes_out_what_a_judge_likes_of_style() -> None:
     assert won.value > 0.99
 
 
+@pytest.mark.parametrize("constant", [-1 / 31, 1 / 3, 7e9, 1e-12])
+def test_a_feature_that_is_the_same_everywhere_says_nothing(constant: float) -> None:
+    """Answers of one pattern have the same density of lists. The deviation of equal numbers is rounding, and not 0."""
+    pairs, styles = styled()
+    with_it = [[*style[:1], constant, *style[1:], constant * (1 + 1e-13)] for style in styles]
+    assert controlled_win_rate(pairs, with_it) == controlled_win_rate(pairs, styles)
+    won = controlled_win_rate([(2.0, 2.0)] * 50, [[constant, constant]] * 50)
+    assert won is not None
+    assert won.value > 0.999
+    single = controlled_win_rate([(2.0, -1.0)], [[constant, 0.1, constant, -0.7]])  # two battles of one style
+    assert single is not None
+    assert single.value > 0.6
+
+
 def test_the_fit_is_the_maximum_of_the_likelihood() -> None:
     """Apart from the code: torch's LBFGS, which the authors use, on the loss in float64."""
     pairs, styles = styled()
@@ -200,3 +217,11 @@ def test_an_evaluation_has_the_win_rate(tmp_path: Any) -> None:
     config.evaluation.pairwise = ["as_A", "as_A"]
     with pytest.raises(ConfigError, match=r"`evaluation.pairwise` must name two `pairwise` rewards, with position A"):
         check(config, machine=Machine(), command="evaluate")
+
+
+def test_an_equation_without_a_solution_is_no_fault_of_the_recipe(tmp_path: Any) -> None:
+    """numpy's LinAlgError is a ValueError, which else means that the recipe or its data cannot run (exit code 2)."""
+    (tmp_path / "recipe.yaml").write_text(f"run_dir: {tmp_path}\n")
+    log = Reporter(load_recipe(tmp_path / "recipe.yaml"), tmp_path, ALONE, "evaluate")
+    with pytest.raises(np.linalg.LinAlgError):
+        guarded(log, lambda: int(np.linalg.solve(np.zeros((1, 1)), np.ones(1))[0]))

@@ -9,6 +9,7 @@ import torch
 
 from megatron_rl.runtime import memory
 from megatron_rl.runtime.memory import PhaseMemory, in_use, is_out_of_memory, oom_kills, table
+from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.trainer import attempt
 
 
@@ -28,6 +29,21 @@ def test_a_peak_belongs_to_its_phase_and_to_the_one_around_it() -> None:
     assert metrics["memory/host_peak_gib"] >= metrics["memory/large/host_peak_gib"] == peaks["large"]
     assert memory.metrics().keys() == {"memory/host_peak_gib"}, "each step has its own"
     assert memory.highest["large"]["host"] == peaks["large"], "a post-mortem has them all"
+
+
+def test_a_steps_peaks_are_not_those_of_a_stage_before_it() -> None:
+    """The warm-up has phases of the same names."""
+    timer = StepTimer()
+    timer.start(1)
+    with timer("update"):
+        torch.ones(2**28, dtype=torch.uint8)
+    before = timer.memory.highest["update"]["host"]
+    timer.start(1)
+    with timer("update"):
+        pass
+    metrics = timer.memory.metrics()
+    assert metrics["memory/update/host_peak_gib"] < before - 0.2
+    assert metrics["memory/host_peak_gib"] >= before
 
 
 def refused_allocation() -> BaseException:

@@ -35,8 +35,7 @@ def sample(agreement: float, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def gate(outcome: Tensor, judge: Tensor, eps_mix: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every group: whether the gate is open, sigma_out / sigma_mix, and the correlation of outcome and mixed "
-    "reward."""
+    """Of every group: whether the gate is open, sigma_out / sigma_mix, and the correlation of outcome and mixed reward."""
     table = RewardTable(torch.stack([outcome, judge], 2), ("outcome", "judge"))
     group = make_advantage_estimator("awpo", eps_mix=eps_mix, r_out_max=2.0)(table).group
     kappa = group["sigma_out"] / group["sigma_mix"].clamp(min=1e-300)
@@ -99,7 +98,7 @@ def make() -> Page:
             markdown_table(("eps", "error", "residual"), lemma_rows),
             "## The gate (Eq. 21, Theorem 3.5)",
             f"{GROUPS} groups of {ROLLOUTS} rollouts; outcomes in [0, 2], judge's scores from {{0, .25, .5, .75, .9, "
-            "1}} that agree with the outcome, are independent of it, or contradict it. Saturation off. Of the groups "
+            "1} that agree with the outcome, are independent of it, or contradict it. Saturation off. Of the groups "
             "that the gate lets through: smallest $\\sigma_\\text{out} / \\sigma_\\text{mix}$, mean correlation of "
             "both advantages, and the share whose correlation reaches $\\kappa_\\text{min}$.",
             markdown_table(
