@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ import yaml
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.checkpoint.store import CheckpointError
+from megatron_rl.trainer import adapters
+from megatron_rl.trainer.adapters import AdapterFacts
 from megatron_rl.trainer.checkpoints import model_facts
-from megatron_rl.trainer.resume import check_frozen, check_model
+from megatron_rl.trainer.resume import _load_reference, check_frozen, check_model
 from tests.actor.processes import spawn
 from tests.checkpoint.ranks import Layout
 from tests.checkpoint.test_layouts import contents
@@ -234,7 +237,66 @@ def test_a_reference_comes_along_from_another_run_folder(root: Path) -> None:
     assert digests == manifest.digests(root / "there" / "reference")
 
 
+def test_another_reference_policy_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    """A folder with the right files, of which one has other bytes."""
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    (reference / "config.json").write_text("{}")
+    manifest.write(reference, {}, {}, [])
+    written = manifest.digests(reference)
+    assert written
+    grid = SimpleNamespace(is_main=True, broadcast=lambda found: found)
+    run: Any = SimpleNamespace(run_dir=tmp_path, grid=grid)
+    checkpoint = tmp_path / "checkpoints" / "step_2"
+    for digests, said in (
+        (dict.fromkeys(written, "0" * 32), rf"{reference}/config\.json is not what was written"),
+        ({**written, "model.safetensors": "0" * 32}, rf"{reference}/model\.safetensors is not what was written"),
+        (None, rf"{checkpoint} has none"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            _load_reference(run, checkpoint, digests)
+
+
 # ------------------------------------------------------------------------------------------------------- another model
+ADAPTERS: AdapterFacts = {
+    "rank": 4,
+    "scale": 2.0,
+    "modules": ["q_proj", "v_proj"],
+    "experts": False,
+    "base": "models/base",
+    "base_weights": "0" * 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        ({}, None),
+        ({"base": "models/moved"}, None),
+        ({"base_weights": "1" * 32}, r"adapters of another model: they were trained beside models/base"),
+        ({"rank": 8}, r"actor\.lora\.rank is 4 there and 8 here"),
+        ({"scale": 1.0}, r"actor\.lora\.alpha / rank is 2\.0 there and 1\.0 here"),
+        ({"modules": ["q_proj"]}, r"actor\.lora\.targets is \['q_proj', 'v_proj'\] there and \['q_proj'\] here"),
+        ({"experts": True}, r"actor\.lora\.experts is False there and True here"),
+        (None, r"trained adapters only, and this recipe trains every parameter \(actor\.lora\.rank = 0\)"),
+    ],
+)
+def test_adapters_of_another_kind_or_model_are_refused(
+    tmp_path: Path, here: dict[str, Any] | None, said: str | None
+) -> None:
+    manifest.write(tmp_path, {"adapters": ADAPTERS}, {}, [])
+    own: Any = None if here is None else ADAPTERS | here
+    with pytest.raises(CheckpointError, match=said) if said else contextlib.nullcontext():
+        adapters.check(tmp_path, own)
+
+
+def test_a_checkpoint_of_every_parameter_is_refused_by_a_run_of_adapters(tmp_path: Path) -> None:
+    manifest.write(tmp_path, {}, {}, [])
+    adapters.check(tmp_path, None)
+    with pytest.raises(CheckpointError, match=r"trained every parameter, and this recipe trains adapters only"):
+        adapters.check(tmp_path, ADAPTERS)
+
+
 @pytest.mark.parametrize(
     ("here", "said"),
     [

@@ -5,6 +5,7 @@ What is expected is cut here by hand from whole tensors, as vLLM's layers do; no
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.models import Model, family_for
-from megatron_rl.models.placement import ActorLayout, EngineLayout
+from megatron_rl.models.flows import Flow, Overlap, Pairs
+from megatron_rl.models.placement import ActorLayout, EngineLayout, Piece, numbered
 from megatron_rl.models.reshard import Move, Plan, RankPlan, make_plan
 from megatron_rl.models.rules import Place, shard_shape, shard_slices
 
@@ -303,6 +305,30 @@ def test_a_rank_keeps_what_it_has_and_asks_its_own_node_first() -> None:
         assert {peer // 4 for peer in peers} == {rank.rank // 4}
     same = check(DENSE, ParallelConfig(tensor=2), 4, EngineLayout(2), vocab_size=128)
     assert not any(bucket.sends or bucket.receives for rank in same.ranks for bucket in rank.buckets)
+
+
+def test_a_holder_of_the_same_node_is_asked_however_much_it_sends_already() -> None:
+    model, engine = model_of(DENSE), EngineLayout(1)
+    actor = ActorLayout.of(ParallelConfig(tensor=2), 5, 8)
+    rule = next(rule for _, rule in numbered(model) if rule.per_layer and rule.is_projection)
+    flow = Flow.of(Pairs.of(model, rule, actor, engine), rule, actor.stages(model, rule, 0), actor, engine, node=4)
+    for busy in (0, 1):  # one of the two nodes sends much more than the other
+        sources = flow.sources(np.repeat([1e6 * (busy == 0), 1e6 * (busy == 1)], 4))
+        assert (sources // 4 == flow.target // 4).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 3000), st.integers(1, 9))
+def test_cuts_of_many_positions_keep_blocks_of_scales_whole(start: int, length: int, parts: int) -> None:
+    """Blocks are counted from the tensor's first position, wherever the part that is cut begins."""
+    overlap = Overlap(Piece(0, start, start + length, 0, 1, at=5, expert=0), at=7, expert=0)
+    found = [cut for part in range(parts) if (cut := overlap.cut(part, parts))]
+    assert (found[0].target.start, found[-1].target.stop) == (start, start + length)
+    for before, after in itertools.pairwise(found):
+        assert before.target.stop == after.target.start
+        assert after.target.start % 128 == 0 or length < parts * 128
+    for cut in found:
+        assert cut.target.at - 5 == cut.at - 7 == cut.target.start - start
 
 
 def test_replicas_share_the_work_of_sending() -> None:

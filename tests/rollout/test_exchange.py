@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_rl.rollout.exchange import flatten, sizes_of, unflatten
 from megatron_rl.runtime.peer_memory import Room
 from tests import ranks
 
@@ -15,6 +16,25 @@ from . import exchanging
 
 def test_every_rank_gets_what_it_needs_and_no_more_bytes_in_a_larger_world(tmp_path: Path) -> None:
     ranks.start(exchanging.in_world, exchanging.WORLD, str(tmp_path), exchanging.WORLD, 60, exchanging.everything)
+
+
+def test_what_travels_of_a_rollout_is_its_own_whatever_lay_in_the_memory() -> None:
+    """Ids, log-probs (0 of tokens that were not sampled) and marks of what follows the prompt, at their places."""
+    rollouts, _ = exchanging.rollouts_of(0, 8, 0, 1, 1)
+    sizes = sizes_of(rollouts)
+    several = [row for row, rollout in rollouts.held.items() if len(rollout.segments) > 2]
+    assert several
+    for row in several:
+        flats = [np.full(sizes[row], fill, dtype=np.uint8) for fill in (0, 255)]
+        for flat in flats:
+            flatten(rollouts, row, flat)
+        segments = rollouts.held[row].segments[1:]
+        size = sum(len(segment.ids) for segment in segments)
+        np.testing.assert_array_equal(*(flat[: 9 * size] for flat in flats))
+        log_probs = np.concatenate([np.zeros(len(s.ids)) if s.logprobs is None else s.logprobs for s in segments])
+        np.testing.assert_array_equal(flats[1][4 * size : 8 * size].view(np.float32), log_probs.astype(np.float32))
+        again = unflatten(rollouts, row, flats[1])
+        np.testing.assert_array_equal(again.tokens, rollouts.held[row].tokens)
 
 
 def test_memory_is_taken_again_when_nothing_views_it() -> None:

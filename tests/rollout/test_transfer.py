@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from models import tiny
 from models.megatron import spawn
+from models.test_reshard import model_of
+
+from megatron_rl.config.actor import ParallelConfig
+from megatron_rl.models.placement import ActorLayout, EngineLayout
+from megatron_rl.models.reshard import make_plan
+from megatron_rl.rollout.transfer import SyncError, Transfer
+from megatron_rl.runtime.distributed import ALONE
 
 from . import moving
 from .moving import Layout
@@ -46,6 +57,25 @@ def faults(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         tiny.write(folder / variant, variant)
     spawn(moving.exact, request.param, folder, str(folder), layouts, FAULTS[request.param])
     return json.loads((folder / "faults.json").read_text())
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_plan_that_brings_too_little_or_too_much_of_a_weight_is_refused(times: int) -> None:
+    model = model_of("Qwen3ForCausalLM")
+    plan = make_plan(model, ActorLayout.of(ParallelConfig(), 5, 1), EngineLayout(1), bucket_elements=10**6, node=1).of(
+        0
+    )
+    weights: Any = {(0, -1, -1): torch.nn.Parameter(torch.zeros(1))}
+    *others, last = plan.buckets[-1].copies
+
+    def begin(count: int) -> None:
+        changed = replace(plan.buckets[-1], copies=[*others, *[last] * count])
+        planned: Any = SimpleNamespace(model=model, of=lambda _: replace(plan, buckets=(*plan.buckets[:-1], changed)))
+        Transfer(planned, weights, torch.float32, ALONE, timedelta(seconds=1))
+
+    begin(1)
+    with pytest.raises(SyncError, match=r"the plan of the weight sync brings \d+ of \d+ elements of model\.layers"):
+        begin(times)
 
 
 @pytest.mark.ranks

@@ -1,0 +1,61 @@
+"""Adapters beside one linear layer, as every rank of a layout makes them; no process group is needed for that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_rl.config.actor import LoRAConfig
+from megatron_rl.models.adapters import Adapter, begin_pass
+from megatron_rl.models.inventory import LocalWeight
+from megatron_rl.models.parallel import Axis, ParallelGroups
+from megatron_rl.models.rules import Rule, Sharding, shard_shape
+
+from .test_reshard import model_of
+
+MODEL = model_of("Qwen3ForCausalLM")
+RULES = [rule for rule in MODEL.family.rules if rule.is_projection]
+
+
+def adapter(rule: Rule, tp: Axis, dp: Axis = Axis(), dropout: float = 0.5, sequence: bool = False) -> Adapter:
+    named = rule.at(0, -1)
+    weight = nn.Parameter(torch.zeros(shard_shape(rule, MODEL.dims, tp.size)))
+    local = LocalWeight((MODEL.family.rules.index(rule), 0, -1), named, "decoder.layers.0.weight", weight)
+    lora = LoRAConfig(rank=2, alpha=4.0, targets=["all-linear"], dropout=dropout)
+    return Adapter(local, MODEL, lora, ParallelGroups(tp=tp, dp=dp), sequence)
+
+
+def kept(own: Adapter) -> torch.Tensor:
+    begin_pass(1, 2)
+    return own._dropped(torch.ones(64, 8))[0] != 0
+
+
+def test_there_are_layers_cut_either_way() -> None:
+    assert {rule.sharding for rule in RULES} >= {Sharding.ROW} != {rule.sharding for rule in RULES}
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.hf[0].name.split(".")[-2])
+def test_tensor_parallel_ranks_drop_the_same_inputs_where_they_have_the_same(rule: Rule, sequence: bool) -> None:
+    """Where each has inputs of its own, equal masks would tie what is dropped of them together."""
+    first, second = (kept(adapter(rule, Axis(rank, 2), sequence=sequence)) for rank in (0, 1))
+    assert torch.equal(first, second) is not (rule.sharding is Sharding.ROW or sequence)
+    assert torch.equal(first, kept(adapter(rule, Axis(0, 2), sequence=sequence)))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.hf[0].name.split(".")[-2])
+def test_one_rank_of_all_copies_writes_each_part_of_the_adapters(rule: Rule) -> None:
+    writers: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    parts = set()
+    for tp, dp in product(range(2), range(3)):
+        for name, tensor in adapter(rule, Axis(tp, 2), Axis(dp, 3)).sharded("at."):
+            assert name.startswith("at.")
+            place = tensor.key, tuple(tensor.global_offset)
+            parts.add(place)
+            writers[place] += tensor.replica_id == (0, 0, 0)
+            assert tensor.replica_id[-1] == dp
+    assert writers == dict.fromkeys(parts, 1)
