@@ -10,6 +10,8 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+pytest_plugins = ["tests.shared_memory"]
+
 # Searched anew in every run, but with the same examples each time where CI decides by them.
 settings.register_profile("ci", derandomize=True, print_blob=True)
 if os.environ.get("MEGATRON_RL_CI"):

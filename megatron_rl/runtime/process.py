@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -14,11 +15,28 @@ def started(pid: int) -> int | None:
     """Ticks since boot at which a process was started, which tell it from a later one with the same number.
 
     None where no such process runs (a zombie does not)."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
+
+
+def session(leader: int) -> dict[int, bytes]:
+    """pid -> command, its words separated by zeros, of the processes of a session that have not ended."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(folder.name))
+        if fields is not None and int(fields[3]) == leader:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found[int(folder.name)] = (folder / "cmdline").read_bytes()
+    return found
+
+
+def _stat(pid: int) -> list[str] | None:
+    """/proc/<pid>/stat from the state on; None where no such process runs (a zombie does not)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in "ZX" else fields
 
 
 @functools.cache

@@ -10,11 +10,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from typing import Protocol
+
+from megatron_rl.runtime import process
 
 VLLM = ("-m", "vllm.entrypoints.openai.api_server")  # after the Python that runs it
 _LOOK = 1.0  # seconds between two looks at a server that does not answer yet
 _TELL = 60.0  # seconds between two messages about it
-_GRACE = 20.0  # seconds for the server to end when asked
+_GRACE = 20.0  # seconds for the server to end when asked, and for the tracker of its shared memory after it
+_POLL = 0.02  # seconds between two looks at what is left of a session
+_TRACKER = b"multiprocessing.resource_tracker"  # in the command of the process that unlinks names in shared memory
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], port: int, tell: Callable[[str], None]) -> None:
@@ -38,12 +43,29 @@ def _answers(port: int) -> bool:
         return False
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that leads a session, and what it has started."""
-    if process.poll() is None:
-        process.terminate()
+class Leader(Protocol):
+    """What is used of a `subprocess.Popen` that leads a session."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+def end(leader: Leader) -> None:
+    """Ends a process that leads a session, and what it has started, with the names that these had in shared memory.
+
+    Python's resource tracker unlinks those names, once the other processes have ended: it ends last, by itself.
+    """
+    if leader.poll() is None:
+        os.kill(leader.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
-    with contextlib.suppress(ProcessLookupError):  # also what it has started
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+            leader.wait(_GRACE)
+    begin = time.monotonic()
+    while (running := process.session(leader.pid)) and time.monotonic() - begin < 2 * _GRACE:
+        for pid, command in running.items():
+            if _TRACKER not in command or time.monotonic() - begin > _GRACE:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL)
+    leader.wait()

@@ -6,13 +6,17 @@ On a CPU vLLM starts the engine as a new process, because threads of OpenMP do n
 
 import multiprocessing
 import runpy
+from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 
 get_context = multiprocessing.get_context
 
 
 def forking(method: str | None = None) -> BaseContext:
-    return get_context("fork" if method == "spawn" else method)
+    if method != "spawn":
+        return get_context(method)
+    resource_tracker.ensure_running()  # as a spawn does: one of an engine's own would be killed with it
+    return get_context("fork")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ forks of a process that has imported everything."""
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import time
 import urllib.request
 from pathlib import Path
 
+from megatron_rl.runtime import process
+from megatron_rl.runtime.server import end
+from tests import shared_memory
 from tests.warm import Warm
 
 SERVER = Path(__file__).with_name("forking_server.py")
@@ -52,10 +53,7 @@ class VllmServer:
                 time.sleep(0.2)
 
     def stop(self) -> None:
-        if self.process.poll() is None:
-            os.kill(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        """Nothing of what it has in shared memory is left."""
+        held = shared_memory.held(process.session(self.process.pid))
+        end(self.process)
+        assert not held & shared_memory.names()
