@@ -1,16 +1,20 @@
-"""Health of this node's GPUs, from nvidia-smi and the kernel log; and whether a process sees those that it needs."""
+"""Health of this node's GPUs, from nvidia-smi and the kernel log; whether a process sees those that it needs; and whether
+kernels can be compiled for them."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.findings import FAILED, WARNING, Problems
+from megatron_rl.runtime import compilers
 from megatron_rl.runtime.disk import size_text
 
 _ANSWER = 60.0  # seconds within which nvidia-smi and dmesg answer
@@ -69,6 +73,53 @@ def check_devices(config: Config) -> Problems:
             "number LOCAL_RANK: every process must see all of them; start without --gpus-per-task and --gpu-bind, and with "
             "the same CUDA_VISIBLE_DEVICES for all",
         )
+
+
+def check_caches(config: Config) -> Problems:
+    """A file can be written where each compiler keeps what it has made."""
+    for name in compilers.CACHES if count_gpus() else ():
+        folder = Path(os.environ.get(name, "")).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-") as file:
+                file.write(bytes(4096))
+                file.flush()
+        except OSError as error:
+            yield (
+                FAILED,
+                f"{name} {folder} cannot be written ({error.strerror}), and compiled kernels are kept there: "
+                f"{compilers.CACHE}=FOLDER names a folder of the node's own disk, in a container one that is mounted there",
+            )
+
+
+def check_compilers(config: Config) -> Problems:
+    """`nvcc` and `ninja`, which vLLM's FP8 products and FlashInfer call during the run."""
+    if not count_gpus():
+        return
+    found = compilers.programs(os.environ)
+    missing = [name for name, program in found.items() if program is None]
+    remedy = "load the module of a CUDA 13 toolkit in site_setup (slurm/site.sh), or set CUDA_HOME"
+    if config.rollout.fp8 != "none":
+        if missing:
+            yield FAILED, f"no {' and no '.join(missing)} here, and rollout.fp8 compiles its kernels: {remedy}"
+        elif (version := compilers.nvcc_version(str(found["nvcc"]))) is None or version < compilers.NVCC:
+            said = "does not say its version" if version is None else f"is of CUDA {version[0]}.{version[1]}"
+            least = ".".join(map(str, compilers.NVCC))
+            yield (
+                FAILED,
+                f"{found['nvcc']} {said}, and rollout.fp8 compiles its kernels with {least} or newer: {remedy}",
+            )
+    elif missing and importlib.util.find_spec("flashinfer") and not importlib.util.find_spec("flashinfer_cubin"):
+        yield (
+            WARNING,
+            f"no {' and no '.join(missing)} here: vLLM goes without FlashInfer's kernels, and is slower; {remedy}",
+        )
+
+
+def compiler_facts(config: Config) -> dict[str, str]:
+    """Whether each program is there: a node that lacks one would compute by other kernels than the rest."""
+    found = compilers.programs(os.environ) if count_gpus() else {}
+    return {name: "there" if program else "missing" for name, program in found.items()}
 
 
 def driver_problems(rows: str) -> Problems:

@@ -71,6 +71,7 @@ FACTS: dict[str, Callable[[Config], dict[str, str]]] = {
     "recipe": lambda config: {"the recipe": _digest(to_yaml(config).encode())},
     "model": model_facts,
     "data": data_facts,
+    "compilers": gpus.compiler_facts,
 }
 
 
@@ -296,6 +297,8 @@ PER_NODE: dict[str, Callable[[Config], Problems]] = {
     "disks": check_disks,
     "endpoints": check_endpoints,
     "gpus": gpus.check_gpus,
+    "caches": gpus.check_caches,
+    "compilers": gpus.check_compilers,
 }
 PER_RANK: dict[str, Callable[[Config], Problems]] = {"limits": check_limits, "devices": gpus.check_devices}
 

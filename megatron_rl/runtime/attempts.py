@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.runtime import compilers
+
 _PORTS = range(20000, 32000)  # below the range from which the system hands out ports on its own
 ATTEMPT = "MEGATRON_RL_ATTEMPT"  # variable: the folder for this attempt's logs, where a batch script has made it
 END = "end"  # in that folder: exit code and rank of the first rank that failed
@@ -87,7 +89,11 @@ def _port(environment: Mapping[str, str]) -> int:
 
 def rank_environment(gpus: int) -> dict[str, str]:
     """Variables that have to be there before a rank imports torch. Variables that the user has set are not overridden, but
-    for Python's UTF-8 mode: torch and vLLM read their own files in the locale's encoding."""
+    for Python's UTF-8 mode: torch and vLLM read their own files in the locale's encoding. PATH gets this Python's programs.
+
+    Raises:
+        ConfigError: on a GPU, where the folder for compiled kernels is not safe to use.
+    """
     defaults = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -96,9 +102,14 @@ def rank_environment(gpus: int) -> dict[str, str]:
     }
     if gpus:
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron's overlap of tensor-parallel communication needs it
+        defaults |= compilers.cache_variables(os.environ)
     else:
         defaults |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return {"PYTHONUTF8": "1", **{name: value for name, value in defaults.items() if name not in os.environ}}
+    return {
+        "PYTHONUTF8": "1",
+        "PATH": compilers.search_path(os.environ),
+        **{name: value for name, value in defaults.items() if name not in os.environ},
+    }
 
 
 def free_port() -> int:

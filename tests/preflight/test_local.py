@@ -20,6 +20,7 @@ from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
 from megatron_rl.preflight import gpus, local, run
 from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Report, merged
 from megatron_rl.preflight.run import _differences
+from megatron_rl.runtime import compilers
 from megatron_rl.runtime.attempts import free_port
 
 T = TypeVar("T")
@@ -294,6 +295,49 @@ def test_a_process_must_see_all_gpus_of_its_node(config: Config, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert list(gpus.check_devices(config)) == []
     assert local.PER_RANK["devices"] is gpus.check_devices
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container without its user's home."""
+    assert list(gpus.check_caches(config)) == [], "without GPUs nothing is compiled"
+    monkeypatch.setattr(gpus, "count_gpus", lambda: 8)
+    for name in compilers.CACHES:
+        monkeypatch.setenv(name, str(tmp_path / name))
+    assert list(gpus.check_caches(config)) == []
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "file" / "below"))
+    [(level, text)] = gpus.check_caches(config)
+    assert (level, "FLASHINFER_WORKSPACE_BASE" in text, "MEGATRON_RL_CACHE" in text) == (FAILED, True, True)
+    assert local.PER_NODE["caches"] is gpus.check_caches
+
+
+def test_fp8_rollouts_need_a_compiler_on_every_node(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert list(gpus.check_compilers(config)) == []
+    assert gpus.compiler_facts(config) == {}
+    monkeypatch.setattr(gpus, "count_gpus", lambda: 8)
+    assert gpus.compiler_facts(config) == {"nvcc": "missing", "ninja": "missing"}
+    assert list(gpus.check_compilers(config)) == [], "without FlashInfer nothing is lost"
+    config.rollout.fp8 = "blockwise"
+    [(level, text)] = gpus.check_compilers(config)
+    assert (level, "no nvcc and no ninja here" in text, "site_setup" in text) == (FAILED, True, True)
+    (tmp_path / "bin").mkdir()
+    for name in ("nvcc", "ninja"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\necho Cuda compilation tools, release 12.8, V12.8.93\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    [(level, text)] = gpus.check_compilers(config)
+    assert (level, "nvcc is of CUDA 12.8" in text, "12.9 or newer" in text) == (FAILED, True, True)
+    (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
+    assert list(gpus.check_compilers(config)) == []
+    good, bad = gpus.compiler_facts(config), {"nvcc": "there", "ninja": "missing"}
+    [finding] = _differences([(node, {"compilers": bad if node == "n2" else good}) for node in ("n1", "n2", "n3")])
+    assert (finding.check, finding.level, finding.node) == ("compilers", FAILED, "n2")
+    assert local.PER_NODE["compilers"] is gpus.check_compilers
 
 
 def test_an_old_driver_is_named_with_the_minimum() -> None:

@@ -1,0 +1,104 @@
+"""Where compiled kernels are kept, and the programs that compile them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import ConfigError
+from megatron_rl.runtime import compilers, provenance
+from megatron_rl.runtime.attempts import rank_environment
+
+
+def program(folder: Path, name: str, said: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\necho '{said}'\n")
+    (folder / name).chmod(0o755)
+    return folder / name
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, of this test alone; no cache is named."""
+    monkeypatch.setattr(compilers.tempfile, "gettempdir", lambda: str(tmp_path))
+    for name in (compilers.CACHE, *compilers.CACHES):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_caches_are_on_the_nodes_own_disk_unless_the_user_names_others(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = temporary / f"megatron_rl-{os.getuid()}"
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    found = rank_environment(gpus=8)
+    assert found["VLLM_CACHE_ROOT"] == str(own / "cache" / "vllm")
+    assert {name for name in compilers.CACHES if name in found} == compilers.CACHES.keys() - {"TRITON_CACHE_DIR"}
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert not any(name in rank_environment(gpus=0) for name in compilers.CACHES), "nothing is compiled on a CPU"
+    monkeypatch.setenv(compilers.CACHE, "/local/me")
+    assert rank_environment(gpus=8)["FLASHINFER_WORKSPACE_BASE"] == "/local/me/flashinfer"
+
+
+def test_vllm_and_torch_read_these_names(temporary: Path) -> None:
+    """Of the libraries that are installed here; FlashInfer's, tilelang's and DeepGEMM's are in their CUDA builds only."""
+    script = (
+        "import vllm.envs, torch._inductor.runtime.cache_dir_utils as inductor;"
+        "print(vllm.envs.VLLM_CACHE_ROOT, inductor.cache_dir(), inductor.triton_cache_dir(0))"
+    )
+    environment = {**os.environ, **rank_environment(gpus=1), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    cache = temporary / f"megatron_rl-{os.getuid()}" / "cache"
+    assert said.stdout.split() == [str(cache / name) for name in ("vllm", "inductor", "triton")]
+
+
+def test_a_cache_that_others_may_write_to_is_refused(temporary: Path) -> None:
+    """Whoever makes the folder first could leave programs there."""
+    own = temporary / f"megatron_rl-{os.getuid()}"
+    own.mkdir()
+    own.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"{own}, .* MEGATRON_RL_CACHE=FOLDER"):
+        rank_environment(gpus=1)
+    own.rmdir()
+    (temporary / "theirs").mkdir()
+    own.symlink_to(temporary / "theirs")
+    with pytest.raises(ConfigError):
+        rank_environment(gpus=1)
+
+
+def test_the_environments_own_programs_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`.venv/bin/megatron-rl` by its path, with a PATH that knows nothing of .venv: vLLM then went without FlashInfer."""
+    python, ninja = program(tmp_path / "bin", "python"), program(tmp_path / "bin", "ninja")
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    for gpus in (0, 1):
+        found = rank_environment(gpus)["PATH"]
+        assert compilers.programs({"PATH": found})["ninja"] == str(ninja)
+    monkeypatch.setenv("PATH", found)
+    assert rank_environment(gpus=0)["PATH"] == found, "once"
+
+
+def test_nvcc_is_the_one_that_would_be_called(tmp_path: Path) -> None:
+    first = program(tmp_path / "cuda" / "bin", "nvcc", "Cuda compilation tools, release 12.8, V12.8.93")
+    second = program(tmp_path / "bin", "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
+    assert compilers.nvcc({"PATH": str(tmp_path / "bin")}) == str(second)
+    home = {"PATH": str(tmp_path / "bin"), "CUDA_HOME": str(tmp_path / "cuda")}
+    assert compilers.nvcc(home) == str(first)
+    assert compilers.nvcc({**home, "CUDA_HOME": "/nowhere"}) is None
+    assert [compilers.nvcc_version(str(path)) for path in (first, second)] == [(12, 8), (13, 0)]
+    assert compilers.nvcc_version(str(program(tmp_path, "broken"))) is None
+
+
+def test_a_run_writes_down_what_it_would_compile_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ninja = program(tmp_path, "ninja")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/x")
+    about = provenance.surroundings()
+    assert about["programs"]["ninja"] == str(ninja)  # type: ignore[index]
+    assert about["environment"]["TORCHINDUCTOR_CACHE_DIR"] == "/x"  # type: ignore[index]
