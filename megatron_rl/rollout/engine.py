@@ -294,6 +294,7 @@ def gpu_options(config: RolloutConfig, model: Model) -> dict[str, object]:
         "gpu_memory_utilization": config.memory_fraction,
         "enable_sleep_mode": True,
         "async_scheduling": config.async_scheduling,
+        "enable_flashinfer_autotune": False,  # at each start; no operator that it tunes is used here
         **options,
     }
 

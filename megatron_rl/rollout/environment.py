@@ -13,6 +13,10 @@ from megatron_rl.runtime import device, leftovers
 from megatron_rl.runtime.distributed import Grid
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
+# Of `rollout.fp8` on Hopper. By default vLLM 0.32 rounds the scales that it is sent up to powers of two and quantises the
+# weights again (utils/deep_gemm.py; Blackwell's kernels want that), and computes the same product by one kernel below 32
+# tokens and by another from there on, so that a response's last tokens are not scored as they were drawn.
+FP8_VARIABLES = {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
 
 
 def prepare(*, asks_hub: bool = False) -> None:
@@ -29,6 +33,17 @@ def prepare(*, asks_hub: bool = False) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if device.has_gpu() else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")
+    if device.is_hopper():
+        for name, value in FP8_VARIABLES.items():
+            os.environ.setdefault(name, value)
+
+
+def overridden() -> list[str]:
+    """Those of `FP8_VARIABLES` that the user has set otherwise, as `NAME=value`: the engine of `rollout.fp8` then does not
+    compute with the scales that it is sent, or computes one product by two kernels."""
+    if not device.is_hopper():
+        return []
+    return [f"{name}={os.environ[name]}" for name, own in FP8_VARIABLES.items() if os.environ.get(name, own) != own]
 
 
 @contextlib.contextmanager

@@ -17,6 +17,12 @@ def has_gpu() -> bool:
     return not _without_content and torch.cuda.is_available()
 
 
+def is_hopper() -> bool:
+    """Whether this process's device is of compute capability 9.x, which multiplies blockwise FP8 with scales in fp32. Later
+    ones take powers of two."""
+    return has_gpu() and torch.cuda.get_device_capability(index())[0] == 9
+
+
 def has_transformer_engine() -> bool:
     return has_gpu() and not _plain and importlib.util.find_spec("transformer_engine") is not None
 

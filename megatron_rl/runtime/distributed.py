@@ -16,6 +16,7 @@ from megatron_rl.runtime import device, peer_memory, rendezvous
 from megatron_rl.seams import torch_dist
 
 T = TypeVar("T")
+FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # of `actor.fp8.recipe=blockwise`
 
 
 @dataclass(frozen=True)
@@ -108,19 +109,26 @@ def initialize(parallel: ParallelConfig, timeout_minutes: float, gpu_timeout_min
         timeout_minutes: after which a collective raises an error.
         gpu_timeout_minutes: after which torch ends a process whose NCCL collective waits; None: the same.
     """
-    from megatron.core import parallel_state
-
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     minutes = timeout_minutes
     if device.has_gpu():
         minutes = gpu_timeout_minutes or timeout_minutes
         torch.cuda.set_device(device.index())
+    if (
+        device.is_hopper()
+    ):  # before Megatron-Core imports Transformer Engine, whose default rounds scales up to powers of two
+        os.environ.setdefault(FP32_SCALES, "1")
+    from megatron.core import parallel_state
+
     torch_dist.share_device()
     store = None
     if not dist.is_initialized():
         timeout = timedelta(minutes=minutes)
         store = rendezvous.store(timeout)
         default = dist.PrefixStore("default_pg", store)
+        # Without a `device_id`, with which torch splits NCCL's groups from this one. torch 2.13 then has the ranks outside of
+        # a new group take part in a split also where the group is gloo's, as some of Megatron's and vLLM's are; its members
+        # do not, and the others would wait for ever (distributed_c10d, `_new_process_group_helper`).
         dist.init_process_group(device.backend(), store=default, rank=rank, world_size=world, timeout=timeout)
     with device.megatron():
         parallel_state.initialize_model_parallel(

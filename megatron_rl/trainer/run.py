@@ -15,6 +15,7 @@ from megatron_rl.images import ImageReader
 from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.models.create import create_model, differences
 from megatron_rl.rewards import Scorer
+from megatron_rl.rollout import environment
 from megatron_rl.runtime.disk import next_previous
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.owner import Ownership
@@ -129,6 +130,8 @@ def build_run(
     if command == "train" and config.rollout.fp8 != "none":
         weight = config.algorithm.correction.weight
         report.note(f"rollouts are drawn with weights in FP8, corrected by algorithm.correction.weight={weight}")
+        if taken := environment.overridden():
+            report.note(f"the environment's {', '.join(taken)} changes what the engine computes in FP8 (docs/gpu.md)")
     timer = StepTimer(report.phase)
     actor = (Actor if pairs is None else RewardActor)(config, grid, folder, open_weights(folder))
     learner = Learner(config, actor, algorithm, timer)

@@ -90,6 +90,7 @@ def test_vllm_takes_the_options_of_a_gpu():
     config = RolloutConfig(memory_fraction=0.7, async_scheduling=False)
     args = EngineArgs(model="any", **gpu_options(config, experts))
     assert (args.moe_backend, args.async_scheduling, args.gpu_memory_utilization) == ("triton", False, 0.7)
+    assert args.enable_flashinfer_autotune is False
     assert EngineArgs(model="any", **gpu_options(RolloutConfig(), dense)).moe_backend == "auto"
 
 
@@ -98,11 +99,31 @@ def test_vllms_runner_is_chosen_here(monkeypatch: pytest.MonkeyPatch):
     for has_gpu, chosen in ((True, "1"), (False, "0")):
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
         monkeypatch.setattr(environment.device, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
+        monkeypatch.setattr(environment.device, "is_hopper", lambda: False)
         environment.prepare()
         assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == chosen
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     environment.prepare()
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1", "the user's"
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_fp8_rollouts_compute_with_the_scales_that_are_sent(monkeypatch: pytest.MonkeyPatch, hopper: bool) -> None:
+    """What vLLM itself makes of the variables; on other cards its defaults hold, which their kernels need."""
+    from vllm import envs
+
+    for name in environment.FP8_VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(environment.device, "is_hopper", lambda: hopper)
+    environment.prepare()
+    assert envs.VLLM_USE_DEEP_GEMM_E8M0 is not hopper
+    assert envs.VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER is not hopper
+    assert environment.overridden() == []
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "1")
+    environment.prepare()
+    assert envs.VLLM_USE_DEEP_GEMM_E8M0, "the user's"
+    assert environment.overridden() == ["VLLM_USE_DEEP_GEMM_E8M0=1"] * hopper
 
 
 def checksum(*matrices: torch.Tensor, integer: torch.dtype = torch.int32) -> list[int]:
