@@ -77,10 +77,22 @@ def _places(targets: Tensor, first: int, rows: slice) -> tuple[Tensor, Tensor]:
     return (local * here)[:, None], here
 
 
+def _adds_in_float32(device: torch.device) -> bool:
+    """Whether torch has a product of narrower factors there that is added to a float32 sum: on GPUs only."""
+    return device.type != "cpu"
+
+
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool = False) -> None:
-    """total += left @ right; of the first product total = left @ right, whatever was there."""
+    """total += left @ right; of the first product total = left @ right, whatever was there.
+
+    Where `total` is float32 and the factors are not, a GPU's matrix product adds to it in float32. A CPU has no such
+    product: there it is rounded to the factors' dtype before it is added.
+    """
+    beta = 0.0 if first else 1.0
     if total.dtype == left.dtype:
-        torch.addmm(total, left, right, beta=0.0 if first else 1.0, out=total)
+        torch.addmm(total, left, right, beta=beta, out=total)
+    elif _adds_in_float32(total.device):
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
     elif first:
         total.copy_(left @ right)
     else:

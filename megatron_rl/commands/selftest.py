@@ -39,6 +39,13 @@ def run(args: argparse.Namespace) -> int:
         streams.say(f"megatron-rl: --run-dir {folder}: {error.strerror}; name a folder that is not there yet")
         return exit_codes.BAD_INPUT
     results: list[Result] = []
+    if machine.gpus:
+        where = rank_environment(machine.gpus).get("VLLM_CACHE_ROOT", "the caches that your environment names")
+        streams.say(
+            "on a new node the steps compile kernels first, those with an engine for minutes; what is compiled is kept "
+            f"({where})",
+            sys.stdout,
+        )
     for step in STEPS:
         if args.only and step.name not in args.only:
             continue
@@ -77,7 +84,9 @@ def _run(step: Step, folder: Path, gpus: int) -> Result:
     path = folder / "result.json"
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if "error" in found or outcome.code or not found:
-        text = found.get("error") or f"{outcome.message} (a step has at most {step.minutes:g} min)"
+        text = (
+            found.get("error") or f"{outcome.message} (a step has at most {step.minutes:g} min, compilation included)"
+        )
         return Result(step, FAILED, seconds, text=text)
     if "left_out" in found:
         return Result(step, LEFT_OUT, seconds, text=found["left_out"])

@@ -63,6 +63,7 @@ class Bench:
     folder: Path
     tensor: int = 1  # tensor parallelism of actor and engine
     overrides: tuple[str, ...] = ()
+    minutes: float = 15.0  # that a rank may wait for another, which may be compiling
 
     @property
     def gpu(self) -> bool:
@@ -76,7 +77,7 @@ class Bench:
     @cached_property
     def grid(self) -> Grid:
         parallel = ParallelConfig(tensor=self.tensor, sequence=self.tensor > 1)
-        return distributed.initialize(parallel, timeout_minutes=3)
+        return distributed.initialize(parallel, timeout_minutes=self.minutes)
 
     def model(self, shape: CreateModelConfig, experts: int = 0, weights: bool = True) -> Path:
         """A model folder, random: Qwen3's, with `experts` a mixture, four of which take each token; with `shape.vision`

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.actor.build import DTYPES
+from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.models.layers import packed_attention
 from megatron_rl.runtime import device, provenance
+from megatron_rl.seams.megatron import MAIN_GRADIENT
 from megatron_rl.selftest.bench import (
     SHAPE,
     Bench,
@@ -157,6 +159,34 @@ def fp8(bench: Bench) -> Figures:
         )
         own.start_optimizer(config.actor.optimizer, 10)
         figures[f"{recipe} gradient norm"] = update(own, tokens)  # raises where it is not finite
+    return figures
+
+
+def output_layer(bench: Bench) -> Figures:
+    """Gradients of hidden states and output matrix, the latter added to an fp32 sum, against plain torch in float64."""
+    torch.manual_seed(0)
+    dtype = DTYPES[bench.dtype]
+    hidden = torch.randn(384, 256, device=device.device()).to(dtype).requires_grad_()
+    weight = (torch.randn(1024, 256, device=device.device()) * 0.05).to(dtype).requires_grad_()
+    targets = torch.randint(1000, (384,), device=device.device())
+    total = torch.ones(1024, 256, device=device.device())  # what other micro-batches have added
+    setattr(weight, MAIN_GRADIENT, total)
+    # Tiles smaller than either matrix, so that sums of several products are compared.
+    log_probs, _ = log_probs_from_hidden(hidden, weight, targets, VocabShard(0, 1000, None), num_bytes=2**18)
+    log_probs.sum().backward()
+    want = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+    logits = want[0] @ want[1][:1000].t()
+    logits.log_softmax(-1).gather(1, targets[:, None]).sum().backward()
+    figures: Figures = {}
+    assert hidden.grad is not None
+    # The logits are rounded to bf16; what the sums add to that is what would show here.
+    most = {"float32": 1e-5, "bfloat16": 0.01}[bench.dtype]
+    for name, got, leaf in (("hidden states", hidden.grad, want[0]), ("weight", total - 1, want[1])):
+        assert leaf.grad is not None
+        error = float((got.double() - leaf.grad).norm() / leaf.grad.norm())
+        figures[f"gradient of the {name}: error"] = expect(
+            f"the relative error of the gradient of the {name}", error, most, "rounding makes"
+        )
     return figures
 
 

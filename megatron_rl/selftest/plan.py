@@ -22,7 +22,7 @@ class Step:
     need: Need = ""
     overrides: tuple[str, ...] = ()  # of the step's recipe
     processes: int = 1  # tensor-parallel ranks of actor and engine; on a node with GPUs, one each
-    minutes: float = 4.0  # after which it counts as hung
+    minutes: float = 15.0  # after which it counts as hung; a node's first run compiles kernels in most steps
 
 
 _SLEEP = (
@@ -71,6 +71,13 @@ STEPS = (
         "do the actor's log-probs equal those of transformers, and with Transformer Engine those of the plain layers?",
         "the weight map (models/) where `transformers` differs, a Transformer Engine layer where the "
         "plain layers do: compare them layer by layer",
+    ),
+    Step(
+        "output-layer",
+        "layers.output_layer",
+        "does the output layer's gradient, summed in fp32 by the matrix product, equal the one computed in float64?",
+        "torch.addmm with out_dtype (actor/head.py `_accumulate`): on a card of another kind or with another torch it may "
+        "differ",
     ),
     Step(
         "checkpoint",

@@ -37,7 +37,7 @@ def main(name: str, folder: Path) -> int:
                 "left_out": f"blockwise FP8 needs compute capability 9.0: {torch.cuda.get_device_name()} has less"
             }
         else:
-            bench = Bench(folder, step.processes, step.overrides)
+            bench = Bench(folder, step.processes, step.overrides, step.minutes)
             result = {"figures": getattr(importlib.import_module(f"megatron_rl.selftest.{module}"), function)(bench)}
             distributed.shutdown()
     except Exception as error:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.actor import head
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 
 from .processes import spawn
@@ -151,3 +152,56 @@ def test_the_gradient_is_added_to_megatrons_own(dtype: torch.dtype, is_embedding
     assert (weight.main_grad[VOCAB:] == 1).all()  # type: ignore[attr-defined]
     assert weight.grad_added_to_main_grad != is_embedding_too  # type: ignore[attr-defined]
     assert (weight.grad is None) == is_embedding_too
+
+
+@pytest.fixture
+def products_in_float32(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A GPU's product in float32, which torch does not have for a CPU, in plain torch; and which products were asked for."""
+    asked: list[str] = []
+
+    def product(
+        total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1, out: Tensor
+    ) -> Tensor:
+        assert (total.dtype, left.dtype, right.dtype, out.dtype) == (dtype, torch.bfloat16, torch.bfloat16, dtype)
+        asked.append("first" if beta == 0 else "further")
+        total = torch.zeros_like(total) if beta == 0 else total  # as cuBLAS: what is there is not read
+        return out.copy_(beta * total + alpha * (left.float() @ right.float()))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("addmm.dtype_out", product, "CPU")
+    monkeypatch.setattr(head, "_adds_in_float32", lambda device: True)
+    yield asked
+    library._destroy()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_products_of_a_gpu_are_summed_in_float32(products_in_float32: list[str], in_place: bool) -> None:
+    """Many tiles: sums of rounded products would be further from float64 than one rounding of the result."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 16, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(96, 16, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(96, (64,), generator=generator)
+    if in_place:
+        weight.main_grad = torch.zeros(96, 16)  # type: ignore[attr-defined]
+    log_probs, _ = log_probs_from_hidden(hidden, weight, targets, VocabShard(0, 96, None), num_bytes=4 * 64)
+    log_probs.sum().backward()
+    assert "further" in products_in_float32
+    assert ("first" in products_in_float32) != in_place
+    # The factors of each product are rounded to bf16, so float32 sums of the very same factors are the measure.
+    exact = [leaf.detach().double() for leaf in (hidden, weight)]
+    tile = -(exact[0] @ exact[1].t()).bfloat16().double().softmax(-1)
+    tile[torch.arange(64), targets] += 1
+    tile = tile.bfloat16().double()
+    own = weight.main_grad if in_place else weight.grad  # type: ignore[attr-defined]
+    for found, right in ((hidden.grad, tile @ exact[1]), (own, tile.t() @ exact[0])):
+        assert found is not None
+        error = float((found.double() - right).norm() / right.norm())
+        assert error < (3e-5 if found.dtype == torch.float32 else 2e-3), error
+
+
+def test_the_product_of_a_gpu_is_one_that_torch_has() -> None:
+    """torch checks shapes and dtypes without a device."""
+    total = torch.empty(6, 4, device="meta")
+    left, right = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((6, 3), (3, 4)))
+    for first in (True, False):
+        head._accumulate(total, left, right, first)

@@ -12,6 +12,7 @@ from megatron_rl import cli
 from megatron_rl.commands import selftest
 from megatron_rl.config import Machine, check, check_machine, load_recipe
 from megatron_rl.runtime.spawn import Outcome
+from megatron_rl.selftest.bench import Bench
 from megatron_rl.selftest.plan import STEPS
 from megatron_rl.selftest.report import FAILED, OK, Result
 from tests import warm
@@ -76,6 +77,30 @@ def test_it_stops_at_the_first_surprise(
     assert "likely: the weight map" in said
     assert "checkpoint" not in said
     assert cli.main(["selftest", "--run-dir", str(tmp_path / "run")]) == 2, "the folder is there"
+
+
+def test_a_step_has_time_to_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM alone takes half a minute to import; a node's first run also compiles graphs, Triton's kernels, FP8 products."""
+    given = []
+
+    def hangs(command: Sequence[str], processes: int, log_dir: Path, environment: Mapping[str, str]) -> Outcome:
+        given.append(environment)
+        return Outcome(142, "rank 0 was ended by SIGALRM")
+
+    monkeypatch.setattr(selftest, "run_ranks", hangs)
+    monkeypatch.setattr(selftest, "machine_here", lambda: (Machine(gpus=1), None))
+    monkeypatch.setenv("MEGATRON_RL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    assert cli.main(["selftest", "--only", "engine", "--run-dir", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().out
+    assert "on a new node the steps compile kernels first, those with an engine for minutes" in said
+    assert str(tmp_path / "cache" / "vllm") in said
+    assert given[0]["VLLM_CACHE_ROOT"] == str(tmp_path / "cache" / "vllm")
+    assert "(a step has at most 15 min, compilation included)" in said
+    assert min(step.minutes for step in STEPS) >= 15
+    assert Bench(tmp_path).minutes >= 15, "how long one rank waits for another that compiles"
 
 
 def test_what_a_node_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
