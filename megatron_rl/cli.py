@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_rl import __version__
-from megatron_rl.commands import COMMANDS, load
+from megatron_rl.commands import COMMANDS, load, packages
 from megatron_rl.names import ConfigError
 from megatron_rl.runtime import stop, streams
 from megatron_rl.runtime.attempts import outer_world
@@ -32,6 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ConfigError as error:
             _say_once_per_node(error)
             return error.code
+        except ModuleNotFoundError as error:
+            if (why := packages.explanation(error)) is None:
+                raise
+            _say_once_per_node(ConfigError(why))
+            return ConfigError.code
         except KeyboardInterrupt:
             streams.say("megatron-rl: stopped by SIGINT")
             return 128 + signal.SIGINT
@@ -62,6 +67,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     # argparse gives up on positionals after an option: `train RECIPE --check a.b=1` leaves the override over.
     overrides = getattr(args, "overrides", None)
     unknown = [text for text in rest if overrides is None or text.startswith("-") or "=" not in text]
+    for text in unknown:
+        name = text.lstrip("-").partition("=")[0]
+        if overrides is not None and text.startswith("--") and "." in name:
+            parser.error(f"unrecognized argument {text}: overrides have no dashes: {text.lstrip('-')}")
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if overrides is not None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_rl import shipped
+
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -66,7 +68,7 @@ def load_file(path: str | Path) -> ModuleType:
     Raises:
         FileNotFoundError: there is no such file.
     """
-    path = Path(path).expanduser().resolve()
+    path = shipped.find_file(Path(path).expanduser()).resolve()
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     name = f"megatron_rl_user_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"

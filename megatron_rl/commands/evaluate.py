@@ -114,7 +114,7 @@ def _resolve(args: argparse.Namespace, machine: Machine) -> tuple[Config, _Check
     if "run_dir" not in given:
         overrides += _own_run_dir(recipe, args, checkpoint)
     args.overrides = [*overrides, *args.overrides]
-    config = check_recipe(load_recipe(recipe, args.overrides), args.command, machine, _served(args))
+    config = check_recipe(load_recipe(recipe, args.overrides), args.command, machine, _served(args), recipe)
     _check_harness(config, args.endpoint, checkpoint)
     if args.endpoint and config.model.path is None:
         raise ConfigError("--endpoint needs --model DIR, the Hugging Face folder of the served model: its tokenizer")

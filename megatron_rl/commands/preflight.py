@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from megatron_rl.commands.packages import require_torch
 from megatron_rl.config import check, load_recipe
 from megatron_rl.runtime import exit_codes, stop, streams
 from megatron_rl.runtime.attempts import rank_environment
@@ -34,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     config = load_recipe(args.recipe, args.overrides)
     if world is None:
         config = check(config, machine=machine)
-    else:
+    require_torch(args.command)
+    if world is not None:
         os.environ.update(rank_environment(machine.gpus))
         os.environ.update(world.variables)
         stop.hold_back()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron_rl.commands.packages import require_torch
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.launch.checks import check_recipe
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0, 2 for a bad recipe, 130 after Ctrl-C, or the exit code of a failed process."""
     machine, world = machine_here()
     machine = machine_asked_for(args, machine)
-    config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine)
+    config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine, recipe=args.recipe)
     if args.check:
         return print_checked(config, machine if args.processes is None else None, args.command)
     check_machine(config, machine, args.command)
@@ -94,8 +95,11 @@ def machine_here() -> tuple[Machine, World | None]:
 def start_ranks(name: str, config: Config, resume: str, machine: Machine, world: World | None) -> int:
     """Takes the run folder, writes the recipe there, and runs the ranks, or the one of them that this process stands for.
 
+    Raises ConfigError where there is no torch, or the folder cannot be had.
+
     Where several processes stand for ranks, rank 0's does so for all; the others write nothing outside the attempt's folder.
     """
+    require_torch(name)
     run_dir = Path(config.run_dir)
     handle = _unnamed_file(to_yaml(config))
     command = [name, "--run-dir", config.run_dir, "--recipe", f"/proc/self/fd/{handle}", "--resume", resume]

@@ -17,6 +17,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from megatron_rl import shipped
 from megatron_rl.config.algorithm import AlgorithmConfig, MethodConfig
 from megatron_rl.config.conform import MOST_LEVELS, Tree, conform, type_at
 from megatron_rl.config.keys import entry_type, fields, unwrap
@@ -61,13 +62,14 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
       is a paper's choice as a whole.
 
     Args:
-        path: the YAML file. `base:` in it names one or more other files, relative to it. None: there are overrides only.
+        path: the YAML file, or the name of a recipe that comes with the package (`cpu/quickstart.yaml`). `base:` in it names
+            one or more other files, relative to it, or by such a name. None: there are overrides only.
         overrides: `a.b=value`; the value is YAML (numbers, lists, mappings), except that text keys take it verbatim.
 
     Raises:
         ConfigError: naming the file or override, the key, its value, and the nearest valid key or the remedy.
     """
-    layers = [] if path is None else _read(Path(path), ())
+    layers = [] if path is None else _read(_found(Path(path)), ())
     if overrides:
         layers.append(_parse_overrides(overrides))
     return _resolve(Config, _merged(layers), "the overrides" if path is None else str(path))
@@ -125,8 +127,30 @@ def _read(path: Path, chain: tuple[Path, ...], seen: set[Path] | None = None) ->
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{name}: `base` must be the path of a recipe, or a list of them, not {show(bases)}")
-    layers = [layer for base in bases for layer in _read(path.parent / base, (*chain, real), seen)]
+    layers = [layer for base in bases for layer in _read(_base(path.parent, base), (*chain, real), seen)]
     return [*layers, _Layer(name, conform(tree, name))]
+
+
+def _found(path: Path) -> Path:
+    """The file that a recipe's name stands for. ConfigError where there is none."""
+    try:
+        path.resolve()
+        found = shipped.find_recipe(path)
+        is_there = found.exists() or found.is_symlink()
+    except (OSError, ValueError, RuntimeError):  # no name of a file: reading it says why
+        return path
+    if not is_there:
+        near = shipped.like(path)
+        hint = "" if near is None else f"; did you mean {near}?"
+        raise ConfigError(f"{os.path.normpath(path)} does not exist{shipped.missing(path)}{hint}")
+    return found
+
+
+def _base(folder: Path, name: str) -> Path:
+    with contextlib.suppress(OSError, ValueError):  # as above
+        if not (folder / name).exists() and (found := shipped.find_recipe(Path(name))).exists():
+            return found
+    return folder / name
 
 
 def _read_yaml(path: Path, name: str, role: str) -> dict[Any, Any]:

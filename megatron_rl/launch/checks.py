@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError, Machine, check
 from megatron_rl.models import HFConfig
 from megatron_rl.rewards import Reward, check_rewards
 from megatron_rl.sample import Sample
+from megatron_rl.shipped import find_recipe, missing
 from megatron_rl.tasks import check_tasks, first_items, tasks_to_evaluate
 from megatron_rl.tasks.preferences import conversations
 
 
-def check_recipe(config: Config, command: str, machine: Machine, model: HFConfig | None = None) -> Config:
+def check_recipe(
+    config: Config,
+    command: str,
+    machine: Machine,
+    model: HFConfig | None = None,
+    recipe: str | os.PathLike[str] | None = None,
+) -> Config:
     """The recipe with what follows from its keys filled in, see `config.check`.
-    `model`: the model's config.json, where its weights need not be here; None: `model.path` is checked.
+
+    Args:
+        model: the model's config.json, where its weights need not be here; None: `model.path` is checked.
+        recipe: its file. Where a file that it names is missing, the message says whether it is beside the recipe.
 
     Raises:
         ConfigError: one line per problem.
     """
+    try:
+        return _checked(config, command, machine, model)
+    except ConfigError as error:
+        beside = [] if recipe is None else list(_beside(config, find_recipe(Path(recipe)).parent))
+        if not beside:
+            raise
+        raise ConfigError("\n".join([str(error), *beside])) from None
+
+
+def _checked(config: Config, command: str, machine: Machine, model: HFConfig | None) -> Config:
     config = check(config, command=command, machine=machine, model=model)
     try:
         check_tasks(tasks_to_evaluate(config.tasks) if command == "evaluate" else config.tasks)
@@ -51,3 +74,34 @@ def _check_first_samples(config: Config, command: str, rewards: Mapping[str, Rew
                         raise ValueError(
                             f"tasks.{key}: {where}: the reward {name!r} cannot score it: {error}"
                         ) from error
+
+
+def _beside(config: Config, folder: Path) -> Iterator[str]:
+    """A sentence per file or folder that the recipe names by a relative path, and that is beside it, not here."""
+    for key, name in _files(config):
+        with contextlib.suppress(OSError, ValueError):  # no name of a file, which another message says
+            path = Path(name)
+            if not (path.is_absolute() or name.startswith("~") or path.exists()) and (folder / path).exists():
+                yield (
+                    f"`{key}`: {name} does not exist{missing(path)}, where paths in recipes begin; there is one beside the "
+                    f"recipe: {key}={os.path.relpath(folder / name)}"
+                )
+
+
+def _files(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and path of the files and folders that a recipe names."""
+    for key, path in (("model.path", config.model.path), ("actor.lora.path", config.actor.lora.path)):
+        if path is not None:
+            yield key, path
+    for split, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):
+        for name, task in tasks.items():
+            if task.path is not None and task.source in ("jsonl", "parquet", "huggingface"):
+                yield f"tasks.{split}.{name}.path", task.path
+            if ".py:" in task.source:
+                yield f"tasks.{split}.{name}.source", task.source.rpartition(":")[0]
+    for name, reward in config.rewards.items():
+        if ".py:" in reward.reward:
+            yield f"rewards.{name}.reward", reward.reward.rpartition(":")[0]
+    for plugin in config.algorithm.plugins:
+        if plugin.endswith(".py"):
+            yield "algorithm.plugins", plugin

@@ -22,6 +22,7 @@ from megatron_rl.launch import nemo, plan
 from megatron_rl.launch.package import name_in
 from megatron_rl.launch.plan import LaunchError, Task
 from megatron_rl.launch.site import read_site
+from megatron_rl.shipped import find_recipe
 
 NAMESPACE = "megatron_rl"
 ROOT = Path(megatron_rl.__file__).parents[1]
@@ -92,7 +93,7 @@ class _Launch:
         processes = None
         if on_slurm:
             processes = self.executor.nodes * int(self.executor.env_vars["MEGATRON_RL_TASKS_PER_NODE"])
-        self.name = name_in(ROOT, Path(recipe), packaged=on_slurm)
+        self.name = name_in(ROOT, find_recipe(Path(recipe)), packaged=on_slurm)
         os.chdir(ROOT)
         run_root = Path(self.executor.tunnel.job_dir) if remote else ROOT
         self.arguments = (self.name, shlex.split(overrides), processes, run_root, remote)

@@ -126,7 +126,7 @@ def resolve(command: str, recipe: str, overrides: Sequence[str], processes: int 
     """
     config = load_recipe(recipe, [*overrides, "launch.processes=null"])
     try:
-        return check_recipe(config, command, Machine(0, processes, processes))
+        return check_recipe(config, command, Machine(0, processes, processes), recipe=recipe)
     except ConfigError as error:
         elsewhere = all(re.search(_MISSING, line) for line in str(error).splitlines())
         if remote and elsewhere:

@@ -254,24 +254,34 @@ def load_plugins(plugins: Iterable[str]) -> None:
     """Imports `algorithm.plugins`: paths of Python files (ending in .py), or module names. Each once per process.
 
     Raises:
-        ValueError: where a file or module does not exist.
+        ValueError: where a file or module does not exist, or imports a module that does not.
     """
     for plugin in plugins:
-        if not plugin.endswith(".py"):
-            if not is_module_name(plugin):
-                raise ValueError(f"algorithm.plugins: {plugin!r} names neither a Python file nor a module")
-            try:
-                importlib.import_module(plugin)
-            except ModuleNotFoundError as error:
-                if error.name != plugin:
-                    raise
-                raise ValueError(f"algorithm.plugins: no module {plugin!r}; is its folder on PYTHONPATH?") from error
-            continue
         try:
-            path = Path(plugin).expanduser().resolve()
-            found = path.is_file()
-        except (OSError, RuntimeError) as error:  # a name that is too long, a user that does not exist
-            raise ValueError(f"algorithm.plugins: {plugin!r}: {error}") from None
-        if not found:
-            raise ValueError(f"algorithm.plugins: no file {str(path)!r}")
-        load_file(path)
+            _load_plugin(plugin)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"algorithm.plugins: {plugin!r} imports {error.name!r}, which is not installed here; import it in the "
+                "function that needs it, or check the recipe where it is installed"
+            ) from error
+
+
+def _load_plugin(plugin: str) -> None:
+    if not plugin.endswith(".py"):
+        if not is_module_name(plugin):
+            raise ValueError(f"algorithm.plugins: {plugin!r} names neither a Python file nor a module")
+        try:
+            importlib.import_module(plugin)
+        except ModuleNotFoundError as error:
+            if error.name != plugin:
+                raise
+            raise ValueError(f"algorithm.plugins: no module {plugin!r}; is its folder on PYTHONPATH?") from error
+        return
+    try:
+        path = Path(plugin).expanduser().resolve()
+        found = path.is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a user that does not exist
+        raise ValueError(f"algorithm.plugins: {plugin!r}: {error}") from None
+    if not found:
+        raise ValueError(f"algorithm.plugins: no file {str(path)!r}")
+    load_file(path)

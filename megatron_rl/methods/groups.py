@@ -1,19 +1,24 @@
-"""What an advantage estimator reads: a reward table in float64, and statistics that stay exact on degenerate groups."""
+"""What an advantage estimator reads: a reward table in float64, and statistics that stay exact on degenerate groups.
+
+Importing it loads no torch: a plug-in names `Groups` in its annotations, and recipes with plug-ins are checked without torch.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+from megatron_rl.methods.numerics import rounding_unit, safe_divide
 
-from megatron_rl.data import RewardTable
-from megatron_rl.methods.numerics import safe_divide
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_rl.data import RewardTable
 
 _LARGEST_REWARD = 1e100  # squares of differences stay finite in float64
+_UNIT, _UNIT_FLOAT32 = 2.0**-52, 2.0**-23  # relative rounding units
 
 
 class Centred(NamedTuple):
@@ -57,12 +62,11 @@ class Groups:
         self.values = table.filled
         self.scored = table.scored_mask
         self.names = table.names
-        self.weights = torch.tensor([table.weight(name) for name in table.names], dtype=torch.float64)
-        self.weights = self.weights.to(self.values.device)
+        self.weights = self.values.new_tensor([table.weight(name) for name in table.names])
         self.count = self.valid.sum(1).double()
         self.present = self.count > 0
         # A float32 reward carries float32 noise into float64; values of coarser types count as exact.
-        self.unit = min(torch.finfo(table.values.dtype).eps, torch.finfo(torch.float32).eps)
+        self.unit = min(rounding_unit(table.values), _UNIT_FLOAT32)
         for name in self.names:
             if not math.isfinite(table.weight(name)):
                 raise ValueError(f"the weight of the reward {name!r} must be a finite number, not {table.weight(name)}")
@@ -71,8 +75,8 @@ class Groups:
 
     def weighted(self, names: Iterable[str] | None = None) -> tuple[Tensor, Tensor]:
         """Weighted sum of the named rewards (None: all), and the sum of its terms' sizes; float64 [n, m] each."""
-        total = torch.zeros_like(self.values[:, :, 0]) if self.names else self.valid.double() * 0
-        size = torch.zeros_like(total)
+        total = _zeros(self.values[:, :, 0]) if self.names else self.valid.double() * 0
+        size = _zeros(total)
         for index, name in enumerate(self.names):
             if names is None or name in names:
                 term = self.values[:, :, index] * self.weights[index]
@@ -96,8 +100,8 @@ class Groups:
         An offset common to all rewards is in `base` and costs no digits; among different scales `base` is small.
         """
         low, offset = self.centred.low[:, 0], self.centred.offset[:, 0]
-        base = low[torch.where(self.present, low.abs(), torch.inf).argmin()]
-        return torch.where(self.present, low - base + offset, 0.0), base
+        base = low[low.abs().where(self.present, math.inf).argmin()]
+        return (low - base + offset).where(self.present, 0.0), base
 
     def centre(self, values: Tensor, size: Tensor | None = None) -> Centred:
         """Values [n, m] or [n, m, k] around their group means.
@@ -132,7 +136,7 @@ class Groups:
         largest = self.values.abs().amax(1, keepdim=True)
         noise = 4 * self.unit * (safe_divide(largest, std) * self.weights.abs()).sum(2)
         silent = (total.abs() <= noise).all(1, keepdim=True)
-        return torch.where(silent | (total.abs() <= 16 * torch.finfo(torch.float64).eps * size), 0.0, total), size
+        return total.masked_fill(silent | (total.abs() <= 16 * _UNIT * size), 0.0), size
 
     def whiten(self, values: Tensor, over: str, **options: Any) -> Tensor:
         """Values [n, m] whitened over the batch's valid rollouts, see `whiten`; over `tokens` each counts by its length."""
@@ -148,7 +152,7 @@ class Groups:
 
 
 def _std(centred: Centred, count: Tensor, ddof: int) -> Tensor:
-    scaled = centred.values / torch.where(centred.span > 0, centred.span, 1.0)  # squares cannot underflow
+    scaled = centred.values / centred.span.where(centred.span > 0, 1.0)  # squares cannot underflow
     variance = scaled.square().sum(1, keepdim=True) / (count - ddof).clamp(min=1)
     return variance.sqrt() * centred.span
 
@@ -162,14 +166,14 @@ def centre(values: Tensor, valid: Tensor, count: Tensor, unit: float, size: Tens
     shape = (-1, 1, *count.shape[1:]) if own else (-1, 1, *([1] * (values.dim() - 2)))
     valid = valid if own else valid.reshape(*valid.shape, *([1] * (values.dim() - 2)))
     present = (count > 0).reshape(shape)
-    low = torch.where(present, torch.where(valid, values, torch.inf).amin(1, keepdim=True), 0.0)
-    high = torch.where(present, torch.where(valid, values, -torch.inf).amax(1, keepdim=True), 0.0)
-    size = torch.where(valid, (values if size is None else size).abs(), 0.0).amax(1, keepdim=True)
+    low = values.where(valid, math.inf).amin(1, keepdim=True).where(present, 0.0)
+    high = values.where(valid, -math.inf).amax(1, keepdim=True).where(present, 0.0)
+    size = (values if size is None else size).abs().where(valid, 0.0).amax(1, keepdim=True)
     constant = high - low <= 4 * unit * size
-    shifted = torch.where(valid, values - low, 0.0)
+    shifted = (values - low).where(valid, 0.0)
     offset = shifted.sum(1, keepdim=True) / count.clamp(min=1).reshape(shape)
-    centred = torch.where(valid & ~constant, shifted - offset, 0.0)
-    return Centred(centred, low, offset, torch.where(constant, 0.0, high - low))
+    centred = (shifted - offset).where(valid & ~constant, 0.0)
+    return Centred(centred, low, offset, (high - low).masked_fill(constant, 0.0))
 
 
 def whiten(
@@ -181,7 +185,7 @@ def whiten(
     eps: float = 1e-8,
     eps_mode: str = "var_add",
     normalize: bool = True,
-    unit: float = torch.finfo(torch.float64).eps,
+    unit: float = _UNIT,
     size: Tensor | None = None,
 ) -> Tensor:
     """Values over the whole batch to mean 0 and, with `normalize`, standard deviation 1.
@@ -198,20 +202,20 @@ def whiten(
     Returns:
         Same shape. Exactly 0 everywhere where all values are equal, however small eps is.
     """
-    weight = valid.double() if counts is None else torch.where(valid, counts.double(), 0.0)
+    weight = valid.double() if counts is None else counts.double().where(valid, 0.0)
     live = weight > 0
     total = weight.sum()
     if not live.any():
-        return torch.zeros_like(values)
+        return _zeros(values)
     seen = values[live]
     low, high = seen.min(), seen.max()
     largest = (values if size is None else size)[live].abs().max()
     if high - low <= 4 * unit * largest or total <= ddof:
-        return torch.zeros_like(values)
-    shifted = torch.where(valid, values - low, 0.0)
-    centred = torch.where(valid, shifted - (weight * shifted).sum() / total, 0.0)
+        return _zeros(values)
+    shifted = (values - low).where(valid, 0.0)
+    centred = (shifted - (weight * shifted).sum() / total).where(valid, 0.0)
     # A value at the mean becomes 0, not the mean's rounding error: a group without signal has no advantage.
-    centred = torch.where(centred.abs() <= 64 * torch.finfo(torch.float64).eps * (high - low), 0.0, centred)
+    centred = centred.masked_fill(centred.abs() <= 64 * _UNIT * (high - low), 0.0)
     if not normalize:
         return centred
     scaled = centred / (high - low)  # squares cannot underflow
@@ -219,9 +223,9 @@ def whiten(
     if eps_mode == "std_add":
         return centred / (std + eps)
     if eps_mode == "var_add":
-        return centred / torch.sqrt(std.square() + eps) if eps else centred / std
+        return centred / (std.square() + eps).sqrt() if eps else centred / std
     if eps_mode == "var_clamp":
-        return centred / torch.sqrt(std.square().clamp(min=eps)) if eps else centred / std
+        return centred / std.square().clamp(min=eps).sqrt() if eps else centred / std
     raise ValueError(f"eps_mode must be std_add, var_add or var_clamp, not {eps_mode!r}")
 
 
@@ -253,16 +257,34 @@ def leave_one_out(values: Tensor, extra: Tensor, present: Tensor) -> Moments:
         present: bool [n]; absent entries do not count.
     """
     one = present.double()
-    levels = [Moments(one, values * one, torch.zeros_like(values), extra * one)]
+    levels = [Moments(one, values * one, _zeros(values), extra * one)]
     while levels[-1].size.numel() > 1:
         below = levels[-1]
         if below.size.numel() % 2:
-            below = levels[-1] = Moments(*(torch.nn.functional.pad(part, (0, 1)) for part in below))
+            below = levels[-1] = Moments(*(_with_zero(part) for part in below))
         levels.append(_merge(Moments(*(part[0::2] for part in below)), Moments(*(part[1::2] for part in below))))
-    others = Moments(*(torch.zeros_like(part) for part in levels[-1]))
+    others = Moments(*map(_zeros, levels[-1]))
     for level in reversed(levels[:-1]):
         left, right = Moments(*(part[0::2] for part in level)), Moments(*(part[1::2] for part in level))
         others = Moments(*(part[: left.size.numel()] for part in others))
         of_left, of_right = _merge(others, right), _merge(others, left)
-        others = Moments(*(torch.stack(pair, 1).reshape(-1) for pair in zip(of_left, of_right, strict=True)))
+        others = Moments(*map(_interleaved, of_left, of_right))
     return Moments(*(part[: values.numel()] for part in others))
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return like.new_zeros(like.shape)
+
+
+def _with_zero(values: Tensor) -> Tensor:
+    """[n] to [n + 1]."""
+    longer = values.new_zeros(values.numel() + 1)
+    longer[:-1] = values
+    return longer
+
+
+def _interleaved(first: Tensor, second: Tensor) -> Tensor:
+    """Two tensors [n] to [2 n]: one of the first, one of the second, and so on."""
+    both = first.new_empty(2 * first.numel())
+    both[0::2], both[1::2] = first, second
+    return both

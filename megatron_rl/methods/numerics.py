@@ -21,15 +21,16 @@ def bounded_exp(log_value: Tensor) -> Tensor:
 
 def below(log_ratio: Tensor, bound: float) -> Tensor:
     """log_ratio < bound, strictly: one rounding unit of the bound does not count (Table 1 of DGPO is strict)."""
-    return log_ratio < bound - _rounding_unit(log_ratio) * abs(bound)
+    return log_ratio < bound - rounding_unit(log_ratio) * abs(bound)
 
 
 def above(log_ratio: Tensor, bound: float) -> Tensor:
     """log_ratio > bound, strictly; see `below`."""
-    return log_ratio > bound + _rounding_unit(log_ratio) * abs(bound)
+    return log_ratio > bound + rounding_unit(log_ratio) * abs(bound)
 
 
-def _rounding_unit(values: Tensor) -> float:
+def rounding_unit(values: Tensor) -> float:
+    """Of the values' dtype, relative."""
     import torch
 
     return torch.finfo(values.dtype).eps

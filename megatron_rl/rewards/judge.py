@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from megatron_rl import shipped
 from megatron_rl.config.schema import ServerConfig
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply
@@ -84,7 +85,7 @@ def read_template(path: str | None) -> str:
 def read_places(path: str, places: Sequence[str], required: Sequence[str]) -> str:
     """A template's text. ValueError for a file that is missing, names an unknown place, or lacks a required one."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = shipped.find_file(Path(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"template: cannot read {path}: {error}") from None
     unknown = sorted(set(_PLACE.findall(text)) - set(places))

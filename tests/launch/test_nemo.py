@@ -88,7 +88,15 @@ def test_from_a_laptop(launch, tmp_path: Path) -> None:
     remote = ("--host", "login.invalid", "--user", "me", "--job-dir", "/lustre/me", "--dry-run")
     no_model = {**SMALL["model"], "create": None, "path": "/lustre/models/qwen"}
     options = ("--executor", "slurm", "--site", str(site), *remote, "run_dir=runs/x")
-    code, text = launch(*options, environment={**os.environ, "NEMORUN_HOME": str(tmp_path)}, model=no_model)
+    page = (REPOSITORY / "docs" / "algorithms" / "adding-an-estimator.md").read_text()
+    plugin = tmp_path / "my_methods.py"
+    plugin.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    code, text = launch(
+        *options,
+        environment={**os.environ, "NEMORUN_HOME": str(tmp_path)},
+        model=no_model,
+        algorithm={"plugins": [str(plugin)], "estimator": {"name": "median_baseline"}},
+    )
     assert code == 0, text
     assert re.search(r"#SBATCH --output=/lustre/me/test-\d+/", text)
     assert "run_dir=/lustre/me/runs/x" in text
