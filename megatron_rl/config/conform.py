@@ -80,7 +80,8 @@ def _value(value: object, hint: object, key: str, source: str) -> object:
 
 def _mapping(value: object, entry: object, key: str, source: str) -> Tree:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{source}: `{key}` is a mapping from names to values, not {show(value)}")
+        none = f"; to remove an entry: {key}.NAME=null" if value is None and dataclasses.is_dataclass(entry) else ""
+        raise ConfigError(f"{source}: `{key}` is a mapping from names to values, not {show(value)}{none}")
     for name in value:
         if not isinstance(name, str):
             raise ConfigError(f"{source}: the name {name!r} in `{key}` is not text; put it in quotes")

@@ -22,8 +22,10 @@ from megatron_rl.models.qwen2_5_vl import IMAGE_WORDS
 from megatron_rl.models.registry import created_config
 from megatron_rl.models.rules import shard_shape
 from megatron_rl.names import show
+from megatron_rl.shipped import missing
 from megatron_rl.user_files import read_text
 
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # vLLM 0.32, CPUAttentionBackend.get_supported_head_sizes
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -55,12 +57,13 @@ def check_model(config: Config, model: HFConfig | None = None, command: str = "t
             yield f"`model.path` {show(str(folder))}: {error.strerror}"
             return
         if known is not None:
-            yield f"`model.path`: {folder} does not exist; the other checks used the published sizes of {folder.name}"
+            yield f"`model.path`: {folder} {_not_there(folder)}; the other checks used the published sizes of {folder.name}"
             yield from _check_sizes(config, known, command)
             return
         found = list(_check_folder(folder))
         yield from found
         if not found:
+            yield from _check_template(config, folder, command)
             yield from _check_sizes(config, read_hf_config(folder), command)
     elif config.model.create is not None:
         found = list(check_create(config.model.create))
@@ -69,6 +72,25 @@ def check_model(config: Config, model: HFConfig | None = None, command: str = "t
             yield from _check_sizes(config, created_config(config.model.create), command)
     else:
         yield "`model` names no model: set `model.path` to a Hugging Face folder, or `model.create` to make a small one"
+
+
+def _check_template(config: Config, folder: Path, command: str) -> Iterator[str]:
+    """Yields a sentence where a task asks for a chat template that the tokenizer's folder does not have."""
+    tasks = {f"eval.{name}": task for name, task in config.tasks.eval.items()}
+    if command != "evaluate":
+        tasks |= {f"train.{name}": task for name, task in config.tasks.train.items()}
+    wanting = [f"tasks.{key}.chat" for key, task in tasks.items() if task.chat]
+    if not wanting or any((folder / name).exists() for name in _TEMPLATES):
+        return
+    try:
+        settings = json.loads(read_text(folder / "tokenizer_config.json", _MOST_BYTES))
+    except (ValueError, RecursionError, OSError):  # absent, or for transformers to refuse
+        settings = {}
+    if not (isinstance(settings, dict) and settings.get("chat_template")):
+        yield (
+            f"`{wanting[0]}` applies the tokenizer's chat template, and {folder} has none (chat_template.jinja, or the key "
+            "chat_template in tokenizer_config.json); add one, or set chat to false and write the prompt in `prompt`"
+        )
 
 
 def check_cpu_engine(config: Config) -> Iterator[str]:
@@ -88,7 +110,7 @@ def check_cpu_engine(config: Config) -> Iterator[str]:
 
 def _check_folder(folder: Path) -> Iterator[str]:
     if not folder.is_dir():
-        yield f"`model.path`: {folder} {'is not a folder' if folder.exists() else 'does not exist'}"
+        yield f"`model.path`: {folder} {'is not a folder' if folder.exists() else _not_there(folder)}"
         return
     try:
         config = json.loads(read_text(folder / "config.json", _MOST_BYTES))
@@ -104,6 +126,16 @@ def _check_folder(folder: Path) -> Iterator[str]:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         yield f"`model.path`: {folder} has no tokenizer ({', '.join(_TOKENIZERS)})"
     yield from _check_weights(folder)
+
+
+def _not_there(folder: Path) -> str:
+    """In words after the folder's name. One of the form `owner/name` may be meant as a name on the hub."""
+    words = f"does not exist{missing(folder)}"
+    if folder.is_absolute() or len(folder.parts) != 2 or folder.parts[0] in (".", "..", "~", "runs"):
+        return words
+    return (
+        f"{words}; it must be a folder: `hf download {folder} --local-dir {folder.name}`, then model.path={folder.name}"
+    )
 
 
 def _check_weights(folder: Path) -> Iterator[str]:

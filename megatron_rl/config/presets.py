@@ -58,6 +58,10 @@ def list_presets() -> tuple[str, ...]:
 
 def get_preset(name: str) -> Section:
     """A copy of what the preset sets. ValueError with the nearest name if there is none."""
+    if name in ("ppo", "gae"):
+        raise ValueError(
+            f"unknown preset {name!r}: there is no critic here. Presets without one: {', '.join(list_presets())}"
+        )
     if name not in PRESETS:
         raise ValueError(unknown_name("preset", name, PRESETS))
     return copy.deepcopy(PRESETS[name])

@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 import yaml
 
 from megatron_rl.names import ConfigError, leaves
-from megatron_rl.report.status import attempts_of
+from megatron_rl.report.status import attempts_of, no_run
 from megatron_rl.runtime.disk import json_lines
 
 Row = Mapping[str, float]  # of metrics.jsonl
@@ -73,7 +73,7 @@ def read_run(path: Path) -> RunRecord:
     """
     recipe_file, metrics_file = path / "recipe.yaml", path / "metrics.jsonl"
     if not recipe_file.is_file():
-        raise ConfigError(f"{path} is no run folder: it has no recipe.yaml")
+        raise ConfigError(no_run(path))
     rows = list(json_lines(metrics_file))
     if not rows:
         raise ConfigError(f"{path} has no metrics yet ({metrics_file.name} is missing or empty)")

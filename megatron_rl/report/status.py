@@ -18,6 +18,7 @@ from megatron_rl.runtime.attempts import END, REFUSED
 from megatron_rl.runtime.heartbeat import END as END_PHASE
 from megatron_rl.runtime.heartbeat import Beat, beat_interval, heartbeats
 
+_SHOWN_RUNS = 8  # of those in a folder that is none
 SILENT_SECONDS = 90.0  # without a heartbeat: six of the slowest beats
 _SKEW = 5.0  # seconds that two machines' clocks may differ; the pre-flight warns above that
 _BEATS = 3.0  # how long an old heartbeat is watched before its rank is called silent
@@ -115,13 +116,24 @@ class RunStatus:
         return f"{self.state} with exit code {self.code} ({self.why}), {where}"
 
 
+def no_run(path: Path) -> str:
+    """What a folder without a recipe is: a message, with the runs in it or near it."""
+    if not path.is_dir():
+        return f"{path} is no run folder: it does not exist"
+    runs = sorted(folder.parent for pattern in ("*/recipe.yaml", "*/*/recipe.yaml") for folder in path.glob(pattern))
+    shown = ", ".join(map(str, runs[:_SHOWN_RUNS])) + (
+        f" and {len(runs) - _SHOWN_RUNS} more" * (len(runs) > _SHOWN_RUNS)
+    )
+    return f"{path} is no run folder: it has no recipe.yaml" + (f"; there is {shown}" if runs else "")
+
+
 def read_status(run_dir: Path) -> RunStatus:
     """Raises:
     ConfigError: no recipe.yaml there.
     """
     recipe_file = run_dir / "recipe.yaml"
     if not recipe_file.is_file():
-        raise ConfigError(f"{run_dir} is no run folder: it has no recipe.yaml")
+        raise ConfigError(no_run(run_dir))
     recipe = yaml.safe_load(recipe_file.read_text(encoding="utf-8"))
     status = RunStatus(str(run_dir), "none")
     attempts = attempts_of(run_dir)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
+import traceback
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -18,6 +20,9 @@ from megatron_rl.rewards.registry import check_rewards, columns_of
 from megatron_rl.rewards.remote import Counts, RemoteReward, Verdict
 from megatron_rl.runtime.calls import CallTimeout
 from megatron_rl.sample import Sample, SampleMapping
+
+_PACKAGE = Path(__file__).parents[1]
+_STANDARD_LIBRARY = Path(os.__file__).parent
 
 
 class RewardError(RuntimeError):
@@ -285,7 +290,9 @@ class Scorer:
         try:
             yield
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}{_place(error)}"
+            if isinstance(error, KeyError):
+                text += f"; the sample's metadata has {', '.join(sample.metadata) or 'no keys'}"
             raise RewardError(f"the reward {name!r} failed on sample {sample.id}: {text}") from error
 
     # ------------------------------------------------------------------------------------------------ part of a run
@@ -359,3 +366,15 @@ def named_scores(name: str, reward: Reward, score: Score, sample_id: str) -> dic
         if not isinstance(value, Real) or not math.isfinite(value):
             raise RewardError(f"the reward {column!r} is {value!r} on sample {sample_id}, not a finite number")
     return {column: float(value) for column, value in named.items()}
+
+
+def _place(error: Exception) -> str:
+    """File and line of a user's own code where it raised; nothing where that is this package's, or a library's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def _is_users(file: str) -> bool:
+    path = Path(file)
+    libraries = path.is_relative_to(_STANDARD_LIBRARY) or "site-packages" in path.parts
+    return path.is_file() and not libraries and not path.is_relative_to(_PACKAGE)

@@ -14,11 +14,13 @@ from typing import Any
 
 from megatron_rl.config.schema import TaskConfig, TasksConfig
 from megatron_rl.parameters import check_types
+from megatron_rl.shipped import missing
 from megatron_rl.user_files import load_function, require_regular
 
 Row = dict[str, object]
 Rows = Iterator[tuple[str, Row]]  # (file and line, for messages; row)
 
+_ARRAY = "{path} is one JSON array; JSON Lines has one object a line: jq -c '.[]' {path} > FILE.jsonl"
 _LONGEST_LINE = 2**30  # bytes
 _BATCH = 1024  # rows of a Parquet file held at once
 
@@ -54,7 +56,7 @@ def _found(path: str, suffix: str) -> list[Path]:
         fixed = next(parent for parent in place.parents if not any(c in str(parent) for c in "*?["))
         found, lacking = sorted(fixed.glob(str(place.relative_to(fixed)))), "no file matches the pattern"
     else:
-        raise ValueError(f"cannot read {path}: No such file or directory")
+        raise ValueError(f"cannot read {path}: No such file or directory{missing(place)}")
     if not found:
         raise ValueError(f"{path}: {lacking}")
     return found
@@ -82,7 +84,11 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
             try:
                 row = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
+                if number == 1 and line.lstrip()[:1] == b"[":
+                    raise ValueError(_ARRAY.format(path=path)) from None
                 raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+            if isinstance(row, list) and number == 1:
+                raise ValueError(_ARRAY.format(path=path))
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: must be a JSON object, not {type(row).__name__}")
             yield number, row
