@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ MANIFEST, TENSORS = "manifest.json", "tensors.json"
 FORMAT = 1
 DIGEST_BYTES = 16
 _BLOCK = 2**22
+_RANK = re.compile(r"__(\d+)_")  # in the name of a file with tensors
 Row = tuple[str, Sequence[int], str, int, int, str]
 
 
@@ -227,13 +229,23 @@ def _compare(folder: Path, piece: StoredChunk) -> str | None:
 
 
 def _share(pieces: Sequence[StoredChunk], part: int, parts: int) -> list[StoredChunk]:
-    """The pieces whose middle lies in the `part`-th stretch of all bytes."""
+    """The pieces whose middle lies in the `part`-th stretch of all bytes, in the order of the ranks that wrote them.
+
+    A rank that loads at the layout of the save wants what the rank of its number has written. So most of what it loads next
+    is what a rank of its own node has read here, and comes out of the node's memory.
+    """
     total, before, own = sum(piece.length for piece in pieces), 0, []
-    for piece in pieces:
+    for piece in sorted(pieces, key=lambda piece: (_writer(piece.file), piece.file, piece.offset)):
         if (before + piece.length / 2) * parts // max(total, 1) == part:
             own.append(piece)
         before += piece.length
     return own
+
+
+def _writer(file: str) -> int:
+    """The rank that wrote a file; -1 where its name does not say."""
+    found = _RANK.match(file)
+    return -1 if found is None else int(found[1])
 
 
 def _held(folder: Path, file: str, size: int) -> str:

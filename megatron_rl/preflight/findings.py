@@ -15,6 +15,8 @@ class Measured(TypedDict, total=False):
     clock_skew_s: float
     allreduce_gb_per_s: float
     links_gb_per_s: dict[str, float]  # "node -> node"
+    read_gb_per_s: float  # from the file system of models and checkpoints, by all ranks together
+    resume_minutes: float  # to read a checkpoint once at that speed
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,13 @@ class Report:
         ]
         nodes = f"{len(self.nodes)} {'node' if len(self.nodes) == 1 else 'nodes'}"
         verdict = "NOT FIT" if self.failed else "fit, with warnings" if self.findings else "fit"
-        speed = self.measured.get("allreduce_gb_per_s")
+        speed, read = self.measured.get("allreduce_gb_per_s"), self.measured.get("read_gb_per_s")
+        resume = self.measured.get("resume_minutes")
         lines.append(
             f"pre-flight: {nodes}, {self.ranks} ranks, {len(self.checks)} checks in {self.seconds:.1f} s: {verdict}"
             + (f"; all-reduce {speed:.2f} GB/s" if speed else "")
+            + (f"; files are read at {read:.2f} GB/s" if read else "")
+            + (f", a checkpoint in about {resume:.1f} min" if resume else "")
         )
         return "\n".join(lines)
 

@@ -46,10 +46,10 @@ def model_facts(config: Config) -> dict[str, str]:
     folder = Path(config.model.path).expanduser()
     small = {path for pattern in _MODEL_FILES for path in folder.glob(pattern)}
     facts = {str(path): _digest(path.read_bytes()) for path in sorted(small)}
-    return facts | {str(path): f"{path.stat().st_size} bytes" for path in _weight_files(folder)}
+    return facts | {str(path): f"{path.stat().st_size} bytes" for path in weight_files(folder)}
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     return sorted([*folder.glob("*.safetensors"), *folder.glob("*.distcp")])
 
 
@@ -86,7 +86,7 @@ def check_model(config: Config) -> Problems:
     for name in ("config.json", "tokenizer_config.json"):
         if not os.access(folder / name, os.R_OK):
             yield FAILED, f"model.path {folder}: {name} cannot be read"
-    if not _weight_files(folder):
+    if not weight_files(folder):
         yield FAILED, f"model.path {folder} has neither .safetensors files nor a converted checkpoint's .distcp files"
 
 
@@ -170,7 +170,7 @@ def checkpoint_bytes(config: Config) -> int | None:
     if config.model.path is None:
         return None
     folder = Path(config.model.path).expanduser()
-    weights = sum(path.stat().st_size for path in _weight_files(folder))
+    weights = sum(path.stat().st_size for path in weight_files(folder))
     width = 4 if config.model.dtype == "float32" else 2
     return weights // width * (width + (0 if width == 4 else 4) + 8) or None
 

@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_rl.config.schema import Config
+from megatron_rl.preflight import storage
 from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Measured, Report, merged
 from megatron_rl.preflight.local import FACTS, PER_NODE, PER_RANK, has_endpoints, silent_endpoints, survey
+from megatron_rl.preflight.storage import Ranks
 from megatron_rl.runtime import disk
 
 if TYPE_CHECKING:
@@ -28,20 +30,6 @@ _THROUGH = 90.0  # seconds within which a first message must arrive
 _ASK_AGAIN = 5.0  # seconds until a server that does not answer is asked again
 _TELL = 60.0  # seconds between two messages about it
 _SLOW = 0.5  # a pair of nodes slower than this share of the median is named
-
-
-class Ranks(Protocol):
-    """The collectives that pre-flight needs; `runtime.distributed.Grid` has them."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world(self) -> int: ...
-
-    def all_gather(self, item: T) -> list[T]: ...
-
-    def barrier(self) -> None: ...
 
 
 def preflight(config: Config, ranks: Ranks, full: bool, extra: Sequence[tuple[str, str, str]] = ()) -> Report:
@@ -61,15 +49,16 @@ def preflight(config: Config, ranks: Ranks, full: bool, extra: Sequence[tuple[st
     leaders = [hosts.index(node) for node in nodes]
     _await_endpoints(config, ranks, ranks.rank in leaders)
     problems, facts = survey(config, ranks.rank in leaders)
-    report = Report(
-        nodes, ranks.world, [*dict.fromkeys([*PER_NODE, *PER_RANK, *FACTS, "shared", "clock", "collectives"])]
-    )
+    together = ["shared", "clock", "collectives", *["storage"] * full]
+    report = Report(nodes, ranks.world, [*dict.fromkeys([*PER_NODE, *PER_RANK, *FACTS, *together])])
     everything = ranks.all_gather((host, [*extra, *problems], facts))
     found = [Finding(check, level, node, text) for node, own, _ in everything for check, level, text in own]
     found += _differences([(node, facts) for node, _, facts in everything])
     found += _shared(Path(config.run_dir), ranks, hosts)
     found += _clocks(ranks, hosts, report.measured)
     found += _collectives(ranks, hosts, report.measured, full)
+    if full:
+        found += storage.reading(config, ranks, report.measured)
     report.findings = merged(found)
     report.seconds = time.monotonic() - begin
     return report

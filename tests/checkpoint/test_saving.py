@@ -140,6 +140,24 @@ def test_ranks_divide_the_reading_and_miss_nothing(copy: Path) -> None:
     assert len([problem for part in range(3) for problem in manifest.verify(copy, part, 3)]) == 1
 
 
+def test_what_a_rank_reads_to_check_is_what_its_node_loads() -> None:
+    """At the layout of the save: 16 nodes of 8 ranks, whose files have the same size to 20 %, in the order of their names."""
+    sizes = {rank: 1000 + 7 * (rank * 37 % 29) for rank in range(128)}
+    written = [
+        manifest.StoredChunk(f"tensor {rank}.{part}", (), f"__{rank}_0.distcp", part * size // 10, size // 10, "")
+        for rank, size in sizes.items()
+        for part in range(10)
+    ]
+    pieces = sorted(written, key=lambda piece: (piece.file, piece.offset))
+    at_home = sum(
+        piece.length
+        for rank in range(128)
+        for piece in manifest._share(pieces, rank, 128)
+        if int(piece.file.split("_")[2]) // 8 == rank // 8
+    )
+    assert at_home > 0.9 * sum(piece.length for piece in pieces)
+
+
 def test_a_truncated_shard_is_found_with_file_and_tensor(copy: Path) -> None:
     piece = place(copy)
     with (copy / piece.file).open("r+b") as file:

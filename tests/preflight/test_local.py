@@ -17,8 +17,8 @@ from typing import TypeVar
 import pytest
 
 from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
-from megatron_rl.preflight import gpus, local, run
-from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Report, merged
+from megatron_rl.preflight import gpus, local, run, storage
+from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Measured, Report, merged
 from megatron_rl.preflight.run import _differences
 from megatron_rl.runtime import compilers
 from megatron_rl.runtime.attempts import free_port
@@ -338,6 +338,34 @@ def test_fp8_rollouts_need_a_compiler_on_every_node(
     [finding] = _differences([(node, {"compilers": bad if node == "n2" else good}) for node in ("n1", "n2", "n3")])
     assert (finding.check, finding.level, finding.node) == ("compilers", FAILED, "n2")
     assert local.PER_NODE["compilers"] is gpus.check_compilers
+
+
+def test_a_resume_that_would_pass_its_deadline_is_foretold(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From how fast the file system reads, the newest checkpoint or else the model."""
+    config.model.path, config.model.dtype = str(model_folder(tmp_path / "model", 2**20)), "bfloat16"
+    config.checkpoint.every = 1
+    measured: Measured = {}
+    assert storage.reading(config, Alone(), measured) == []
+    assert measured == {}, "a MiB says nothing"
+    monkeypatch.setattr(storage, "_LEAST", 2**18)
+    assert storage.reading(config, Alone(), measured) == []
+    assert measured["read_gb_per_s"] > 0
+    monkeypatch.setattr(storage, "_read", lambda files, rank: (2**20, 2.0))
+    monkeypatch.setattr(storage, "checkpoint_bytes", lambda config: 2**20 * 60 * 30)  # 60 min at that speed
+    [finding] = storage.reading(config, Alone(), measured)
+    assert (finding.level, measured["resume_minutes"]) == (WARNING, 60.0)
+    assert "takes 60 min to check" in finding.text
+    assert "has 20 min for each; watchdog.phases.load=120" in finding.text
+    config.watchdog.phases["load"] = 120
+    assert storage.reading(config, Alone(), measured) == []
+    line = Report(["n1"], 1, ["storage"], [], measured).text()
+    assert line.endswith("fit; files are read at 0.00 GB/s, a checkpoint in about 60.0 min")
+    saved = tmp_path / "run" / "checkpoints" / "step_4"
+    saved.mkdir(parents=True)
+    (saved / "__0_0.distcp").write_bytes(b"x")
+    assert storage._files(config) == [saved / "__0_0.distcp"]
 
 
 def test_an_old_driver_is_named_with_the_minimum() -> None:
