@@ -44,6 +44,7 @@ class Layout:
     dtype: str = "float32"
     replay: bool = False  # of the experts that tokens went to when the old log-probs were computed
     given: bool = False  # experts of all tokens, as an engine would give them
+    dropped: bool = False  # a fault: the last token of one response counts for nothing
     images: bool = False  # a model with a vision tower, and prompts with images
     actor: dict[str, Any] = field(default_factory=dict)  # further keys of the recipe's `actor`
 
@@ -151,6 +152,9 @@ def _updates(config: Config, actor: Actor, folder: Path, mode: str, layout: Layo
     actor.keep_reference()
     actor.start_optimizer(config.actor.optimizer, 2)
     batch = seeing_batch(folder) if layout.images else make_batch(given=layout.given)
+    if layout.dropped:
+        batch.sequences.loss_mask[3][-1] = False
+        batch.rollout_logprobs[3] = batch.rollout_logprobs[3][:-1]
     metrics = Learner(config, actor, algorithm, StepTimer()).update(batch, None)
     weights = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
     return {"metrics": metrics, "weights": weights}
