@@ -55,8 +55,9 @@ def _says_the_same(removed: str, added: str) -> bool:
     )
 
 
-def pick(prefixes: list[str], reached: set[str], count: int, seed: int) -> list[tuple[str, str, str]]:
-    """Mutants of functions that the tests reach, at most PER_FUNCTION of each: name, removed and added code."""
+def pick(prefixes: list[str], reached: set[str], count: int, seed: int, anywhere: bool) -> list[tuple[str, str, str]]:
+    """Mutants of functions that the tests reach (of any, with `anywhere`), at most PER_FUNCTION of each: name, removed and
+    added code."""
     names = []
     for prefix in prefixes:
         for meta in sorted(Path("megatron_rl").glob(f"{prefix}/**/*.meta" if "." not in prefix else f"{prefix}.meta")):
@@ -68,7 +69,7 @@ def pick(prefixes: list[str], reached: set[str], count: int, seed: int) -> list[
     picked = []
     for name in names:
         function = name.rsplit("__mutmut_", 1)[0]
-        if len(picked) == count or function not in reached or taken[function] == PER_FUNCTION:
+        if len(picked) == count or not (anywhere or function in reached) or taken[function] == PER_FUNCTION:
             continue
         removed, added = _changed(name)
         if not _says_the_same(removed, added):
@@ -95,7 +96,7 @@ class Mutants:
         mutants = (
             [(name, *_changed(name)) for name in self.options.names]
             if self.options.names
-            else pick(self.options.mutants, functions, self.options.count, self.options.seed)
+            else pick(self.options.mutants, functions, self.options.count, self.options.seed, self.options.anywhere)
         )
         results: dict[str, int] = defaultdict(int)
         start = time.monotonic()
@@ -104,7 +105,7 @@ class Mutants:
             own = sorted(
                 (item for item in items if function in reached[item.nodeid]), key=lambda item: seconds[item.nodeid]
             )
-            # named by hand, and called only in processes that tests start: all of them are tried
+            # called only in processes that tests start: all of them are tried
             verdict = _forked(own or items, name, self.options.timeout)
             results[verdict] += 1
             if verdict != "killed":
@@ -205,6 +206,7 @@ def main() -> None:
     running.add_argument("--tests", nargs="+", required=True)
     running.add_argument("--count", type=int, default=100)
     running.add_argument("--seed", type=int, default=0)
+    running.add_argument("--anywhere", action="store_true", help="also of functions called only in other processes")
     running.add_argument("--timeout", type=float, default=60, help="seconds per mutant")
     running.set_defaults(do=run)
     options = parser.parse_args()

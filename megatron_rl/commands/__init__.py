@@ -34,6 +34,12 @@ COMMANDS = {
     ),
     "status": ("status", "what a run is doing, or why it stopped, and how to continue"),
     "report": ("report", "one page on a run, or several side by side: findings, curves, times, rollouts"),
+    "compare": ("compare", "what other estimators and gradient weights make of the rollouts that a run recorded"),
+    "inspect": ("inspect_checkpoint", "what a checkpoint holds, or how two differ"),
+    "prove-resume": (
+        "prove_resume",
+        "whether a run of the recipe that is killed and continued ends as one that is not",
+    ),
 }
 
 

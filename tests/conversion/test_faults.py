@@ -17,6 +17,7 @@ from models import tiny
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint import manifest, unpickle
+from megatron_rl.checkpoint.contents import contents
 from megatron_rl.checkpoint.convert import jobs, source, verify
 from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.source import config_folder, megatron_folder
@@ -25,7 +26,6 @@ from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.checkpoint.convert.verify import compare
 from megatron_rl.models.files import INDEX
 from tests.checkpoint.hostile import HIDING_PLACES, Command
-from tools.inspect_checkpoint import contents
 
 from .convert import to_hf, to_megatron
 

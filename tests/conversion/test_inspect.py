@@ -12,10 +12,11 @@ import torch
 from models import tiny
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.checkpoint import contents as inspected
+from megatron_rl.checkpoint.contents import contents, difference
 from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.source import HFFolder
-from tools import inspect_checkpoint
-from tools.inspect_checkpoint import contents, difference
+from megatron_rl.cli import main
 
 from .convert import to_hf, to_megatron
 
@@ -59,18 +60,18 @@ def test_the_difference_of_two_is_found_by_name_and_size(root: Path) -> None:
 
 def test_the_difference_is_summed_over_blocks_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in blocks of 3, 3 and 1; equal values differ nowhere, whatever they are."""
-    monkeypatch.setattr(inspect_checkpoint, "_BLOCK", 3 * 8 * 5 + 8)
+    monkeypatch.setattr(inspected, "_BLOCK", 3 * 8 * 5 + 8)
     a = torch.arange(35.0).view(7, 5)
     a[0, 1], a[1, 0], a[6, 4] = torch.nan, torch.inf, -torch.inf
     b = a.clone()
 
-    def found() -> inspect_checkpoint.Difference:
+    def found() -> inspected.Difference:
         for name, tensor in (("a", a), ("b", b)):
             (tmp_path / name).mkdir(exist_ok=True)
             save_file({"w": tensor}, tmp_path / name / "model.safetensors")
-        return inspect_checkpoint._difference("w", *(HFFolder(tmp_path / name) for name in "ab"))
+        return inspected._difference("w", *(HFFolder(tmp_path / name) for name in "ab"))
 
-    assert found() == inspect_checkpoint.Difference("w", 35, 0, 0.0, 0.0)
+    assert found() == inspected.Difference("w", 35, 0, 0.0, 0.0)
     b[2, 2], b[3, 0], b[6, 0] = b[2, 2] + 2, b[3, 0] - 3, b[6, 0] + 1
     norm = float(a[a.isfinite()].double().square().sum())
     one = found()
@@ -81,17 +82,17 @@ def test_the_difference_is_summed_over_blocks_of_rows(tmp_path: Path, monkeypatc
     a, b = torch.zeros(2, 2), torch.eye(2)
     assert found().relative == math.inf
     b = torch.zeros(2, 3)
-    assert found() == inspect_checkpoint.Difference("w", 4, 4, math.inf, math.inf, "shape (2, 2) and (2, 3)")
+    assert found() == inspected.Difference("w", 4, 4, math.inf, math.inf, "shape (2, 2) and (2, 3)")
 
 
 def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect_checkpoint.main([str(root / "megatron"), "--tensors", "--check"]) == 0
+    assert main(["inspect", str(root / "megatron"), "--tensors", "--check"]) == 0
     shown = capsys.readouterr().out
     assert "converted checkpoint" in shown
     assert "every checksum fits" in shown
-    assert inspect_checkpoint.main([str(root / "hf"), str(root / "other"), "--json"]) == 0
+    assert main(["inspect", str(root / "hf"), str(root / "other"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["identical"] is False
-    assert inspect_checkpoint.main([str(tmp_path)]) == 2
+    assert main(["inspect", str(tmp_path)]) == 2
     assert "no Megatron checkpoint" in capsys.readouterr().err
 
 
@@ -101,5 +102,5 @@ def test_damage_is_reported_with_its_tensor(root: Path, tmp_path: Path, capsys: 
     with path.open("r+b") as file:
         file.seek(os.path.getsize(path) // 2)
         file.write(b"\x55\xaa\x55\xaa")
-    assert inspect_checkpoint.main([str(tmp_path / "megatron"), "--check"]) == 1
+    assert main(["inspect", str(tmp_path / "megatron"), "--check"]) == 1
     assert "damaged in tensor" in capsys.readouterr().out

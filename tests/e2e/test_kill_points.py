@@ -1,6 +1,6 @@
 """Promise 3 at its worst points: in the warm-up, in the update, while a checkpoint is written, and as it becomes current.
 
-`tools/prove_resume.py` does the same for every preset, at points drawn at random.
+`megatron-rl prove-resume` does the same for every preset, at points drawn at random.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.resume_proof import starts
+from megatron_rl.resume_proof.kills import Kill
+from megatron_rl.resume_proof.proof import differences, prove
 from tests.warm import run_ranks
-from tools import prove_resume
-from tools.prove_resume import Kill, differences, prove
 
 from .conftest import STATEFUL, Finished
 from .job import write_recipe
@@ -26,7 +27,7 @@ KILLS = [Kill("update", 28), Kill("old_log_prob", 2, 0.1), Kill("write", 2), Kil
 def test_what_is_killed_four_times_ends_as_what_was_never_killed(
     tmp_path: Path, straight: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prove_resume, "run_ranks", run_ranks)
+    monkeypatch.setattr(starts, "run_ranks", run_ranks)
     proof = prove(write_recipe(tmp_path), STATEFUL, tmp_path, KILLS, straight.run_dir)
     assert proof.killed == KILLS
     assert proof.differences == []

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.checkpoint import manifest
+from megatron_rl.checkpoint.contents import contents
 from megatron_rl.checkpoint.convert import jobs
 from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.to_hf import ToHF
@@ -22,7 +23,6 @@ from tests.checkpoint.hostile import HIDING_PLACES
 from tests.conversion.convert import to_megatron
 from tests.fuzz.loop import deadline, run
 from tests.models import tiny
-from tools.inspect_checkpoint import contents
 
 SECONDS = 60.0
 

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from megatron_rl.algorithms import RewardTable, list_advantage_estimators, list_gradient_weights, make_algorithm
+from megatron_rl.cli import main
+from megatron_rl.comparison import summaries as tool
+from megatron_rl.methods import ESTIMATOR
+from megatron_rl.methods.catalogue import CATALOGUE
 from megatron_rl.trainer.record import TokenLog, write_step, write_tokens
-
-TOOL = Path(__file__).parents[2] / "tools" / "compare_estimators.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_estimators", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["compare_estimators"] = importlib.util.module_from_spec(spec)  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load()
 
 
 @pytest.fixture
@@ -94,11 +82,50 @@ def test_weights_by_hand() -> None:
 
 
 def test_the_command(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main([str(run_dir), "--estimator", "gdpo", "--ratio", "sequence"]) == 0
+    assert main(["compare", str(run_dir), "--estimator", "gdpo", "--ratio", "sequence"]) == 0
     printed = capsys.readouterr().out
     for name in (*list_advantage_estimators(), *list_gradient_weights()):
         assert name in printed
     assert (run_dir / "compare_step_7.png").stat().st_size > 10_000
+
+
+PLUGIN = """
+from megatron_rl.methods.catalogue import Groups, advantage_estimator
+
+
+@advantage_estimator(group_size=2)
+def {name}(groups: Groups, *, scale: float = 1.0):
+    rewards = groups.rewards.masked_fill(~groups.valid, float("nan"))
+    return scale * (groups.rewards - rewards.nanmedian(1, keepdim=True).values)
+"""
+
+
+@pytest.mark.parametrize("named_by", ["the recipe", "the command"])
+def test_methods_of_ones_own_are_compared(
+    run_dir: Path, named_by: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    name = f"median_of_{named_by.split()[1]}"
+    request.addfinalizer(lambda: CATALOGUE.pop((ESTIMATOR, name)))
+    plugin = run_dir / f"{name}.py"
+    plugin.write_text(PLUGIN.format(name=name))
+    recipe = {"algorithm": {"plugins": [str(plugin)] if named_by == "the recipe" else ["gone.py"]}}
+    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    command = ["compare", str(run_dir), "--estimator", name]
+    if named_by == "the command":
+        assert main(["compare", str(run_dir)]) == 2
+        assert "go to the folder that the run was started in, or name it: --plugins" in capsys.readouterr().err
+        command += ["--plugins", str(plugin)]
+    spreads = []
+    for params in ([], ["--params", f"{name}.scale=2", "clip.eps_high=20", "clip.eps_low=0.95"]):
+        assert main([*command, *params]) == 0
+        printed = capsys.readouterr().out
+        assert f"advantages of {name}" in printed
+        rows = [line.split("│") for line in printed.splitlines()]
+        cells = {row[1].strip(): [cell.strip() for cell in row[2:]] for row in rows if len(row) > 2}
+        spreads.append((float(cells[name][0]), cells["clip"], cells["gppo"]))
+    assert spreads[1][0] == pytest.approx(2 * spreads[0][0], abs=2e-3)
+    assert spreads[0][1] != spreads[1][1], "the clip's bound"
+    assert spreads[0][2][:2] == spreads[1][2][:2], "no other weight's"
 
 
 @pytest.mark.parametrize(
@@ -106,14 +133,22 @@ def test_the_command(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--step", "6"], "step 6 was not recorded; there are 7"),
         (["--estimator", "remax"], "needs a greedy rollout"),
-        (["--estimator", "grp"], "choose from run"),
+        (
+            ["--estimator", "grp"],
+            "unknown estimator 'grp'; did you mean 'grpo'?; one of your own is known with --plugins",
+        ),
+        (["--plugins", "absent.py"], "absent.py'"),
+        (["--params", "clip.eps_high"], "write METHOD.KEY=VALUE"),
+        (["--params", "clap.eps_high=0.3"], "unknown method 'clap'; did you mean 'clip'?"),
+        (["--params", "clip.eps_hihg=0.3"], "did you mean 'eps_high'?"),
+        (["--params", "clip.eps_high=wide"], "clip.eps_high=wide"),
     ],
 )
 def test_mistakes(run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    assert tool.main([str(run_dir), *arguments]) == 2
+    assert main(["compare", str(run_dir), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_run_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main([str(tmp_path)]) == 2
+    assert main(["compare", str(tmp_path)]) == 2
     assert "set logging.record_every" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The kills that prove_resume draws reach every part of a step, all through the run."""
+"""The kills that `prove-resume` draws reach every part of a step, all through the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from tools.prove_resume import POINTS, draw
+from megatron_rl.resume_proof.kills import POINTS
+from megatron_rl.resume_proof.proof import draw
 
 SECONDS = {"generate": 2.0, "update": 1.0, "sync": 0.01, "write": 0.5}
 

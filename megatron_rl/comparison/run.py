@@ -1,0 +1,143 @@
+"""The comparison on a run's folder, as `megatron-rl compare` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from megatron_rl.algorithms import list_advantage_estimators, list_gradient_weights
+from megatron_rl.comparison.page import draw, estimator_table, weight_table
+from megatron_rl.comparison.summaries import (
+    AdvantageSummary,
+    Parameters,
+    compare_estimators,
+    compare_weights,
+    summarize_advantages,
+)
+from megatron_rl.methods import ESTIMATOR, WEIGHT, check_method, load_plugins
+from megatron_rl.names import ConfigError, unknown_name
+from megatron_rl.trainer.record import RecordedStep, read_step, recorded_steps
+
+RUN = "run"  # the label of what the run itself did
+
+
+def compare(
+    run_dir: Path,
+    *,
+    step: int | None = None,
+    estimator: str = RUN,
+    ratio: str = "token",
+    plugins: Sequence[str] | None = None,
+    params: Sequence[str] = (),
+    plot: Path | None = None,
+) -> None:
+    """Prints both tables of a recorded step, and draws the plot.
+
+    Args:
+        step: which; None: the last.
+        estimator: whose advantages the gradient weights see.
+        plugins: in place of those of the run's recipe.
+        params: `METHOD.KEY=VALUE`.
+
+    Raises:
+        ConfigError: there is no such step, method, parameter or file; or the estimator cannot run on this step.
+    """
+    try:
+        load_plugins(_plugins(run_dir) if plugins is None else plugins)
+    except ValueError as error:
+        remedy = "" if plugins is not None else "; go to the folder that the run was started in, or name it: --plugins"
+        raise ConfigError(f"{error}{remedy}") from None
+    given = parameters(params)
+    try:
+        number, recorded = choose_step(run_dir, step)
+        advantages, left_out = estimators_of(recorded, given)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if estimator not in advantages:
+        raise ConfigError(f"--estimator {estimator}: {left_out.get(estimator) or _unknown(estimator, advantages)}")
+    per_rollout = advantages[estimator].advantages.flatten()[recorded.rows]
+    log_ratio = recorded.log_probs - recorded.old_log_probs
+    weights, shares = compare_weights(
+        log_ratio,
+        per_rollout[recorded.sequence_ids],
+        recorded.sequence_ids,
+        list_gradient_weights(),
+        ratio=ratio,
+        params=given,
+    )
+    console = Console(soft_wrap=True)
+    console.width = max(console.width, 125)  # a narrower table would cut names
+    n, m, _ = recorded.table.values.shape
+    console.print(f"step {number}: {n} prompts x {m} rollouts, rewards {', '.join(recorded.table.names)}")
+    console.print(estimator_table(advantages))
+    for name, why in left_out.items():
+        console.print(f"left out: {why}" if why.startswith(name) else f"left out: {name}: {why}")
+    console.print(weight_table(weights, shares, ratio, estimator))
+    if not bool((log_ratio != 0).any()):
+        console.print("Every ratio is 1: the run made one update per batch, and all weights are 1.")
+    path = plot or run_dir / f"compare_step_{number}.png"
+    draw(path, advantages, weights, recorded, per_rollout, number, given)
+    console.print(f"plot: {path}")
+
+
+def _plugins(run_dir: Path) -> Sequence[str]:
+    """Of the run's recipe."""
+    path = run_dir / "recipe.yaml"
+    recipe = yaml.safe_load(path.read_text()) if path.is_file() else {}
+    return (recipe.get("algorithm") or {}).get("plugins") or ()
+
+
+def _unknown(name: str, known: Mapping[str, object]) -> str:
+    return f"{unknown_name('estimator', name, known)}; one of your own is known with --plugins FILE"
+
+
+def parameters(texts: Sequence[str]) -> dict[str, dict[str, object]]:
+    """`METHOD.KEY=VALUE` of estimators and gradient weights, checked; by the method's name.
+
+    Raises:
+        ConfigError: it is none, or the method or parameter is unknown or its value not allowed; with the nearest name.
+    """
+    found: dict[str, dict[str, object]] = {}
+    for text in texts:
+        place, is_value, value = text.partition("=")
+        name, _, key = place.rpartition(".")
+        if not (name and key and is_value):
+            raise ConfigError(f"--params {text}: write METHOD.KEY=VALUE, for instance clip.eps_high=0.28")
+        kind = next((kind for kind in (ESTIMATOR, WEIGHT) if name in _names()[kind]), None)
+        if kind is None:
+            raise ConfigError(
+                f"--params {text}: {unknown_name('method', name, [*_names()[ESTIMATOR], *_names()[WEIGHT]])}"
+            )
+        found.setdefault(name, {})[key] = yaml.safe_load(value)
+        try:
+            check_method(kind, name, found[name])
+        except ValueError as error:
+            raise ConfigError(f"--params {text}: {error}") from None
+    return found
+
+
+def _names() -> dict[str, tuple[str, ...]]:
+    return {ESTIMATOR: list_advantage_estimators(), WEIGHT: list_gradient_weights()}
+
+
+def choose_step(run_dir: Path, number: int | None) -> tuple[int, RecordedStep]:
+    """The recorded step of that number, or the last one. ValueError, naming what there is, where it does not exist."""
+    steps = recorded_steps(run_dir)
+    if not steps:
+        raise ValueError(
+            f"{run_dir} has no recorded steps (rollouts/step_<n>.npz); set logging.record_every in the recipe"
+        )
+    number = max(steps) if number is None else number
+    if number not in steps:
+        raise ValueError(f"step {number} was not recorded; there are {', '.join(map(str, steps))}")
+    return number, read_step(steps[number])
+
+
+def estimators_of(step: RecordedStep, params: Parameters) -> tuple[dict[str, AdvantageSummary], dict[str, str]]:
+    """The run's own advantages and every estimator's, by label; and why some are left out."""
+    own = {RUN: summarize_advantages(step.table, step.advantages)}
+    others, left_out = compare_estimators(step.table, list_advantage_estimators(), params)
+    return own | others, left_out
