@@ -132,6 +132,13 @@ def test_a_sequence_longer_than_the_budget_is_refused_with_the_remedy() -> None:
         first_fit([3, 41], BUDGET)
 
 
+def test_bins_that_fit_are_not_replaced_by_even_ones_that_do_not() -> None:
+    """Even bins are 7 and 5 tokens; first-fit's are 6 and 6."""
+    lengths = [3, 3, 2, 2, 2]
+    (bins,) = plan(lengths, range(5), 1, 6)
+    assert [sum(lengths[row] for row in rows) for rows in bins] == [6, 6]
+
+
 def test_a_micro_batch_without_sequences_still_has_tokens_for_the_model() -> None:
     micro = pack([], TokenBatch([], {}, {}), CPU, 4)
     assert len(micro.tokens) == 4

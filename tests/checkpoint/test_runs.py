@@ -19,7 +19,7 @@ from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.trainer import adapters
 from megatron_rl.trainer.adapters import AdapterFacts
 from megatron_rl.trainer.checkpoints import model_facts
-from megatron_rl.trainer.resume import _load_reference, check_frozen, check_model
+from megatron_rl.trainer.resume import _archive_later, _load_reference, check_frozen, check_model
 from tests.actor.processes import spawn
 from tests.checkpoint.ranks import Layout
 from tests.checkpoint.test_layouts import contents
@@ -235,6 +235,26 @@ def test_a_reference_comes_along_from_another_run_folder(root: Path) -> None:
             assert all(torch.equal(own[name], tensor) for name, tensor in want.items())
     digests = store.read_state(root / "there" / "checkpoints" / "step_2")["reference"]
     assert digests == manifest.digests(root / "there" / "reference")
+
+
+def test_a_continued_warm_up_puts_every_checkpoint_of_rl_aside(tmp_path: Path) -> None:
+    for step in (0, 1, 2):
+        (tmp_path / "rl" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "warm" / f"step_{step}").mkdir(parents=True)
+    roots = SimpleNamespace(root=lambda warm_up: tmp_path / ("warm" if warm_up else "rl"))
+    notes: list[str] = []
+    run: Any = SimpleNamespace(
+        state=SimpleNamespace(warming_up=True, stage_step=1),
+        checkpoints=roots,
+        report=SimpleNamespace(note=notes.append),
+    )
+    _archive_later(run)
+    assert sorted(path.name for path in (tmp_path / "rl" / "previous_1").iterdir()) == ["step_0", "step_1", "step_2"]
+    assert [path.name for path in (tmp_path / "warm" / "previous_1").iterdir()] == ["step_2"]
+    assert notes == [
+        f"moved step_2 to {tmp_path / 'warm' / 'previous_1'}",
+        f"moved step_2, step_1, step_0 to {tmp_path / 'rl' / 'previous_1'}",
+    ]
 
 
 def test_another_reference_policy_than_the_checkpoints_is_refused(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from megatron_rl.config.actor import LoRAConfig
-from megatron_rl.models.adapters import Adapter, begin_pass
+from megatron_rl.models.adapters import Adapter, FreshAdapters, begin_pass
 from megatron_rl.models.inventory import LocalWeight
+from megatron_rl.models.lora import adapters_of
 from megatron_rl.models.parallel import Axis, ParallelGroups
 from megatron_rl.models.rules import Rule, Sharding, shard_shape
 
@@ -21,12 +22,42 @@ MODEL = model_of("Qwen3ForCausalLM")
 RULES = [rule for rule in MODEL.family.rules if rule.is_projection]
 
 
-def adapter(rule: Rule, tp: Axis, dp: Axis = Axis(), dropout: float = 0.5, sequence: bool = False) -> Adapter:
+def adapter(
+    rule: Rule,
+    tp: Axis,
+    dp: Axis = Axis(),
+    dropout: float = 0.5,
+    sequence: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Adapter:
     named = rule.at(0, -1)
-    weight = nn.Parameter(torch.zeros(shard_shape(rule, MODEL.dims, tp.size)))
+    weight = nn.Parameter(torch.zeros(shard_shape(rule, MODEL.dims, tp.size), dtype=dtype))
     local = LocalWeight((MODEL.family.rules.index(rule), 0, -1), named, "decoder.layers.0.weight", weight)
     lora = LoRAConfig(rank=2, alpha=4.0, targets=["all-linear"], dropout=dropout)
     return Adapter(local, MODEL, lora, ParallelGroups(tp=tp, dp=dp), sequence)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.hf[0].name.split(".")[-2])
+def test_parameters_are_marked_as_they_are_cut(rule: Rule, sequence: bool, dtype: torch.dtype) -> None:
+    """Megatron-Core counts what is whole on every rank once in the gradient's norm, and sums what sequence parallelism
+    leaves in parts. Of a layer cut by rows of W, B is cut; of one cut by columns, A."""
+    own = adapter(rule, Axis(0, 2), sequence=sequence, dtype=dtype)
+    cut = "_A" if rule.sharding is Sharding.ROW else "_B"
+    for name, parameter in own.named_parameters():
+        assert parameter.dtype == dtype
+        assert parameter.tensor_model_parallel is (cut in name), name
+        assert parameter.sequence_parallel is (sequence and cut not in name), name
+
+
+def test_fresh_adapters_are_within_pefts_bounds_and_fill_them() -> None:
+    lora = LoRAConfig(rank=16, alpha=16.0, targets=["all-linear"])
+    fresh = FreshAdapters(adapters_of(MODEL, lora), 0, torch.device("cpu"))
+    for name in fresh.names():
+        values = fresh.read(name, 0, 0, fresh.shape(name)[0])
+        bound = 0.0 if "lora_B" in name else fresh.shape(name)[1] ** -0.5
+        assert 0.95 * bound <= float(values.abs().max()) <= bound, name
 
 
 def kept(own: Adapter) -> torch.Tensor:
