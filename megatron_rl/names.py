@@ -51,6 +51,12 @@ def show(value: object) -> str:
     return shorten(repr(value))
 
 
+def count(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`, `1,024 processes`."""
+    plural = noun if number == 1 else f"{noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{number:,} {plural}"
+
+
 def shorten(text: str) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 

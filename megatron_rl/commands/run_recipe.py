@@ -14,6 +14,7 @@ from megatron_rl.commands.packages import require_torch
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.launch.checks import check_recipe
+from megatron_rl.names import count
 from megatron_rl.runtime import disk, exit_codes, owner, stop, streams
 from megatron_rl.runtime.attempts import (
     ATTEMPT,
@@ -188,7 +189,9 @@ def _start(command: Sequence[str], config: Config, gpus: int, environment: Mappi
     given = os.environ.get(ATTEMPT)  # a batch script's, of a job with one task
     logs = Path(given) if given else new_attempt(Path(config.run_dir))
     on = "GPU" if gpus else "CPU"
-    streams.say(f"{config.launch.processes} {on} processes; run folder {config.run_dir}, logs in {logs}", sys.stdout)
+    streams.say(
+        f"{count(config.launch.processes, f'{on} process')}; run folder {config.run_dir}, logs in {logs}", sys.stdout
+    )
     return _report(
         run_ranks(_rank(command), config.launch.processes, logs, environment, graces(os.environ), files=(recipe,))
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -23,7 +25,8 @@ def run(args: argparse.Namespace) -> int:
     """0, or 2 for a folder that is no run folder."""
     while True:
         status = read_status(args.run)
-        print(json.dumps(status.as_dict(), indent=1) if args.json else status.text(), flush=True)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(json.dumps(status.as_dict(), indent=1) if args.json else status.text(width), flush=True)
         if args.follow is None or status.state not in ("running", "starting"):
             return exit_codes.OK
         time.sleep(max(0.1, args.follow))

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TypedDict
 
+from megatron_rl.names import count
+
 FAILED, WARNING = "failed", "warning"
 Problems = Iterator[tuple[str, str]]  # (level, sentence)
 
@@ -50,12 +52,13 @@ class Report:
             f"  {finding.level:<7}  {finding.node:<16}  {finding.check:<12}  {finding.text}"
             for finding in sorted(self.findings, key=lambda finding: (finding.level, finding.node, finding.check))
         ]
-        nodes = f"{len(self.nodes)} {'node' if len(self.nodes) == 1 else 'nodes'}"
         verdict = "NOT FIT" if self.failed else "fit, with warnings" if self.findings else "fit"
         speed, read = self.measured.get("allreduce_gb_per_s"), self.measured.get("read_gb_per_s")
         resume = self.measured.get("resume_minutes")
+        numbers = {"node": len(self.nodes), "rank": self.ranks, "check": len(self.checks)}
+        looked = ", ".join(count(number, noun) for noun, number in numbers.items())
         lines.append(
-            f"pre-flight: {nodes}, {self.ranks} ranks, {len(self.checks)} checks in {self.seconds:.1f} s: {verdict}"
+            f"pre-flight: {looked} in {self.seconds:.1f} s: {verdict}"
             + (f"; all-reduce {speed:.2f} GB/s" if speed else "")
             + (f"; files are read at {read:.2f} GB/s" if read else "")
             + (f", a checkpoint in about {resume:.1f} min" if resume else "")

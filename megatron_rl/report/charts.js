@@ -18,12 +18,10 @@ const present = value => value !== null && value !== undefined;
 const number = value => !present(value) ? "" : value && Math.abs(value) < 1e-3
   ? (+value.toPrecision(4)).toExponential() : +value.toPrecision(4) + "";
 
-const charts = [...document.querySelectorAll("[data-curves]")].flatMap(place =>
-  JSON.parse(document.getElementById(place.dataset.curves).textContent).map((given, i) => ({ ...given, box: place.children[i] })));
-const whole = charts.reduce((ends, chart) => chart.lines.reduce(([a, b], { x }) =>
-  [Math.min(a, x[0]), Math.max(b, x[x.length - 1])], ends), [Infinity, -Infinity]);
-if (whole[0] === whole[1]) { whole[0] -= 1; whole[1] += 1; }
-let range = whole;
+const all = [...document.querySelectorAll("[data-curves]")].flatMap(place =>
+  JSON.parse(document.getElementById(place.dataset.curves).textContent).map((given, i) =>
+    ({ ...given, steps: place.dataset.steps, box: place.children[i] })));
+let charts, range;  // of the kind of steps that is drawn: those of RL, or of the warm-up
 
 // The last of the steps that is not after `step`; -1: none.
 function before(steps, step) {
@@ -129,8 +127,11 @@ function draw(chart, place, width) {
   chart.box.replaceChildren(chart.head, chart.legend, drawing);
 }
 
-const short = value => Math.abs(value) >= 1e4 || (value && Math.abs(value) < 1e-3)
-  ? value.toExponential(1).replace(".0", "").replace("e+", "e") : number(value);
+function short(value) {
+  const size = Math.abs(value), [unit, name] = [[1e9, "G"], [1e6, "M"], [1e4, "k"]].find(([least]) => size >= least) ?? [1, ""];
+  if (size >= 1e13 || (size && size < 1e-3)) return value.toExponential(1).replace(".0", "").replace("e+", "e");
+  return number(value / (name === "k" ? 1e3 : unit)) + name;
+}
 
 // What is fixed of a chart: its title, and a legend with a place for each line's value.
 function prepare(chart) {
@@ -145,55 +146,70 @@ function prepare(chart) {
 
 function hover(step) {
   for (const chart of charts) {
-    const shown = step !== null && step >= range[0] && step <= range[1];
+    const places = chart.lines.map(line => step === null ? -1 : before(line.x, step));
+    const found = chart.lines.flatMap((line, i) => places[i] < 0 ? [] : [line.x[places[i]]]);
+    const own = Math.max(...found), shown = found.length > 0 && own >= range[0] && own <= range[1];  // no value between two
     chart.at.setAttribute("visibility", shown ? "visible" : "hidden");
-    if (shown) { chart.at.setAttribute("x1", chart.x(step)); chart.at.setAttribute("x2", chart.x(step)); }
-    chart.note_.textContent = shown ? `step ${step}` : chart.note;
+    if (shown) { chart.at.setAttribute("x1", chart.x(own)); chart.at.setAttribute("x2", chart.x(own)); }
+    chart.note_.textContent = shown ? `step ${own}` : chart.note;
     chart.lines.forEach((line, i) => {
-      const at = shown ? before(line.x, step) : -1;
+      const at = shown ? places[i] : -1;
       const spread = at >= 0 && line.low && !chart.stacked ? ` (${number(line.low[at])} to ${number(line.high[at])})` : "";
-      chart.values[i].textContent = at < 0 ? "" : number(line.y[at]) + spread;
+      const earlier = at >= 0 && line.x[at] !== own ? `, step ${line.x[at]}` : "";
+      chart.values[i].textContent = at < 0 ? "" : number(line.y[at]) + spread + earlier;
     });
   }
 }
 
-function zoom(to) {
-  range = to;
-  const widths = charts.map(chart => chart.box.clientWidth);  // all before the first change, so that the page is laid out once
-  charts.forEach((chart, place) => draw(chart, place, widths[place]));
+// Charts whose steps are of one kind: they have one range, and one place under the mouse.
+function together(own) {
+  let shown = [...own.reduce((ends, chart) => chart.lines.reduce(([a, b], { x }) =>
+    [Math.min(a, x[0]), Math.max(b, x[x.length - 1])], ends), [Infinity, -Infinity])];
+  if (shown[0] === shown[1]) { shown[0] -= 1; shown[1] += 1; }
+  const whole = shown;
+  const enter = () => { charts = own; range = shown; };
+  function zoom(to) {
+    shown = to;
+    enter();
+    const widths = own.map(chart => chart.box.clientWidth);  // all before the first change, so that the page is laid out once
+    own.forEach((chart, place) => draw(chart, `${chart.steps}${place}`, widths[place]));
+  }
+  let from = null;
+  for (const chart of own) {
+    prepare(chart);
+    chart.box.addEventListener("pointerdown", event => {
+      if (event.button || !event.target.closest(".chart > svg")) return;
+      enter();
+      from = { chart, step: chart.step(event) };
+      chart.box.setPointerCapture(event.pointerId);
+    });
+    chart.box.addEventListener("pointermove", event => {
+      enter();
+      if (from === null && !event.target.closest(".chart > svg")) return hover(null);
+      const step = chart.step(event);
+      hover(step);
+      if (from === null) return;
+      const [left, right] = [chart.x(from.step), chart.x(step)].sort((a, b) => a - b);
+      chart.chosen.setAttribute("visibility", "visible");
+      chart.chosen.setAttribute("x", left);
+      chart.chosen.setAttribute("width", right - left);
+    });
+    chart.box.addEventListener("pointerup", event => {
+      if (from === null) return;
+      enter();
+      const [first, last] = [from.step, chart.step(event)].sort((a, b) => a - b);
+      from = null;
+      chart.chosen.setAttribute("visibility", "hidden");
+      if (last > first) zoom([first, last]);
+    });
+    chart.box.addEventListener("pointercancel", () => { from = null; chart.chosen.setAttribute("visibility", "hidden"); });
+    chart.box.addEventListener("pointerleave", () => { enter(); if (from === null) hover(null); });
+    chart.box.addEventListener("dblclick", () => zoom(whole));
+  }
+  zoom(whole);
+  let width = 0;
+  new ResizeObserver(() => { if (own[0].box.clientWidth !== width) { width = own[0].box.clientWidth; zoom(shown); } })
+    .observe(document.body);
 }
-
-let from = null;
-for (const chart of charts) {
-  prepare(chart);
-  chart.box.addEventListener("pointerdown", event => {
-    if (event.button || !event.target.closest(".chart > svg")) return;
-    from = { chart, step: chart.step(event) };
-    chart.box.setPointerCapture(event.pointerId);
-  });
-  chart.box.addEventListener("pointermove", event => {
-    if (from === null && !event.target.closest(".chart > svg")) return hover(null);
-    const step = chart.step(event);
-    hover(step);
-    if (from === null) return;
-    const [left, right] = [chart.x(from.step), chart.x(step)].sort((a, b) => a - b);
-    chart.chosen.setAttribute("visibility", "visible");
-    chart.chosen.setAttribute("x", left);
-    chart.chosen.setAttribute("width", right - left);
-  });
-  chart.box.addEventListener("pointerup", event => {
-    if (from === null) return;
-    const [first, last] = [from.step, chart.step(event)].sort((a, b) => a - b);
-    from = null;
-    chart.chosen.setAttribute("visibility", "hidden");
-    if (last > first) zoom([first, last]);
-  });
-  chart.box.addEventListener("pointercancel", () => { from = null; chart.chosen.setAttribute("visibility", "hidden"); });
-  chart.box.addEventListener("pointerleave", () => from === null && hover(null));
-  chart.box.addEventListener("dblclick", () => zoom(whole));
-}
-zoom(whole);
-let width = 0;
-new ResizeObserver(() => { if (charts.length && charts[0].box.clientWidth !== width) { width = charts[0].box.clientWidth; zoom(range); } })
-  .observe(document.body);
+for (const steps of new Set(all.map(chart => chart.steps))) together(all.filter(chart => chart.steps === steps));
 })();

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megatron_rl.report.html import script_data
-from megatron_rl.report.run import RunRecord, by_recipe
+from megatron_rl.report.run import RunRecord, by_recipe, shown_evaluations
 
 COLOURS = (
     *("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f"),
@@ -73,6 +73,14 @@ CHARTS = (
     Chart("|Δ log-prob| by position in the response", ("mismatch/abs_log_ratio_from_*",), log=True),
     Chart("Tokens per second, whole step", ("perf/tokens_per_s",)),
     Chart("Peak memory, GiB", ("memory/host_peak_gib", "memory/device_peak_gib")),
+    Chart("Fine-tuning: loss, nats per token", ("sft/loss",)),
+    Chart("Reward model: loss", ("reward_model/loss",)),
+    Chart("Reward model: accuracy", ("reward_model/accuracy",)),
+)
+WARM_UP_CHARTS = (
+    Chart("Loss, nats per token", ("sft/loss",)),
+    Chart("Gradient norm", ("actor/grad_norm",)),
+    Chart("Learning rate", ("actor/lr",)),
 )
 
 
@@ -82,7 +90,7 @@ def matching(chart: Chart, runs: Sequence[RunRecord]) -> list[str]:
     found = []
     for pattern in chart.metrics:
         if pattern == "eval/*":
-            found += [name for name in present if name.startswith("eval/") and "@" in name.rpartition("/")[2]]
+            found += [name for name in shown_evaluations(present) if "@" in name.rpartition("/")[2]]
         elif pattern == "reward/*":
             found += [
                 name for name in present if name.startswith("reward/") and name not in ("reward/mean", "reward/std")
@@ -92,8 +100,7 @@ def matching(chart: Chart, runs: Sequence[RunRecord]) -> list[str]:
             found += sorted(named, key=lambda name: (len(name), name))  # numbers at their ends in order
         elif pattern in present:
             found.append(pattern)
-    # Greedy decoding has one number under two names.
-    return [name for name in found if not (name.endswith("/pass@1") and name.replace("/pass@1", "/avg@1") in found)]
+    return found
 
 
 @dataclass(frozen=True)
@@ -122,13 +129,14 @@ class Drawing:
     stacked: bool = False
 
 
-def curves(drawings: Sequence[Drawing], number: int) -> list[str]:
-    """Parts of the page: a place for each drawing, and their data. `number`: of these charts on the page, from 0."""
+def curves(drawings: Sequence[Drawing], number: int, steps: str = "") -> list[str]:
+    """Parts of the page: a place for each drawing, and their data. `number`: of these charts on the page, from 0.
+    `steps`: name of the steps that they count; charts of equal ones move together."""
     if not drawings:
         return []
     places = "".join(f'<div class="chart{" wide" if drawing.stacked else ""}"></div>' for drawing in drawings)
     return [
-        f'<div class="charts" data-curves="curves-{number}">{places}</div>',
+        f'<div class="charts" data-curves="curves-{number}" data-steps="{steps}">{places}</div>',
         script_data(f"curves-{number}", json.dumps([asdict(drawing) for drawing in drawings])),
     ]
 
@@ -151,6 +159,10 @@ def draw(chart: Chart, runs: Sequence[RunRecord]) -> Drawing | None:
             values = [fmean(of_step) for of_step in all_values]
             ends = [min, max] if len(seeds) > 1 else []
             low, high = ([_rounded([end(of_step) for of_step in all_values]) for end in ends]) or (None, None)
+            if len(seeds) == 1 and (errors := seeds[0].errors(metric)):
+                room = [errors.get(step, 0.0) for step in steps]
+                low = _rounded([value - error for value, error in zip(values, room, strict=True)])
+                high = _rounded([value + error for value, error in zip(values, room, strict=True)])
             lines.append(
                 Line(
                     _label(seeds, metric, len(kinds), len(metrics)),

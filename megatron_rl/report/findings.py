@@ -6,9 +6,9 @@ A rule compares the run with the "healthy" column of docs/metrics.md. It says wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import NormalDist, fmean, median
 
 from megatron_rl.report.run import RunRecord
 
@@ -38,16 +38,28 @@ def evaluation(run: RunRecord) -> Iterator[Finding]:
         if not (metric.startswith("eval/") and "/avg@" in metric):
             continue
         steps, values = run.series(metric)
-        name, best = metric.removeprefix("eval/"), max(values)
+        errors = run.errors(metric)
         if len(values) < 2:
             continue
+        name, top = metric.removeprefix("eval/"), values.index(max(values))
+        best, rise = values[top], values[-1] - values[0]
         change = f"{values[0]:.3f} → {values[-1]:.3f} (step {steps[-1]})"
-        if best - values[-1] > 0.05:
-            yield Finding("bad", f"{name} fell from its best, {best:.3f} at step {steps[values.index(best)]}: {change}")
-        elif values[-1] > values[0]:
-            yield Finding("good", f"{name} rose: {change}")
+        noise = _noise(errors, steps[0], steps[-1])
+        if best - values[-1] > max(0.05, _noise(errors, steps[top], steps[-1], len(values) - 1)):
+            yield Finding("bad", f"{name} fell from its best, {best:.3f} at step {steps[top]}: {change}")
+        elif rise > noise:
+            yield Finding("good", f"{name} rose: {change}" + (f", by {rise:.3f} ± {noise:.3f}" if noise else ""))
+        elif rise > 0:
+            yield Finding("look", f"{name} rose by {rise:.3f}, within noise (± {noise:.3f}): {change}")
         else:
             yield Finding("look", f"{name} did not rise: {change}")
+
+
+def _noise(errors: Mapping[int, float], first: int, second: int, chosen_of: int = 1) -> float:
+    """By how much two evaluations with these steps' standard errors differ by chance in one case of twenty, and where the
+    first is the best of several, `chosen_of`. 0 where the errors are not known."""
+    spread = math.hypot(errors.get(first, 0.0), errors.get(second, 0.0))
+    return NormalDist().inv_cdf(1 - 0.025 / chosen_of) * spread
 
 
 def signal(run: RunRecord) -> Iterator[Finding]:
@@ -60,7 +72,7 @@ def signal(run: RunRecord) -> Iterator[Finding]:
             "become too easy, or are too hard; algorithm.resample_rounds replaces such groups",
         )
     for metric in run.metrics():
-        if metric.startswith("reward_signal_share/"):
+        if metric.startswith("reward_signal_share/") and metric.partition("/")[2] not in ("overlong", "kl"):
             _, shares = run.series(metric)
             if max(shares) == 0.0:
                 yield Finding(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
 _STYLE = """
@@ -21,7 +22,10 @@ svg { max-width: 100%; height: auto } svg text { fill: currentColor }
 table { border-collapse: collapse; font-size: .9rem }
 td, th { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top }
 th { color: var(--soft); font-weight: 600 }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
+td.n:last-child, th.n:last-child { padding-right: 0 }
+@media (max-width: 500px) { body { margin: 1rem auto; padding: 0 .8rem }
+  table { font-size: .78rem } td, th { padding-right: .5rem } }
 tr + tr td { border-top: 1px solid var(--line) }
 .good { color: var(--good) }
 .look { color: var(--look) }
@@ -35,7 +39,8 @@ summary { cursor: pointer; font-weight: 600 }
 
 def document(title: str, style: str, parts: Iterable[str]) -> str:
     page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{text(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{text(title)}</title>'
         f"<style>{_STYLE}{style}</style></head><body>{''.join(parts)}</body></html>\n"
     )
     return page.encode(errors="backslashreplace").decode()  # models and file names may give half a surrogate pair
@@ -50,10 +55,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0) 
     kinds = ["" if i < len(head) - numbers else ' class="n"' for i in range(len(head))]
     top = "".join(f"<th{kind}>{text(cell)}</th>" for cell, kind in zip(head, kinds, strict=True))
     body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{text(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        "<tr>"
+        + "".join(
+            f"<td{kind}>{text(cell) if kind else _names(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)
+        )
+        + "</tr>"
         for row in rows
     )
     return f"<table><tr>{top}</tr>{body}</table>"
+
+
+def _names(value: str) -> str:
+    """Text that may be broken within names, after a slash or an underscore."""
+    return re.sub("([/_])", r"\1<wbr>", text(value))
 
 
 def text(value: str) -> str:

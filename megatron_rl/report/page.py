@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
 import yaml
 
+from megatron_rl.config.presets import PRESETS
 from megatron_rl.report import charts
-from megatron_rl.report.charts import CHARTS, COLOURS, curves, draw, draw_time
+from megatron_rl.report.charts import CHARTS, COLOURS, WARM_UP_CHARTS, curves, draw, draw_time
 from megatron_rl.report.findings import find
 from megatron_rl.report.html import document, section, table, text
-from megatron_rl.report.run import RolloutRow, RunRecord, by_recipe, differing_keys
+from megatron_rl.report.run import RolloutRow, RunRecord, by_prompt, by_recipe, differing_keys, shown_evaluations
 from megatron_rl.report.viewer import STYLE, image_data, turns, viewer
 
 _STYLE = """
+div.top { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(34rem, 100%), 1fr)); gap: 0 2.5rem }
+div.top > div { min-width: 0 }
 ul.findings { list-style: none; padding: 0 }
 ul.findings li { margin: .25rem 0 }
 .tag { display: inline-block; width: 3.4rem; font-size: .75rem; font-weight: 700; text-transform: uppercase }
@@ -23,7 +26,7 @@ ul.findings li { margin: .25rem 0 }
 details.group > summary .sub { font-weight: 400 }
 details.more { margin: 0 } details.more > summary { font-weight: 400; font-size: .8rem; color: var(--soft) }
 details.more[open] > summary { display: none }
-div.scroll { overflow-x: auto } div.scroll td { max-width: 24rem; overflow-wrap: anywhere }
+div.scroll { overflow-x: auto } div.scroll td { max-width: 24rem; overflow-wrap: break-word }
 td.text { width: 100%; min-width: 20rem }
 """
 _HELP = (
@@ -39,12 +42,15 @@ def render(runs: Sequence[RunRecord]) -> str:
     """The page for one run, or for several side by side."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     parts = [f"<h1>{text(title)}</h1>", *_heads(runs)]
-    parts += section("Findings", _findings(runs))
-    parts += section("Numbers", [_numbers(runs)])
+    top = [section("Findings", _findings(runs)), section("Numbers", [_numbers(runs)])]
+    parts += ['<div class="top">', *(f"<div>{''.join(one)}</div>" for one in top), "</div>"]
     drawn = [drawing for chart in CHARTS if (drawing := draw(chart, runs))]
     parts += section("Curves", [_HELP, *curves(drawn, 0)] if drawn else [])
     times = [draw_time(run, f"{_TIME}: {run.name}" if len(runs) > 1 else _TIME) for run in runs]
     parts += section("Where the time went", curves([drawing for drawing in times if drawing], 1))
+    warm_ups = [warm_up for run in runs if (warm_up := run.warm_up()) is not None]
+    warmed = [drawing for chart in WARM_UP_CHARTS if (drawing := draw(chart, warm_ups))]
+    parts += section("The warm-up before RL", curves(warmed, 2, steps="warm-up"))
     parts.append(charts.script())
     if len(runs) > 1:
         parts += section("Where the recipes differ", [_differences(runs)])
@@ -62,7 +68,7 @@ def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
         colour = COLOURS[next(i for i, seeds in enumerate(kinds) if run in seeds) % len(COLOURS)]
         last, model = run.rows[-1], run.recipe.get("model", {})
         what = [
-            f"{run.recipe.get('algorithm', {}).get('preset')} on {model.get('path') or 'a model made at start-up'}",
+            f"{_algorithm(run)} on {model.get('path') or 'a model made at start-up'}",
             f"step {last['step']} of {run.recipe.get('trainer', {}).get('steps')}",
             f"{_duration(sum(row.get('timing_s/step', 0.0) for row in run.rows))} in RL steps",
         ]
@@ -70,6 +76,19 @@ def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
             what.append(f"{run.attempts} attempts")
         mark = f'<span class="dot" style="color:{colour}">●</span> {text(run.name)}: ' if len(runs) > 1 else ""
         yield f'<p class="sub">{mark}{text("; ".join(what))}; {text(str(run.path))}</p>'
+
+
+def _algorithm(run: RunRecord) -> str:
+    """The preset; and the estimator and the gradient weight, where they are others than the preset's."""
+    section = run.recipe.get("algorithm") or {}
+    preset = section.get("preset", "")
+    usual = PRESETS.get(preset, {})
+    other = []
+    for part in ("estimator", "weight"):
+        name, theirs = (section.get(part) or {}).get("name"), usual.get(part)
+        if name is not None and not (isinstance(theirs, dict) and theirs.get("name") == name):
+            other.append(f"{part} {name}")
+    return f"{', '.join(other)}, else as {preset}," if other else preset
 
 
 def _findings(runs: Sequence[RunRecord]) -> list[str]:
@@ -85,10 +104,11 @@ def _findings(runs: Sequence[RunRecord]) -> list[str]:
 
 def _numbers(runs: Sequence[RunRecord]) -> str:
     """Evaluations and reward: first, best, last of each run, and the mean of runs that differ in the seed only."""
+    every = list(dict.fromkeys(name for run in runs for name in run.metrics()))
     names = [
         name
-        for name in dict.fromkeys(name for run in runs for name in run.metrics())
-        if (name.startswith("eval/") and "/reward/" not in name) or name == "reward/mean"
+        for name in shown_evaluations(every) + [name for name in every if name == "reward/mean"]
+        if "/reward/" not in name
     ]
     head = ["metric", *(["run"] if len(runs) > 1 else []), "first", "best", "last"]
     rows = []
@@ -96,18 +116,32 @@ def _numbers(runs: Sequence[RunRecord]) -> str:
         for seeds in by_recipe(runs):
             found = [(run.name, values) for run in seeds if (values := run.series(name)[1])]
             numbers = [[values[0], max(values), values[-1]] for _, values in found]
-            cells = [(run, [_number(value) for value in own]) for (run, _), own in zip(found, numbers, strict=True)]
+            cells = [(run.name, _with_errors(run, name)) for run in seeds if run.series(name)[1]]
             if len(found) > 1:
                 means = [f"{fmean(column):.4g} ± {stdev(column):.2g}" for column in zip(*numbers, strict=True)]
                 cells.append((f"mean ± deviation of {len(found)} seeds", means))
             for run, (first, best, last) in cells:
                 shown = [first, best if "@" in name or "reward" in name else "", last]
-                rows.append([name, *([run] if len(runs) > 1 else []), *shown])
+                rows.append([name.removeprefix("eval/"), *([run] if len(runs) > 1 else []), *shown])
     return f'<div class="scroll">{table(head, rows, numbers=3)}</div>'
 
 
+def _with_errors(run: RunRecord, name: str) -> list[str]:
+    """First, best and last value, each with its standard error where the run has one."""
+    steps, values = run.series(name)
+    errors = run.errors(name)
+    best = values.index(max(values))
+    return [
+        f"{values[i]:.3f} ± {errors[steps[i]]:.3f}" if steps[i] in errors else _number(values[i])
+        for i in (0, best, len(values) - 1)
+    ]
+
+
 def _differences(runs: Sequence[RunRecord]) -> str:
-    rows = [[key, *map(str, values)] for key, values in differing_keys(runs).items()]
+    rows = [
+        [key, *("–" if value in (None, {}) else str(value) for value in values)]
+        for key, values in differing_keys(runs).items()
+    ]
     if not rows:
         return "<p>Only in run_dir.</p>"
     return f'<div class="scroll">{table(["key", *(run.name for run in runs)], rows)}</div>'
@@ -116,7 +150,7 @@ def _differences(runs: Sequence[RunRecord]) -> str:
 def _rollouts(runs: Sequence[RunRecord]) -> list[str]:
     parts = []
     for run in runs:
-        groups = [_group_of(run, group, why) for group, why in chosen_groups(run.samples)]
+        groups = [_group_of(run, group, why) for group, why in chosen_groups(run)]
         if groups:
             parts.append(_named(run, "".join(groups), len(runs)))
     return parts
@@ -125,7 +159,8 @@ def _rollouts(runs: Sequence[RunRecord]) -> list[str]:
 def _group_of(run: RunRecord, group: Group, why: Sequence[str]) -> str:
     """One prompt with its responses, folded."""
     columns = list(group.rollouts[0]["rewards"])
-    head = "".join(f"<th>{text(name)}</th>" for name in ("response", *columns, "advantage", "tokens", "ended by"))
+    names = (*columns, "advantage", "tokens", "ended by")
+    head = "<th>response</th>" + "".join(f'<th class="n">{text(name)}</th>' for name in names)
     rows = []
     for rollout in group.rollouts[:_SHOWN]:
         cells = [_number(rollout["rewards"].get(column)) for column in columns]
@@ -135,7 +170,8 @@ def _group_of(run: RunRecord, group: Group, why: Sequence[str]) -> str:
             text(str(rollout.get("finish_reason", ""))),
         ]
         response = f'<td class="text">{_long(rollout["response"])}</td>'
-        rows.append(f"<tr>{response}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
+        rows.append(f"<tr>{response}{numbers}</tr>")
     first = group.rollouts[0]
     images = "".join(
         f'<img src="{data}" alt="">' for name in first.get("images", ()) if (data := image_data(run.path, name))
@@ -173,6 +209,8 @@ def _number(value: float | None) -> str:
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    if not hours and not minutes:
+        return f"{seconds} s"
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
 
 
@@ -182,11 +220,7 @@ class Group:
 
     step: int
     rollouts: Sequence[RolloutRow]
-
-    @property
-    def reward(self) -> float:
-        """Mean over rollouts of the sum of all reward columns; a score that never came counts as 0."""
-        return fmean(sum(value or 0.0 for value in rollout["rewards"].values()) for rollout in self.rollouts)
+    reward: float  # mean over the rollouts of the columns' weighted sum
 
     @property
     def longest(self) -> int:
@@ -198,24 +232,22 @@ class Group:
         return sum(rollout.get("finish_reason") == "length" for rollout in self.rollouts)
 
 
-def groups_of(samples: Mapping[int, Sequence[RolloutRow]]) -> list[Group]:
-    """The groups of every step, in order. Rows of old runs have no sample id: their prompt tells them apart."""
-    found = []
-    for step, rows in samples.items():
-        by_prompt: dict[str, list[RolloutRow]] = {}
-        for row in rows:
-            by_prompt.setdefault(str(row.get("sample", row["prompt"])), []).append(row)
-        found += [Group(step, rollouts) for rollouts in by_prompt.values()]
-    return found
+def groups_of(run: RunRecord) -> list[Group]:
+    """The groups of every step, in order."""
+    return [
+        Group(step, rollouts, fmean(run.rewards(rollouts)))
+        for step, rows in run.samples.items()
+        for rollouts in by_prompt(rows)
+    ]
 
 
-def chosen_groups(samples: Mapping[int, Sequence[RolloutRow]]) -> list[tuple[Group, list[str]]]:
+def chosen_groups(run: RunRecord) -> list[tuple[Group, list[str]]]:
     """A handful of groups with why each was chosen, in the order of their steps.
 
     The first of the first, middle and last step; and of all the one with the highest and the lowest reward, the one with the
     longest response, and the one with most responses cut at the token limit, the latest where several are equal.
     """
-    groups = groups_of(samples)
+    groups = groups_of(run)
     if not groups:
         return []
     steps = sorted({group.step for group in groups})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NotRequired, TypedDict
 
 import yaml
@@ -57,6 +58,28 @@ class RunRecord:
         found = [(int(row["step"]), row[metric]) for row in self.rows if row.get(metric) is not None]
         return [step for step, _ in found], [float(value) for _, value in found]
 
+    def errors(self, metric: str) -> dict[int, float]:
+        """Step -> standard error of an evaluation's `avg@<n>`; {} for other metrics."""
+        task, _, name = metric.rpartition("/")
+        return dict(zip(*self.series(f"{task}/stderr"), strict=True)) if name.startswith("avg@") else {}
+
+    def warm_up(self) -> RunRecord | None:
+        """The fine-tuning before RL as a run of its own; None without one."""
+        return replace(self, rows=self.sft_rows, sft_rows=(), samples={}) if self.sft_rows else None
+
+    def rewards(self, rows: Sequence[RolloutRow]) -> list[float]:
+        """Each rollout's reward as `reward/mean` has it: the columns' sum by the recipe's weights. A score that never came
+        counts as the mean of the prompt's others, `rows`."""
+        weights = {name: own.get("weight", 1.0) for name, own in (self.recipe.get("rewards") or {}).items()}
+        totals = [0.0] * len(rows)
+        for column in rows[0]["rewards"] if rows else ():
+            known = [value for row in rows if (value := row["rewards"].get(column)) is not None]
+            filled = fmean(known) if known else 0.0
+            for i, row in enumerate(rows):
+                value = row["rewards"].get(column)
+                totals[i] += weights.get(column.partition(".")[0], 1.0) * (filled if value is None else value)
+        return totals
+
     def metrics(self) -> list[str]:
         return sorted({name for row in self.rows for name in row} - {"step", "time"})
 
@@ -91,7 +114,31 @@ def differing_keys(runs: Sequence[RunRecord]) -> dict[str, list[object]]:
     """Recipe keys (dotted) whose values are not the same in all runs, with each run's; `run_dir` left out."""
     flat = [dict(leaves(run.recipe)) for run in runs]
     table = {key: [one.get(key) for one in flat] for one in flat for key in one if key != "run_dir"}
-    return {key: values for key, values in table.items() if len(set(map(repr, values))) > 1}
+    return {
+        key: values
+        for key, values in table.items()
+        if len({repr(None if value == {} else value) for value in values}) > 1  # an empty section is one without keys
+    }
+
+
+def shown_evaluations(metrics: Sequence[str]) -> list[str]:
+    """Those of evaluations that say something of their own: `stderr` belongs beside `avg@<n>`, and `pass@1` is `avg@<n>`."""
+    averaged = {name.rpartition("/")[0] for name in metrics if "/avg@" in name}
+    return [
+        name
+        for name in metrics
+        if name.startswith("eval/")
+        and not name.endswith("/stderr")
+        and not (name.endswith("/pass@1") and name.removesuffix("/pass@1") in averaged)
+    ]
+
+
+def by_prompt(rows: Sequence[RolloutRow]) -> list[list[RolloutRow]]:
+    """A step's rollouts by group, in order. Rows of old runs have no sample id: their prompt tells them apart."""
+    found: dict[str, list[RolloutRow]] = {}
+    for row in rows:
+        found.setdefault(str(row.get("sample", row["prompt"])), []).append(row)
+    return list(found.values())
 
 
 def by_recipe(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megatron_rl.runtime.heartbeat import Beat, beat_interval, heartbeats
 _SHOWN_RUNS = 8  # of those in a folder that is none
 SILENT_SECONDS = 90.0  # without a heartbeat: six of the slowest beats
 _SKEW = 5.0  # seconds that two machines' clocks may differ; the pre-flight warns above that
+_INDENT = 14  # columns of the names in the text
 _BEATS = 3.0  # how long an old heartbeat is watched before its rank is called silent
 
 _MEANING = {
@@ -80,20 +82,21 @@ class RunStatus:
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
-    def text(self) -> str:
+    def text(self, width: int | None = None) -> str:
+        """`width`: columns of the terminal, between whose numbers lines may break; None: none."""
         lines = [f"{self.run_dir}: {self._headline()}"]
         if self.says:
             lines += ["", *(f"  {line}" for line in self.says), ""]
         facts = {
             "post-mortem": self.postmortem,
-            "last step": "  ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()),
-            "evaluation": "  ".join(f"{name} {value:.4g}" for name, value in self.evaluation.items()),
+            "last step": _numbers(self.metrics, width),
+            "evaluation": _numbers(self.evaluation, width),
             "checkpoint": f"{self.checkpoint}, of {self.checkpoints}" if self.checkpoint else "none that is whole",
             "attempts": str(self.attempt),
             "first": self.first,
             "to continue": self.continue_with,
         }
-        return "\n".join([*lines, *(f"{name:<14}{fact}" for name, fact in facts.items() if fact)])
+        return "\n".join([*lines, *(f"{name:<{_INDENT}}{fact}" for name, fact in facts.items() if fact)])
 
     def _headline(self) -> str:
         where = f"{self.stage} step {self.step} of {self.steps}" if self.stage else "before its first step"
@@ -296,6 +299,17 @@ def _read_checkpoints(status: RunStatus, run_dir: Path) -> None:
         if found:
             status.checkpoints, status.checkpoint = len(found), newest and newest + stage
             return
+
+
+def _numbers(metrics: Mapping[str, float], width: int | None) -> str:
+    """Names and values, in as many lines as it takes."""
+    lines = [""]
+    for name, value in metrics.items():
+        told = f"{name} {value:.4g}"
+        if lines[-1] and width is not None and _INDENT + len(lines[-1]) + 2 + len(told) > width:
+            lines.append("")
+        lines[-1] += f"{'  ' if lines[-1] else ''}{told}"
+    return f"\n{'':<{_INDENT}}".join(lines)
 
 
 def _time(seconds: float) -> str:

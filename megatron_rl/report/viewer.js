@@ -14,7 +14,6 @@ const node = (tag, text, kind) => {
 for (const row of data.rows) {
   const remarks = Object.values(row.remarks || {}).flat().map(([text]) => text);
   row.text = [...data.prompts[row.prompt].map(([, text]) => text), row.response, row.answer, ...remarks].join("\n").toLowerCase();
-  row.reward = Object.values(row.rewards).reduce((sum, value) => sum + (value || 0), 0);
 }
 const fill = (name, values) => values.forEach(value => pick(name).append(new Option(value, value)));
 fill("run", data.runs);
@@ -47,6 +46,7 @@ function select() {
   spacer.style.height = shown.length * HIGH + "px";
   viewer.querySelector(".count").textContent = `${shown.length.toLocaleString("en")} of ${data.rows.length.toLocaleString("en")}`;
   list.scrollTop = 0;
+  if (!shown.includes(chosen)) { chosen = shown[0] ?? null; open(); }
   draw();
 }
 
@@ -82,7 +82,7 @@ function tokens(row, kind) {
 }
 
 function open() {
-  if (!chosen) return;
+  if (!chosen) return detail.replaceChildren(node("p", "No rollout matches.", "sub"));
   const kind = pick("colour").value, facts = [`step ${chosen.step}`, `${chosen.sample ?? ""} #${chosen.rollout ?? ""}`,
     `advantage ${number(chosen.advantage)}`, `${chosen.tokens} tokens`, chosen.finish_reason];
   if (data.runs.length > 1) facts.unshift(data.runs[chosen.run]);
@@ -134,4 +134,3 @@ list.addEventListener("scroll", () => requestAnimationFrame(draw));
 new ResizeObserver(draw).observe(list);
 viewer.hidden = false;
 select();
-if (shown.length) { chosen = shown[0]; open(); draw(); }

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.report.html import script_data
-from megatron_rl.report.run import RolloutRow, RunRecord
+from megatron_rl.report.run import RolloutRow, RunRecord, by_prompt
 
 STYLE = """
 #viewer .bar { display: flex; flex-wrap: wrap; gap: .5rem; align-items: center; margin: .6rem 0 }
@@ -50,9 +50,17 @@ def viewer(runs: Sequence[RunRecord]) -> list[str]:
     """The section's parts; [] without samples. Without scripts only the groups above are seen."""
     prompts: dict[str, int] = {}
     rows = [
-        {**_facts(row), "run": number, "step": step, "prompt": prompts.setdefault(_prompt(row), len(prompts)), **values}
+        {
+            **_facts(row),
+            "run": number,
+            "step": step,
+            "prompt": prompts.setdefault(_prompt(row), len(prompts)),
+            "reward": rewards[id(row)],
+            **values,
+        }
         for number, run in enumerate(runs)
         for step, of_step in run.samples.items()
+        for rewards in [_rewards(run, of_step)]
         for row, values in zip(of_step, _token_values(run.path, step, of_step), strict=True)
     ]
     if not rows:
@@ -117,6 +125,16 @@ def _images(runs: Sequence[RunRecord]) -> dict[str, str]:
             if name not in found and (data := image_data(run.path, name)) and size + len(data) <= _IMAGE_BYTES:
                 found[name], size = data, size + len(data)
     return found
+
+
+def _rewards(run: RunRecord, rows: Sequence[RolloutRow]) -> dict[int, float]:
+    """By the row's identity: each rollout's weighted sum."""
+    groups = by_prompt(rows)
+    return {
+        id(row): float(f"{reward:.6g}")
+        for group in groups
+        for row, reward in zip(group, run.rewards(group), strict=True)
+    }
 
 
 def _prompt(row: RolloutRow) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -18,33 +19,14 @@ from megatron_rl.config.schema import Config, SupervisedConfig
 from megatron_rl.data import Rollout, Sample
 from megatron_rl.evaluation.samples import write_samples
 from megatron_rl.report import read_run, render
+from megatron_rl.report.run import shown_evaluations
 from megatron_rl.rewards import ScoringStats
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.heartbeat import HEARTBEAT
+from megatron_rl.trainer.lines import STAGE, STEP, line
 from megatron_rl.trainer.trackers import Tracker, make_trackers
 
-# What a step's line on the terminal shows: label, metric, format.
-_LINE = (
-    ("reward", "reward/mean", ".3f"),
-    ("length", "response_length/mean", ".1f"),
-    ("signal", "groups/signal_share", ".2f"),
-    ("entropy", "actor/entropy", ".3f"),
-    ("kl", "old_policy/kl_k3", ".1e"),
-    ("grad", "actor/grad_norm", ".3f"),
-    ("lr", "actor/lr", ".1e"),
-    ("tok/s", "perf/tokens_per_s", ",.0f"),
-    ("s", "timing_s/step", ".2f"),
-)
-_STAGE_LINE = (
-    ("loss", "sft/loss", ".4f"),
-    ("loss", "reward_model/loss", ".4f"),
-    ("accuracy", "reward_model/accuracy", ".3f"),
-    ("margin", "reward_model/margin", ".3f"),
-    ("grad", "actor/grad_norm", ".3f"),
-    ("lr", "actor/lr", ".1e"),
-    ("s", "timing_s/step", ".2f"),
-)
 _OUTPUTS = (
     *("metrics.jsonl", "evaluation.json", "report.html", "sft", "checkpoints", "samples", "rollouts", "tensorboard"),
     *("reference", "export", "adapter", "responses", "harness", "wandb_id", "mlflow_id", "run_id"),
@@ -57,7 +39,10 @@ class Reporter:
     def __init__(self, config: Config, run_dir: Path, grid: Grid, command: str = "train") -> None:
         self.config, self.run_dir, self.command = config, run_dir, command
         self.active = grid.is_main
-        self.console = Console(quiet=not self.active, highlight=False, soft_wrap=True)
+        self.console = Console(quiet=not self.active, highlight=False)
+        self.console.soft_wrap = (
+            not self.console.is_terminal
+        )  # a file's lines have no end, a terminal's break between words
         self._started = time.monotonic()
         self._first_eval: dict[str, float] = {}
         self._last_eval: dict[str, float] = {}
@@ -156,8 +141,19 @@ class Reporter:
         self._end_stage()
         HEARTBEAT.begin(stage, done, total)
         self._stage = (stage, time.monotonic())
+        self._stage_seconds.setdefault(stage, 0.0)
         self._progress.update(self._task, stage=stage, completed=done, total=total)
         self.console.print(f"[bold]{stage}[/bold]: {total - done} of {total} steps to go")
+
+    @contextlib.contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """What takes long between stages, or within one, and is none of its steps."""
+        begin = time.monotonic()
+        yield
+        seconds = time.monotonic() - begin
+        self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + seconds
+        if self._stage is not None:
+            self._stage = (self._stage[0], self._stage[1] + seconds)
 
     def _end_stage(self) -> None:
         if self._stage is not None:
@@ -168,10 +164,19 @@ class Reporter:
     # ----------------------------------------------------------------------------------------------------------- metrics
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of `metrics.jsonl`, and the step's line."""
-        line = "  ".join(f"{label} {metrics[name]:{spec}}" for label, name, spec in _LINE if name in metrics)
-        self._log(step, metrics, f"step {step:>4}  {line}" if "timing_s/step" in metrics else "")
+        trainer = self.config.trainer
+        fields = [  # with a single update the old policy is the policy
+            field for field in STEP if field.metric != "old_policy/kl_k3" or trainer.minibatches * trainer.epochs > 1
+        ]
+        self._log(
+            step, metrics, line(f"step {step:>4}", fields, metrics, self._width()) if "timing_s/step" in metrics else ""
+        )
 
-    def _log(self, step: int, metrics: Mapping[str, float], line: str, warm_up: bool = False) -> None:
+    def _width(self) -> int | None:
+        """Columns of the terminal; None for a file or a pipe."""
+        return self.console.width if self.console.is_terminal else None
+
+    def _log(self, step: int, metrics: Mapping[str, float], told: str, warm_up: bool = False) -> None:
         if not self.active:
             return
         row = {"step": step, "time": round(time.time(), 3), **{k: metrics[k] for k in sorted(metrics)}}
@@ -184,14 +189,14 @@ class Reporter:
             for tracker in self._trackers:
                 tracker.log(step, metrics)
         self._progress.update(self._task, completed=step)
-        if line:
-            self.console.print(line)
+        if told:
+            self.console.print(told)
         for name, value in metrics.items():
             if name.startswith("eval/") and "/avg@" in name:
                 task = name.split("/")[1]
                 length = metrics.get(f"eval/{task}/response_length")  # a harness tells none
-                told = "" if length is None else f", length {length:.1f}"
-                self.console.print(f"[bold]eval[/bold] {task} at step {step}: {name.split('/')[-1]} {value:.3f}{told}")
+                more = "" if length is None else f", length {length:.1f}"
+                self.console.print(f"[bold]eval[/bold] {task} at step {step}: {name.split('/')[-1]} {value:.3f}{more}")
 
     def flush_metrics(self, warm_up: bool = False) -> int:
         """Waits until all rows of `metrics.jsonl`, or of the warm-up's, are on the disk; its length in bytes."""
@@ -206,9 +211,9 @@ class Reporter:
         """One row of `metrics.jsonl` (of `sft/metrics.jsonl` in the warm-up before RL), and a line."""
         if not self.active:
             return
-        line = "  ".join(f"{label} {metrics[key]:{spec}}" for label, key, spec in _STAGE_LINE if key in metrics)
         shows = step % max(section.log_every, section.steps // 10) == 0 or step == section.steps
-        self._log(step, metrics, f"{name.lower()} step {step:>4}  {line}" if shows else "", self.command == "train")
+        told = line(f"{name.lower()} step {step:>4}", STAGE, metrics, self._width()) if shows else ""
+        self._log(step, metrics, told, self.command == "train")
 
     def _remember(self, row: Mapping[str, float]) -> None:
         for name, value in row.items():
@@ -255,14 +260,15 @@ class Reporter:
         evaluations = Table(title="Held-out prompts", title_justify="left")
         for column in ("metric", "start", "end", "change"):
             evaluations.add_column(column, justify="left" if column == "metric" else "right")
-        for name, first in self._first_eval.items():
-            last = self._last_eval[name]
-            evaluations.add_row(name.removeprefix("eval/"), f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
+        for name in shown_evaluations([*self._first_eval]):
+            first, last = self._first_eval[name], self._last_eval[name]
+            cells = [self._with_error(name, first, self._first_eval), self._with_error(name, last, self._last_eval)]
+            evaluations.add_row(name.removeprefix("eval/"), *cells, f"{last - first:+.3f}")
         if self._first_eval and self.command != "evaluate":
             self.console.print(evaluations)
         total = time.monotonic() - self._started
         parts = [f"{name} {seconds:.0f} s" for name, seconds in self._stage_seconds.items()]
-        self.console.print(f"This process ran {total:.0f} s: {', '.join(parts)}")
+        self.console.print(f"This process ran {total:.0f} s{': ' if parts else ''}{', '.join(parts)}")
         spent = sum(self._seconds.values())
         if spent:
             shares = sorted(self._seconds.items(), key=lambda item: -item[1])
@@ -272,6 +278,12 @@ class Reporter:
         if self.config.logging.report and self.command != "evaluate" and has_metrics:
             disk.replace(self.run_dir / "report.html", render([read_run(self.run_dir)]))
         self.console.print(f"Everything is in {self.run_dir}: " + ", ".join(self._files()), markup=False)
+
+    @staticmethod
+    def _with_error(name: str, value: float, evaluated: Mapping[str, float]) -> str:
+        task, _, short = name.rpartition("/")
+        error = evaluated.get(f"{task}/stderr") if short.startswith("avg@") else None
+        return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
 
     def _files(self) -> list[str]:
         return [name for name in ("recipe.yaml", *_OUTPUTS, "logs") if (self.run_dir / name).exists()]

@@ -48,7 +48,7 @@ class Run:
 
     def start_engine(self) -> None:
         """Starts the colocated engine, gives it the actor's weights, and proves that it computes what the actor does."""
-        with self.timer.untimed("start", "starting the engine"):
+        with self.report.apart("engine start"), self.timer.untimed("start", "starting the engine"):
             actor, sampler = self.learner.actor, self.sampler
             actor.offload()  # vLLM wants its whole share of the device free when it starts
             actor.offload_weights()

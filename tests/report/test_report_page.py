@@ -21,8 +21,9 @@ from megatron_rl.report import find, read_run, render
 from megatron_rl.report.charts import CHARTS, COLOURS, _running_mean, draw, draw_time, matching
 from megatron_rl.report.page import chosen_groups
 from megatron_rl.report.run import differing_keys
+from megatron_rl.report.status import RunStatus
 
-VOID = {"meta", "br", "input"}
+VOID = {"meta", "br", "input", "wbr"}
 
 
 class Outline(HTMLParser):
@@ -226,7 +227,7 @@ def test_a_handful_of_groups_is_shown_over_the_run(tmp_path: Path) -> None:
     steps[18] = [rollout("longest", "r", 0.5, tokens=900), rollout("cut", "r", 0.5, ended="length")]
     record = read_run(sampled(tmp_path / "run", steps))
     assert len(record.samples) == 30
-    found = {group.rollouts[0]["prompt"]: (group.step, why) for group, why in chosen_groups(record.samples)}
+    found = {group.rollouts[0]["prompt"]: (group.step, why) for group, why in chosen_groups(record)}
     assert found == {
         "q1": (1, ["first step"]),
         "worst": (8, ["lowest reward"]),
@@ -265,6 +266,90 @@ def test_a_page_that_cannot_be_drawn_leaves_the_one_before(tmp_path: Path, monke
     assert main(["report", str(folder)]) == 1
     assert (folder / "report.html").read_text() == "before"
     assert not list(folder.glob(".report*"))
+
+
+def weighted(folder: Path, weights: dict[str, float], rows: list[dict[str, Any]]) -> Path:
+    sampled(folder, {1: rows})
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe["rewards"] = {name: {"reward": "format", "weight": weight} for name, weight in weights.items()}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def test_a_reward_is_the_weighted_sum_wherever_the_page_shows_one(tmp_path: Path) -> None:
+    """A penalty is not a prize, and a score that never came is the mean of its prompt's others, as in `reward/mean`."""
+    rows = [rollout("q", "wrong", 0.0) | {"rewards": {"right": 0.0, "brief": 1.0, "judge.tone": 0.5}, "rollout": 0}]
+    rows += [rollout("q", "right", 1.0) | {"rewards": {"right": 1.0, "brief": 0.0, "judge.tone": None}, "rollout": 1}]
+    weights = {"right": 1.0, "brief": -1.0, "judge": 0.1}
+    run = read_run(weighted(tmp_path / "run", weights, rows))
+    assert run.rewards(rows) == pytest.approx([-0.95, 1.05])
+    page = render([run])
+    assert "reward 0.05, up to" in page
+    shown = json.loads(re.findall(r'id="rollouts">(.*?)</script>', page, re.DOTALL)[0])["rows"]
+    assert [row["reward"] for row in shown] == pytest.approx([-0.95, 1.05])
+
+
+@pytest.mark.parametrize(
+    ("values", "level", "words"),
+    [
+        ([0.39, 0.40], "look", "sums/avg@1 rose by 0.010, within noise (± 0.139)"),
+        ([0.30, 0.60], "good", "sums/avg@1 rose: 0.300 → 0.600 (step 20), by 0.300 ± 0.139"),
+        ([0.30, 0.62, 0.55], "good", "sums/avg@1 rose: 0.300 → 0.550"),
+        ([0.30, 0.75, 0.50], "bad", "fell from its best, 0.750 at step 19"),
+    ],
+)
+def test_a_change_of_an_evaluation_is_held_against_its_error(
+    tmp_path: Path, values: list[float], level: str, words: str
+) -> None:
+    rows = healthy()
+    for row, value in zip([rows[0], *rows[-len(values) + 1 :]], values, strict=True):
+        row |= {"eval/sums/avg@1": value, "eval/sums/pass@1": value, "eval/sums/stderr": 0.05}
+    run = read_run(write_run(tmp_path / "run", rows))
+    assert [(finding.level, words in finding.text) for finding in find(run)] == [(level, True)]
+    text = "".join(Outline(render([run])).text)
+    assert f"{values[-1]:.3f} ± 0.050" in text
+    assert "sums/stderr" not in text, "an error stands beside what it is of"
+    assert "sums/pass@1" not in text, "which is avg@1"
+    drawing = draw(CHARTS[0], [run])
+    assert drawing is not None
+    assert drawing.lines[0].low == pytest.approx([value - 0.05 for value in values])
+
+
+def test_the_page_names_the_estimator_and_the_weight_that_ran(tmp_path: Path) -> None:
+    own = {"preset": "grpo", "estimator": {"name": "median_baseline"}, "weight": {"name": "clip"}}
+    head = render([read_run(write_run(tmp_path / "own", healthy(), {"algorithm": own}))])
+    assert "estimator median_baseline, else as grpo, on" in head
+    usual = {"preset": "grpo", "estimator": {"name": "grpo"}, "weight": {"name": "clip"}}
+    assert '<p class="sub">grpo on' in render(
+        [read_run(write_run(tmp_path / "usual", healthy(), {"algorithm": usual}))]
+    )
+
+
+def test_an_empty_section_is_no_difference_of_recipes(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first", healthy(), {"sft": {}})
+    second = write_run(tmp_path / "second", healthy(), {"sft": {"steps": 3}})
+    runs = [read_run(first), read_run(second)]
+    assert differing_keys(runs) == {"sft.steps": [None, 3]}
+    assert "None" not in "".join(Outline(render(runs)).text)
+
+
+def test_a_telephone_draws_the_page_at_its_own_width(tmp_path: Path) -> None:
+    page = render([read_run(write_run(tmp_path / "run", healthy()))])
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert "white-space: nowrap" in re.findall(r"td\.n, th\.n \{(.*?)\}", page)[0]
+    [table] = re.findall(r"<details class=.group.*?<table>(.*?)</table>", page, re.DOTALL)[:1]
+    assert table.count('<td class="n">') == 4, "reward, advantage, tokens, end: one line each"
+
+
+def test_the_warm_up_is_drawn(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", healthy())
+    (folder / "sft").mkdir()
+    rows = [{"step": step, "time": 1.0, "sft/loss": 2.0 / step, "actor/lr": 0.1} for step in (10, 20)]
+    (folder / "sft" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = render([read_run(folder)])
+    assert "The warm-up before RL" in page
+    [data] = re.findall(r'id="curves-2">(.*?)</script>', page)
+    assert json.loads(data)[0]["lines"][0]["y"] == [0.2, 0.1]
 
 
 # ------------------------------------------------------------------------------------------------------------- charts
@@ -320,3 +405,11 @@ def test_a_served_page_is_drawn_anew_where_the_run_went_on(tmp_path: Path) -> No
             process.send_signal(signal.SIGINT)
     assert process.returncode == 130
     assert not (folder / "report.html").exists()
+
+
+def test_a_status_breaks_its_numbers_between_them(tmp_path: Path) -> None:
+    status = RunStatus("runs/x", "finished", metrics={f"some/metric_{i}": 0.123456 for i in range(8)})
+    lines = status.text(80).splitlines()
+    assert all(len(one) <= 80 for one in lines)
+    assert "".join(lines).count("0.1235") == 8
+    assert [one for one in status.text().splitlines() if one.count("0.1235") == 8], "a file's lines have no end"

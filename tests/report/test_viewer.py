@@ -34,6 +34,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [row(step, number) for number in range(EACH)]
         (folder / "samples" / f"step_{step}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     (folder / "samples" / "images").mkdir()
+    (folder / "sft").mkdir()
+    warmed = [{"step": step, "time": 1.0, "sft/loss": 3e4 / step} for step in range(10_000, 30_001, 10_000)]
+    (folder / "sft" / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in warmed))
     Image.new("RGB", (8, 8), "red").save(folder / "samples" / "images" / "red.webp")
     tokens = folder / "rollouts" / f"step_{STEPS}.tokens"
     tokens.mkdir(parents=True)
@@ -198,10 +201,15 @@ def test_charts_show_a_step_s_values_and_a_dragged_range_until_a_double_click(pa
     box.dispatchEvent(new MouseEvent("dblclick", {bubbles: true}));
     return [hovered, zoomed, now()];"""
     hovered, zoomed, whole = ({chart["title"][0]: chart for chart in state} for state in outcome(page, script))
-    assert {chart["title"][1] for chart in hovered.values()} == {"step 7"}
+    assert hovered.pop("Loss, nats per token")["title"][1] == "sft/loss", "steps of the warm-up are others"
+    evaluation = hovered["Evaluation"]["title"][1]
+    assert evaluation == "step 0", "the step of the value that is shown"
+    assert {chart["title"][1] for name, chart in hovered.items() if name != "Evaluation"} == {"step 7"}
     assert hovered["Reward, weighted sum"]["values"] == ["0.35"]
     assert hovered["Evaluation"]["values"] == ["0.25"]  # of step 0, the last before
     assert hovered["Seconds per step, by phase"]["values"] == ["1.25", "0.5", "0.25"]
+    for state in (zoomed, whole):
+        assert state.pop("Loss, nats per token")["steps"][-1] == 30_000
     assert {(chart["steps"][0], chart["steps"][-1]) for chart in zoomed.values()} == {(5, 10)}
     assert {(chart["steps"][0], chart["steps"][-1]) for chart in whole.values()} == {(0, 20)}
     assert (whole["Reward, weighted sum"]["scale"][0], whole["Reward, weighted sum"]["scale"][-1]) == (0, 1)
