@@ -84,6 +84,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         (folder / "config.json").write_text(json.dumps(published_config(model)))
         for name in ("tokenizer.json", "model.safetensors"):
             (folder / name).touch()
+        (folder / "chat_template.jinja").touch()
     for name in runnable():
         for task in tasks_of(name):
             if "path" in task:
