@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_rl.commands.packages import require_torch
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe, to_yaml
 from megatron_rl.config.checks import count_gpus
+from megatron_rl.config.inactive import check_overrides
 from megatron_rl.launch.checks import check_recipe
 from megatron_rl.names import count
 from megatron_rl.runtime import disk, exit_codes, owner, stop, streams
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0, 2 for a bad recipe, 130 after Ctrl-C, or the exit code of a failed process."""
     machine, world = machine_here()
     machine = machine_asked_for(args, machine)
+    if unread := list(check_overrides(args.overrides, args.command)):
+        raise ConfigError("\n".join(unread))
     config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine, recipe=args.recipe)
     if args.check:
         return print_checked(config, machine if args.processes is None else None, args.command)

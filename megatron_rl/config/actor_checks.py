@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.config.actor import LoRAConfig, OptimizerConfig
+from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.models import Model
 from megatron_rl.models.lora import targets_of
@@ -68,8 +68,6 @@ def _check_lora(config: Config, command: str) -> Iterator[str]:
     """Of `actor.lora`, beside the model; `models.lora.check_lora` has what depends on it."""
     lora, kl = config.actor.lora, config.algorithm.kl
     if not lora.rank:
-        if lora != LoRAConfig():
-            yield "`actor.lora` has no effect while `actor.lora.rank` is 0; set a rank, or leave the section out"
         return
     if not lora.targets:
         yield "`actor.lora.targets` is empty: no adapter would be trained; name linear layers, or all-linear"

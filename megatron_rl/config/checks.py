@@ -21,6 +21,7 @@ from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.actor_checks import check_actor, check_actor_machine, optimizers
 from megatron_rl.config.algorithm_checks import check_method_choice
 from megatron_rl.config.evaluation_checks import check_evaluation, runs_harness
+from megatron_rl.config.inactive import check_inactive
 from megatron_rl.config.keys import problems as out_of_range
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
 from megatron_rl.config.rollout_checks import check_rollout, check_rollout_machine
@@ -107,6 +108,8 @@ def check(
             *_check_checkpoint(config, command),
             *_check_outputs(config),
         ]
+    if not problems:  # methods and plug-ins are known
+        problems += check_inactive(config, command)
     _refuse(problems)
     return config
 
@@ -352,6 +355,8 @@ def _no_path(text: str) -> str | None:
 
 def _check_checkpoint(config: Config, command: str) -> Iterator[str]:
     section, trainer = config.checkpoint, config.trainer
+    if not section.every:  # `check_inactive`
+        return
     if not section.keep_best:
         if section.best is not None:
             yield f"`checkpoint.best` {section.best!r} does nothing without checkpoint.keep_best > 0"

@@ -31,9 +31,6 @@ def _position(config: Config, name: str) -> str:
 def _check_harness(config: Config) -> Iterator[str]:
     section = config.evaluation.harness
     if section.name is None:
-        given = [name for name in ("sets", "arguments", "handler") if getattr(section, name)]
-        if given:
-            yield f"`evaluation.harness.{given[0]}` has no effect without `evaluation.harness.name`"
         return
     if section.name == "bfcl" and section.handler is None:
         yield "`evaluation.harness.handler` names none of BFCL's models; `.venv-eval/bfcl/bin/bfcl models` lists them"

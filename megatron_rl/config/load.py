@@ -20,9 +20,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from megatron_rl import shipped
 from megatron_rl.config.algorithm import AlgorithmConfig, MethodConfig
 from megatron_rl.config.conform import MOST_LEVELS, Tree, conform, type_at
+from megatron_rl.config.inactive import inactive
 from megatron_rl.config.keys import entry_type, fields, unwrap
 from megatron_rl.config.presets import get_preset
-from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
+from megatron_rl.config.schema import Config, RewardConfig, SupervisedConfig, TaskConfig
 from megatron_rl.names import ConfigError, leaves, shorten, show
 from megatron_rl.user_files import read_text
 
@@ -53,13 +54,15 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
     """Reads a recipe with its bases, applies overrides and the preset, and checks every key and type.
 
     Later sources win: schema defaults, the preset, the files under `base:` (depth first, each file once), the recipe,
-    the overrides. Three rules go beyond merging key by key:
+    the overrides. Five rules go beyond merging key by key:
 
     - `null` for an entry of `rewards`, `tasks.train` or `tasks.eval` removes the entry;
     - a source that names another method, reward, dataset or demonstration writer drops the parameters that earlier
       sources gave for the old one;
     - a source that names `algorithm.preset` drops what earlier sources said in `algorithm`, except `plugins`: a preset
-      is a paper's choice as a whole.
+      is a paper's choice as a whole;
+    - of `steps` and `epochs` of `sft` and `reward_model`, the one that the later source sets counts;
+    - a source that switches a feature off drops what earlier sources said of it (`inactive`).
 
     Args:
         path: the YAML file, or the name of a recipe that comes with the package (`cpu/quickstart.yaml`). `base:` in it names
@@ -72,7 +75,14 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
     layers = [] if path is None else _read(_found(Path(path)), ())
     if overrides:
         layers.append(_parse_overrides(overrides))
-    return _resolve(Config, _merged(layers), "the overrides" if path is None else str(path))
+    source, tree = "the overrides" if path is None else str(path), _merged(layers)
+    config = _resolve(Config, tree, source)
+    trees = [layer.tree for layer in layers]
+    switched_off = [key for key, _, only in inactive(config, switched=True) if _is_later(trees, only.by, key)]
+    for key in switched_off:
+        section, _, name = key.rpartition(".")
+        _lookup(tree, section).pop(name)
+    return _resolve(Config, tree, source) if switched_off else config
 
 
 def algorithm_config(section: Mapping[str, object]) -> AlgorithmConfig:
@@ -271,8 +281,39 @@ def _with_preset(layers: list[_Layer]) -> list[_Layer]:
     return result
 
 
+def _lookup(tree: Tree, key: str) -> Any:
+    """What a nested mapping has at a dotted key; None where it has nothing."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _is_later(trees: Sequence[Tree], first: Sequence[str], second: str) -> bool:
+    """Whether the last source that sets one of the keys `first` comes after the last that sets the key `second`."""
+
+    def last(keys: Sequence[str]) -> int:
+        found = (number for number, tree in enumerate(trees) if any(_lookup(tree, key) is not None for key in keys))
+        return max(found, default=-1)
+
+    return last(first) > last([second])
+
+
+def _choose_length(under: Tree, over: Mapping[str, object], key: str, source: str) -> None:
+    """Of `steps` and `epochs`, which a source may both set only where one is none, the later source's wins."""
+    steps, epochs = over.get("steps"), over.get("epochs")
+    if steps and epochs:
+        raise ConfigError(f"{source}: `{key}.steps` and `{key}.epochs` say the same twice; keep one")
+    if "steps" in over and epochs is None:
+        under.pop("epochs", None)
+    elif epochs is not None and "steps" not in over:
+        under.pop("steps", None)
+
+
 def _overlay(under: Tree, over: Mapping[str, object], cls: type, key: str, source: str) -> None:
     """Puts the section `over` on top of `under`, in place."""
+    if issubclass(cls, SupervisedConfig):
+        _choose_length(under, over, key, source)
     for named, params in _NAMED.get(cls, ()):
         if named in over and under.get(named) not in (None, over[named]):
             under.pop(params, None)

@@ -11,7 +11,7 @@ from megatron_rl.models.rules import Dims, HFTensor, Rule
 
 
 def check_rollout(config: Config, local_world_size: int | None) -> Iterator[str]:
-    """Yields a sentence per key of `rollout` that does nothing, and where engines would cross nodes.
+    """Yields a sentence where engines would cross nodes.
 
     `local_world_size`: processes on each node, where a launcher says so.
     """
@@ -22,8 +22,6 @@ def check_rollout(config: Config, local_world_size: int | None) -> Iterator[str]
             "ranks of an engine exchange in every layer stays within it; where a GPU then has too many weights, raise "
             "rollout.memory_fraction, or set rollout.fp8=blockwise"
         )
-    if config.rollout.fp8 == "none" and config.rollout.fp8_skip:
-        yield "`rollout.fp8_skip` does nothing while `rollout.fp8` is none; set fp8=blockwise, or remove it"
 
 
 def check_rollout_machine(config: Config) -> Iterator[str]:

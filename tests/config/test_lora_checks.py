@@ -37,10 +37,10 @@ OWN: AdapterFacts = {
             "has 'q_porj', and the model's linear layers are q_proj, k_proj.*mean 'q_proj'",
         ),
         (["rank=8", "targets=[]"], "targets` is empty"),
-        (["alpha=16"], "no effect while `actor.lora.rank` is 0"),
+        (["alpha=16"], "does nothing while `actor.lora.rank` is 0"),
         (["rank=65"], r"\(65\) is larger than the model's k_proj, 64 x 128; make it at most 64"),
         (["rank=8", "experts=true"], "for experts, and the model has none"),
-        (["sync=adapters"], "no effect while `actor.lora.rank` is 0"),
+        (["sync=adapters"], "does nothing while `actor.lora.rank` is 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_key(overrides: list[str], words: str) -> None:
@@ -114,7 +114,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([], {"peft_type": "IA3"}, "does not describe LoRA's adapters"),
         ([], None, "has no adapter_config.json"),
         (["algorithm.kl.coef=0.1"], {}, "set model.path to their run's export"),
-        (["actor.lora.rank=0"], {}, "no effect while `actor.lora.rank` is 0"),
+        (["actor.lora.rank=0"], {}, "does nothing while `actor.lora.rank` is 0"),
     ],
 )
 def test_adapters_that_are_not_this_recipes_are_refused_before_the_run(

@@ -78,7 +78,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["actor.parallel.pipeline=3"], "the model's 2 layers cannot be spread over 3 stages (2 for 3); lower `actor.par"),
         (["actor.parallel.tensor=4"], "key/value heads (2) must be a multiple of `actor.parallel.tensor` (4)"),
         (["rollout.expert_parallel=true"], "the model has no experts"),
-        (["rollout.fp8_skip=[model.layers.0.*]"], "`rollout.fp8_skip` does nothing while `rollout.fp8` is none"),
+        (["rollout.fp8_skip=[model.layers.0.*]"], "does nothing while `rollout.fp8` is none"),
         (["rollout.fp8=blockwise"], "self_attn.k_proj has 64 rows on each of 1 ranks, and blocks have 128"),
         (["rollout.fp8=blockwise", "rollout.fp8_skip=[lm_head]"], "'lm_head', which matches no matrix that would be in FP8"),
         (["rollout.fp8=blockwise", "rollout.fp8_skip=['*']"], "leaves no matrix in FP8"),
