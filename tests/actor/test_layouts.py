@@ -169,13 +169,17 @@ def test_the_comparison_sees_what_it_is_for(root: Path) -> None:
     assert 0.01 < corrected["correction/truncated_share"] < 0.99
 
 
+# Metrics that one token less does not change: of no token, of tokens whose weight is 0 whatever happens, of another token.
+BLIND = {"actor/lr", "actor/updates", "correction/dropped_share", "region_weight/LN", "region_weight/HP"}
+BLIND |= {"mismatch/abs_log_ratio_max", "mismatch/abs_log_ratio_from_0"}
+
+
 @pytest.mark.ranks
-def test_a_single_token_that_is_dropped_is_seen_in_every_metric_of_tokens(root: Path) -> None:
-    """One of 485: the tolerances are far below what the smallest mistake changes."""
+def test_a_single_token_that_is_dropped_is_seen_in_every_metric_that_it_is_in(root: Path) -> None:
+    """The tolerances are far below what the smallest mistake changes."""
     wanted = _load(root, "alone")["seq-mean-token-mean"]
     found = _load(root, "a token dropped")["seq-mean-token-mean"]
-    unseen = wanted["metrics"].keys() - set(differing(found["metrics"], wanted["metrics"]))
-    assert unseen == set()
+    assert wanted["metrics"].keys() - set(differing(found["metrics"], wanted["metrics"])) == BLIND
     for name, weight in wanted["weights"].items():
         assert distance(found["weights"][name], weight) > RELATIVE, name
 
