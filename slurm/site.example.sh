@@ -12,7 +12,7 @@ SITE_SBATCH=(
   --mem=0
 )
 
-# Processes per node: one per GPU. CPU_PER_TASK: cores for each of them (cores of a node / processes per node).
+# Processes per node: one per GPU. CPUS_PER_TASK: cores for each of them (cores of a node / processes per node).
 TASKS_PER_NODE=8
 CPUS_PER_TASK=14
 
@@ -22,19 +22,26 @@ LAUNCHER=srun
 # Where Python and the package are: a virtual environment on the shared file system (bare metal), or inside the image.
 VENV="$MEGATRON_RL_HOME/.venv"
 
-# Container (Pyxis/Enroot); empty for bare metal. Mount the folders of code, models, data and runs under their own names.
+# Container (Pyxis/Enroot); empty for bare metal. Mount the folders of code, models, data and runs under their own names, and
+# one on the node's own disk for MEGATRON_RL_CACHE.
 CONTAINER_IMAGE=
-CONTAINER_MOUNTS= # e.g. "/lustre:/lustre,$MEGATRON_RL_HOME:$MEGATRON_RL_HOME"
+CONTAINER_MOUNTS= # e.g. "/lustre:/lustre,$MEGATRON_RL_HOME:$MEGATRON_RL_HOME,/local:/local"
 
-# What has to happen on a node before Python starts, outside the container: modules, limits.
+# What has to happen on a node before Python starts, outside the container: modules, limits. srun hands the environment on.
 site_setup() {
-  # module load cuda/13.0
+  # A CUDA 13 toolkit, by your cluster's name for it: nvcc compiles kernels during a run (FlashInfer's, and all of
+  # rollout.fp8), so it is needed where jobs run, not only where the package was installed. A container has its own.
+  if [[ -z $CONTAINER_IMAGE ]] && command -v module > /dev/null; then module load cuda/13.0; fi
   ulimit -n 65536 2> /dev/null || true
 }
 
 # Where the recipes of recipes/ find model folders and prepared data, on the shared file system.
 export MODELS="${MODELS:-$MEGATRON_RL_HOME/models}"
 export DATA="${DATA:-$MEGATRON_RL_HOME/data}"
+
+# Where compiled kernels are kept, on the node's own disk: without it <TMPDIR or /tmp>/megatron_rl-<uid>/cache. In a container
+# it has to be a folder that is mounted; your home is not. Where /tmp is the job's alone, a requeue compiles again without it.
+# export MEGATRON_RL_CACHE=/local/$USER/megatron_rl
 
 # Variables for every process. Where the image sets one of them itself, its value wins: --container-env=NAME in SITE_SRUN.
 # export HF_HUB_OFFLINE=1      # datasets that a recipe names on the hub: only from the cache (HF_HOME), no rank asks the hub

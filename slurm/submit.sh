@@ -15,8 +15,8 @@ cd "$MEGATRON_RL_HOME" # recipes and other paths are those that the job sees
 source "$MEGATRON_RL_HOME/slurm/lib.sh"
 
 usage() {
-  sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}" >&2
-  exit 2
+  sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}"
+  exit "$1"
 }
 
 COMMANDS=' train sft reward-model evaluate convert preflight sweep chain serve '
@@ -35,7 +35,7 @@ as_typed() {
 options=() servers=()
 while [[ ${1:-} == -* ]]; do
   case $1 in
-    -h | --help) usage ;;
+    -h | --help) usage 0 ;;
     --server=*) servers+=("${1#*=}") ;;
     -[HIkOQsvVW]) options+=("$1") ;;
     -?)
@@ -51,8 +51,8 @@ while [[ ${1:-} == -* ]]; do
   shift
 done
 command=${1:-}
-is_command "$command" || usage
-(($# >= 2)) || usage
+is_command "$command" || usage 2 >&2
+(($# >= 2)) || usage 2 >&2
 shift
 load_site
 if [[ -n $VENV && -x $VENV/bin/python ]]; then PATH=$VENV/bin:$PATH; fi

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--quick", action="store_true", help="what `train` checks by itself: no bandwidth")
     parser.add_argument("--json", action="store_true", help="the whole report as JSON")
     parser.add_argument(
-        "--minutes", type=float, default=3.0, help="how long the ranks wait for each other (default: 3)"
+        "--minutes", type=float, default=10.0, help="how long the ranks wait for each other (default: 10)"
     )
 
 

@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
 def machine_asked_for(args: argparse.Namespace, machine: Machine) -> Machine:
     """The machine that the recipe is checked for: this one, or with --processes N whatever has N processes.
 
+    Those are another launcher's, so `args.overrides` then leave out the recipe's `launch.processes`, as the batch scripts do.
+
     Raises:
         ConfigError: --processes without --check.
     """
@@ -82,6 +84,7 @@ def machine_asked_for(args: argparse.Namespace, machine: Machine) -> Machine:
         raise ConfigError(
             f"--processes {args.processes} needs --check; launch.processes={args.processes} starts that many here"
         )
+    args.overrides = [*args.overrides, "launch.processes=null"]
     return Machine(world_size=args.processes)
 
 

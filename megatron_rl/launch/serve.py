@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.runtime import disk, exit_codes
+from megatron_rl.config.checks import count_gpus
+from megatron_rl.runtime import compilers, disk, exit_codes
 from megatron_rl.runtime.attempts import free_port
 from megatron_rl.runtime.server import VLLM, end, wait_until_healthy
 
@@ -63,6 +65,9 @@ def serve(command: Sequence[str], port: int, address: str, folder: Path) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     folder, address, *words = arguments
+    os.environ["PATH"] = compilers.search_path(os.environ)
+    if count_gpus():
+        os.environ |= compilers.cache_variables(os.environ)
     port = free_port()
     if words[0] == "--":
         command = [word.replace("{port}", str(port)) for word in words[1:]]

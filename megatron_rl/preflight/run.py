@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _SKEW = 5.0  # seconds between two clocks above which it warns
 _SEEN = 10.0  # seconds within which other nodes must see a new file
-_THROUGH = 90.0  # seconds within which a first message must arrive
+_THROUGH = 90.0  # seconds within which a first message must arrive,
+_RANKS_PER_SECOND = 8  # and one more for so many ranks: NCCL first has all of them connect
 _ASK_AGAIN = 5.0  # seconds until a server that does not answer is asked again
 _TELL = 60.0  # seconds between two messages about it
 _SLOW = 0.5  # a pair of nodes slower than this share of the median is named
@@ -174,7 +175,7 @@ def _collectives(ranks: Ranks, hosts: Sequence[str], measured: Measured, full: b
         ranks.barrier()
         begin = time.perf_counter()
         work = dist.all_reduce(mine, async_op=True)
-        _wait(work, f"node {hosts[ranks.rank]}: an all-reduce over all {n} ranks", first)
+        _wait(work, f"node {hosts[ranks.rank]}: an all-reduce over all {n} ranks", n if first else None)
         device.synchronize()
         return time.perf_counter() - begin, bool(torch.equal(mine, ramp * sum(factors)))
 
@@ -193,21 +194,22 @@ def _collectives(ranks: Ranks, hosts: Sequence[str], measured: Measured, full: b
     return found + links
 
 
-def _wait(work: dist.Work | None, what: str, first: bool) -> None:
-    """Waits for a collective: for the first of its kind at most `_THROUGH` seconds.
+def _wait(work: dist.Work | None, what: str, world: int | None) -> None:
+    """Waits for a collective. `world`: the number of ranks where it is the first of its kind, which has a limit of its own.
 
     Raises:
         ConnectionError: it is not.
     """
     assert work is not None  # this rank takes part
+    seconds = _THROUGH + (world or 0) // _RANKS_PER_SECOND
     try:
-        if first:
-            work.wait(timedelta(seconds=_THROUGH))
-        else:
+        if world is None:
             work.wait()
+        else:
+            work.wait(timedelta(seconds=seconds))
     except RuntimeError as error:
         raise ConnectionError(
-            f"{what} does not get through within {_THROUGH:.0f} s (the network that NCCL or gloo has chosen: "
+            f"{what} does not get through within {seconds:.0f} s (the network that NCCL or gloo has chosen: "
             f"NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO says more): {str(error).splitlines()[0]}"
         ) from None
 
@@ -232,9 +234,8 @@ def _links(ranks: Ranks, hosts: Sequence[str], measured: Measured) -> list[Findi
             begin = time.perf_counter()
             if ranks.rank in (a, b):
                 work = dist.isend(data, b) if ranks.rank == a else dist.irecv(data, a)
-                _wait(
-                    work, f"{sender} -> {receiver}: a message of the first rank there to the first here", first=i == 0
-                )
+                what = f"{sender} -> {receiver}: a message of the first rank there to the first here"
+                _wait(work, what, ranks.world if i == 0 else None)
             device.synchronize()
             seconds = min(seconds, time.perf_counter() - begin)
         speeds[f"{sender} -> {receiver}"] = data.numel() * 4 / ranks.all_gather(seconds)[b] / 1e9

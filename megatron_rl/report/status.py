@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -156,16 +158,35 @@ def read_status(run_dir: Path) -> RunStatus:
     return status
 
 
+def _in_queue(job: str) -> bool | None:
+    """Whether a Slurm job waits or runs; None where squeue is not at hand or does not answer."""
+    if shutil.which("squeue") is None:
+        return None
+    try:
+        asked = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, errors="replace", timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if asked.returncode:
+        return False if "Invalid job id" in asked.stderr else None
+    return bool(asked.stdout.strip())
+
+
 def _read_way_on(status: RunStatus, attempt: Path, recipe_file: Path) -> None:
     """The remedy, and the command that continues: under Slurm the line that the job was submitted with."""
     status.first = _FIRST.get(status.code or 0, "")
     requeued, submitted = attempt / REQUEUED, attempt / SUBMITTED
     words = _command(attempt)
-    if requeued.is_file():
-        job = requeued.read_text(encoding="utf-8").strip()
+    line = submitted.read_text(encoding="utf-8").strip() if submitted.is_file() else None
+    job = requeued.read_text(encoding="utf-8").strip() if requeued.is_file() else None
+    waits = None if job is None else _in_queue(job)
+    if job is not None and waits is not False:
         status.continue_with = f"Slurm has requeued job {job}, which continues by itself (squeue --jobs={job})"
-    elif submitted.is_file():
-        status.continue_with = submitted.read_text(encoding="utf-8").strip()
+        if waits is None and line is not None:
+            status.continue_with += f"; if it was cancelled since: {line}"
+    elif line is not None:
+        status.continue_with = line
     elif status.code != exit_codes.BAD_INPUT:
         status.continue_with = shlex.join(["megatron-rl", *words, str(recipe_file)])
     else:

@@ -183,7 +183,9 @@ def test_what_to_mend_is_said_before_how_to_continue(run_dir: Path) -> None:
     assert read_status(run_dir).first == ""
 
 
-def test_a_slurm_job_is_continued_by_its_own_line_or_by_slurm(run_dir: Path) -> None:
+def test_a_slurm_job_is_continued_by_its_own_line_or_by_slurm(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt = new_attempt(run_dir)
     (attempt / "submitted").write_text("cd /code && slurm/submit.sh --nodes=4 train my.yaml\n")
     (attempt / "end").write_text("143 job 12 on n1: Slurm has ended it (CANCELLED)\n")
@@ -192,7 +194,16 @@ def test_a_slurm_job_is_continued_by_its_own_line_or_by_slurm(run_dir: Path) -> 
     assert (status.state, status.why) == ("stopped", "job 12 on n1: Slurm has ended it (CANCELLED)")
     assert str(status.continue_with).startswith("cd /code && slurm/submit.sh --nodes=4 train my.yaml")
     (attempt / "requeued").write_text("12\n")
-    assert str(read_status(run_dir).continue_with).startswith("Slurm has requeued job 12, which continues by itself")
+    squeue, by_itself = tmp_path / "bin" / "squeue", "Slurm has requeued job 12, which continues by itself"
+    monkeypatch.setenv("PATH", str(squeue.parent))
+    own = "cd /code && slurm/submit.sh --nodes=4 train my.yaml"
+    assert f"; if it was cancelled since: {own}" in str(read_status(run_dir).continue_with), "nobody to ask"
+    squeue.parent.mkdir()
+    invalid = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
+    for said, expected in (("echo 12 PD", by_itself), ("true", own), (invalid, own), ("exit 1", by_itself)):
+        squeue.write_text(f"#!/bin/sh\n{said}\n")
+        squeue.chmod(0o755)
+        assert str(read_status(run_dir).continue_with).startswith(expected)
 
 
 def test_a_stop_is_told_by_rank_0_whoever_ended_first(run_dir: Path) -> None:

@@ -151,6 +151,20 @@ def test_train_in_a_container(tmp_path: Path) -> None:
     compare("container.txt", batch.record)
 
 
+@pytest.mark.parametrize(
+    ("image", "modules", "said"), [("", True, "module load cuda/13.0"), ("", False, ""), ("x", True, "")]
+)
+def test_the_example_site_loads_a_toolkit_where_jobs_run_without_a_container(
+    image: str, modules: bool, said: str
+) -> None:
+    """nvcc compiles kernels during a run; the node's is not the container's."""
+    script = f"set -euo pipefail; source slurm/site.example.sh; CONTAINER_IMAGE={image}"
+    script += '; module() { echo "module $*"; }' * modules + "; site_setup"
+    variables = {"MEGATRON_RL_HOME": "/home", "PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, said, "")
+
+
 def test_torchrun(tmp_path: Path) -> None:
     batch = Batch(tmp_path, "recipe", "train", str(write_recipe(tmp_path)), nodes=2, site="LAUNCHER=torchrun")
     assert batch.code == 0, batch.stderr

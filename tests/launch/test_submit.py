@@ -89,6 +89,14 @@ def test_where_slurm_chooses_the_nodes_the_job_checks_the_layout(tmp_path: Path)
     assert "--nodes=2-4" in done.words
 
 
+def test_help_is_no_error(tmp_path: Path) -> None:
+    done = Submission(tmp_path, "--help")
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout.startswith("slurm/submit.sh [sbatch options] train|sft|")
+    refused = Submission(tmp_path, "trian")
+    assert (refused.code, refused.stdout, refused.stderr) == (2, "", done.stdout)
+
+
 def test_options_of_sbatch_are_handed_on(tmp_path: Path) -> None:
     recipe = str(write_recipe(tmp_path))
     large = ("trainer.prompts_per_step=512", "sft.batch_size=256")

@@ -43,3 +43,6 @@ def test_the_link_that_lets_nothing_through_is_named(monkeypatch: pytest.MonkeyP
     ranks: Any = SimpleNamespace(rank=0, world=2, barrier=lambda: None)
     with pytest.raises(ConnectionError, match=r"^gpu01 -> gpu02: a message .* does not get through within 90 s"):
         run._links(ranks, ["gpu01", "gpu02"], {})
+    ranks.world = 1024
+    with pytest.raises(ConnectionError, match="within 218 s"):
+        run._links(ranks, ["gpu01", "gpu02"], {})

@@ -473,3 +473,14 @@ def test_a_reward_model_reads_text_only() -> None:
     check(loaded("cpu/visual.yaml"))
     with pytest.raises(ConfigError, match="reads text only, and the model has a vision tower"):
         check(loaded("cpu/visual.yaml"), command="reward-model")
+
+
+def test_a_recipe_with_processes_of_its_own_is_checked_for_another_launchers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As slurm/submit.sh checks it, which leaves `launch.processes` to Slurm."""
+    recipe = str(RECIPES / "cpu" / "quickstart.yaml")
+    assert main(["train", recipe, "--check", "--processes", "16"]) == 0, capsys.readouterr().err
+    assert yaml.safe_load(capsys.readouterr().out)["launch"]["processes"] is None
+    assert main(["train", recipe, "--check", "--processes", "3"]) == 2
+    assert "the number of processes (3) must be a multiple of" in capsys.readouterr().err
