@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_rl.rewards.kinds import InlineReward, SampleMapping
+from megatron_rl.rewards.kinds import UNIT, InlineReward, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_calls import equal
 from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, as_call, json_lines, load_json, parse_tool_calls
@@ -36,7 +36,7 @@ def api_bank(calls: Literal["any", "only"] = "any") -> InlineReward:
         block = completion.rpartition(OPEN)[2].partition(CLOSE)[0]
         return float(any(_is_gold(load_json(line), gold) for line in json_lines(block)))
 
-    return InlineReward(score, check_sample=gold_of)
+    return InlineReward(score, bounds=UNIT, check_sample=gold_of)
 
 
 def _is_gold(call: object, gold: Call) -> bool:

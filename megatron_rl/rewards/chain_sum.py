@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import zip_longest
 
-from megatron_rl.rewards.kinds import InlineReward, SampleMapping
+from megatron_rl.rewards.kinds import UNIT, InlineReward, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 
 _STEP = re.compile(r"(-?\d{1,18})([+-])(-?\d{1,18})=(-?\d{1,18})")
@@ -35,7 +35,7 @@ def chain_sum_steps(marker: str = "#") -> InlineReward:
     def score(completion: str, sample: SampleMapping) -> float:
         return score_working(completion.rpartition(marker)[0], expression_of(sample))
 
-    return InlineReward(score, check_sample=expression_of)
+    return InlineReward(score, bounds=UNIT, check_sample=expression_of)
 
 
 def score_working(working: str, expression: str) -> float:

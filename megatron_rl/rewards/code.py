@@ -17,7 +17,7 @@ from decimal import Decimal
 from typing import Annotated, Any, ClassVar
 
 from megatron_rl.parameters import NonNegative, Range
-from megatron_rl.rewards.kinds import PooledReward, SampleMapping, Score
+from megatron_rl.rewards.kinds import UNIT, PooledReward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.sandbox import Limits, run_program
 from megatron_rl.rewards.tool_parsers import json_lines
@@ -212,6 +212,7 @@ class ProgramReward(PooledReward):
         super().__init__(
             lambda completion, sample: self.submit(completion, sample).result(),
             timeout_seconds=None,  # the sandbox has its own
+            bounds=UNIT,
             check_sample=_tests_of,
         )
         self._value, self._total_seconds, self._max_tests = value, limits.total_seconds, limits.max_tests

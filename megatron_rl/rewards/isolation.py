@@ -2,9 +2,10 @@
 
 Verifiers of mathematics and puzzles evaluate what a model wrote. They can hang inside C code, where neither a thread nor
 a signal handler stops them, and some of them evaluate it as Python. So they run in a helper process that is killed when
-its deadline is past, and started again; that has a bare environment and a memory limit; and that refuses to start programs,
-write files, open connections or send signals. Requests go to the helper pickled, answers come back as JSON: nothing that the
-helper sends is executed.
+its deadline is past, and started again; that has a bare environment and a memory limit; and that cannot start programs,
+write files, open connections or send signals: the kernel refuses those system calls (seccomp), as in the code sandbox, and
+an audit hook before it says what was refused. Requests go to the helper pickled, answers come back as JSON: nothing that
+the helper sends is executed, and a value that is no number within the function's bounds is an error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import pickle
 import re
@@ -30,7 +32,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, BinaryIO, Unpack
 
 from megatron_rl.parameters import Range
-from megatron_rl.rewards.kinds import Declared, PooledReward, SampleMapping, Score, ScoreFunction
+from megatron_rl.rewards import sandbox_child
+from megatron_rl.rewards.kinds import ANY, Bounds, Declared, PooledReward, SampleMapping, Score, ScoreFunction
 
 _START_SECONDS = 120.0  # imports of the helper, on a busy machine
 _MEMORY_BYTES = 4 << 30
@@ -52,15 +55,17 @@ class Isolated:
         imports: modules the helper imports when it starts, before any deadline begins.
         timeout_seconds: deadline of one call; past it the helper is killed and the call returns 0, as it does where it
             exhausted the helper's memory.
+        bounds: the least and the greatest value that the function can return.
 
     Attributes:
         timeouts: calls so far without an answer from the helper.
     """
 
-    def __init__(self, function: str, imports: tuple[str, ...], timeout_seconds: float) -> None:
+    def __init__(self, function: str, imports: tuple[str, ...], timeout_seconds: float, bounds: Bounds = ANY) -> None:
         self.function = function
         self.imports = imports
         self.timeout_seconds = timeout_seconds
+        self.bounds = bounds
         self.timeouts = 0
         self._lock = threading.Lock()
         self._helper: subprocess.Popen[bytes] | None = None
@@ -69,7 +74,7 @@ class Isolated:
         """The function's result on picklable arguments.
 
         Raises:
-            RewardProcessError: the function raised, or the helper cannot start.
+            RewardProcessError: the function raised or returned no number within the bounds, or the helper cannot start.
         """
         token = secrets.token_hex(8)  # on the answer: what the function printed or wrote itself has none
         request = pickle.dumps((token, args))
@@ -87,7 +92,14 @@ class Isolated:
                 return 0.0
         if "error" in answer:
             raise RewardProcessError(f"{self.function}: {answer['error']}")
-        return float(answer["value"])
+        value = answer.get("value")
+        if not isinstance(value, float) or not math.isfinite(value) or not self.bounds[0] <= value <= self.bounds[1]:
+            self.close()  # whatever made that value may make others
+            low, high = self.bounds
+            raise RewardProcessError(
+                f"{self.function}: returned {value!r:.80}, no finite number in [{low:g}, {high:g}]"
+            )
+        return value
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._helper is not None and self._helper.poll() is None:
@@ -196,6 +208,11 @@ def _serve(function: str, imports: list[str]) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sys.dont_write_bytecode = True
+    try:
+        sandbox_child.refuse_all_but_computing()
+    except sandbox_child.Refused as error:
+        _answer(answers, {"error": f"this machine cannot confine it: {error}"})
+        return
     sys.addaudithook(_refuse)
     _answer(answers, {"ready": True})
     while header := requests.read(_HEADER.size):

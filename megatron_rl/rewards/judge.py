@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_rl import shipped
 from megatron_rl.config.schema import ServerConfig
+from megatron_rl.rewards.kinds import UNIT, Bounds
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply
 from megatron_rl.sample import Prompt, SampleMapping
@@ -198,7 +199,7 @@ def judge(
         rationale = str((sample.get("metadata") or {}).get(rationale_key) or "")
         return messages(text, completion, sample, rationale)
 
-    return chat_reward(server, rules, urls, model, body, chat, read_score)
+    return chat_reward(server, rules, urls, model, body, chat, read_score, UNIT)
 
 
 def chat_reward(
@@ -209,6 +210,7 @@ def chat_reward(
     body: Mapping[str, object] | None,
     chat: Callable[[str, SampleMapping], Chat],
     score: Callable[[str], float | None],
+    bounds: Bounds,
 ) -> RemoteReward:
     """A language model's answer to the `chat` about a rollout, read by `score`; None: it holds none."""
     if not model:
@@ -225,7 +227,7 @@ def chat_reward(
             raise Nonsense(said)
         return found, said
 
-    return RemoteReward(urls, server, rules, "/chat/completions", render, read, has_message)
+    return RemoteReward(urls, server, rules, "/chat/completions", render, read, has_message, bounds)
 
 
 def reply_text(reply: Reply) -> str:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypedDict, Unpack
@@ -18,9 +19,12 @@ from megatron_rl.sample import SampleMapping
 Score = float | Mapping[str, float] | None
 NumberFunction = Callable[[str, SampleMapping], float]  # of completion and sample
 ScoreFunction = Callable[[str, SampleMapping], Any]  # a user's own: what it returns is checked
+Bounds = tuple[float, float]  # the least and the greatest value
 Remark = tuple[str, bool | None]  # a line about a response, and whether it is right there; None: the line says neither
 RemarkFunction = Callable[[str, SampleMapping], Sequence[Remark]]
 
+ANY: Bounds = (-math.inf, math.inf)  # every finite number
+UNIT: Bounds = (0.0, 1.0)
 CALL_SECONDS = 60.0  # deadline of a pooled reward that does not set its own
 
 
@@ -29,10 +33,25 @@ def stopped(sample: SampleMapping) -> bool:
     return sample.get("finish_reason", "stop") == "stop"
 
 
+def checked_bounds(bounds: object) -> Bounds:
+    """ValueError unless these are two numbers, the first no greater than the second."""
+    if not (isinstance(bounds, tuple | list) and len(bounds) == 2 and all(_is_number(value) for value in bounds)):
+        raise ValueError(f"bounds = {bounds!r}, must be two numbers: the least and the greatest value of the reward")
+    low, high = map(float, bounds)
+    if low > high:
+        raise ValueError(f"bounds = {bounds!r}: the first is greater than the second")
+    return low, high
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
 class Declared(TypedDict, total=False):
     """What a reward declares of itself beside its function: the keywords of `Reward`."""
 
     columns: Iterable[str] | None
+    bounds: Bounds
     may_abstain: bool
     check_sample: Callable[[SampleMapping], object]
     doubts: Callable[[Sequence[tuple[str, SampleMapping]]], list[str]]
@@ -44,6 +63,7 @@ class Reward:
 
     Attributes:
         columns: names of the numbers that it returns in a mapping; None: it returns one number.
+        bounds: the least and the greatest value that each of its numbers can have. A run compares every value with them.
         may_abstain: it may return None: no value for this rollout.
         check_sample: raises ValueError where a sample lacks what the reward needs; called for every sample before a run.
         doubts: (id, sample) pairs to warnings about samples that may be scored wrongly.
@@ -55,6 +75,7 @@ class Reward:
         function: ScoreFunction,
         *,
         columns: Iterable[str] | None = None,
+        bounds: Bounds = ANY,
         may_abstain: bool = False,
         check_sample: Callable[[SampleMapping], object] = lambda sample: None,
         doubts: Callable[[Sequence[tuple[str, SampleMapping]]], list[str]] = lambda samples: [],
@@ -62,6 +83,7 @@ class Reward:
     ) -> None:
         self.function = function
         self.columns = None if columns is None else tuple(columns)
+        self.bounds = checked_bounds(bounds)
         self.may_abstain = may_abstain
         self.check_sample = check_sample
         self.doubts = doubts

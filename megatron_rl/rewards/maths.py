@@ -8,7 +8,7 @@ from typing import Literal
 from megatron_rl.config.keys import Finite
 from megatron_rl.rewards.golds import doubtful_golds
 from megatron_rl.rewards.isolation import Isolated, IsolatedReward, Timeout
-from megatron_rl.rewards.kinds import SampleMapping, stopped
+from megatron_rl.rewards.kinds import UNIT, SampleMapping, stopped
 from megatron_rl.rewards.registry import register_reward
 
 _LONGEST = 100_000  # characters of a completion that are looked at, from its end
@@ -45,7 +45,7 @@ def math_reward(
         raise ValueError("gold_after must not be empty; null takes the whole answer")
     compare = "maths_strict:strictly_same" if strict else "maths_lenient:same_answer"
     more = () if strict else (boxes,)
-    isolated = Isolated(f"megatron_rl.rewards.{compare}", ("math_verify",), timeout_seconds)
+    isolated = Isolated(f"megatron_rl.rewards.{compare}", ("math_verify",), timeout_seconds, UNIT)
 
     def gold_of(sample: SampleMapping) -> str:
         if sample.get("answer") is None:
@@ -63,7 +63,9 @@ def math_reward(
             return wrong
         return correct if isolated(completion[-_LONGEST:], gold, *more) else wrong
 
-    return IsolatedReward(score, isolated, check_sample=gold_of, doubts=doubts)
+    return IsolatedReward(
+        score, isolated, bounds=(min(correct, wrong), max(correct, wrong)), check_sample=gold_of, doubts=doubts
+    )
 
 
 def gold_text(answer: object, after: str | None) -> str:

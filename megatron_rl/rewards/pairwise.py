@@ -94,7 +94,7 @@ def pairwise(
         verdict = read_verdict(said)
         return None if verdict is None else float(verdict if position == "A" else -verdict)
 
-    reward = chat_reward(server, rules, urls, model, body, chat, score)
+    reward = chat_reward(server, rules, urls, model, body, chat, score, (-2.0, 2.0))
     reward.check_sample = lambda sample: baseline_of(sample, baseline_key)
     return reward
 
@@ -134,4 +134,6 @@ def style(baseline_key: str = "baseline") -> InlineReward:
     def score(completion: str, sample: SampleMapping) -> dict[str, float]:
         return difference(completion, baseline_of(sample, baseline_key))
 
-    return InlineReward(score, columns=COLUMNS, check_sample=lambda sample: baseline_of(sample, baseline_key))
+    return InlineReward(
+        score, columns=COLUMNS, bounds=(-1.0, 1.0), check_sample=lambda sample: baseline_of(sample, baseline_key)
+    )

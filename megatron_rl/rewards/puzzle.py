@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from megatron_rl.names import unknown_name
 from megatron_rl.rewards.isolation import Isolated, IsolatedReward, Timeout
-from megatron_rl.rewards.kinds import SampleMapping, stopped
+from megatron_rl.rewards.kinds import UNIT, SampleMapping, stopped
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.seams import reasoning_gym
 
@@ -18,12 +18,11 @@ from megatron_rl.seams import reasoning_gym
 # sympy, which evaluates Python) or never end on it: those run in a process of their own, with a deadline.
 PLAIN_VERIFIERS = frozenset({"chain_sum", "knights_knaves"})
 
-# Verifiers that evaluate the answer as Python, by `eval` or sympy, and the syntax that is allowed there. Anything else could
-# look up or compute the solution (Integral(x, x) is an integral of x), or be nan, to which every complex number is near: it
-# is replaced by _NONSENSE.
+# Verifiers that evaluate the answer as an expression, by sympy, and the syntax that is allowed there. Anything else could
+# look up or compute the solution (Integral(x, x) is an integral of x), or be nan, to which every complex number is near; it
+# is replaced by _NONSENSE. Those that take a list read literals only, see `seams.reasoning_gym`.
 # Arithmetic has + - * / between whole numbers: Python's ** and //, or a dot that joins two numbers, are other operations.
 _ARITHMETIC = re.compile(r"(?:[\d\s+\-()]|\*(?!\*)|/(?!/)|\.(?!\s*\d))*+")
-_LIST = re.compile(r"[\w\s,'\"\[\]-]*")
 # Possessive: `x1` is one name or a name and a digit, and a text of many such would be tried in every combination.
 _EXPRESSION = re.compile(r"(?:[\d\s.,+\-*/^()]|(?<![\w.])[A-Za-z]\w*+)*+")
 _EVALUATED = {
@@ -32,12 +31,9 @@ _EVALUATED = {
     "simple_integration": _EXPRESSION,
     "intermediate_integration": _EXPRESSION,
     "polynomial_multiplication": _EXPRESSION,
-    "binary_matrix": _LIST,
-    "n_queens": _LIST,
-    "spiral_matrix": _LIST,
-    "string_insertion": _LIST,
     "complex_arithmetic": re.compile(r"[\d\s.+\-*()ijIJ]*"),
 }
+_LISTS = frozenset({"binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"})
 _EQUAL = frozenset({"game_of_life_halting"})  # True or False; its verifier takes any text for either (0.1.25)
 _NAME = re.compile(r"[A-Za-z]\w*")
 _FUNCTION = re.compile("a?(?:sin|cos|tan|cot|sec|csc)h?|exp|log|ln|sqrt|[Aa]bs|pi")
@@ -61,7 +57,7 @@ def puzzle(
     """
     if after == "":
         raise ValueError("after must not be empty; null takes the whole completion")
-    isolated = Isolated("megatron_rl.rewards.puzzle:verify", ("reasoning_gym",), timeout_seconds)
+    isolated = Isolated("megatron_rl.rewards.puzzle:verify", ("reasoning_gym",), timeout_seconds, UNIT)
 
     def dataset_of(sample: SampleMapping) -> str:
         dataset = (sample.get("metadata") or {}).get("source_dataset")
@@ -83,7 +79,7 @@ def puzzle(
         grade = verify(answer, entry) if dataset in PLAIN_VERIFIERS else isolated(answer, entry)
         return grade if partial else float(grade >= 1)
 
-    return IsolatedReward(score, isolated, check_sample=dataset_of)
+    return IsolatedReward(score, isolated, bounds=UNIT, check_sample=dataset_of)
 
 
 def verify(answer: str, entry: Entry) -> float:
@@ -107,7 +103,7 @@ def verify(answer: str, entry: Entry) -> float:
 
 
 def _is_plain(dataset: str, answer: str, gold: str) -> bool:
-    """Whether an answer that is evaluated has the syntax its dataset asks for: arithmetic, an expression, a list."""
+    """Whether an answer that is evaluated has the syntax its dataset asks for: arithmetic, an expression."""
     pattern = _EVALUATED.get(dataset)
     if pattern is None:
         return True
@@ -125,4 +121,7 @@ def _verifier(dataset: str, params: str) -> Callable[[str, Entry], float]:
     if dataset not in DATASETS:
         raise ValueError(unknown_name("reasoning-gym dataset", dataset, DATASETS))
     dataset_class, config_class = DATASETS[dataset]
-    return dataset_class(config=config_class(**json.loads(params))).score_answer
+    score: Callable[[str, Entry], float] = dataset_class(config=config_class(**json.loads(params))).score_answer
+    if dataset in _LISTS:
+        reasoning_gym.read_literals_only(score)
+    return score

@@ -100,7 +100,7 @@ def _as_reward(made: ScoreFunction) -> Reward:
         return made
     if not callable(made):
         raise ValueError(f"the factory returned {made!r}, must be a function of completion and sample")
-    names = ("columns", "may_abstain", "check_sample", "doubts", "remarks")
+    names = ("columns", "bounds", "may_abstain", "check_sample", "doubts", "remarks")
     declared = {name: getattr(made, name) for name in names if hasattr(made, name)}
     if not getattr(made, "concurrent", False):
         return InlineReward(made, **declared)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from megatron_rl.config.keys import Finite
 from megatron_rl.config.schema import ServerConfig
 from megatron_rl.parameters import Range
-from megatron_rl.rewards.kinds import Remark, Reward, SampleMapping, Score
+from megatron_rl.rewards.kinds import Bounds, Remark, Reward, SampleMapping, Score
 from megatron_rl.runtime.calls import event_loop
 from megatron_rl.runtime.disk import make_inside
 from megatron_rl.runtime.http import Endpoint, EndpointError, Traffic, Unanswered
@@ -122,6 +122,7 @@ class RemoteReward(Reward):
         render: completion and sample to the request's JSON body.
         read: the reply's JSON to a score and the text to keep; raises Nonsense.
         is_reply: whether a reply's JSON is one that can be read; the request is sent again where it is not.
+        bounds: of the scores that `read` gives. The rollouts' have those of `neutral` too, where that is a score.
     """
 
     def __init__(
@@ -133,9 +134,12 @@ class RemoteReward(Reward):
         render: Callable[[str, SampleMapping], dict[str, object]],
         read: Callable[[Reply], tuple[float, str]],
         is_reply: Callable[[Reply], bool],
+        bounds: Bounds,
     ) -> None:
+        given = (rules.neutral,) if rules.unanswered == "neutral" else ()
         super().__init__(
             lambda completion, sample: self.submit(completion, sample).result(),
+            bounds=(min(bounds[0], *given), max(bounds[1], *given)) if given else bounds,
             may_abstain=rules.unanswered == "drop",
             remarks=self._words,
         )

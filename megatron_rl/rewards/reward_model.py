@@ -16,7 +16,7 @@ from megatron_rl.models import read_hf_config
 from megatron_rl.models.classifier import num_labels
 from megatron_rl.parameters import Range
 from megatron_rl.rewards.judge import as_text
-from megatron_rl.rewards.kinds import InlineReward, Reward, SampleMapping, Score
+from megatron_rl.rewards.kinds import ANY, UNIT, Bounds, InlineReward, Reward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply
 from megatron_rl.sample import Message, Prompt
@@ -65,7 +65,7 @@ def reward_model(
         max_tokens: longer conversations lose their beginning; null: the limit of the model, or of its server.
         device: `path`: `auto` (the rank's GPU, where there is one), `cpu`, `cuda`.
     """
-    squashed = _sigmoid if squash == "sigmoid" else float
+    squashed, bounds = (_sigmoid, UNIT) if squash == "sigmoid" else (float, ANY)
     if (urls is None) == (path is None):
         raise ValueError("give either urls (of a server) or path (of a model folder)")
     if path is not None:
@@ -73,7 +73,7 @@ def reward_model(
             raise ValueError(f"path: {path} is not a Hugging Face folder: it has no config.json")
         if (outputs := num_labels(read_hf_config(path))) != 1:
             raise ValueError(f"path: {path}: a classifier with {outputs} outputs; a reward model has one")
-        return LocalModel(path, squashed, batch_size, max_tokens, device)
+        return LocalModel(path, squashed, bounds, batch_size, max_tokens, device)
     if urls is None or not model:
         raise ValueError("model is missing: the name under which the server has the reward model")
 
@@ -93,6 +93,8 @@ def reward_model(
     def read(reply: Reply) -> tuple[float, str]:
         try:
             [value] = reply["data"][0]["probs"]
+            if isinstance(value, bool) or not isinstance(value, int | float):  # a text, or the keys of a mapping
+                raise TypeError
             score = squashed(float(value))
         except (LookupError, TypeError, ValueError, OverflowError):
             raise Nonsense(f"not the one output of a reward model: {str(reply)[:300]}") from None
@@ -103,7 +105,7 @@ def reward_model(
     def is_reply(reply: Reply) -> bool:
         return isinstance(reply.get("data"), list) and bool(reply["data"])
 
-    return RemoteReward(urls, server, rules, "/classify", render, read, is_reply)
+    return RemoteReward(urls, server, rules, "/classify", render, read, is_reply, bounds)
 
 
 def conversation(prompt: Prompt, response: str) -> Prompt:
@@ -139,10 +141,18 @@ class LocalModel(InlineReward):
     batched = True
 
     def __init__(
-        self, path: str, squash: Callable[[float], float], batch_size: int, max_tokens: int | None, device: str
+        self,
+        path: str,
+        squash: Callable[[float], float],
+        bounds: Bounds,
+        batch_size: int,
+        max_tokens: int | None,
+        device: str,
     ) -> None:
         super().__init__(
-            lambda completion, sample: next(self.scores([completion], [sample])), check_sample=self._check_prompt
+            lambda completion, sample: next(self.scores([completion], [sample])),
+            bounds=bounds,
+            check_sample=self._check_prompt,
         )
         self.path, self.squash, self.batch_size = path, squash, batch_size
         self.max_tokens, self.device = max_tokens, device

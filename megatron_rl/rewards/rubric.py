@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_rl.rewards.judge import nearest_tier
-from megatron_rl.rewards.kinds import NumberFunction, SampleMapping
+from megatron_rl.rewards.kinds import UNIT, InlineReward, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_calls import equal
 from megatron_rl.rewards.tool_parsers import PARSERS, Call, ParserName
@@ -16,7 +16,7 @@ PATH, TOOLS, PARAMETERS, STRATEGY = 0.35, 0.30, 0.25, 0.10  # weights: AWPO, Fig
 
 
 @register_reward("rubric")
-def rubric(rationale_key: str = "rationale", parser: ParserName = "toolrl") -> NumberFunction:
+def rubric(rationale_key: str = "rationale", parser: ParserName = "toolrl") -> InlineReward:
     """One of the tiers 0, 0.25, 0.5, 0.75, 0.9, 1.0, by counting words and comparing calls.
 
     Args:
@@ -28,7 +28,7 @@ def rubric(rationale_key: str = "rationale", parser: ParserName = "toolrl") -> N
         rationale = str((sample.get("metadata") or {}).get(rationale_key) or "")
         return grade(completion, sample.get("tool_calls") or [], rationale, parser)
 
-    return score
+    return InlineReward(score, bounds=UNIT)
 
 
 def grade(completion: str, gold: Sequence[Call], rationale: str, parser: ParserName = "toolrl") -> float:

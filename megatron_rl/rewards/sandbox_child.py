@@ -39,6 +39,7 @@ _ALLOWED = (
 )
 _OPEN, _IOCTL, _CLONE, _FCNTL, _TGKILL, _OPENAT, _PRLIMIT64, _CLONE3 = 2, 16, 56, 72, 234, 257, 302, 435
 _CLONE_THREAD = 0x10000
+_WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
 _O_TMPFILE = os.O_TMPFILE & ~os.O_DIRECTORY
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)  # duplicate, flags, locks; not those that send signals
 _AUDIT_ARCH_X86_64 = 0xC000003E
@@ -155,7 +156,13 @@ def _ask_for_threads(libc: ctypes.CDLL, parent: int) -> None:
     os.close(listener)
 
 
-def _filter(pid: int) -> bytes:
+def _filter(pid: int, *, confined: bool) -> bytes:
+    """The list of system calls, as a program of seccomp's.
+
+    Args:
+        confined: Landlock says which files can be opened, and the parent how many threads there are. False: files are
+            opened to be read only, and no thread is started.
+    """
     instruction = _instruction
     refuse, allow = instruction(_RETURN, _ERRNO | errno.EPERM), instruction(_RETURN, _ALLOW)
     program = [
@@ -170,7 +177,9 @@ def _filter(pid: int) -> bytes:
         program += [instruction(_JEQ, number, 0, 1), allow]
     program += [instruction(_JEQ, _IOCTL, 0, 1), instruction(_RETURN, _ERRNO | errno.ENOTTY)]  # nothing is a terminal
     program += [instruction(_JEQ, _CLONE3, 0, 1), instruction(_RETURN, _ERRNO | errno.ENOSYS)]  # libc then takes clone
-    threads = [instruction(_LD_WORD, _ARG0), instruction(_JSET, _CLONE_THREAD, 0, 1), allow, refuse]
+    threads = (
+        [instruction(_LD_WORD, _ARG0), instruction(_JSET, _CLONE_THREAD, 0, 1), allow, refuse] if confined else [refuse]
+    )
     own_signals = [instruction(_LD_WORD, _ARG0), instruction(_JEQ, pid, 0, 1), allow, refuse]
     read_limits = [
         *(instruction(_LD_WORD, _ARG2), instruction(_JEQ, 0, 0, 3)),
@@ -178,6 +187,8 @@ def _filter(pid: int) -> bytes:
     ]
 
     def opening(flags: int) -> list[bytes]:
+        if not confined:
+            return [instruction(_LD_WORD, flags), instruction(_JSET, _WRITING, 0, 1), refuse, allow]
         # Neither to read nor to write (3), or truncated while reading: before Linux 6.2 Landlock does not stop that. A file
         # without a name is not made either.
         odd = (os.O_TRUNC, os.O_ACCMODE, os.O_TRUNC | os.O_ACCMODE)
@@ -213,19 +224,46 @@ def confine(scratch: str, limits: dict[str, int], parent_fd: int) -> None:
     Raises:
         Refused: this kernel or processor cannot confine the process.
     """
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise Refused(f"the sandbox is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = _libc()
     parent = os.getppid()
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the program ends with the process that started it
     if os.getppid() != parent:
         raise Refused("the process that started the program is gone")
-    if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
-        raise Refused(f"no_new_privs: {os.strerror(ctypes.get_errno())}")
+    _gain_nothing(libc)
     _limit(limits)
     _landlock(libc, scratch)
     _ask_for_threads(libc, parent_fd)
-    code = ctypes.create_string_buffer(program := _filter(os.getpid()))
+    _install(libc, _filter(os.getpid(), confined=True))
+
+
+def refuse_all_but_computing() -> None:
+    """Gives up, for good, every system call of this process but those of a computation that reads files.
+
+    Unlike `confine` it leaves all files readable, and asks the kernel for seccomp only. Files are opened to be read, no
+    thread is started.
+
+    Raises:
+        Refused: this kernel or processor cannot do it.
+    """
+    libc = _libc()
+    _gain_nothing(libc)
+    _install(libc, _filter(os.getpid(), confined=False))
+
+
+def _libc() -> ctypes.CDLL:
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise Refused(f"the sandbox is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _gain_nothing(libc: ctypes.CDLL) -> None:
+    """No program that is started has more rights than this one, which the kernel asks for before it takes a filter."""
+    if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
+        raise Refused(f"no_new_privs: {os.strerror(ctypes.get_errno())}")
+
+
+def _install(libc: ctypes.CDLL, program: bytes) -> None:
+    code = ctypes.create_string_buffer(program)
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     if libc.prctl(22, 2, header, 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
         raise Refused(f"seccomp: {os.strerror(ctypes.get_errno())}")

@@ -23,10 +23,11 @@ from megatron_rl.sample import Sample, SampleMapping
 
 _PACKAGE = Path(__file__).parents[1]
 _STANDARD_LIBRARY = Path(os.__file__).parent
+_ROUNDING = 1e-9  # a sum of shares may end that far outside the bounds of a reward
 
 
 class RewardError(RuntimeError):
-    """A reward raised, or returned something that is no finite number; names the reward and the sample."""
+    """A reward raised, or returned no finite number within its bounds; names the reward and the sample."""
 
 
 @dataclass
@@ -170,7 +171,7 @@ class Scorer:
             keys: of rollouts that were started; None: none was.
 
         Raises:
-            RewardError: a reward raised or returned no finite number; names column and sample.
+            RewardError: a reward raised or returned no finite number within its bounds; names column and sample.
         """
         count = len(completions)
         given = (("samples", samples), ("finish_reasons", finish_reasons), ("num_tokens", num_tokens), ("keys", keys))
@@ -351,7 +352,11 @@ def condition_reward(value: float, gate: float, threshold: float) -> float:
 
 
 def named_scores(name: str, reward: Reward, score: Score, sample_id: str) -> dict[str, float]:
-    """A reward's result by column; NaN where it abstains. RewardError where it does not return what it declares."""
+    """A reward's result by column; NaN where it abstains. RewardError where it does not return what it declares.
+
+    Every value of every kind of reward comes through here, whoever computed it: this is where it is compared with the
+    reward's bounds.
+    """
     if score is None and reward.may_abstain:
         return dict.fromkeys(columns_of(name, reward), math.nan)
     parts = reward.columns
@@ -365,6 +370,11 @@ def named_scores(name: str, reward: Reward, score: Score, sample_id: str) -> dic
     for column, value in named.items():
         if not isinstance(value, Real) or not math.isfinite(value):
             raise RewardError(f"the reward {column!r} is {value!r} on sample {sample_id}, not a finite number")
+        low, high = reward.bounds
+        if not low - _ROUNDING <= float(value) <= high + _ROUNDING:
+            raise RewardError(
+                f"the reward {column!r} is {value!r} on sample {sample_id}, outside its bounds [{low:g}, {high:g}]"
+            )
     return {column: float(value) for column, value in named.items()}
 
 

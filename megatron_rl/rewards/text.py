@@ -6,12 +6,12 @@ import re
 from typing import Literal
 
 from megatron_rl.parameters import NonNegative
-from megatron_rl.rewards.kinds import NumberFunction, SampleMapping, stopped
+from megatron_rl.rewards.kinds import UNIT, InlineReward, SampleMapping, stopped
 from megatron_rl.rewards.registry import register_reward
 
 
 @register_reward("format")
-def format_reward(pattern: str, require_stop: bool = True) -> NumberFunction:
+def format_reward(pattern: str, require_stop: bool = True) -> InlineReward:
     """1 where the whole completion matches a regular expression, else 0.
 
     Args:
@@ -28,11 +28,11 @@ def format_reward(pattern: str, require_stop: bool = True) -> NumberFunction:
             return 0.0
         return float(compiled.fullmatch(completion) is not None)
 
-    return score
+    return InlineReward(score, bounds=UNIT)
 
 
 @register_reward("length")
-def length_reward(limit: NonNegative, unit: Literal["tokens", "characters"] = "tokens") -> NumberFunction:
+def length_reward(limit: NonNegative, unit: Literal["tokens", "characters"] = "tokens") -> InlineReward:
     """1 where the response is at most `limit` long, else 0 (GDPO, section 4.2).
 
     Args:
@@ -47,4 +47,4 @@ def length_reward(limit: NonNegative, unit: Literal["tokens", "characters"] = "t
             raise ValueError("the length reward needs the sample's num_tokens; outside a run use unit='characters'")
         return float(sample["num_tokens"] <= limit)
 
-    return score
+    return InlineReward(score, bounds=UNIT)

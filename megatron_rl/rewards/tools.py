@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_rl.rewards.kinds import InlineReward, NumberFunction, Remark, RemarkFunction, SampleMapping
+from megatron_rl.rewards.kinds import UNIT, InlineReward, NumberFunction, Remark, RemarkFunction, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_calls import Matching, Names, call_remarks, match_share
 from megatron_rl.rewards.tool_parsers import FORMATS, PARSERS, ParserName, Thinking
 
 
 @register_reward("tool_format")
-def tool_format(strict: bool = True, parser: ParserName = "toolrl", think: Thinking = "required") -> NumberFunction:
+def tool_format(strict: bool = True, parser: ParserName = "toolrl", think: Thinking = "required") -> InlineReward:
     """1 where the completion has the fields its gold answer asks for, each once and in order, else 0 (GDPO, Eq. 9).
 
     Thinking always; calls where the sample has gold calls; a response where it `needs_response` (default: where it has
@@ -27,6 +27,10 @@ def tool_format(strict: bool = True, parser: ParserName = "toolrl", think: Think
         think: `required`: `<think>...</think>` first. `opened`: the prompt ends with `<think>`, the completion closes it.
             `none`: no thinking.
     """
+    return InlineReward(_has_format(strict, parser, think), bounds=UNIT)
+
+
+def _has_format(strict: bool, parser: ParserName, think: Thinking) -> NumberFunction:
     wanted_format = FORMATS[parser]
 
     def score(completion: str, sample: SampleMapping) -> float:
@@ -69,7 +73,7 @@ def tool_correctness(
             return -3.0
         return 6 * match_share(gold, calls, matching, names, same_name) - 3
 
-    return InlineReward(score, remarks=_remarks(parser, matching, same_name))
+    return InlineReward(score, bounds=(-3.0, 3.0), remarks=_remarks(parser, matching, same_name))
 
 
 @register_reward("tool_exec")
@@ -83,7 +87,7 @@ def tool_exec(matching: Matching = "optimal", names: Names = "set", parser: Pars
         names: `set` as in Eq. 13, or `multiset`.
         parser: as in `tool_correctness`.
     """
-    return InlineReward(_execution(matching, names, parser), remarks=_remarks(parser, matching))
+    return InlineReward(_execution(matching, names, parser), bounds=UNIT, remarks=_remarks(parser, matching))
 
 
 def _execution(matching: Matching, names: Names, parser: ParserName) -> NumberFunction:
@@ -116,10 +120,10 @@ def tool_outcome(
     think: Thinking = "required",
 ) -> InlineReward:
     """`tool_format` + `tool_exec`, AWPO's outcome reward in [0, 2] as one number (AWPO, Eq. 11)."""
-    has_format = tool_format(strict, parser, think)
+    has_format = _has_format(strict, parser, think)
     execution = _execution(matching, names, parser)
 
     def score(completion: str, sample: SampleMapping) -> float:
         return has_format(completion, sample) + execution(completion, sample)
 
-    return InlineReward(score, remarks=_remarks(parser, matching))
+    return InlineReward(score, bounds=(0.0, 2.0), remarks=_remarks(parser, matching))

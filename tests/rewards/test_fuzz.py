@@ -28,6 +28,7 @@ def test_ten_thousand_completions(
     name: str, params: dict[str, Any], sample: dict[str, Any], bounds: tuple[float, float], texts: list[str]
 ) -> None:
     reward: Reward = make_reward(name, **params)
+    assert reward.bounds == bounds
     reward(texts[0], sample)  # imports
     start = time.process_time()
     scores = [reward(text, sample) for text in texts]

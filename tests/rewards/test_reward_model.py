@@ -87,7 +87,8 @@ def test_a_folder_with_another_models_tokenizer_is_refused_before_the_run(folder
 
 
 def test_behind_a_server_it_speaks_vllms_classify() -> None:
-    replies = iter([[2.0], [0.1, 0.9], ["nan"], [-1.0], [10**400]])
+    odd = ["7", {"5": 1}, ["1"], [True]]  # read as 7, 5, 1 and 1 by whoever asks Python for a float
+    replies = iter([[2.0], [0.1, 0.9], ["nan"], [-1.0], [10**400], *odd])
 
     def behave(_: int, body: dict[str, Any]) -> str:
         return "raw:" + json.dumps({"data": [{"index": 0, "label": "LABEL_0", "probs": next(replies)}]})
@@ -95,6 +96,7 @@ def test_behind_a_server_it_speaks_vllms_classify() -> None:
     with serving(behave) as server:
         reward = make_reward("reward_model", urls=server.url.removesuffix("/v1"), model="rm", retries=0)
         given = [reward(text, {"prompt": CHAT if text == "a" else "p "}) for text in "abcde"]
+        assert [reward(text, {"prompt": "p"}) for text in "fghi"] == [None] * 4
         assert given == [2.0, None, None, -1.0, None]  # two outputs, a NaN and what no float can hold are no answer
         path, body, _ = server.requests[0]
         assert path == "/classify"

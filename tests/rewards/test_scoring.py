@@ -49,6 +49,12 @@ def endless():
 
 def text():
     return lambda completion, sample: "1.0"
+
+def beyond(bounds=(0, 1), concurrent=False):
+    def score(completion, sample):
+        return float(completion or 1.5)
+    score.bounds, score.concurrent = bounds, concurrent
+    return score
 """
 
 
@@ -159,12 +165,43 @@ def test_a_condition_that_cannot_be_met(condition: dict[str, Any], message: str)
         ("broken", r"the reward 'own' failed on sample a/3: ZeroDivisionError"),
         ("endless", r"'own' is inf on sample a/3, not a finite number"),
         ("text", r"'own' is '1\.0' on sample a/3, not a finite number"),
+        ("beyond", r"'own' is 1\.5 on sample a/3, outside its bounds \[0, 1\]"),
         ("undeclared", r"'own' returns \['a'\] on sample a/3, but it declares one number"),
     ],
 )
 def test_a_reward_that_fails_names_the_sample(name: str, message: str, own: str) -> None:
     with pytest.raises(RewardError, match=message):
         Scorer({"own": RewardConfig(reward=f"{own}:{name}")}).score([""], [sample("a", 3)])
+
+
+def test_bounds_hold_in_threads_too_but_for_rounding(own: str) -> None:
+    scorer = Scorer({"own": RewardConfig(reward=f"{own}:beyond", params={"concurrent": True})})
+    assert scorer.score(["0", "1.0000000000000002"], [sample("a", i) for i in range(2)])[0] == {"own": 0.0}
+    with pytest.raises(RewardError, match=r"outside its bounds \[0, 1\]"):
+        scorer.score(["-0.1"], [sample("a", 3)])
+    for bounds in (0.5, [1, 0], ["0", "1"], [0, float("nan")], [False, True]):
+        with pytest.raises(ValueError, match="bounds = "):
+            make_reward(f"{own}:beyond", bounds=bounds)
+
+
+@pytest.mark.parametrize("name", list_rewards())
+def test_every_reward_declares_its_bounds(name: str) -> None:
+    server = {"urls": "http://127.0.0.1:9/v1", "model": "m"}
+    needed: dict[str, dict[str, Any]] = {
+        "format": {"pattern": "x"},
+        "length": {"limit": 1},
+        "judge": {**server, "unanswered": "neutral", "neutral": -1.0},
+        "pairwise": {**server, "position": "A"},
+        "reward_model": {**server, "squash": "sigmoid"},
+    }
+    special = {
+        "judge": (-1, 1),
+        "pairwise": (-2, 2),
+        "style": (-1, 1),
+        "tool_correctness": (-3, 3),
+        "tool_outcome": (0, 2),
+    }
+    assert make_reward(name, **needed.get(name, {})).bounds == special.get(name, (0, 1))
 
 
 def test_lists_that_do_not_go_together() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_rl.rewards import make_reward
 from megatron_rl.rewards.isolation import Isolated, IsolatedReward, RewardProcessError
+from megatron_rl.rewards.kinds import UNIT
 from megatron_rl.rewards.puzzle import verify
 
 SUM: dict[str, Any] = {"answer": "-8", "metadata": {"source_dataset": "chain_sum", "expression": "1 + 3 - 5 - 7"}}
@@ -192,6 +193,14 @@ def test_countdown_takes_the_four_operations_only(
         '__import__("socket").socket()',
         '__import__("ctypes").CDLL(None).system(b"touch {path}")',
         '__import__("os").mkdir("{path}")',
+        # Past Python's own functions and the audit hook before them, to the kernel:
+        '__import__("os").mkfifo("{path}")',
+        '__import__("cffi").FFI().dlopen(None).system(b"touch {path}")',
+        '__import__("cffi").FFI().dlopen(None).creat(b"{path}", 438)',
+        '__import__("_posixsubprocess").fork_exec([b"touch", b"{path}"], [b"/usr/bin/touch"], True, (), None, None, '
+        "-1, -1, -1, -1, -1, -1, *__import__('os').pipe(), False, False, 0, None, None, None, -1, None, True)",
+        '__import__("_socket").socket(2, 1)',
+        '__import__("_thread").start_new_thread(open, ("{path}",))',
         "[0] * 10**12",
         '__import__("os")._exit(0)',
         '__import__("os").write(3, b\'{"value": 1.0}\\n\')',  # where the helper answers
@@ -207,6 +216,45 @@ def test_text_that_is_evaluated_can_do_nothing(
         assert evaluator(text) == 0.0  # and this is what happens where it is
     assert not path.exists()
     assert evaluator("1 + 1") == 2.0
+
+
+@pytest.mark.parametrize("text", ["2", "-1", "float('nan')", "1e999"])
+def test_a_value_outside_the_bounds_ends_the_helper(text: str) -> None:
+    isolated = Isolated("builtins:eval", (), 2, UNIT)
+    assert isolated("True") == 1.0
+    helper = isolated._helper
+    with pytest.raises(RewardProcessError, match=r"no finite number in \[0, 1\]"):
+        isolated(text)
+    assert helper is not None
+    assert helper.poll() is not None
+    assert isolated("0.5") == 0.5
+    isolated.close()
+
+
+def test_a_list_is_read_not_evaluated(puzzle: IsolatedReward) -> None:
+    """A text that is looked up earns nothing, and one that assigns changes no later score; literals have their credit."""
+    import reasoning_gym
+
+    for dataset in ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"):
+        item = reasoning_gym.create_dataset(dataset, size=1, seed=11)[0]
+        metadata = item["metadata"] | {"source_dataset": dataset}
+        solutions = {"string_insertion": list(item["answer"]), "spiral_matrix": item["answer"].split()}
+        rows = [row.split() for row in item["answer"].split("\n")]
+        literal = repr(solutions.get(dataset, rows))
+        for text, expected in (
+            ("[[] for __builtins__['float'] in [id]]", 0),
+            ("wrong", 0),
+            ('[[] for __builtins__["str"] in [int]]', 0),
+            ("entry['answer']", 0),
+            ("[entry['answer']]", 0),
+            ("entry['metadata']['solution']", 0),
+            ("entry['metadata']['valid_answers'][0]", 0),
+            ("oracle_answer", 0),
+            ("[" * 300, 0),
+            (literal, 0.5 if dataset == "n_queens" else 0.1),
+            (item["answer"], 1),
+        ):
+            assert puzzle(text, {"answer": item["answer"], "metadata": metadata}) == expected, (dataset, text)
 
 
 @pytest.mark.parametrize(
