@@ -198,9 +198,16 @@ def _start(command: Sequence[str], config: Config, gpus: int, environment: Mappi
     streams.say(
         f"{count(config.launch.processes, f'{on} process')}; run folder {config.run_dir}, logs in {logs}", sys.stdout
     )
-    return _report(
-        run_ranks(_rank(command), config.launch.processes, logs, environment, graces(os.environ), files=(recipe,))
+    outcome = run_ranks(
+        _rank(command),
+        config.launch.processes,
+        logs,
+        environment,
+        graces(os.environ),
+        files=(recipe,),
+        imports="megatron_rl.trainer.imports",
     )
+    return _report(outcome)
 
 
 def graces(environment: Mapping[str, str]) -> Graces:

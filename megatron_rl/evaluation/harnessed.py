@@ -26,8 +26,9 @@ from megatron_rl.evaluation.statistics import Interval, mean, pass_at_k
 from megatron_rl.evaluation.summary import TaskSummary, passes
 from megatron_rl.runtime import exit_codes
 from megatron_rl.runtime.attempts import free_port
+from megatron_rl.runtime.logs import last_lines
+from megatron_rl.runtime.process import die_with_parent
 from megatron_rl.runtime.server import VLLM, end, wait_until_healthy
-from megatron_rl.runtime.spawn import die_with_parent, last_lines
 
 FOLDER = "harness"  # below the run folder, once all is done
 _SHOWN = 15  # last lines of what failed

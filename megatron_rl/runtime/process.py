@@ -1,14 +1,18 @@
-"""Which process a recorded pid means, perhaps one of another machine."""
+"""Which process a recorded pid means, perhaps one of another machine; and an end with one's parent."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import re
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def started(pid: int) -> int | None:
@@ -73,3 +77,15 @@ def _handles(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal, which would otherwise end it."""
     found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+
+
+def die_with_parent(parent: int) -> Callable[[], None]:
+    """A child's preparation before it runs its command: the kernel is to kill it when this process dies."""
+    prctl = ctypes.CDLL(None).prctl  # looked up here: after fork, as little as possible should happen
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+    return ask

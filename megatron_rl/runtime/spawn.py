@@ -6,7 +6,6 @@ The ranks are all of a run (`run_ranks`), or the one that srun or torchrun asks 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import math
 import os
@@ -16,7 +15,6 @@ import socket
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +22,16 @@ from types import FrameType
 
 from megatron_rl.runtime import collectives, exit_codes, leftovers, memory, postmortem, stop, streams
 from megatron_rl.runtime.attempts import ATTEMPT, END, free_port
+from megatron_rl.runtime.fork_server import Adopted, ForkServer, World
 from megatron_rl.runtime.heartbeat import AwakeClock, heartbeats
+from megatron_rl.runtime.logs import OWN_MESSAGE, TAIL, end_of_log, last_lines
 from megatron_rl.runtime.observer import Observer
+from megatron_rl.runtime.process import die_with_parent
 from megatron_rl.runtime.terminal import Tee
 
 _TRIES = 3  # starts, where the chosen port turned out to be taken
 # Exit codes of a process that ended because it was told to.
 _STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, exit_codes.REQUEUE)
-OWN_MESSAGE = "megatron-rl: "  # prefix of a rank's final message, where it knows why it ends
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-_TAIL = 40  # lines of a failed rank's log that are shown
 _LOOK = 5.0  # seconds between two looks at the ranks' heartbeats
 
 
@@ -63,6 +61,7 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     graces: Graces = Graces(),
     files: Sequence[int] = (),
+    imports: str | None = None,
 ) -> Outcome:
     """Runs `command` once per rank and waits for all of them. To be called from the main thread.
 
@@ -76,14 +75,16 @@ def run_ranks(
     Args:
         environment: variables on top of this process's own.
         files: open files that the ranks inherit, under the same numbers.
+        imports: a module whose `import_all` imports what takes time. Several ranks are forks of one process that has called
+            it (`runtime.fork_server`), where that can be; `command` is `python -m MODULE ARGUMENTS...` then.
     """
     worlds = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     shared = {**os.environ, **(environment or {}), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     for _ in range(_TRIES):
-        group = _Group(command, {**shared, "MASTER_PORT": str(free_port())}, log_dir, graces, files)
+        group = _Group(command, {**shared, "MASTER_PORT": str(free_port())}, log_dir, graces, files, imports)
         outcome = group.run(worlds)
-        port_was_taken = any("EADDRINUSE" in line for line in last_lines(log_dir / "rank_0.log", _TAIL))
+        port_was_taken = any("EADDRINUSE" in line for line in last_lines(log_dir / "rank_0.log", TAIL))
         if outcome.code == 0 or group.was_stopped or not port_was_taken:
             break
     return outcome
@@ -114,16 +115,18 @@ class _Group:
         log_dir: Path,
         graces: Graces,
         files: Sequence[int] = (),
+        imports: str | None = None,
     ) -> None:
         self._command, self._environment = list(command), {**environment, ATTEMPT: str(log_dir.absolute())}
-        self._log_dir, self._graces, self._files = log_dir, graces, tuple(files)
+        self._log_dir, self._graces, self._files, self._imports = log_dir, graces, tuple(files), imports
         self._events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()  # safe to use in a signal handler
-        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._ranks: dict[int, subprocess.Popen[bytes] | Adopted] = {}
         self._running: set[int] = set()
         self._reaping = threading.Lock()  # no signal goes to a number that was just given back
         self._deadline = math.inf  # when to kill what still runs
         self._killed = False
         self._signal: int | None = None  # the first signal that asked us to stop
+        self._asked: int | None = None  # the last one that was passed on
         self._failed: tuple[int, int] | None = None  # rank and code of the first that failed
         self._stalled: str | None = None  # the hung ranks, where none of them could end the run itself
         self._observer = Observer(log_dir, graces.stall, AwakeClock(2 * _LOOK))
@@ -140,12 +143,17 @@ class _Group:
             tee = Tee(stack.enter_context(self._log_file(0))) if any(int(w["RANK"]) == 0 for w in worlds) else None
             stack.enter_context(self._taking_signals(tee))
             try:
-                for world in worlds:
-                    self._start(world, tee)
+                if self._imports is None or len(worlds) == 1 or not self._fork(self._imports, worlds, tee):
+                    for world in worlds:
+                        self._start(world, tee)
                 if tee is not None:
                     tee.start()
-                for rank in list(self._ranks):
+                for rank in list(self._running):
                     threading.Thread(target=self._wait, args=(rank,), daemon=True).start()
+                if self._killed:
+                    self._kill_all()
+                elif self._asked is not None:  # the process that forked may have ended without noticing
+                    self._ask(self._asked)
                 while self._running:
                     self._step()
             finally:
@@ -178,6 +186,42 @@ class _Group:
         self._ranks[rank] = process
         self._running.add(rank)
 
+    def _fork(self, imports: str, worlds: Sequence[Mapping[str, str]], tee: Tee | None) -> bool:
+        """Starts the ranks as forks of one process; False, and says why, where they cannot be.
+
+        While it imports, that process stands for the first of them: its failure is that rank's, and a signal ends it at once.
+        """
+        with contextlib.ExitStack() as stack:
+            each = []
+            for world in worlds:
+                log = stack.enter_context(self._log_file(int(world["RANK"]))).fileno()
+                each.append(World(world, tee.child_end if tee is not None and world["RANK"] == "0" else log, log))
+            with stop.held_back():
+                server = ForkServer(self._command, imports, each, self._environment, self._files)
+            stack.callback(server.close)
+            first = int(worlds[0]["RANK"])
+            self._ranks, self._running = {first: server.process}, {first}
+            answers: list[list[int] | str] = []
+
+            def wait() -> None:
+                answer = server.answer()
+                os.waitid(os.P_PID, server.process.pid, os.WEXITED | os.WNOWAIT)
+                with self._reaping:
+                    code = server.process.wait()
+                answers.extend([] if answer is None else [answer])
+                self._events.put(("exit" if answer is None else "forked", first, code))
+
+            threading.Thread(target=wait, daemon=True).start()
+            while self._running:
+                self._step()
+            if isinstance(answer := next(iter(answers), None), list):
+                self._ranks = {int(world["RANK"]): Adopted(pid) for world, pid in zip(worlds, answer, strict=True)}
+                self._running = set(self._ranks)
+                server.let_go()
+        if isinstance(answer, str):
+            streams.say(f"each rank imports for itself, which takes longer: {answer}")
+        return not isinstance(answer, str)
+
     def _wait(self, rank: int) -> None:
         process = self._ranks[rank]
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -209,6 +253,8 @@ class _Group:
             return
         if kind == "signal":
             self._on_signal(number)
+        elif kind == "forked":
+            self._running.discard(number)
         else:
             self._on_exit(number, code)
 
@@ -256,6 +302,7 @@ class _Group:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _ask(self, number: int) -> None:
+        self._asked = number
         with self._reaping:
             for rank in self._running:
                 if self._ranks[rank].returncode is None:
@@ -305,7 +352,7 @@ class _Group:
         if code == -signal.SIGKILL and memory.oom_kills() > self._oom_kills:
             return exit_codes.OUT_OF_MEMORY
         if code == -signal.SIGABRT:  # how torch ends a process whose NCCL collective is past its own deadline
-            log = last_lines(self._log_dir / f"rank_{rank}.log", 5 * _TAIL)
+            log = last_lines(self._log_dir / f"rank_{rank}.log", 5 * TAIL)
             if any(map(collectives.gave_up, log)):
                 return exit_codes.STALLED
         return code if code >= 0 else 128 - code
@@ -317,7 +364,7 @@ class _Group:
             how = f"killed by {signal.Signals(-code).name}{self._doing(rank)}"
             how += ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
         path = self._log_dir / f"rank_{rank}.log"
-        return "\n    ".join([f"rank {rank} failed{first} {how}; the end of {path}:", *_end_of_log(path)])
+        return "\n    ".join([f"rank {rank} failed{first} {how}; the end of {path}:", *end_of_log(path)])
 
     def _own_words(self, rank: int, code: int) -> str | None:
         """A rank's message about a stall or a pre-flight, which speaks for all of them; None without one.
@@ -325,7 +372,7 @@ class _Group:
         The report of a pre-flight is rank 0's, whichever rank ends first."""
         tellers = {exit_codes.STALLED: [rank], exit_codes.PREFLIGHT: [0, rank]}.get(code, [])
         for path in (self._log_dir / f"rank_{teller}.log" for teller in tellers):
-            end = _end_of_log(path) if path.is_file() else []
+            end = end_of_log(path) if path.is_file() else []
             if end and end[0].startswith(OWN_MESSAGE):
                 return "\n".join(end).removeprefix(OWN_MESSAGE)
         return None
@@ -342,34 +389,7 @@ def _record_end(log_dir: Path, rank: int, code: int) -> None:
         file.write(f"{code} rank {rank} on {socket.gethostname()}\n")
 
 
-def _end_of_log(path: Path) -> list[str]:
-    """The rank's final message or traceback, where its log has one near the end; else the log's last lines."""
-    lines = last_lines(path, 5 * _TAIL)
-    for sign in (OWN_MESSAGE, "Traceback (most recent call last)"):
-        found = [number for number, line in enumerate(lines) if line.startswith(sign)]
-        if found:
-            return lines[found[-1] :][-_TAIL:]
-    return lines[-_TAIL // 2 :]
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    """Of a log file, without their line ends."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return [line.rstrip("\n") for line in deque(file, maxlen=count)]
-
-
 def _kill_group(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def die_with_parent(parent: int) -> Callable[[], None]:
-    """A child's preparation before it runs its command: the kernel is to kill it when this process dies."""
-    prctl = ctypes.CDLL(None).prctl  # looked up here: after fork, as little as possible should happen
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
-
-    return ask
+    for kill in (os.killpg, os.kill):  # a fork becomes its group's leader some time after it exists
+        with contextlib.suppress(ProcessLookupError):
+            kill(leader, signal.SIGKILL)

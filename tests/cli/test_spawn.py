@@ -5,10 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,71 +13,15 @@ import pytest
 
 from megatron_rl.commands.run_recipe import graces
 from megatron_rl.runtime.attempts import free_port, new_attempt, rank_environment, shared_attempt
-
-LAUNCHER = """
-import sys
-from pathlib import Path
-from megatron_rl.runtime.spawn import Graces, run_ranks
-outcome = run_ranks([sys.executable, *sys.argv[3:]], int(sys.argv[2]), Path(sys.argv[1]), graces=Graces(0.5, 0.5, 0.5))
-print(outcome.message, file=sys.stderr)
-sys.exit(outcome.code)
-"""
-RANK = """
-import os, signal, sys, time
-from pathlib import Path
-from megatron_rl.runtime import stop
-rank = int(os.environ["RANK"])
-folder = Path(sys.argv[1])
-def wait_for_rank_0():
-    while not (folder / "pid_0").exists():
-        time.sleep(0.01)
-def here(name="pid"):
-    (folder / f"{name}_{rank}.tmp").write_text(str(os.getpid()))
-    (folder / f"{name}_{rank}.tmp").rename(folder / f"{name}_{rank}")
-stop.let_through()
-"""
+from tests.cli.launched import Launched, is_running, wait_until
 
 
-class Launched:
-    """A launcher with ranks that run `script`; they leave their process ids in files `pid_<rank>`."""
-
-    def __init__(self, folder: Path, script: str, processes: int) -> None:
-        self.folder, self.processes = folder, processes
-        (folder / "rank.py").write_text(RANK + textwrap.dedent(script))
-        command = [sys.executable, "-c", LAUNCHER, str(folder), str(processes), str(folder / "rank.py"), str(folder)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def pids(self, name: str = "pid") -> list[int]:
-        """Waits until every rank has said `here(name)`."""
-        files = [self.folder / f"{name}_{rank}" for rank in range(self.processes)]
-        wait_until(lambda: all(file.exists() for file in files))
-        return [int(file.read_text()) for file in files]
-
-    def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, out, err
-
-
-def wait_until(condition, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator:
+@pytest.fixture(params=[None, "pass"], ids=["new", "forked"])
+def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator:
     launched: list[Launched] = []
 
-    def launch(script: str, processes: int = 2) -> Launched:
-        launched.append(Launched(tmp_path, script, processes))
+    def launch(script: str, processes: int = 2, imports: str | None = request.param) -> Launched:
+        launched.append(Launched(tmp_path, script, processes, imports))
         return launched[-1]
 
     yield launch

@@ -103,8 +103,8 @@ class Job:
         """Rank -> process id of the ranks that run."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        found = {int(variable(int(child), "RANK") or -1): int(child) for child in children}
-        return {rank: child for rank, child in found.items() if rank >= 0}
+        found = {rank_of(int(child)): int(child) for child in children}
+        return {rank: child for rank, child in found.items() if rank is not None}
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 180) -> None:
         deadline = time.monotonic() + seconds
@@ -148,6 +148,15 @@ class Job:
     def succeed(self) -> None:
         code = self.finish()
         assert code == 0, f"exit code {code}:\n{self.stdout}\n{self.stderr}"
+
+
+def rank_of(pid: int) -> int | None:
+    """A fork has its rank in its name, a new process in its environment; None of another process."""
+    with contextlib.suppress(OSError):
+        if (name := Path(f"/proc/{pid}/comm").read_text().strip()).startswith("rank "):
+            return int(name.removeprefix("rank "))
+    given = variable(pid, "RANK")
+    return None if given is None else int(given)
 
 
 def variable(pid: int, name: str) -> str | None:

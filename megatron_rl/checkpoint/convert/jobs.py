@@ -33,7 +33,7 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.runtime import owner
 from megatron_rl.runtime.disk import size_text, sync, sync_tree
-from megatron_rl.runtime.spawn import die_with_parent
+from megatron_rl.runtime.process import die_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
