@@ -30,7 +30,8 @@ _OF_VLLM = (
 
 def import_all() -> None:
     """Before there is a thread, and without a use of CUDA: torch and vLLM ask NVML how many GPUs there are."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # vLLM sets it too
+    for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS"):  # the second: no pool of processes
+        os.environ.setdefault(name, "1")  # as vLLM does, but before torch is imported
     quiet_known_warnings()
     gc.disable()  # a million objects, none of them garbage
     from megatron_rl.rollout import environment
@@ -39,8 +40,8 @@ def import_all() -> None:
 
     environment.prepare()
     torch_compile.leave_out()
-    for name in _MODULES:
-        importlib.import_module(name)
+    for module in _MODULES:
+        importlib.import_module(module)
     with torch_compile.left_out_of_vllm():
-        for name in (*_OF_VLLM, "vllm.v1.worker.gpu_worker" if device.has_gpu() else "megatron_rl.rollout.cpu_worker"):
-            importlib.import_module(name)
+        for module in (*_OF_VLLM, "vllm.v1.worker.gpu_worker" if device.has_gpu() else "megatron_rl.rollout.cpu_worker"):
+            importlib.import_module(module)
