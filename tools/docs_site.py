@@ -23,7 +23,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_content(html: str, page: Any, **_: object) -> str:
-    from latex2mathml.converter import convert  # type: ignore[import-not-found]
+    from latex2mathml.converter import convert
 
     return with_mathml(html, convert, page.file.src_uri)
 
