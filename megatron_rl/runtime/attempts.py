@@ -105,6 +105,8 @@ def rank_environment(gpus: int) -> dict[str, str]:
         defaults |= compilers.cache_variables(os.environ)
     else:
         defaults |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        # Threads of a process that wait for each other sleep. libgomp's spin, on the core that the awaited one needs.
+        defaults["OMP_WAIT_POLICY"] = "passive"
     return {
         "PYTHONUTF8": "1",
         "PATH": compilers.search_path(os.environ),

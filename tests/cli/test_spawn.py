@@ -288,3 +288,24 @@ def test_what_the_user_has_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_environment(gpus=0)["PYTHONUTF8"] == "1", "torch and vLLM read their own files as UTF-8 or not at all"
     assert "OMP_NUM_THREADS" not in rank_environment(gpus=0)
     assert "TORCH_COMPILE_DISABLE" not in rank_environment(gpus=1)
+
+
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's OpenMP reads it: a rank's own words on its settings."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert rank_environment(gpus=0)["OMP_WAIT_POLICY"] == "passive"
+    assert "OMP_WAIT_POLICY" not in rank_environment(gpus=1)
+
+    def spins() -> str:
+        environment = {**os.environ, **rank_environment(gpus=0), "OMP_DISPLAY_ENV": "verbose", "OMP_NUM_THREADS": "2"}
+        library = next(Path(sys.prefix).glob("lib/python*/site-packages/torch/lib/libgomp*"))
+        command = [sys.executable, "-c", f"import ctypes; ctypes.CDLL('{library}')"]
+        shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+        return shown.partition("GOMP_SPINCOUNT = '")[2].partition("'")[0]
+
+    assert spins() == "0"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    assert spins() == "77"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert int(spins()) > 10**6

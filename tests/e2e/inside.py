@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "correction": {
             "weight": "token",
             "filters": [
-                {"level": "token", "by": "ratio", "low": 1 - 1e-6, "high": 1 + 1e-6},
+                {"level": "token", "by": "ratio", "low": 1 - 1e-8, "high": 1 + 1e-8},
                 {"level": "geometric", "by": "k3", "high": 1.0},
             ],
         },

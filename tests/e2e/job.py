@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import yaml
 
 from tests.warm import Warm
@@ -106,7 +107,7 @@ class Job:
         found = {rank_of(int(child)): int(child) for child in children}
         return {rank: child for rank, child in found.items() if rank is not None}
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 180) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 600) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if self.process.poll() is not None:
@@ -208,6 +209,10 @@ def state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "gone"
+
+
+# vLLM's collectives between the ranks of an engine on a CPU; on one without AVX-512 it takes gloo's.
+HAS_SHARED_COLLECTIVES = torch.cpu._is_avx512_supported()
 
 
 def segments(port: str | None) -> list[Path]:

@@ -20,7 +20,7 @@ import pytest
 from megatron_rl.config import load_recipe
 from megatron_rl.report.status import read_status
 
-from .job import STOPPING, Job, processes_of, rows, segments, state, variable, write_recipe
+from .job import HAS_SHARED_COLLECTIVES, STOPPING, Job, processes_of, rows, segments, state, variable, write_recipe
 
 ENDLESS = ("trainer.steps=100000", "trainer.eval_every=0", "checkpoint.keep=2")
 
@@ -172,7 +172,8 @@ def test_what_a_run_leaves_that_was_killed_in_its_engines_start_is_removed_by_th
         port = variable(first, "MASTER_PORT")
         job.wait_for(lambda: state(first) == "T")  # just before the names go
         job.kill()
-        assert any("cpushm" in path.name for path in segments(port))
+        assert segments(port)
+        assert any("cpushm" in path.name for path in segments(port)) == HAS_SHARED_COLLECTIVES
         assert [path for path in temporary.iterdir() if path.name.startswith("mrl-sockets-")]
         # The next start, however early it ends.
         code = "import sys; from pathlib import Path; from megatron_rl.runtime.spawn import run_ranks\n"

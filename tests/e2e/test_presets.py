@@ -82,7 +82,8 @@ def test_kl_is_a_loss_term_or_a_reward(steps: dict[str, dict[str, Any]]) -> None
 
 def test_filters_drop_what_the_engine_rounds_otherwise(steps: dict[str, dict[str, Any]]) -> None:
     row = steps["correction"]
-    assert 0 < row["correction/dropped_share"] < 1  # at 1e-6, some tokens in fp32
+    assert 0 < row["correction/dropped_share"] < 1
+    # At 1e-8 those that differ at all: two neighbouring float32 near 1 are 6e-8 apart. Some are rounded alike.
     assert row["correction/weight"] == pytest.approx(1, abs=1e-5)
     assert "correction/weight" not in steps["grpo"]
 
