@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.others import told
 from megatron_rl.checkpoint.convert.to_hf import _header, _Tensor
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.models import model_of
@@ -171,4 +172,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told():
+        sys.exit(main())

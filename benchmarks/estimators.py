@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.others import told
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.algorithms import (
     Denominators,
@@ -248,4 +249,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told():
+        sys.exit(main())

@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.grading_cases import RIGHT, VALUE, WRONG, Case, cases
+from benchmarks.others import told
 from megatron_rl.rewards.golds import wrong_answers
 from megatron_rl.rewards.isolation import Isolated, RewardProcessError
 from megatron_rl.rewards.maths import gold_text
@@ -133,4 +134,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told():
+        sys.exit(main())

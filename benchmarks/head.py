@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.others import told
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -145,4 +146,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told():
+        sys.exit(main())

@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.others import told
 from megatron_rl.actor.packing import first_fit, plan
 
 SIZES = (32, 64, 128, 256, 512, 4096)
@@ -81,4 +82,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told():
+        sys.exit(main())

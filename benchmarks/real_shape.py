@@ -27,6 +27,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.others import told
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The sizes in the config.json that Qwen publishes for Qwen3-0.6B.
 CONFIG: dict[str, Any] = {
@@ -219,4 +221,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told():
+        sys.exit(main())

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.others import told
+
 PROMPTS, GROUP, MAX_TOKENS = 64, 8, 256
 
 
@@ -141,4 +143,5 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told():
+        sys.exit(main())

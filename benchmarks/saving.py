@@ -18,6 +18,8 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.others import told
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -99,4 +101,5 @@ def measure(folder: Path, layers: int, hidden: int, saves: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told():
+        sys.exit(main())

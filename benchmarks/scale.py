@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import scale_batches
+from benchmarks.others import told
 from megatron_rl.config import Config, ConfigError, load_recipe
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.published import published_config
@@ -245,4 +246,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told():
+        sys.exit(main())

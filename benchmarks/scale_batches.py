@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.others import told
 from megatron_rl.data import FACTS, Rollout, Rollouts, Sample
 from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, exchange
 from megatron_rl.runtime import peer_memory
@@ -150,4 +151,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told():
+        sys.exit(main())

@@ -18,6 +18,8 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.others import told
+
 RECIPE = "recipes/cpu/quickstart.yaml"
 RUN_DIR = "runs/bench_step"
 TARGET = 0.15  # largest share of a step that is neither generation nor a forward or backward pass
@@ -137,7 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("overrides have no effect with --run")
     console = Console(highlight=False)
     try:
-        run_dir = args.run if args.run is not None else run_quickstart(args.overrides)
+        if args.run is None:
+            with told():
+                run_dir = run_quickstart(args.overrides)
+        else:
+            run_dir = args.run
         times = step_times(read_rows(run_dir))
     except subprocess.CalledProcessError as error:
         return int(error.returncode)  # the run has said why

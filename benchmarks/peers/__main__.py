@@ -20,6 +20,8 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.others import told
+
 PEERS = Path(".venv-peers/bin/python")
 RECIPE = "recipes/cpu/quickstart.yaml"
 LAYOUTS = {  # (processes, tensor parallel): the threads that are left to each process of two cores
@@ -115,4 +117,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told():
+        sys.exit(main())

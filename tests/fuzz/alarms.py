@@ -3,8 +3,8 @@
     python -m tests.fuzz.alarms --seconds 600 [--seed 1]
 
 What is right is counted here apart from the clocks of `runtime.heartbeat`, by docs/hangs.md: the seconds for which a process
-has run count towards a deadline, and ten at most of each time that it was halted. A rank ends the run once that is more than its
-deadline; the launcher, once the rank's heartbeat has not moved for what was left then, 30 s more, and four beats.
+has run count towards a deadline, and ten at most of each time that it was halted. A rank ends the run once that is more than
+its deadline; the launcher, once the rank's heartbeat has not moved for what was left then, 30 s more, and four beats.
 """
 
 from __future__ import annotations
