@@ -7,6 +7,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+from megatron_rl.config import elsewhere
 from megatron_rl.config.keys import choices, entry_type, fields, unwrap
 from megatron_rl.config.schema import Config
 from megatron_rl.names import LARGEST, ConfigError, did_you_mean, nearest, shorten, show
@@ -56,7 +57,7 @@ def _section(value: object, cls: type, key: str, source: str) -> Tree:
             full = _join(key, name)
             if full in _AS_NOW and item == _AS_NOW[full]:
                 continue
-            remedy = _REPLACED.get(full) or _nearest(str(name), cls, key)
+            remedy = _REPLACED.get(full) or elsewhere.hint(full, item) or _nearest(str(name), cls, key)
             raise ConfigError(f"{source}: unknown key `{shorten(full)}`{_set_to(item)}; {remedy}")
         result[name] = _value(item, known[name], _join(key, name), source)
     return result

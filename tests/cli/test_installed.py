@@ -107,6 +107,9 @@ def write_files(folder: Path) -> None:
         },
         "rewards": {"brief": {"reward": "my_rewards.py:word_limit"}},
     }
+    (folder / "run.sh").write_text(
+        "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=model data.train_files=x.parquet"
+    )
     (folder / "own.yaml").write_text(yaml.safe_dump(own))
 
 
@@ -115,12 +118,19 @@ CHECKED = [
     *("train cpu/quickstart.yaml --check", "sft recipes/cpu/quickstart.yaml --check", "train own.yaml --check"),
     *("evaluate cpu/quickstart.yaml --check", "reward-model cpu/preference_reward.yaml --check"),
 ]
-READ = ["status run", "report run", "plan cpu/quickstart.yaml", "plan scale/qwen3-32b.yaml --nodes 8 --html plan.html"]
+READ = [
+    "migrate run.sh",
+    "status run",
+    "report run",
+    "plan cpu/quickstart.yaml",
+    "plan scale/qwen3-32b.yaml --nodes 8 --html plan.html",
+]
 NEED_TORCH = ["train cpu/quickstart.yaml", "evaluate cpu/quickstart.yaml", "preflight cpu/quickstart.yaml"]
 NEED_TORCH += ["plan scale/qwen3-8b.yaml --exact", "sft cpu/quickstart.yaml"]
 REFUSED = {
     "train cpu/quickstart.yaml algorithm.plugins=[needs_torch.py] --check": "'needs_torch.py' imports 'torch', which is not",
     "convert to-hf --megatron nothing --hf there": "nothing does not exist",
+    "train cpu/quickstart.yaml trainer.total_epochs=3": "verl's `trainer.total_epochs` is `trainer.steps` here",
     "train quickstart.yaml": "did you mean recipes/cpu/quickstart.yaml?",
     "train recipes/quickstart.yaml --check": "did you mean recipes/cpu/quickstart.yaml?",
 }

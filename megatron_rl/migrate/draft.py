@@ -1,0 +1,124 @@
+"""A recipe in the making: what is set, what is said beside it, what of the other configuration was used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import elsewhere
+from megatron_rl.migrate.read import Flat
+
+
+@dataclass
+class Draft:
+    """The other configuration, and the recipe as far as it is.
+
+    Attributes:
+        framework: `verl`, `nemo` or `trl`.
+        flat: their keys.
+        prompts: how many training prompts there are; None where nobody knows.
+        recipe: ours, nested.
+        remarks: what to know of a section of the recipe, by its name.
+        used: their keys that were read.
+    """
+
+    framework: str
+    flat: Flat
+    prompts: int | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
+    remarks: dict[str, list[str]] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+    def take(self, *names: str) -> Any:
+        """The value of the first of their keys that is set; None where none is. All count as used."""
+        self.used |= {name for name in names if name in self.flat}
+        return next((self.flat[name] for name in names if self.flat.get(name) is not None), None)
+
+    def number(self, *names: str) -> float | None:
+        """The same of a number; what is none (`auto`, an unresolved variable) is remarked upon."""
+        value = self.take(*names)
+        if isinstance(value, str):
+            try:
+                return float(value)
+            except ValueError:
+                self.remark("", f"{names[0]}: {value} is no number; set its counterpart by hand")
+                return None
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def count(self, *names: str) -> int | None:
+        value = self.number(*names)
+        return None if value is None else int(value)
+
+    def put(self, key: str, value: object, remark: str = "") -> None:
+        """Sets a key of ours, unless the value is None."""
+        if value is None:
+            return
+        *sections, name = key.split(".")
+        tree = self.recipe
+        for section in sections:
+            tree = tree.setdefault(section, {})
+        tree[name] = value
+        if remark:
+            self.remark(sections[0] if sections else name, f"{key}: {remark}")
+
+    def get(self, key: str) -> Any:
+        value: Any = self.recipe
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def remark(self, section: str, text: str) -> None:
+        """A comment above a section of the recipe; at its head where the section is empty."""
+        self.remarks.setdefault(section, []).append(text)
+
+    def same(self) -> None:
+        """Takes over every key whose value is the same here (`elsewhere.yaml`)."""
+        for row in elsewhere.rows():
+            if not row.same:
+                continue
+            value = self.take(*getattr(row, self.framework))
+            if isinstance(value, str):
+                value = _number(value)
+            if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+                self.put(row.here[0], value)
+
+    def left(self) -> list[tuple[str, object, str]]:
+        """Their keys that were not read: name, value, and why there is no counterpart, where the table says."""
+        found = []
+        for name, value in self.flat.items():
+            if name not in self.used and value not in (None, {}, []) and not name.endswith("_target_"):
+                row = elsewhere.row_of(self.framework, name)
+                found.append((name, value, row.says if row is not None and not row.here else ""))
+        return found
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def rows_of(files: list[str]) -> int | None:
+    """How many rows local data files have: lines of JSON Lines, rows of Parquet where pyarrow is here. None: not known."""
+    total = 0
+    for name in files:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            return None
+        if path.suffix == ".jsonl":
+            total += sum(1 for line in path.open("rb") if line.strip())
+        elif path.suffix == ".parquet":
+            try:
+                import pyarrow.parquet
+            except ModuleNotFoundError:
+                return None
+            total += pyarrow.parquet.read_metadata(path).num_rows
+        else:
+            return None
+    return total
+
+
+Converter = Callable[[Draft], None]
