@@ -1,4 +1,5 @@
 # make train: the quick start. make test: lint, types and tests. make fuzz: odd input for longer.
+# make test-other-cpus: tests with the kernels that CPUs without AVX-512 and without AVX2 take.
 # make docs: the documentation as a site.
 # make setup-gpu: .venv on a GPU node, for CUDA 13, with Transformer Engine.
 # make gpu-lock: what it installs, resolved anew from requirements/gpu.in.
@@ -36,7 +37,7 @@ COMPILE := python -m compileall -qq -j 0
 NOT_IMPORTED := '/(tests|pip|mypy|mypyc|anthropic|numba|openai/resources|sympy/physics|pygments/lexers)/|$\
 transformers/models/(?!auto/).*/(modeling|modular|convert|image|video|feature|processing)'
 
-.PHONY: setup setup-gpu gpu-packages transformer-engine gpu-lock launch-setup eval-setup te-setup train test fuzz lint bench bench-peers docs clean
+.PHONY: setup setup-gpu gpu-packages transformer-engine gpu-lock launch-setup eval-setup te-setup train test test-other-cpus fuzz lint bench bench-peers docs clean
 
 setup: $(STAMP)
 
@@ -145,6 +146,17 @@ train: setup
 test: lint te-setup
 	@$(BIN)/$(COMPILE) megatron_rl
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadscope --no-loadscope-reorder)
+
+# The folders whose numbers depend on kernels, once with those for CPUs with AVX2 and once with those for older ones: torch's,
+# oneDNN's and MKL's go by these variables, vLLM's by tests/other_cpu.
+CPUS := ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2 \
+	ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,MKL_ENABLE_INSTRUCTIONS=SSE4_2
+NUMERIC := $(addprefix tests/,launch e2e rewards recipes checkpoint te actor algorithms models rollout seams trainer)
+
+test-other-cpus: setup te-setup
+	@failed=0; for kernels in $(CPUS); do echo "$$kernels"; \
+		env $$(echo $$kernels | tr , ' ') PYTHONPATH=$(CURDIR)/tests/other_cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+		$(or $(ARGS),-n 2 --dist loadscope --no-loadscope-reorder $(NUMERIC)) || failed=1; done; exit $$failed
 
 # Every module of tests/fuzz with a main part: recipes, completions, checkpoints, ... FUZZ=recipes picks one.
 FUZZ_SECONDS ?= 60

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron_rl.seams import torch_compile
 
 WITHOUT_COMPILER = """
 import sys
+from pathlib import Path
 from megatron_rl.rollout import environment
 from megatron_rl.seams import torch_compile
 environment.prepare()
@@ -28,6 +30,7 @@ assert torch._inductor.lowering.lowerings
 """
 WITHOUT_MATPLOTLIB = """
 import sys
+from pathlib import Path
 from megatron_rl.seams import reasoning_gym
 gym = reasoning_gym.load()
 assert {"cellpylib", "matplotlib"}.isdisjoint(sys.modules)
@@ -55,3 +58,18 @@ def test_compile_stays_where_it_is_on_and_returns_functions_where_it_is_off(monk
     torch_compile.leave_out()
     assert torch.compile(len) is len
     assert torch.compile(dynamic=True)(len) is len
+
+
+def test_kernels_for_cpus_without_avx512_are_had_by_a_folder_in_the_path() -> None:
+    """`make test-other-cpus` would otherwise run what `make test` runs: vLLM asks these three, and torch a variable."""
+    asked = (
+        "torch.cpu._is_avx512_supported(), torch.cpu._is_amx_tile_supported(), torch.backends.cpu.get_cpu_capability()"
+    )
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[1] / "other_cpu"),
+        "ATEN_CPU_CAPABILITY": "default",
+    }
+    command = [sys.executable, "-c", f"import torch; print({asked})"]
+    found = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
+    assert found == "False False DEFAULT\n"
