@@ -263,7 +263,7 @@ def pretraining_results() -> Iterator[Result]:
 
 
 def lines(title: str, rows: Iterable[Result]) -> list[str]:
-    """A table in Markdown, as docs/layouts.md has it."""
+    """A table in Markdown, as docs/layouts-evidence.md has it."""
     found = [
         f"| {title} | GPUs | layout | published | predicted | error of the time | |",
         "|---|---|---|---|---|---|---|",

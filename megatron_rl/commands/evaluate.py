@@ -1,4 +1,4 @@
-"""`evaluate`: a model on a recipe's held-out tasks, through one of three doors, or by a harness.
+"""`evaluate`: a model on a recipe's held-out tasks, given in one of three ways, or by a harness.
 
 A checkpoint of a training run (`--model <run>/checkpoints/step_<n>`) or a Hugging Face folder (`--model DIR`, or the recipe's
 own model) is answered by a colocated engine; a served model (`--endpoint URL`) by its server, from this process. With a

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="h100",
         metavar="NAME",
         help=f"{', '.join(TABLES)}, or a YAML file with values and their `base`; values may follow: h100,network=25e9 "
-        "(default h100; docs/layouts.md has the tables)",
+        "(default h100; docs/layouts-evidence.md has the tables)",
     )
     group.add_argument(
         "--response-lengths",

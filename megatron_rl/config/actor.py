@@ -38,7 +38,7 @@ class ParallelConfig:
     expert_tensor: Ranks = key(
         1,
         "ranks that each expert's matrices are cut over, independent of `tensor`: "
-        "[layouts.md](layouts.md#the-layouts-of-recipesscale)",
+        "[layouts-evidence.md](layouts-evidence.md#the-layouts-of-recipesscale)",
     )
     sequence: bool = key(False, "sequence parallelism; needs `tensor` > 1")
 

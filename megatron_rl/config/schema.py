@@ -60,7 +60,7 @@ class TaskConfig:
 
     source: str = key(
         MISSING,
-        "`jsonl`, `parquet`, `huggingface` (your data), `reasoning_gym`, `tool_world` (generated), `split` (eval "
+        "`jsonl`, `parquet`, `huggingface` (your data), `reasoning_gym`, `tool_world`, `bars` (generated), `split` (eval "
         "only: part of a train task), or a generator of your own: `path/file.py:function`, `package.module:function`",
     )
     name: str | None = key(None, "reasoning_gym: the dataset, e.g. `chain_sum`, `countdown`, `knights_knaves`")
@@ -114,8 +114,9 @@ class RewardConfig:
 
     reward: str = key(
         MISSING,
-        "a registered reward (`puzzle`, `math`, `format`, `length`, `chain_sum_steps`, `tool_format`, "
-        "`tool_correctness`, `tool_exec`, `tool_outcome`, `code_pass_rate`, `code_bug`), or your own: "
+        "a registered reward (`puzzle`, `math`, `format`, `length`, `style`, `chain_sum_steps`, `tool_format`, "
+        "`tool_correctness`, `tool_exec`, `tool_outcome`, `api_bank`, `code_pass_rate`, `code_bug`, `judge`, `rubric`, "
+        "`pairwise`, `reward_model`: [rewards](rewards/README.md)), or your own: "
         "`package.module:factory`, `path/file.py:factory`",
     )
     weight: Finite = key(1.0, "in the weighted sum that scalar estimators see")

@@ -1,4 +1,4 @@
-"""Predicted beside published times: the errors stand where docs/layouts.md says, and within what the model is good for."""
+"""Predicted beside published times: the errors stand where docs/layouts-evidence.md says, and within what the model is good for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.step_time import Result, lines, pretraining_results, rl_results
 
-PAGE = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "layouts-evidence.md").read_text("utf-8")
 RESULTS = {"RL steps": list(rl_results()), "pre-training": list(pretraining_results())}
-# Rows that the model misses, and which docs/layouts.md talks about.
+# Rows that the model misses, and which docs/layouts-evidence.md talks about.
 MISSED = {("Qwen3-30B-A3B, 8 off", "h100"), ("DeepSeek-V3", "gb200")}
 
 
