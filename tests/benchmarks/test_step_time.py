@@ -1,4 +1,4 @@
-"""Predicted beside published times: the errors stand where docs/layouts-evidence.md says, within what the model is good for."""
+"""Predicted beside published times: errors stand where docs/layouts-evidence.md says, within what the model is good for."""
 
 from __future__ import annotations
 
