@@ -74,13 +74,31 @@ class Grid:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """`data` of every rank, in rank order; lengths may differ."""
-        sizes = torch.empty(self.world, 1, dtype=torch.int64)
-        dist.all_gather(list(sizes), torch.tensor([len(data)]), group=self.host_group)
-        parts = torch.empty(self.world, int(sizes.max()), dtype=torch.uint8)
-        padded = torch.zeros_like(parts[0])
+        sizes = self._gather(torch.tensor([len(data)])).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
-        dist.all_gather(list(parts), padded, group=self.host_group)
-        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes.flatten().tolist(), strict=True)]
+        return [part[:size].numpy().tobytes() for part, size in zip(self._gather(padded), sizes, strict=True)]
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        """[world, ...]: every rank's tensor, all of one shape and dtype, on the host.
+
+        In ceil(log2(world)) rounds, in which each rank passes on all that it has (Bruck et al., 1997, doi:10.1109/71.642949).
+        gloo's own is a ring of world - 1 rounds; where a host's cores are fewer than its ranks, each round waits for all of
+        them to have run.
+        """
+        table, have = torch.empty((self.world, *own.shape), dtype=own.dtype), 1  # from this rank on
+        table[0] = own
+        while have < self.world:
+            count = min(have, self.world - have)
+            works = [
+                dist.irecv(table[have : have + count], (self.rank + have) % self.world, self.host_group),
+                dist.isend(table[:count], (self.rank - have) % self.world, self.host_group),
+            ]
+            for work in works:
+                assert work is not None  # this rank is in the group
+                work.wait()
+            have += count
+        return table.roll(self.rank, 0)
 
     def sum_array(self, array: np.ndarray) -> None:
         """In place: the sum of every rank's array, all of one shape and dtype. Exact where all ranks but one have zeros."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_rl.data import FACTS, Rollout, Rollouts, Sample, Segment
 from megatron_rl.rollout import exchange as module
 from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, ExchangeError, Need, exchange, sizes_of
-from megatron_rl.runtime import peer_memory
+from megatron_rl.runtime import distributed, peer_memory
 from megatron_rl.runtime.distributed import ALONE, Grid
 from megatron_rl.trainer.sampler import Sampler
 
@@ -142,7 +142,21 @@ def bytes_of_worlds(grid: Grid, folder: Path) -> None:
 
 
 def gathered(grid: Grid, folder: Path) -> None:
-    """Bytes of any length come from every rank, and arrays of one shape."""
+    """Bytes of any length come from every rank, in as many rounds as the logarithm of the ranks; arrays of one shape."""
+    sent = []
+
+    class Counting:
+        irecv, isend = staticmethod(dist.irecv), staticmethod(lambda *given: sent.append(0) or dist.isend(*given))
+
+    distributed.dist = Counting  # type: ignore[attr-defined]
+    grid.all_gather_bytes(b"facts")
+    distributed.dist = dist  # type: ignore[attr-defined]
+    assert len(sent) == 2 * 2, "sizes, then bytes: log2(4) messages each, where a ring has 3"
+    for world in (1, 2, 3):
+        group = dist.new_group(list(range(world)))
+        if grid.rank < world:
+            part = Grid(**{**vars(grid), "world": world, "host_group": group})
+            assert part.all_gather_bytes(bytes([grid.rank] * 5)) == [bytes([r] * 5) for r in range(world)]
     assert grid.all_gather_bytes(bytes(grid.rank * [grid.rank])) == [bytes(r * [r]) for r in range(grid.world)]
     assert grid.all_gather_bytes(b"") == [b""] * grid.world
     assert grid.gather_rows(np.full(3, grid.rank, dtype=np.int32)).tolist() == [[r] * 3 for r in range(grid.world)]
