@@ -1,6 +1,6 @@
 # make train: the quick start. make test: lint, types and tests. make fuzz: odd input for longer.
 # make test-other-cpus: tests with the kernels that CPUs without AVX-512 and without AVX2 take.
-# make docs: the documentation as a site.
+# make docs: the documentation as a site. make check-docs: runs the commands that its pages show.
 # make setup-gpu: .venv on a GPU node, for CUDA 13, with Transformer Engine.
 # make gpu-lock: what it installs, resolved anew from requirements/gpu.in.
 # All others but docs set up .venv first, once, and again when the requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
@@ -37,7 +37,7 @@ COMPILE := python -m compileall -qq -j 0
 NOT_IMPORTED := '/(tests|pip|mypy|mypyc|anthropic|numba|openai/resources|sympy/physics|pygments/lexers)/|$\
 transformers/models/(?!auto/).*/(modeling|modular|convert|image|video|feature|processing)'
 
-.PHONY: setup setup-gpu gpu-packages transformer-engine gpu-lock launch-setup eval-setup te-setup train test test-other-cpus fuzz lint bench bench-peers docs clean
+.PHONY: setup setup-gpu gpu-packages transformer-engine gpu-lock launch-setup eval-setup te-setup train test test-other-cpus fuzz lint bench bench-peers docs check-docs clean
 
 setup: $(STAMP)
 
@@ -169,6 +169,9 @@ lint: setup
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/ruff format --check $(CODE)
 	@$(BIN)/mypy $(filter-out tests,$(CODE))
+
+check-docs: setup
+	@$(BIN)/python tools/check_docs.py $(ARGS)
 
 bench: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step $(ARGS)

@@ -1,0 +1,59 @@
+"""The blocks of commands that `make check-docs` runs: found, and less what their comments leave out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.commands import COMMANDS
+from tools.check_docs import PAGES, blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = """\
+```bash
+first
+```
+<!-- not run: a cluster -->
+```bash
+second
+```
+```
+output
+```
+
+<!-- not run: `make b`, `make c`: a GPU -->
+
+```bash
+make a
+make b \\
+    more
+make d
+make c
+```
+"""
+
+
+def test_a_comment_leaves_out_a_block_or_some_of_its_lines() -> None:
+    found = [(block.line, block.code, block.left_out) for block in blocks("p.md", TEXT)]
+    assert found == [
+        (2, "first\n", ""),
+        (6, "", "a cluster"),
+        (15, "make a\nmake d\n", "`make b`, `make c`: a GPU"),
+    ]
+
+
+def test_a_comment_about_a_line_that_is_gone_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"p\.md:15: no line begins with 'make c'"):
+        list(blocks("p.md", TEXT.replace("make c\n", "make e\n")))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_recipes_of_the_pages_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    code = "".join(match[1] for match in re.finditer(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert list(blocks(page, text)) or not code
+    assert set(re.findall(r"^megatron-rl ([\w-]+)", code, re.MULTILINE)) <= set(COMMANDS)
+    for recipe in set(re.findall(r"recipes/(?!mine|my)[\w./-]+\.yaml", code)):
+        assert (ROOT / recipe).is_file(), recipe
