@@ -196,6 +196,7 @@ class Actor:
         with_entropy: bool = False,
         part_size: Callable[[MicroBatch], float] | None = None,
         more: bool = False,
+        with_metrics: bool = True,
     ) -> UpdateResult:
         """One optimizer step on a minibatch, gradients summed over micro-batches and data-parallel ranks.
 
@@ -203,6 +204,7 @@ class Actor:
             more: another update follows, and nothing else reads the weights before: with `actor.overlap` they are
                 gathered in its forward pass.
             part_size: where given, the gradient's variance is measured; see `GradientParts`.
+            with_metrics: those of `loss` are added over all ranks, which wait for each other; the same on all ranks.
 
         Raises:
             FloatingPointError: if the gradient norm is not finite; nothing has been changed then.
@@ -229,7 +231,8 @@ class Actor:
                 gather_weights(self.ddp_chunks)
         self.optimizer_steps += 1
         variance, count = parts.result(self.grid, grad_norm) if parts is not None else (None, 0)
-        return UpdateResult(self.reduce(collected), grad_norm, rate, variance, count)
+        metrics = self.reduce(collected) if with_metrics else Metrics()
+        return UpdateResult(metrics, grad_norm, rate, variance, count)
 
     def _step(self) -> float:
         found_inf = self.optimizer.prepare_grads()

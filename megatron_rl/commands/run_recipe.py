@@ -28,6 +28,8 @@ from megatron_rl.runtime.attempts import (
 )
 from megatron_rl.runtime.spawn import Graces, Outcome, run_rank, run_ranks
 
+IMPORTS = "megatron_rl.trainer.imports"  # what the process does that forks the ranks
+
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
@@ -205,7 +207,7 @@ def _start(command: Sequence[str], config: Config, gpus: int, environment: Mappi
         environment,
         graces(os.environ),
         files=(recipe,),
-        imports="megatron_rl.trainer.imports",
+        imports=IMPORTS,
     )
     return _report(outcome)
 

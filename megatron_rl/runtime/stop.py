@@ -114,6 +114,8 @@ class StopFlag:
         Raises:
             StopRequested: if any rank has been signalled.
         """
-        signum = max(grid.all_gather(self.signum))
+        import numpy as np  # later than the first signal may come
+
+        signum = int(grid.gather_rows(np.array([self.signum])).max())
         if signum:
             raise StopRequested(signum)

@@ -27,8 +27,8 @@ def _train(run: Run) -> None:
     config, pairs, actor = run.config.reward_model, run.pairs, run.learner.actor
     assert pairs is not None  # `build_run` has loaded them
 
-    def learn(indices: Sequence[int]) -> dict[str, float]:
-        return preference_step(actor, [pairs.train[i] for i in indices], config.centering)
+    def learn(indices: Sequence[int], is_logged: bool) -> dict[str, float]:
+        return preference_step(actor, [pairs.train[i] for i in indices], config.centering, is_logged)
 
     def evaluate(step: int) -> dict[str, float]:
         with run.timer.untimed("evaluate", "evaluating"):
@@ -50,15 +50,15 @@ def pack_pairs(actor: Actor, pairs: Sequence[Pair]) -> list[MicroBatch]:
     return [actor.pack(batch, [row for i in part for row in (2 * i, 2 * i + 1)], device.device()) for part in shares]
 
 
-def preference_step(actor: Actor, pairs: Sequence[Pair], centering: float) -> dict[str, float]:
-    """One optimizer step on the mean loss of all pairs."""
+def preference_step(actor: Actor, pairs: Sequence[Pair], centering: float, is_logged: bool = True) -> dict[str, float]:
+    """One optimizer step on the mean loss of all pairs. `is_logged`: else without the metrics that ranks have to add up."""
     micro_batches = pack_pairs(actor, pairs)
 
     def loss(number: int, scores: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
         losses, metrics = _losses(micro_batches[number], scores, pairs, centering)
         return losses.sum() / len(pairs), metrics
 
-    result = actor.update(micro_batches, loss, temperature=1.0)
+    result = actor.update(micro_batches, loss, temperature=1.0, with_metrics=is_logged)
     return (
         result.metrics.values()
         | actor.expert_load()

@@ -49,8 +49,8 @@ def _train(run: Run) -> None:
         if not run.state.warming_up and own and all(sample.demonstration is not None for sample in own)
     }
 
-    def learn(indices: Sequence[int]) -> dict[str, float]:
-        return _step(actor, _batch([examples[i] for i in indices]))
+    def learn(indices: Sequence[int], is_logged: bool) -> dict[str, float]:
+        return _step(actor, _batch([examples[i] for i in indices]), is_logged)
 
     def evaluated(step: int) -> dict[str, float]:
         return _held_out_loss(run, held_out) | (_generate(run, step) if prompts.eval else {})
@@ -69,13 +69,13 @@ def _batch(examples: Sequence[Example]) -> TokenBatch:
     return TokenBatch.continuations(parts, [images for _, _, images in examples])
 
 
-def _step(actor: Actor, batch: TokenBatch) -> dict[str, float]:
+def _step(actor: Actor, batch: TokenBatch, is_logged: bool) -> dict[str, float]:
     num_tokens = sum(int(mask.sum()) for mask in batch.loss_mask.values())
 
     def loss(number: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
         return -log_probs.sum() / num_tokens, _cross_entropy(log_probs)
 
-    result = actor.update(actor.micro_batches(batch), loss, temperature=1.0)
+    result = actor.update(actor.micro_batches(batch), loss, temperature=1.0, with_metrics=is_logged)
     return (
         result.metrics.values()
         | actor.expert_load()

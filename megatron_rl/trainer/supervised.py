@@ -28,7 +28,7 @@ def train_stage(
     name: str,
     section: SupervisedConfig,
     tasks: Sequence[str],
-    learn: Callable[[Sequence[int]], dict[str, float]],
+    learn: Callable[[Sequence[int], bool], dict[str, float]],
     evaluate: Callable[[int], dict[str, float]],
 ) -> None:
     """The remaining steps of a stage, each on the next `section.batch_size` examples.
@@ -36,7 +36,8 @@ def train_stage(
     Args:
         name: of the stage, on the terminal.
         tasks: every example's.
-        learn: one optimizer step on the examples of these numbers; its metrics.
+        learn: one optimizer step on the examples of these numbers; its metrics. Where the second argument is false the step
+            is not logged, and those that ranks have to add up may be missing.
         evaluate: at a step that is due one, with the device the actor's, before and after; its metrics.
     """
     warming_up = run.state.warming_up
@@ -50,18 +51,19 @@ def train_stage(
             raise
         run.timer.start(step)
         indices = order.take((step - 1) * section.batch_size, section.batch_size)
+        last = step == section.steps
+        evaluates = not warming_up and (last or bool(section.eval_every and step % section.eval_every == 0))
+        is_logged = step % section.log_every == 0 or evaluates or last
         with run.timer("update"):
-            metrics = learn(indices)
+            metrics = learn(indices, is_logged)
         with run.timer("checkpoint"):
             snapshot = run.checkpoints.capture(step, section.steps, warming_up)
         metrics |= run.timer.take()
         metrics |= run.checkpoints.metrics()
         run.state = replace(run.state, warm_up=step) if warming_up else replace(run.state, step=step)
-        last = step == section.steps
-        evaluates = not warming_up and (last or bool(section.eval_every and step % section.eval_every == 0))
         if evaluates:
             metrics |= evaluate(step)
-        if step % section.log_every == 0 or evaluates or last:
+        if is_logged:
             run.report.log_stage(name, section, step, metrics)
         if snapshot is not None:
             run.checkpoints.submit(run.state, snapshot, metrics)

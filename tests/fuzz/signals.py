@@ -35,13 +35,16 @@ COMMAND = """
 import sys
 import megatron_rl.__main__ as entry
 from megatron_rl.commands import run_recipe
-rank = sys.argv.pop()
-run_recipe._rank = lambda command: [sys.executable, rank, *command]
+sys.path.insert(0, folder := sys.argv.pop())
+import os
+os.environ["PYTHONPATH"] = folder
+run_recipe._rank = lambda command: [sys.executable, "-m", "rank", *command]
+run_recipe.IMPORTS = "imported"
 sys.exit(entry.main())
 """
 RANK = """
 import sys, time
-time.sleep(0.2)  # as a rank's imports do
+time.sleep(0.1)
 from megatron_rl.runtime.stop import StopFlag
 from megatron_rl.trainer.attempt import stop_code
 stop = StopFlag()
@@ -49,6 +52,13 @@ while not stop.signum:
     time.sleep(0.01)
 stop.ignore()
 sys.exit(stop_code(stop.signum))
+"""
+
+
+IMPORTED = """
+import time
+def import_all():
+    time.sleep(0.2)
 """
 
 
@@ -68,7 +78,8 @@ def strike(folder: Path, strike: Strike, real: bool = False) -> list[str]:
         command = [sys.executable, "-m", "megatron_rl", "train", recipe, "sft.steps=2", "trainer.steps=100000"]
     else:
         (folder / "rank.py").write_text(RANK)
-        command = [sys.executable, "-c", COMMAND, "train", recipe, str(folder / "rank.py")]
+        (folder / "imported.py").write_text(IMPORTED)
+        command = [sys.executable, "-c", COMMAND, "train", recipe, str(folder)]
     with stop.held_back():  # a parent may have them blocked; the command answers all the same
         process = subprocess.Popen(
             command,

@@ -1,7 +1,9 @@
 """The parts of a step that need neither engine nor model."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms import make_algorithm
+from megatron_rl.config.schema import SupervisedConfig
 from megatron_rl.data import FACTS, RewardTable, Rollout, Rollouts, Sample
 from megatron_rl.evaluation.statistics import pass_at_k
+from megatron_rl.trainer.checkpoints import State
 from megatron_rl.trainer.minibatch import minibatches, train_batch
+from megatron_rl.trainer.supervised import train_stage
 
 PASS_AT_K = json.loads((Path(__file__).parent / "pass_at_k.json").read_text())
 
@@ -55,3 +60,41 @@ def test_only_rollouts_that_train_reach_the_batch():
     assert tokens == {0: [1, 0, 0], 2: [1, 2, 0], 3: [1, 2, 1]}, "only what this rank has received"
     assert list(batch.rollout_logprobs) == [0, 2, 3]
     assert batch.advantages.tolist() == pytest.approx([2**-0.5, -(2**-0.5), -(2**-0.5), 2**-0.5], rel=1e-5)
+
+
+@pytest.mark.parametrize(("warming_up", "logged"), [(True, [3, 6, 7]), (False, [3, 4, 6, 7])])
+def test_ranks_add_up_metrics_at_the_steps_that_are_logged_and_at_no_others(warming_up, logged):
+    """Each time all wait for each other."""
+
+    class Timer:
+        def __call__(self, phase: str):
+            return nullcontext()
+
+        def start(self, step: int) -> None: ...
+
+        def take(self) -> dict[str, float]:
+            return {}
+
+    given, rows = [], []
+    report = SimpleNamespace(
+        begin=lambda *_: None, log_stage=lambda name, section, step, metrics: rows.append((step, "loss" in metrics))
+    )
+    run = SimpleNamespace(
+        state=State(warming_up=warming_up),
+        sampler=SimpleNamespace(prompts=SimpleNamespace(weights=None)),
+        config=SimpleNamespace(seed=0),
+        stop=SimpleNamespace(check=lambda grid: None),
+        grid=None,
+        timer=Timer(),
+        report=report,
+        checkpoints=SimpleNamespace(capture=lambda *_: None, metrics=dict),
+    )
+
+    def learn(indices, is_logged):
+        given.append(is_logged)
+        return {"loss": 1.0} if is_logged else {}
+
+    section = SupervisedConfig(steps=7, log_every=3, eval_every=4, batch_size=2)
+    train_stage(run, "SFT", section, ["sums"] * 4, learn, lambda step: {})
+    assert [step for step, is_logged in enumerate(given, 1) if is_logged] == logged
+    assert rows == [(step, True) for step in logged]
