@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_rl.commands.simulated import Goodput, Simulated, title
+from megatron_rl.commands.step_time import rate_of
 from megatron_rl.planner import GIB, HOST_PHASES, PHASES, Plan
 from megatron_rl.predict.step import StepTime
 from megatron_rl.report.html import document, section, table, text
@@ -123,7 +124,7 @@ def _time(step: StepTime) -> Iterator[str]:
             step.bounds.get(name, ""),
             f"{seconds:,.1f}",
             f"{seconds / step.total:.0%}",
-            f"{rates.get(name, 0):,.0f}",
+            rate_of(name, rates),
         ]
         for name, seconds in step.seconds.items()
     ]

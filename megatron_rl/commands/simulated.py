@@ -194,7 +194,12 @@ def table(simulated: Simulated) -> str:
     set_back = sum(step.generation.set_back for step in run.steps) / len(run.steps)
     lines += [
         f"the last 5 % of the responses take {run.tail_share:.0%} of {GENERATE}"
-        + (f"; {set_back:,.0f} times a step a full cache sets a sequence back" if set_back else ""),
+        + (
+            f"; {set_back:,.0f} times a step a full cache sets a sequence back to be read again later: fewer at once "
+            "(rollout.max_concurrent) need less cache"
+            if set_back
+            else ""
+        ),
         "",
         f"{'':40s}{'s / step':>10s}{'p95':>10s}{'tokens/s/GPU':>14s}{'idle GPUs':>11s}",
     ]

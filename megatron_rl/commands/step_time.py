@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from megatron_rl.planner import make_plan
 from megatron_rl.predict.calibrate import Run, calibrated
 from megatron_rl.predict.hardware import TABLES, Hardware, parse
 from megatron_rl.predict.lengths import Lengths, read_lengths
-from megatron_rl.predict.step import GENERATE, UPDATE, Predictor, StepTime
+from megatron_rl.predict.step import GENERATE, SYNC, UPDATE, Predictor, StepTime
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +110,11 @@ def figures(step: StepTime) -> dict[str, object]:
     }
 
 
+def rate_of(phase: str, rates: Mapping[str, float]) -> str:
+    """Tokens per second, as text; empty for a phase that moves weights."""
+    return "" if phase == SYNC or phase not in rates else f"{rates[phase]:,.0f}"
+
+
 def table(step: StepTime, predictor: Predictor, config: Config) -> str:
     """A line per phase, and what waits."""
     lengths, rates = predictor.lengths, step.tokens_per_s_per_gpu
@@ -121,7 +126,7 @@ def table(step: StepTime, predictor: Predictor, config: Config) -> str:
     ]
     for name, seconds in step.seconds.items():
         lines.append(
-            f"{name:40s}{seconds:10.1f}{seconds / step.total:10.0%}{rates[name]:14,.0f}  {step.bounds.get(name, '')}"
+            f"{name:40s}{seconds:10.1f}{seconds / step.total:10.0%}{rate_of(name, rates):>14s}  {step.bounds.get(name, '')}"
         )
     lines.append(f"{'step':40s}{step.total:10.1f}{1:10.0%}{rates['step']:14,.0f}")
     waits = [

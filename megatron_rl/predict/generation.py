@@ -80,7 +80,7 @@ class Decoding:
         moved = running * dims["hidden"] * 2
         return {
             "weights": weights,
-            "products": max(0.0, products - weights),
+            "matrix products": max(0.0, products - weights),
             "cache": running * context * self._cache / read,
             "tensor": 2 * dims["layers"] * self._group.reduce_seconds(moved),
             "launches": dims["layers"] * _KERNELS[bool(dims["experts"])] * hardware.launch,

@@ -54,8 +54,9 @@ class Cost:
 
     @property
     def largest(self) -> str:
-        """The part that takes longest: what to look at first."""
-        return max(Cost.__slots__, key=lambda name: float(getattr(self, name)))
+        """The part that takes longest, in words: what to look at first."""
+        name = max(Cost.__slots__, key=lambda name: float(getattr(self, name)))
+        return "matrix products" if name == "products" else name
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -63,3 +64,14 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_what_cannot_be_simulated(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_table_says_what_lowers_preemption_and_leaves_what_is_no_rate_empty(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*PLAN]) == 0
+    text = capsys.readouterr().out
+    assert "sets a sequence back to be read again later: fewer at once (rollout.max_concurrent) need less cache" in text
+    [sync] = [line for line in text.splitlines() if line.startswith("sync ")][:1]
+    assert not re.search(r"%\s+[\d,]+\s+the", sync), "a sync moves weights, no tokens"
+    assert not re.search(r"  products\b", text), "but matrix products"

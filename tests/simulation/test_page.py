@@ -32,7 +32,7 @@ class Page(HTMLParser):
         assert not {"src", "href"} & set(given)
         self.titles.append(given.get("title", ""))
         self.drawn += [given] if tag == "rect" else []
-        if tag != "meta":
+        if tag not in ("meta", "wbr"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
