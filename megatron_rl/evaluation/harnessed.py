@@ -97,10 +97,12 @@ def _served(log: Log, output: Path, gpus: int) -> Iterator[tuple[subprocess.Pope
     command = [sys.executable, *VLLM, "--model", str(config.model.path), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(config.rollout.tensor_parallel)]
     command += ["--generation-config", "vllm"]  # not the folder's own: the harness says how it samples
+    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
     if not gpus:
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(config.rollout.cpu_cache_gib * 2**30))]
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
-    process = _start(command, output, quiet)
+        # Its threads are to sleep while they wait, as those of ranks (`attempts.rank_environment`).
+        variables["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
+    process = _start(command, output, variables)
     try:
         wait_until_healthy(process, port, log.note)
         if process.poll() is not None:
