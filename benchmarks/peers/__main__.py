@@ -37,7 +37,7 @@ def run(command: Sequence[str], threads: int) -> str:
     Raises:
         SystemExit: it failed.
     """
-    # Threads that wait sleep, as they do by default in ours: beside another busy process those that spin would take its place.
+    # Threads that wait sleep, as they do by default in ours: those that spin keep others from the core that they wait for.
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
