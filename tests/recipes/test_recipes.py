@@ -482,5 +482,5 @@ def test_a_recipe_with_processes_of_its_own_is_checked_for_another_launchers(
     recipe = str(RECIPES / "cpu" / "quickstart.yaml")
     assert main(["train", recipe, "--check", "--processes", "16"]) == 0, capsys.readouterr().err
     assert yaml.safe_load(capsys.readouterr().out)["launch"]["processes"] is None
-    assert main(["train", recipe, "--check", "--processes", "3"]) == 2
+    assert main(["train", recipe, "rollout.tensor_parallel=2", "--check", "--processes", "3"]) == 2
     assert "the number of processes (3) must be a multiple of" in capsys.readouterr().err
