@@ -127,6 +127,7 @@ PAPERS = {
     "awpo/qwen3-1.7b.yaml": AWPO,
     "awpo/qwen3-4b-2507.yaml": AWPO,
     "awpo/qwen3-8b.yaml": AWPO,
+    "awpo/qwen3-32b.yaml": AWPO,  # its settings; the model is not the paper's
     "gdpo/tools-1.5b.yaml": GDPO_TOOLS,
     "gdpo/tools-3b.yaml": GDPO_TOOLS,
     "gdpo/math-1.5b.yaml": GDPO_MATH,
