@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.config import ConfigError
 from megatron_rl.runtime import compilers, provenance
-from megatron_rl.runtime.attempts import rank_environment
+from megatron_rl.runtime.attempts import free_port, rank_environment
 
 
 def program(folder: Path, name: str, said: str = "") -> Path:
@@ -102,3 +102,27 @@ def test_a_run_writes_down_what_it_would_compile_with(tmp_path: Path, monkeypatc
     about = provenance.surroundings()
     assert about["programs"]["ninja"] == str(ninja)  # type: ignore[index]
     assert about["environment"]["TORCHINDUCTOR_CACHE_DIR"] == "/x"  # type: ignore[index]
+
+
+INITIALIZE = """
+import os, sys
+from megatron_rl.config.actor import ParallelConfig
+from megatron_rl.runtime import device, distributed
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == "transformer_engine":
+            print("asked for", os.environ.get(distributed.FP32_SCALES))
+device.is_hopper = lambda: True
+sys.meta_path.insert(0, Finder())
+distributed.initialize(ParallelConfig(), timeout_minutes=1)
+"""
+
+
+def test_transformer_engine_finds_fp32_scales_when_it_is_imported() -> None:
+    """Its recipe reads the variable as a class attribute: set later it would have no effect."""
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = {**os.environ, **rank_environment(gpus=0), **world, "CUDA_VISIBLE_DEVICES": ""}
+    for given, found in ((None, "1"), ("0", "0")):
+        own = environment if given is None else {**environment, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": given}
+        done = subprocess.run([sys.executable, "-c", INITIALIZE], env=own, capture_output=True, text=True)
+        assert set(done.stdout.splitlines()) == {f"asked for {found}"}, done.stderr
