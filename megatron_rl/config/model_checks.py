@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.actor_checks import check_actor_model, check_adapter
+from megatron_rl.config.evaluation_checks import runs_harness
 from megatron_rl.config.keys import problems
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.published import published_config
@@ -46,9 +47,9 @@ def check_model(config: Config, model: HFConfig | None = None, command: str = "t
             described = model_of(model)
         except ValueError:  # `plan`, which needs a family, refuses it with the reason
             positions = model.get("max_position_embeddings")
-            yield from _check_length(config, positions) if isinstance(positions, int) else ()
+            yield from _check_length(config, positions, command) if isinstance(positions, int) else ()
         else:
-            yield from _check_layout(config, described)
+            yield from _check_layout(config, described, command)
     elif config.model.path is not None:
         folder = Path(config.model.path)
         try:
@@ -219,10 +220,10 @@ def _check_sizes(config: Config, hf_config: HFConfig, command: str) -> Iterator[
             yield f"`model.path`: {config.model.path} is a reward model: it gives a score, and generates nothing"
         if model.description.vision is not None and command == "reward-model":
             yield "`megatron-rl reward-model` reads text only, and the model has a vision tower; take one without"
-        yield from _check_layout(config, model)
+        yield from _check_layout(config, model, command)
 
 
-def _check_layout(config: Config, model: Model) -> Iterator[str]:
+def _check_layout(config: Config, model: Model, command: str) -> Iterator[str]:
     parallel, rollout, dims = config.actor.parallel, config.rollout, model.dims
     try:
         stage_layers(dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
@@ -261,7 +262,7 @@ def _check_layout(config: Config, model: Model) -> Iterator[str]:
     yield from check_actor_model(config, dims)
     yield from check_lora(config.actor.lora, model)
     yield from check_adapter(config, model)
-    yield from _check_length(config, model.description.max_positions)
+    yield from _check_length(config, model.description.max_positions, command)
 
 
 def _check_vision(config: Config, model: Model) -> Iterator[str]:
@@ -293,10 +294,10 @@ def _check_vision(config: Config, model: Model) -> Iterator[str]:
             yield f"`{key}` is not supported with a vision tower yet; leave it out"
 
 
-def _check_length(config: Config, positions: int) -> Iterator[str]:
+def _check_length(config: Config, positions: int, command: str) -> Iterator[str]:
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_tokens
-    if longest > positions:
+    if longest > positions and not runs_harness(config, command):  # a harness is served all that the model takes
         remedy = "; or raise model.create.max_positions" if config.model.create is not None else ""
         yield (
             f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_tokens {rollout.max_tokens} = "

@@ -75,11 +75,13 @@ def _check_fp8(rollout: RolloutConfig, model: Model) -> Iterator[str]:
         for tensor in rule.hf if parts > 1 or len(rule.hf) > 1 else ():
             size = _on_rank(rule, tensor, model.dims, parts)
             if size % BLOCK:
-                whole = ", or set rollout.expert_parallel=true" * (rule.per_expert and parts > 1)
+                share = f" on each of {parts} ranks" if parts > 1 else ""
+                fewer = "lower rollout.tensor_parallel, or " if parts > 1 else ""
+                whole = "set rollout.expert_parallel=true, or " if rule.per_expert and parts > 1 else ""
                 yield (
                     f"`rollout.fp8=blockwise`: {module_of(tensor.name).rpartition('{layer}.')[2]} has {size} "
-                    f"{'columns' if rule.dim else 'rows'} on each of {parts} ranks, and blocks have {BLOCK}; lower "
-                    f"rollout.tensor_parallel{whole}, or name it in rollout.fp8_skip"
+                    f"{'columns' if rule.dim else 'rows'}{share}, and blocks have {BLOCK}; {fewer}{whole}name it in "
+                    "rollout.fp8_skip"
                 )
                 break
 

@@ -298,7 +298,9 @@ class CheckpointConfig:
 @dataclass
 class LoggingConfig:
     tensorboard: bool = key(True)
-    wandb: str | None = key(None, "project name; needs the package")
+    wandb: str | None = key(
+        None, "`project` or `entity/project`; needs the package: [run-folder.md](run-folder.md#weights--biases)"
+    )
     mlflow: str | None = key(None, "experiment name; needs the package")
     report: bool = key(True, "write `<run_dir>/report.html` at the end, as `megatron-rl report` does at any time")
     samples_per_step: StepsOrNone = key(16, "rollouts in each step's file in `samples/`, as text; 0: no such files")

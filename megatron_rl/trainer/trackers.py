@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,8 +42,7 @@ class WandB:
         if not identity.exists():
             identity.write_text(secrets.token_hex(4))
         self._run = wandb.init(
-            project=config.logging.wandb,
-            name=run_dir.name,
+            **wandb_place(config.logging.wandb or "", run_dir, os.environ),
             id=identity.read_text(),
             resume="allow",
             dir=str(run_dir),
@@ -53,6 +54,23 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+_OF_A_SWEEP = re.compile(r"\d{3}-.*")  # what `launch.plan.sweep` calls the folder of a line
+
+
+def wandb_place(project: str, run_dir: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Entity, project, name and group of a run: `entity/project`, the folder's name, and the sweep's folder for its runs.
+
+    What a variable of wandb's own says (WANDB_ENTITY, WANDB_NAME, WANDB_RUN_GROUP) is left to it.
+    """
+    entity, slash, name = project.rpartition("/")
+    place = {"project": name} | ({"entity": entity} if slash else {})
+    if not environment.get("WANDB_NAME"):
+        place["name"] = run_dir.name
+    if _OF_A_SWEEP.fullmatch(run_dir.name) and not environment.get("WANDB_RUN_GROUP"):
+        place["group"] = run_dir.parent.name
+    return place
 
 
 class MLflow:

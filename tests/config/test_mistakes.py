@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,17 @@ def test_a_chat_template_that_the_tokenizer_does_not_have_is_missed_at_once(said
     for folder in ("own", "file"):
         Path("recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "model": {"path": folder}, "tasks": CHAT}))
         assert main(["train", "recipe.yaml", "--check"]) == 0
+
+
+def test_weights_that_are_smaller_than_a_block_have_a_remedy_that_can_be_had(said: Say) -> None:
+    text = said("rollout.fp8=blockwise", "algorithm.correction.weight=none")
+    assert re.search(r"has \d+ rows, and blocks have 128; name it in rollout.fp8_skip", text)
+    assert "lower rollout.tensor_parallel" not in text
+
+
+def test_a_harness_is_not_bound_by_the_lengths_of_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_folder(
+        tmp_path / "model", chat_template="{{ messages }}"
+    )  # 512 positions; rollouts have 512 + 512 by default
+    asked = ["evaluate", "--harness", "lm_eval", "--model", str(tmp_path / "model"), f"run_dir={tmp_path / 'run'}"]
+    assert main([*asked, "--check"]) == 0, capsys.readouterr().err

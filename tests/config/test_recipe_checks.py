@@ -79,7 +79,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["actor.parallel.tensor=4"], "key/value heads (2) must be a multiple of `actor.parallel.tensor` (4)"),
         (["rollout.expert_parallel=true"], "the model has no experts"),
         (["rollout.fp8_skip=[model.layers.0.*]"], "does nothing while `rollout.fp8` is none"),
-        (["rollout.fp8=blockwise"], "self_attn.k_proj has 64 rows on each of 1 ranks, and blocks have 128"),
+        (["rollout.fp8=blockwise"], "self_attn.k_proj has 64 rows, and blocks have 128; name it in"),
         (["rollout.fp8=blockwise", "rollout.fp8_skip=[lm_head]"], "'lm_head', which matches no matrix that would be in FP8"),
         (["rollout.fp8=blockwise", "rollout.fp8_skip=['*']"], "leaves no matrix in FP8"),
         (["rollout.fp8=blockwise", "rollout.fp8_skip=['*.v_proj']"], "names model.layers.0.self_attn.v_proj alone"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config import load_recipe
-from megatron_rl.trainer.trackers import make_trackers
+from megatron_rl.trainer.trackers import make_trackers, wandb_place
 
 RECIPE = "recipes/cpu/quickstart.yaml"
 
@@ -68,6 +68,16 @@ def test_a_continued_run_asks_wandb_for_the_same_run(tmp_path: Path, monkeypatch
     (tmp_path / "wandb_id").unlink()  # as a run that starts over does
     log_twice(tmp_path, "wandb")
     assert asked[2]["id"] == asked[3]["id"] != asked[0]["id"]
+
+
+def test_where_wandb_keeps_a_run() -> None:
+    alone, swept = Path("runs/maths"), Path("runs/maths/003-trainer.steps=5")
+    assert wandb_place("sums", alone, {}) == {"project": "sums", "name": "maths"}
+    assert wandb_place("team/sums", swept, {}) == {
+        "entity": "team", "project": "sums", "name": "003-trainer.steps=5", "group": "maths"
+    }
+    own = {"WANDB_NAME": "mine", "WANDB_RUN_GROUP": "ours"}
+    assert wandb_place("sums", swept, own) == {"project": "sums"}, "wandb reads them"
 
 
 def test_a_continued_run_asks_mlflow_for_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
