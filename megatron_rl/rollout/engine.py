@@ -29,7 +29,6 @@ from megatron_rl.seams import torch_compile, vllm_lora
 from megatron_rl.seams import vllm as seam
 from megatron_rl.seams.vllm_experts import returned
 from megatron_rl.seams.vllm_images import register_images_only
-from megatron_rl.tasks import asks_hub
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -87,7 +86,7 @@ class Engine:
         self.version = 0  # optimizer steps behind the engine's weights
         self.handed_out = 0  # calls of `generate`, see `HandOut`
         self._queue: dict[str, Request] = {}
-        environment.prepare(asks_hub=asks_hub(config.tasks))
+        environment.prepare()
         gc.disable()  # as in trainer.main: vLLM's modules are as many again
         with torch_compile.left_out_of_vllm():
             from vllm import LLM

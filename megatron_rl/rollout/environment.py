@@ -19,14 +19,11 @@ _SOCKETS = "VLLM_RPC_BASE_PATH"
 FP8_VARIABLES = {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
 
 
-def prepare(*, asks_hub: bool = False) -> None:
-    """Call before vLLM is imported. Settings that the user has made in the environment win.
-
-    `asks_hub`: the run reads a dataset of the Hugging Face hub, which is then not switched off for the process.
-    """
+def prepare() -> None:
+    """Call before vLLM is imported. Settings that the user, or the launcher, has made in the environment win."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
-    if not asks_hub:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are folders: nothing is to be looked up
+    # Models and tokenizers are folders: nothing is to be looked up. The launcher says 0 where a task names a dataset there.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # vLLM 0.32 would choose by itself: its second runner where Triton is. Samplers differ, and with them what a seed draws.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1" if device.has_gpu() else "0")
     # On a CPU vLLM warns at length about what we chose (eager, no Triton) and what a laptop lacks (tcmalloc, libiomp).

@@ -67,10 +67,8 @@ class Attempt:
         assert self.watchdog is not None
         if grid.is_main:
             from megatron_rl.rollout import environment
-            from megatron_rl.tasks import asks_hub
 
-            # So that what it sets for vLLM is written down.
-            environment.prepare(asks_hub=asks_hub(self.config.tasks))
+            environment.prepare()  # so that what it sets for vLLM is written down
             provenance.write(self.watchdog.attempt)
             disk.replace(self.watchdog.attempt / "recipe.yaml", to_yaml(self.config))
         return grid

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -116,11 +118,17 @@ def test_what_transformer_engine_is_built_with_is_pinned() -> None:
     assert packages.count("--no-deps --require-hashes") == 2  # uv's, and pip's where uv finds no index
 
 
-spec = importlib.util.spec_from_file_location("check_gpu", ROOT / "requirements" / "check_gpu.py")
-assert spec is not None
-assert spec.loader is not None
-check_gpu = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check_gpu)
+def module_of(name: str) -> Any:
+    """A script of requirements/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "requirements" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_gpu = module_of("check_gpu")
 
 
 def test_a_gpu_node_that_is_too_old_is_refused_with_the_minimum() -> None:
@@ -173,3 +181,33 @@ def test_every_error_of_an_import_counts(tmp_path: Path, monkeypatch: pytest.Mon
     [first, second] = check_gpu.unimportable(("json", "overwritten_", "no_cache_"))
     assert first == "overwritten_ cannot be imported: AttributeError: cudaLibrary_t"
     assert "FileNotFoundError: /home" in second
+
+
+check_cpu = module_of("check")
+
+
+def test_another_platform_is_refused_before_anything_is_downloaded() -> None:
+    assert check_cpu.problem("Linux", "x86_64", (3, 11)) is None
+    assert check_cpu.problem("Linux", "x86_64", (3, 12)) is None
+    assert "this is Darwin on arm64" in check_cpu.problem("Darwin", "arm64", (3, 11))
+    assert "this is Linux on aarch64" in check_cpu.problem("Linux", "aarch64", (3, 11))
+    assert "this is Python 3.13" in check_cpu.problem("Linux", "x86_64", (3, 13))
+    commands = subprocess.run(
+        ["make", "-n", "-B", "setup"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert commands.index("requirements/check.py before") < commands.index("-m venv .venv")
+    other = subprocess.run(
+        ["make", "-n", "-B", "setup", "PYTHON=python3.12"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "requirements/check.py PYTHON=python3.12" in other, "for the remedy, which is a command"
+
+
+def test_setting_up_prints_no_warnings_of_other_packages(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text("if 1 is 1:\n    '\\d'\n")  # two SyntaxWarnings, as cellpylib has them
+    commands = subprocess.run(
+        ["make", "-n", "-B", "setup"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    [line] = [line for line in commands.splitlines() if "compileall" in line]
+    words = line.partition("python")[2].partition(" -x ")[0].split()
+    done = subprocess.run([sys.executable, *words, str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

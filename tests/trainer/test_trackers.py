@@ -74,7 +74,10 @@ def test_where_wandb_keeps_a_run() -> None:
     alone, swept = Path("runs/maths"), Path("runs/maths/003-trainer.steps=5")
     assert wandb_place("sums", alone, {}) == {"project": "sums", "name": "maths"}
     assert wandb_place("team/sums", swept, {}) == {
-        "entity": "team", "project": "sums", "name": "003-trainer.steps=5", "group": "maths"
+        "entity": "team",
+        "project": "sums",
+        "name": "003-trainer.steps=5",
+        "group": "maths",
     }
     own = {"WANDB_NAME": "mine", "WANDB_RUN_GROUP": "ours"}
     assert wandb_place("sums", swept, own) == {"project": "sums"}, "wandb reads them"
