@@ -179,7 +179,7 @@ def test_what_the_ranks_read_is_not_a_file_that_another_can_replace(
 ) -> None:
     texts = []
 
-    def ranks(command: list[str], *given: object, files: tuple[int, ...]) -> Outcome:
+    def ranks(command: list[str], *given: object, files: tuple[int, ...], **more: object) -> Outcome:
         Path("run/recipe.yaml").write_text("seed: 7\n")
         code = "import sys; print(open(sys.argv[1]).read())"
         argument = command[command.index("--recipe") + 1]
