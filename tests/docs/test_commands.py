@@ -49,7 +49,7 @@ def test_a_comment_about_a_line_that_is_gone_is_refused() -> None:
         list(blocks("p.md", TEXT.replace("make c\n", "make e\n")))
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "docs/tutorial-32b.md"])
 def test_commands_and_recipes_of_the_pages_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     code = "".join(match[1] for match in re.finditer(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
