@@ -1,15 +1,18 @@
 """The index `.metadata` of a distributed checkpoint: which tensors it has, and where their chunks lie. Needs no torch.
 
-It is a pickle of torch's classes. Every name in it is compared with a list before it is looked up: unpickled freely, it could
-run any code. Conversion reads it into records of its own, and writes it, without importing torch, which takes as long as
-converting two gigabytes.
+It is a pickle of torch's classes: unpickled freely, it could run any code. Every name in it is compared with a list, and what
+a listed name gives is a stand-in made here, never torch's or Python's own class: pickle sets attributes of whatever it has at
+hand, classes included. Torch's objects are made of the stand-ins afterwards, of checked values. Conversion does without
+them, and without importing torch, which takes as long as converting two gigabytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -42,19 +45,50 @@ _KNOWN = {
     ("torch.distributed.checkpoint.planner", "TensorWriteData"),
     *((_OLD_INDEX, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
     *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
-    ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
     ("pathlib", "PosixPath"),  # the folder it was written to
 }
+# What a pickle cannot set attributes of: classes written in C.
+_PLAIN: dict[tuple[str, str], type] = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+}
 # Names of dtypes and memory formats.
-_TORCH_VALUES = re.compile(r"bool|b?float\d+\w*|u?int\d+|complex\d+|(contiguous|preserve)_format|channels_last(_3d)?")
+_DTYPES = re.compile(r"bool|b?float\d+\w*|u?int\d+|complex\d+")
+_TORCH_VALUES = re.compile(rf"{_DTYPES.pattern}|(contiguous|preserve)_format|channels_last(_3d)?")
 
 
 class UnpickleError(ValueError):
     """A file that is damaged, or that names a class or function which has no place in a checkpoint; the message says which
     file and which class. Nothing that it names was called."""
+
+
+class _Fixed(type):
+    """Classes that a pickle can neither change (its BUILD sets attributes, of classes too) nor build on what a call made."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise AttributeError(f"a pickle cannot set {name!r} of a class")
+
+    def __call__(cls, *made_from: object) -> Any:
+        record = super().__call__()
+        record.made_from, record.is_open = made_from, False
+        return record
+
+
+class Record(metaclass=_Fixed):
+    """Stands for an object of a class that a pickle names: its attributes, or else what it is made from."""
+
+    made_from: tuple[object, ...] = ()
+    is_open = True  # made without its constructor: its state may follow
+
+    def __setstate__(self, state: object) -> None:
+        if not self.is_open:
+            raise AttributeError("a pickle cannot change what a call has made")
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.made_from = state if isinstance(state, tuple) else (state,)
 
 
 class Listed(pickle.Unpickler):
@@ -65,42 +99,18 @@ class Listed(pickle.Unpickler):
         self._source = source
 
 
-class _Index(Listed):
-    """Makes the objects of torch's index, and no others."""
+class _Records(Listed):
+    """Makes stand-ins for the objects of torch's index, and no others."""
 
     def find_class(self, module: str, name: str) -> object:
         module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
         if (module, name) in _KNOWN:
-            return super().find_class(module, name)
+            return Record
         if module == "torch" and _TORCH_VALUES.fullmatch(name):
-            return super().find_class(module, name)
+            return name
         raise unknown(self._source, f"{module}.{name}")
-
-
-class _Record:
-    """Stands for an object of one of torch's classes: its attributes, or else what it is made from."""
-
-    def __init__(self, *made_from: object) -> None:
-        self.made_from = made_from
-
-    def __setstate__(self, state: object) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.made_from = state if isinstance(state, tuple) else (state,)
-
-
-class _Records(_Index):
-    """The same index without torch."""
-
-    def find_class(self, module: str, name: str) -> object:
-        if module == "torch":
-            if _TORCH_VALUES.fullmatch(name):
-                return name
-            return tuple if name == "Size" else super().find_class(module, name)
-        if (module, name) in _KNOWN and module.startswith("torch."):
-            return _Record
-        return super().find_class(module, name)
 
 
 @dataclass(frozen=True)
@@ -124,12 +134,43 @@ class GlobalTensor:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The index of a distributed checkpoint as torch's objects.
+    """The index of a distributed checkpoint as torch's objects, without what the ranks planned when they wrote it.
 
     Raises:
         UnpickleError: it names something else than torch's classes for it, is damaged, or points at files outside the folder.
     """
-    return _read(folder, _Index)
+    import torch
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    record = _read(folder)
+    entries: dict[str, dcp.STORAGE_TYPES] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    with _damage(folder):
+        for name, entry in record.state_dict_metadata.items():
+            if not hasattr(entry, "chunks"):
+                entries[_text(name)] = dcp.BytesStorageMetadata()
+                continue
+            properties = dcp.TensorProperties(dtype=getattr(torch, _dtype(entry)))
+            chunks = [
+                dcp.ChunkStorageMetadata(torch.Size(_whole(c.offsets)), torch.Size(_whole(c.sizes)))
+                for c in entry.chunks
+            ]
+            entries[_text(name)] = dcp.TensorStorageMetadata(properties, torch.Size(_whole(entry.size)), chunks)
+        for index, info in record.storage_data.items():
+            hint = getattr(index, "index", None)
+            offset = getattr(index, "offset", None)
+            place = dcp.MetadataIndex(
+                _text(index.fqn),
+                None if offset is None else _whole(offset),
+                None if hint is None else _whole([hint])[0],
+            )
+            start, length = _whole([info.offset, info.length])
+            places[place] = _StorageInfo(info.relative_path, start, length)
+    metadata = dcp.Metadata(entries, storage_data=places)
+    if hasattr(record, "mcore_data"):  # plain data, which Megatron-Core keeps beside torch's
+        metadata.mcore_data = record.mcore_data  # type: ignore[attr-defined]
+    return metadata
 
 
 def read_tensors(folder: Path) -> dict[str, GlobalTensor]:
@@ -138,41 +179,73 @@ def read_tensors(folder: Path) -> dict[str, GlobalTensor]:
     Raises:
         UnpickleError: as `read_metadata`.
     """
-    metadata: Any = _read(folder, _Records)  # of `_Record`s
+    record = _read(folder)
     tensors: dict[str, GlobalTensor] = {}
     sizes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-    try:
-        for name, entry in metadata.state_dict_metadata.items():
+    with _damage(folder):
+        for name, entry in record.state_dict_metadata.items():
             if hasattr(entry, "chunks"):
-                tensors[name] = GlobalTensor(tuple(entry.size), entry.properties.made_from[0], [])
-                sizes |= {(name, tuple(chunk.offsets)): tuple(chunk.sizes) for chunk in entry.chunks}
-        for index, info in metadata.storage_data.items():
-            if index.fqn in tensors:
-                start = tuple(index.offset)
-                stored = Stored(start, sizes[index.fqn, start], info.relative_path, info.offset, info.length)
+                tensors[_text(name)] = GlobalTensor(_whole(entry.size), _dtype(entry), [])
+                sizes |= {(name, _whole(chunk.offsets)): _whole(chunk.sizes) for chunk in entry.chunks}
+        for index, info in record.storage_data.items():
+            if _text(index.fqn) in tensors:
+                start = _whole(index.offset)
+                offset, length = _whole([info.offset, info.length])
+                stored = Stored(start, sizes[index.fqn, start], info.relative_path, offset, length)
                 tensors[index.fqn].chunks.append(stored)
-    except (AttributeError, LookupError, TypeError) as error:  # its parts do not go together
-        raise UnpickleError(f"{folder / METADATA} is damaged: {error!r}") from error
     return tensors
 
 
-def _read(folder: Path, reader: type[_Index]) -> Metadata:
+def _read(folder: Path) -> Any:
+    """The index as records."""
     path = folder / METADATA
     try:
         with path.open("rb") as file:
-            metadata: Metadata = reader(file, str(path)).load()
+            record = _Records(file, str(path)).load()
     except UnpickleError:
         raise
     except DAMAGE as error:
         raise UnpickleError(f"{path} cannot be read: {error!r}") from error
-    entries, places = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
+    entries, places = getattr(record, "state_dict_metadata", None), getattr(record, "storage_data", None)
     if not (isinstance(entries, dict) and isinstance(places, dict)):
         raise UnpickleError(f"{path} cannot be read: it is not the index of a distributed checkpoint")
     for info in places.values():
         name = getattr(info, "relative_path", None)
         if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise UnpickleError(f"{path} points at a file outside the checkpoint: {name!r}")
-    return metadata
+        if getattr(info, "transform_descriptors", None):
+            raise UnpickleError(f"{path}: {name} is stored in transformed form ({METADATA}), which is not read")
+    return record
+
+
+@contextlib.contextmanager
+def _damage(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, OverflowError) as error:  # its parts do not go together
+        raise UnpickleError(f"{folder / METADATA} is damaged: {error!r}") from error
+
+
+def _whole(values: Iterable[object]) -> tuple[int, ...]:
+    """TypeError unless all are whole numbers."""
+    numbers = tuple(values)
+    for value in numbers:
+        if type(value) is not int:
+            raise TypeError(f"a {type(value).__name__} in the place of a whole number")
+    return numbers  # type: ignore[return-value]
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} in the place of a name")
+    return value
+
+
+def _dtype(entry: Any) -> str:
+    name = _text(entry.properties.made_from[0])
+    if _DTYPES.fullmatch(name) is None:
+        raise TypeError(f"{name!r:.80} in the place of a dtype")
+    return name
 
 
 def unknown(source: str, name: str) -> UnpickleError:

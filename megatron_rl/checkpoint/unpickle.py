@@ -10,34 +10,35 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.checkpoint.index import Listed, UnpickleError, read_metadata, unknown
+from megatron_rl.checkpoint.index import DAMAGE, Listed, Record, UnpickleError, read_metadata, unknown
 from megatron_rl.seams import torch_dist
 from megatron_rl.seams.megatron import State
 
-_KNOWN_STATES = {  # of an FP8 layer, as Transformer Engine writes it
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("collections", "OrderedDict"),
-    ("collections", "deque"),
+_KNOWN_STATES: dict[tuple[str, str], type] = {  # of an FP8 layer, as Transformer Engine writes it
+    ("torch._utils", "_rebuild_tensor_v2"): Record,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "deque"): deque,
 }
 _RECIPES = "transformer_engine.common.recipe"
 
 
 class _ExtraState(Listed):
-    """Reads the state of a layer, to see what it names."""
+    """Reads the state of a layer into stand-ins, to see what it names and that it changes no class or function."""
 
     def find_class(self, module: str, name: str) -> object:
         if (module, name) in _KNOWN_STATES:
-            return super().find_class(module, name)
+            return _KNOWN_STATES[module, name]
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return lambda data: _load(io.BytesIO(data), self._source)
-        if module == _RECIPES and "." not in name and isinstance(found := super().find_class(module, name), type):
-            return found
+        if module == _RECIPES and "." not in name and isinstance(super().find_class(module, name), type):
+            return Record
         raise unknown(self._source, f"{module}.{name}")
 
 
@@ -103,4 +104,9 @@ def _check_extra_states(state: State, source: str) -> None:
         if isinstance(value, io.BytesIO):
             _load(io.BytesIO(value.getvalue()), f"{source}.{name}")
         elif data:
-            _ExtraState(io.BytesIO(data), f"{source}.{name}").load()
+            try:
+                _ExtraState(io.BytesIO(data), f"{source}.{name}").load()
+            except UnpickleError:
+                raise
+            except DAMAGE as error:
+                raise UnpickleError(f"{source}.{name} cannot be read: {error!r}") from error
