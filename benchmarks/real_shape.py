@@ -93,7 +93,9 @@ def make_model(folder: Path, layers: int) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder, trust_remote_code=False), dtype=torch.bfloat16, trust_remote_code=False
+    )
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}, indent=1))
     PreTrainedTokenizerFast(

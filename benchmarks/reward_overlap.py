@@ -102,7 +102,7 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     samples = [
         Sample(id=f"t/{i}", task="t", prompt=str(i), prompt_ids=[2 + i % 10, 2 + i // 10]) for i in range(PROMPTS)
     ]
-    prompts, tokenizer = Prompts([], {}, None), AutoTokenizer.from_pretrained(folder / "model")
+    prompts, tokenizer = Prompts([], {}, None), AutoTokenizer.from_pretrained(folder / "model", trust_remote_code=False)
     report = Reporter(config, folder, grid)
     params = {"urls": url, "model": "m", "max_in_flight": in_flight}
 

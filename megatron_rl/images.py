@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from megatron_rl.user_files import require_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 Source: TypeAlias = "Path | bytes"  # an image file, or what is in one
 MARK = "<image>"  # where an image stands in a prompt's text
+# Those that PIL reads itself; it hands others to programs, such as PostScript to Ghostscript.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MOST_PIXELS = 1 << 26  # 67 million; decoded whole, such an image takes up to 0.8 GB
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")  # of 8 bits or fewer per channel
 _KEPT = 16  # prompts whose pixels stay in memory
 
@@ -168,29 +174,43 @@ def open_image(source: Source) -> PILImage:
     """An image in RGB, transparent parts white.
 
     Raises:
-        ValueError: it is missing, broken, too large, or of a mode whose colours are not 8 bits; names it.
+        ValueError: it is missing, no regular file, broken, too large, of a format that is not among `FORMATS`, or of a mode
+            whose colours are not 8 bits; names it.
     """
     from PIL import Image as PIL
-    from PIL import ImageOps, UnidentifiedImageError
 
-    try:
-        image: PILImage = PIL.open(source if isinstance(source, Path) else io.BytesIO(source))
-        if image.mode not in _MODES:
-            raise ValueError(
-                f"{_name(source)} has mode {image.mode}, which is no picture of 8-bit colours; convert it to RGB"
-            )
-        image.load()
-    except FileNotFoundError:
-        raise ValueError(f"{_name(source)} does not exist") from None
-    except PIL.DecompressionBombError as error:
-        raise ValueError(f"{_name(source)} is too large: {error}") from None
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:  # SyntaxError: what PIL calls a broken PNG
-        raise ValueError(f"{_name(source)} cannot be read as an image: {error}") from None
-    image = ImageOps.exif_transpose(image)
+    image = _decoded(source)
     if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = PIL.alpha_composite(PIL.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
+
+
+def _decoded(source: Source) -> PILImage:
+    from PIL import Image as PIL
+    from PIL import ImageOps
+
+    warnings.simplefilter("ignore", PIL.DecompressionBombWarning)  # too large is an error here
+    try:
+        if isinstance(source, Path):
+            require_regular(source)
+        image: PILImage = PIL.open(source if isinstance(source, Path) else io.BytesIO(source), formats=FORMATS)
+        if image.mode in _MODES and image.width * image.height <= MOST_PIXELS:
+            image.load()
+            return ImageOps.exif_transpose(image)
+    except FileNotFoundError:
+        raise ValueError(f"{_name(source)} does not exist") from None
+    except PIL.DecompressionBombError as error:
+        raise ValueError(f"{_name(source)} is too large: {error}") from None
+    except Exception as error:  # PIL's readers raise whatever they come across in a broken file
+        raise ValueError(f"{_name(source)} cannot be read as an image ({', '.join(FORMATS)}): {error}") from None
+    if image.mode not in _MODES:
+        raise ValueError(
+            f"{_name(source)} has mode {image.mode}, which is no picture of 8-bit colours; convert it to RGB"
+        )
+    raise ValueError(
+        f"{_name(source)} is too large: {image.width} x {image.height} pixels are more than {MOST_PIXELS:,}; scale it down"
+    )
 
 
 def misplaced(images: int, places: int) -> ValueError:
@@ -202,6 +222,8 @@ def fingerprint(sources: Sequence[Source]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for source in sources:
         try:
+            if isinstance(source, Path):
+                require_regular(source)
             content = source if isinstance(source, bytes) else source.read_bytes()
         except OSError as error:
             raise ValueError(f"{_name(source)}: {error.strerror}") from None

@@ -76,7 +76,7 @@ def main(model: str, prompts: str, steps: int) -> None:
             reward_funcs=[correct, well_formed],
             args=config,
             train_dataset=Dataset.from_list(rows),
-            processing_class=AutoTokenizer.from_pretrained(model),
+            processing_class=AutoTokenizer.from_pretrained(model, trust_remote_code=False),
             callbacks=[clock],
         )
         trainer.train()

@@ -4,12 +4,18 @@ Written, or served as it is at the moment."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from megatron_rl.names import ConfigError
 from megatron_rl.runtime import disk, exit_codes
+
+_SILENT_SECONDS = 10  # a connection that says nothing for so long is closed
+_OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -51,32 +57,56 @@ def run(args: argparse.Namespace) -> int:
     return exit_codes.OK
 
 
+def _host(header: str) -> str:
+    """The name in a `Host` header, without its port."""
+    name, colon, port = header.strip().rpartition(":")
+    return (name if colon and port.isdigit() else header.strip()).lower()
+
+
 def _serve(runs: Sequence[Path], port: int) -> int:
-    """One request at a time, from this machine only."""
+    """To this machine only. Pages are drawn one at a time; a connection that sends nothing is nobody else's matter."""
     from megatron_rl.report import read_run, render
 
     drawn: dict[tuple[int, ...], bytes] = {}  # the last page, by the sizes of the metrics that it shows
+    drawing = threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path != "/":
-                self.send_error(404)
-                return
+    def page() -> bytes:
+        with drawing:
             sizes = tuple((run / "metrics.jsonl").stat().st_size for run in runs)
             if sizes not in drawn:
                 drawn.clear()
                 drawn[sizes] = render([read_run(run) for run in runs]).encode()
+            return drawn[sizes]
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _SILENT_SECONDS
+
+        def do_GET(self) -> None:
+            if (
+                _host(self.headers.get("Host", "")) not in _OWN_NAMES
+            ):  # a page elsewhere whose name means this machine now
+                self.send_error(421, explain="this server answers to localhost only")
+                return
+            if self.path != "/":
+                self.send_error(404)
+                return
+            try:
+                content = page()
+            except (OSError, ValueError, ConfigError) as error:
+                self.send_error(500, explain=f"the run cannot be read now: {error}")
+                return
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(drawn[sizes])))
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(drawn[sizes])
+            with contextlib.suppress(ConnectionError, TimeoutError):  # the reader went away
+                self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
             """Nothing per request."""
 
     try:
-        server = HTTPServer(("127.0.0.1", port), Handler)
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)  # its threads are daemons
     except (OSError, OverflowError) as error:
         print(f"megatron-rl: cannot serve on port {port}: {error}; name another one with --serve", file=sys.stderr)
         return exit_codes.FAILED

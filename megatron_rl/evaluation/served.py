@@ -66,7 +66,7 @@ def _evaluate(log: Log, urls: Sequence[str], name: str | None) -> tuple[list[Fai
     server = find_server(urls, name, config.evaluation.endpoint, longest)
     log.phase("loading the tasks")
     assert config.model.path is not None  # checked by the command
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
     tasks = load_prompts(config, tokenizer, log.note, training=False).eval
     served = {"name": server.name, "root": server.root, "tokenizer": kept.files_of(Path(config.model.path))}
     drawn = resume_responses(log, served, tasks)

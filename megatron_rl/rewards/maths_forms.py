@@ -20,12 +20,12 @@ _NOT_UNITS = re.compile(
     re.IGNORECASE,
 )
 _TEXT_UNIT = re.compile(
-    r"(?:(?<=[\d})])|(?<=\\pi))((?:\s*\\(?:text|mathrm|textrm|mbox|rm)\s*\{\s*[a-zA-Z][a-zA-Z\s./^23²³°·'-]*\}(?:\^\{?-?[23]\}?)?[\s/.]*)+)$"
+    r"(?:(?<=[\d})])|(?<=\\pi))((?:\s*\\(?:text|mathrm|textrm|mbox|rm)\s*\{\s*[a-zA-Z][a-zA-Z\s./^23²³°·'-]*\}(?:\^\{?-?[23]\}?)?[\s/.]*){1,8})$"
 )
 _PLAIN_UNIT = re.compile(r"(?<=[\d})])(\s*[a-zA-Z]+(?:[\s/.]+[a-zA-Z]+)*\.?(?:\^\{?[23]\}?)?)$")
 _WORD = re.compile(r"(?<!\\)\b[a-zA-Z]+")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SCALE = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?({'|'.join(_SCALES)})s?\b\s*([^{{}}]*\}})?")
+_SCALE = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?({'|'.join(_SCALES)})s?\b\s*([^{{}}]{{0,40}}\}})?")
 _CHARACTERS = {
     "\N{MINUS SIGN}": "-",
     "\N{EN DASH}": "-",
@@ -95,6 +95,9 @@ def tidy(text: str) -> str:
     text = re.sub(r"\\varnothing(?![a-zA-Z])|^\\\{\s*\\\}$", r"\\emptyset", text)
     text = re.sub(r"(?<!\\)\\!\s*", "", text)  # 10,\!000
     text = re.sub(r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " ", text)
+    text = re.sub(
+        r"(\s\s)\s+", r"\1", text
+    )  # what follows looks for blanks, comma, blanks, in time of their number cubed
     text = re.sub(r"\^\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|°", "", text)
     text = re.sub(r"(?<=\d)\s*(?:\\text\s*\{\s*percent\s*\}|percent\b)", r"\\%", text)
     text = re.sub(

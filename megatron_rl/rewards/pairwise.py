@@ -102,7 +102,7 @@ def pairwise(
 _BLOCK = re.compile(r"```[^`]*```")
 _ELEMENTS = {
     "headers": re.compile(r"^#{1,6}\s", re.MULTILINE),
-    "lists": re.compile(r"^\s*(?:\d+\.|[-*+])\s", re.MULTILINE),
+    "lists": re.compile(r"^[ \t]*(?:\d+\.|[-*+])\s", re.MULTILINE),
     "bold": re.compile(r"\*\*[^*\n]+\*\*|__[^_\n]+__"),
 }
 COLUMNS = ("length", *_ELEMENTS)

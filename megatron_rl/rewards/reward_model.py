@@ -212,8 +212,10 @@ class LocalModel(InlineReward):
                 import torch
                 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-                tokenizer = AutoTokenizer.from_pretrained(self.path)
-                model = AutoModelForSequenceClassification.from_pretrained(self.path, dtype="auto")
+                tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+                model = AutoModelForSequenceClassification.from_pretrained(
+                    self.path, dtype="auto", trust_remote_code=False
+                )
                 if not hasattr(model, "score"):
                     raise ValueError(f"{self.path}: a {type(model).__name__} is no decoder with a `score` layer")
                 if model.config.pad_token_id is None:

@@ -278,7 +278,7 @@ def _retry_after(headers: Mapping[str, str]) -> float:
         return float(value)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, ArithmeticError, LookupError, OSError):  # a date of no calendar overflows, for one
         return 0.0
 
 

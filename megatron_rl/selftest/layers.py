@@ -135,7 +135,9 @@ def compare_actors(bench: Bench, kind: str, experts: int) -> Figures:
 def _transformers_scores(folder: Path, dtype: str, tokens: Sequence[np.ndarray]) -> Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device.device())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=False).to(
+        device.device()
+    )
     found = []
     with torch.no_grad():
         for ids in tokens:

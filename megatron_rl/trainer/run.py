@@ -105,7 +105,7 @@ def build_run(
     report.phase("loading the model and the tasks")
     folder = model_folder(config, report, run_dir)
     grid.barrier()
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     prompts = load_prompts(config, tokenizer, report.note, command != "evaluate", _reader(config, folder))
     if command == "sft" or config.sft.wanted:
         check_demonstrations(prompts.train, tokenizer, config.rollout.max_tokens)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -398,7 +399,18 @@ def test_a_served_page_is_drawn_anew_where_the_run_went_on(tmp_path: Path) -> No
             assert "step 20 of 20" in page()
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(healthy(21)[-1]) + "\n")
-            assert "step 21 of 20" in page()
+            with socket.create_connection(("127.0.0.1", int(address))):  # one that sends nothing is nobody's matter
+                assert "step 21 of 20" in page()
+            for name in ("localhost", "LOCALHOST:1", "[::1]:80"):
+                with urllib.request.urlopen(urllib.request.Request(url, headers={"Host": name}), timeout=120) as answer:
+                    assert answer.status == 200
+            for name in ("evil.example", "localhost.evil.example:80", ""):
+                with pytest.raises(urllib.error.HTTPError, match="421"):
+                    urllib.request.urlopen(urllib.request.Request(url, headers={"Host": name}), timeout=120)
+            (folder / "metrics.jsonl").rename(folder / "moved")
+            with pytest.raises(urllib.error.HTTPError, match="500") as failed:
+                page()
+            assert "metrics.jsonl" in failed.value.read().decode()
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(f"{url}/recipe.yaml", timeout=120)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections import Counter
@@ -56,6 +57,32 @@ def test_a_wait_as_a_date() -> None:
     now = time.time()
     assert http._retry_after({"Retry-After": formatdate(now + 100, usegmt=True)}) == pytest.approx(100, abs=3)
     assert http._retry_after({"Retry-After": formatdate(now - 100, usegmt=True)}) == 0
+
+
+DATES = [
+    *("Mon, 01 Jan 99999999999999999999 00:00:00 GMT", "Mon, 01 Jan 2029 00:00:00 +99999999999999999999"),
+    *(
+        "Mon, 01 Jan 0000 00:00:00 GMT",
+        "Mon, 01 Jan 9999 23:59:59 -9999",
+        "Mon, 01 Jan 2029 99:99:99",
+        "1 Jan",
+        ",",
+        "\x00",
+    ),
+]
+
+
+def test_no_wait_asked_for_ends_the_run() -> None:
+    """Whatever stands there: a server's clock may be broken, or its author no friend."""
+    rng = random.Random(5511)
+    scraps = [*"0123456789 :,+-\t\u0661", "Jan", "GMT", "Mon", "9" * 30, "9" * 5000, "99:99", "1e9", "inf", "nan"]
+    for number in range(4000):
+        value = rng.choice([*DATES, formatdate(1e9, usegmt=True)])
+        for _ in range(rng.randint(0, 4) if number >= len(DATES) else 0):
+            at = rng.randint(0, len(value))
+            value = value[:at] + rng.choice(scraps) + value[at + rng.randint(0, 3) :]
+        for said in (value, DATES[number % len(DATES)]):
+            assert http._retry_after({"Retry-After": said}) >= 0, said
 
 
 @pytest.mark.parametrize("status", [400, 402, 413, 422])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +14,18 @@ from PIL import Image
 
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
-from megatron_rl.images import ImageReader, open_image
+from megatron_rl.images import ImageReader, fingerprint, open_image
 from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.models.create import create_model
 from megatron_rl.tasks import first_items, load_task, load_tasks
 from megatron_rl.tokenizer import Tokenizer
+
+
+def gif(width: int, height: int) -> bytes:
+    """Of 35 bytes, whatever its size."""
+    frame = b"," + struct.pack("<HHHHB", 0, 0, width, height, 0) + b"\x02\x02\x44\x01\x00;"
+    return b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + bytes(6) + frame
+
 
 SHAPE = CreateModelConfig(
     layers=1,
@@ -92,8 +101,12 @@ def test_an_image_stands_where_its_mark_is(tmp_path: Path, reader: ImageReader, 
         (png(256, 256)[:-40], "cannot be read as an image"),
         (png(mode="I;16"), "mode I;16"),
         (png(2000, 5), "aspect ratio"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n", "cannot be read as an image"),
+        (b"DDS " + b"\x7c" + bytes(200), "cannot be read as an image"),
+        (png()[:20] + b"\xff" + png()[21:], "cannot be read as an image"),
+        (gif(9000, 9000), "9000 x 9000 pixels are more than"),
     ],
-    ids=["missing", "no image", "cut", "16 bits", "narrow"],
+    ids=["missing", "no image", "cut", "16 bits", "narrow", "PostScript", "DDS", "chunk", "large"],
 )
 def test_a_bad_image_is_named(
     tmp_path: Path, reader: ImageReader, tokenizer: Tokenizer, content: bytes | None, said: str
@@ -105,6 +118,16 @@ def test_a_bad_image_is_named(
     if "aspect" not in said:  # that depends on the model
         with pytest.raises(ValueError, match=rf"line 1: .*bad\.png.*{said}"):  # before anything starts
             first_items(task(tmp_path, {"prompt": "x", "images": "bad.png"}))
+
+
+def test_a_pipe_is_no_image(tmp_path: Path, reader: ImageReader, tokenizer: Tokenizer) -> None:
+    """Opening it would wait for ever."""
+    os.mkfifo(tmp_path / "bad.png")
+    with pytest.raises(ValueError, match=r"bad\.png is a pipe"):
+        first_items(task(tmp_path, {"prompt": "x", "images": "bad.png"}))
+    for read in (open_image, lambda source: fingerprint([source])):
+        with pytest.raises(ValueError, match=r"bad\.png is a pipe"):
+            read(tmp_path / "bad.png")
 
 
 def test_what_does_not_fit_is_refused(

@@ -164,7 +164,7 @@ def _transformers(folder: Path, tokens: Tensor) -> Tensor:
     disable_progress_bar()
     sees = model_of(read_hf_config(folder)).description.vision is not None
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
     with torch.no_grad():
         return model(tokens).logits[0]
 
