@@ -13,9 +13,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl import shipped
+
+if TYPE_CHECKING:
+    from yaml import Node
+
+MOST_YAML_BYTES = 2**22
+MOST_VALUES = 100_000  # in a YAML file with its aliases written out
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -53,6 +59,38 @@ def read_text(path: str | os.PathLike[str], most_bytes: int) -> str:
     if len(data) > most_bytes:
         raise ValueError(f"{Path(path)} has more than {most_bytes:,} bytes")
     return data.decode("utf-8-sig")
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Any:
+    """A YAML file's plain values: of a recipe that a run has kept, which may be a stranger's.
+
+    Raises:
+        ValueError: as `read_text`, or it is no YAML, or its aliases are more than `MOST_VALUES` values.
+        OSError: it cannot be read.
+    """
+    import yaml
+
+    from_yaml = (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError, LookupError, TypeError)
+    text = read_text(path, MOST_YAML_BYTES)
+    try:
+        if "*" in text and expanded(yaml.compose(text, yaml.SafeLoader), {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"it has more than {MOST_VALUES:,} values, with its aliases written out")
+        return yaml.safe_load(text)
+    except from_yaml as error:
+        raise ValueError(f"{Path(path)} is not YAML: {error or type(error).__name__}") from None
+
+
+def expanded(node: Node | None, known: dict[int, float]) -> float:
+    """How many values a YAML document has once its aliases are copies; infinite where one holds itself."""
+    from yaml import CollectionNode, SequenceNode
+
+    if not isinstance(node, CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = float("inf")
+        inner = node.value if isinstance(node, SequenceNode) else [item for pair in node.value for item in pair]
+        known[id(node)] = 1 + sum(expanded(item, known) for item in inner)
+    return known[id(node)]
 
 
 def is_module_name(name: str) -> bool:

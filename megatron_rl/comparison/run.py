@@ -20,6 +20,7 @@ from megatron_rl.comparison.summaries import (
 from megatron_rl.methods import ESTIMATOR, WEIGHT, check_method, load_plugins
 from megatron_rl.names import ConfigError, unknown_name
 from megatron_rl.trainer.record import RecordedStep, read_step, recorded_steps
+from megatron_rl.user_files import read_yaml
 
 RUN = "run"  # the label of what the run itself did
 
@@ -86,7 +87,7 @@ def compare(
 def _plugins(run_dir: Path) -> Sequence[str]:
     """Of the run's recipe."""
     path = run_dir / "recipe.yaml"
-    recipe = yaml.safe_load(path.read_text()) if path.is_file() else {}
+    recipe = read_yaml(path) if path.is_file() else {}
     return (recipe.get("algorithm") or {}).get("plugins") or ()
 
 

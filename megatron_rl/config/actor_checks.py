@@ -208,7 +208,7 @@ def check_adapter(config: Config, model: Model) -> Iterator[str]:
         if own != theirs:
             yield f"`actor.lora.{key}` is {own:g}, and that of the adapters in {lora.path} is {theirs}; set it to theirs"
     modules = about.get("target_modules")
-    if isinstance(modules, list) and set(modules) != set(wanted := targets_of(lora, model)):
+    if isinstance(modules, list) and {*map(str, modules)} != set(wanted := targets_of(lora, model)):
         yield (
             f"`actor.lora.targets` are {', '.join(wanted)}, and those of the adapters in {lora.path} are "
             f"{', '.join(sorted(map(str, modules)))}; set them alike"
@@ -216,7 +216,7 @@ def check_adapter(config: Config, model: Model) -> Iterator[str]:
     base = about.get("base_model_name_or_path")
     if isinstance(base, str) and not _is_same_model(Path(base), Path(config.model.path)):
         yield (
-            f"`actor.lora.path`: the adapters in {lora.path} belong to {base}, which is not the model in "
+            f"`actor.lora.path`: the adapters in {lora.path} belong to {base:.200}, which is not the model in "
             f"{config.model.path}; set model.path to theirs (or, where it is the same under another name, "
             f"base_model_name_or_path in {_ABOUT})"
         )
@@ -224,7 +224,11 @@ def check_adapter(config: Config, model: Model) -> Iterator[str]:
 
 def _is_same_model(theirs: Path, own: Path) -> bool:
     """By the weights' sizes and ends, or, where the adapters' model is not on this machine, by the folders' names."""
-    return _looks(theirs) == _looks(own) if theirs.is_dir() else theirs.name == own.name
+    try:
+        is_here = theirs.is_dir()
+    except (OSError, ValueError):  # a name that is too long
+        is_here = False
+    return _looks(theirs) == _looks(own) if is_here else theirs.name == own.name
 
 
 def _looks(folder: Path) -> list[tuple[str, int, bytes]]:

@@ -25,7 +25,7 @@ from megatron_rl.config.keys import entry_type, fields, unwrap
 from megatron_rl.config.presets import get_preset
 from megatron_rl.config.schema import Config, RewardConfig, SupervisedConfig, TaskConfig
 from megatron_rl.names import ConfigError, leaves, shorten, show
-from megatron_rl.user_files import read_text
+from megatron_rl.user_files import MOST_VALUES, MOST_YAML_BYTES, expanded, read_text
 
 Section = typing.TypeVar("Section")
 
@@ -37,8 +37,6 @@ _NAMED: dict[object, tuple[tuple[str, str], ...]] = {
 }
 _SCHEMAS: dict[object, DictConfig] = {}  # of sections, made once: that takes as long as the rest of resolving a recipe
 _LONGEST_CHAIN = 100  # recipes, each the base of the previous one
-_MOST_BYTES = 2**22  # of a recipe
-_MOST_NODES = 100_000  # values in a recipe with its aliases written out
 # PyYAML's own errors, and those its constructors do not catch: numbers of thousands of digits, impossible dates, deep
 # nesting, and text that does not fit its tag (`!!timestamp x`), which raises one of several.
 _NO_YAML = (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError, LookupError, TypeError)
@@ -165,7 +163,7 @@ def _base(folder: Path, name: str) -> Path:
 
 def _read_yaml(path: Path, name: str, role: str) -> dict[Any, Any]:
     try:
-        text = read_text(path, _MOST_BYTES)
+        text = read_text(path, MOST_YAML_BYTES)
     except FileNotFoundError:
         raise ConfigError(f"{name}{role} does not exist") from None
     except UnicodeDecodeError:
@@ -183,17 +181,6 @@ def _read_yaml(path: Path, name: str, role: str) -> dict[Any, Any]:
         kind = "a list" if isinstance(tree, list) else "a single value"
         raise ConfigError(f"{name}{role} must hold a mapping of sections, not {kind}")
     return tree
-
-
-def _expanded(node: yaml.Node | None, known: dict[int, float]) -> float:
-    """How many values a YAML document has once its aliases are copies; infinite where one holds itself."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = float("inf")
-        inner = node.value if isinstance(node, yaml.SequenceNode) else [item for pair in node.value for item in pair]
-        known[id(node)] = 1 + sum(_expanded(item, known) for item in inner)
-    return known[id(node)]
 
 
 def _parse_overrides(overrides: Sequence[str]) -> _Layer:
@@ -225,8 +212,8 @@ def _parse_value(text: str, hint: object, source: str) -> object:
 def _reading(text: str, what: str, value_is: str, failed: str = "") -> Iterator[None]:
     """Refuses text that repeats its anchors too often, and turns what YAML and OmegaConf raise into a ConfigError."""
     try:
-        if "*" in text and _expanded(yaml.compose(text), {}) > _MOST_NODES:
-            raise ConfigError(f"{what} repeats its anchors more than {_MOST_NODES:,} times in all")
+        if "*" in text and expanded(yaml.compose(text), {}) > MOST_VALUES:
+            raise ConfigError(f"{what} repeats its anchors more than {MOST_VALUES:,} times in all")
         yield
     except ConfigError:
         raise

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -156,6 +156,8 @@ class SafetensorsFolder(WeightSource):
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Entries [start, stop) along `dim` (0 or 1) of a tensor, in the file's dtype."""
         entry = self.entry(name)
+        if not entry.shape:
+            raise ValueError(f"{self._files[name]}: {name} has no dimensions, but a part of it is asked for")
         rows, *rest = entry.shape
         bits = DTYPES[entry.dtype].bits
         if dim == 0:
@@ -195,15 +197,19 @@ class SafetensorsFolder(WeightSource):
         index = self.folder / INDEX
         try:
             files = {name: self.folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+            missing = {path for path in {*files.values()} if not path.is_file()}
+        except (ValueError, LookupError, AttributeError, TypeError, RecursionError, OSError) as error:
+            raise ValueError(f"{index} is not a safetensors index: {error!r:.300}") from error
+        for path in sorted({*files.values()}):
+            if path.parent != self.folder:
+                raise ValueError(f"{index} names {path!s:.200}, which is not in its folder")
         single = self.folder / "model.safetensors"  # transformers would take this, vLLM what the index says
         if single.is_file() and single not in files.values():
             raise ValueError(
                 f"{self.folder} holds two models: {single.name}, and the files that {index.name} names; remove one of them"
             )
         for path in sorted(set(files.values())):
-            if not path.is_file():
+            if path in missing:
                 held = sorted(name for name, file in files.items() if file == path)
                 more = f" and {len(held) - 1} more" if len(held) > 1 else ""
                 raise ValueError(f"{path} is missing, but {index.name} names it: it holds {held[0]}{more}")
@@ -237,12 +243,12 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
                 raise ValueError(f"cannot read {path}: it has {size} bytes, too few for its header")
-            header = json.loads(file.read(length))
+            header = _parsed(file.read(length))
         entries = {}
         for name, about in header.items():
             if name != "__metadata__":
-                begin, end = about["data_offsets"]
-                entry = Entry(about["dtype"], tuple(about["shape"]), 8 + length + begin, end - begin)
+                begin, end = _whole(about["data_offsets"], 2)
+                entry = Entry(about["dtype"], _whole(about["shape"]), 8 + length + begin, end - begin)
                 if entry.dtype not in DTYPES:
                     raise ValueError(f"cannot read {path}: {name} has dtype {entry.dtype}, which is not known")
                 expected = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
@@ -254,9 +260,32 @@ def read_header(path: Path) -> dict[str, Entry]:
                 entries[name] = entry
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"cannot read {path}: its header is damaged ({error!r})") from error
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise ValueError(f"cannot read {path}: its header is damaged ({error!r:.300})") from error
     return entries
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:  # no JSON, or a number of thousands of digits
+        raise TypeError(str(error)) from None
+
+
+def _whole(values: object, count: int | None = None) -> tuple[int, ...]:
+    """Whole numbers from 0 on, below 2^63, as a header has them; so many, where that is said."""
+    if (
+        not isinstance(values, list)
+        or len(values) != (len(values) if count is None else count)
+        or not all(type(value) is int and 0 <= value < 2**63 for value in values)
+    ):
+        raise TypeError(f"{values!r:.100} in the place of whole numbers")
+    return tuple(values)
 
 
 def as_tensor(bits: Bits, dtype: str) -> Tensor:

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import yaml
-
 from megatron_rl.config import ConfigError
 from megatron_rl.names import did_you_mean
+from megatron_rl.user_files import read_yaml
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,8 @@ def parse(text: str) -> Hardware:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        found = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        found = read_yaml(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--hardware {path} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"--hardware {path} does not hold names and values")

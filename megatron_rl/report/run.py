@@ -8,10 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NotRequired, TypedDict
 
-import yaml
-
 from megatron_rl.names import ConfigError, leaves
-from megatron_rl.report.status import attempts_of, no_run
+from megatron_rl.report.status import attempts_of, no_run, read_recipe
 from megatron_rl.runtime.disk import json_lines
 
 Row = Mapping[str, float]  # of metrics.jsonl
@@ -102,7 +100,7 @@ def read_run(path: Path) -> RunRecord:
         raise ConfigError(f"{path} has no metrics yet ({metrics_file.name} is missing or empty)")
     return RunRecord(
         path=path,
-        recipe=yaml.safe_load(recipe_file.read_text()),
+        recipe=read_recipe(recipe_file),
         rows=rows,
         sft_rows=list(json_lines(path / "sft" / "metrics.jsonl")),
         samples=_read_samples(path / "samples"),

@@ -11,8 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from megatron_rl.checkpoint import manifest
 from megatron_rl.names import ConfigError
@@ -20,6 +19,7 @@ from megatron_rl.runtime import disk, exit_codes, postmortem, process
 from megatron_rl.runtime.attempts import END, REFUSED
 from megatron_rl.runtime.heartbeat import END as END_PHASE
 from megatron_rl.runtime.heartbeat import Beat, beat_interval, heartbeats
+from megatron_rl.user_files import read_yaml
 
 _SHOWN_RUNS = 8  # of those in a folder that is none
 SILENT_SECONDS = 90.0  # without a heartbeat: six of the slowest beats
@@ -132,6 +132,17 @@ def no_run(path: Path) -> str:
     return f"{path} is no run folder: it has no recipe.yaml" + (f"; there is {shown}" if runs else "")
 
 
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe that a run has kept. ConfigError where it is none."""
+    try:
+        recipe = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(recipe, dict):
+        raise ConfigError(f"{path} holds no recipe")
+    return recipe
+
+
 def read_status(run_dir: Path) -> RunStatus:
     """Raises:
     ConfigError: no recipe.yaml there.
@@ -139,7 +150,7 @@ def read_status(run_dir: Path) -> RunStatus:
     recipe_file = run_dir / "recipe.yaml"
     if not recipe_file.is_file():
         raise ConfigError(no_run(run_dir))
-    recipe = yaml.safe_load(recipe_file.read_text(encoding="utf-8"))
+    recipe = read_recipe(recipe_file)
     status = RunStatus(str(run_dir), "none")
     attempts = attempts_of(run_dir)
     if attempts:

@@ -7,8 +7,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.store import CheckpointError, SavedState
@@ -20,6 +19,7 @@ from megatron_rl.runtime import disk
 from megatron_rl.trainer import adapters
 from megatron_rl.trainer.checkpoints import State, model_facts
 from megatron_rl.trainer.run import Run
+from megatron_rl.user_files import read_yaml
 
 IDENTITY = "run_id"  # in the run folder: what tells this run's checkpoints from those of another one
 # Files of a model folder that give token numbers their meaning; others, like chat templates, shape prompts only.
@@ -173,7 +173,7 @@ def check_model(hf_config: HFConfig, folder: Path) -> None:
 
 
 def check_frozen(frozen: bool, folder: Path) -> None:
-    saved = yaml.safe_load((folder / "recipe.yaml").read_text())["actor"].get("freeze_vision_tower", False)
+    saved = (_saved_recipe(folder).get("actor") or {}).get("freeze_vision_tower", False)
     if saved != frozen:
         raise CheckpointError(
             f"{folder} is of a run with actor.freeze_vision_tower = {saved}, whose optimizer has other state; set it back, "
@@ -197,8 +197,19 @@ def _check_tokenizer(run: Run, folder: Path) -> None:
         )
 
 
+def _saved_recipe(folder: Path) -> dict[str, Any]:
+    """CheckpointError where it cannot be read."""
+    try:
+        recipe = read_yaml(folder / "recipe.yaml")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: its recipe cannot be read: {error}") from None
+    if not isinstance(recipe, dict):
+        raise CheckpointError(f"{folder}: its recipe.yaml holds no recipe")
+    return recipe
+
+
 def _note_changes(run: Run, folder: Path) -> None:
-    saved = yaml.safe_load((folder / "recipe.yaml").read_text())
+    saved = _saved_recipe(folder)
     changed = [
         f"{key} {before!r} -> {after!r}"
         for key, before, after in changes(saved, as_tree(run.config))

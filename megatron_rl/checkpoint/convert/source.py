@@ -15,6 +15,7 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.files import Bits, SafetensorsFolder, WeightSource, companions
+from megatron_rl.user_files import read_yaml
 
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its `iter_<n>` folders
 BRIDGE_TRACKER = "latest_train_state.pt"  # of Megatron-Bridge, likewise
@@ -85,9 +86,7 @@ def config_folder(checkpoint: Path, given: Path | None) -> Path:
     run_dir = checkpoint.resolve().parent.parent
     recipe = run_dir / "recipe.yaml"
     if recipe.is_file():
-        import yaml
-
-        path = (yaml.safe_load(recipe.read_text("utf-8")).get("model") or {}).get("path")
+        path = (read_yaml(recipe).get("model") or {}).get("path")
         folder = run_dir / "model" if path is None else Path(path)
         if (folder / "config.json").is_file():
             return folder
