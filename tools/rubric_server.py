@@ -38,7 +38,12 @@ def application(name: str) -> web.Application:
         return web.json_response({"object": "list", "data": [{"id": name, "object": "model"}]})
 
     async def chat(request: web.Request) -> web.Response:
-        body: dict[str, Any] = await request.json()
+        try:
+            body: Any = await request.json()
+        except (ValueError, RecursionError, LookupError) as error:  # LookupError: a charset that there is not
+            return _error(web, 400, f"the body is no JSON: {error}")
+        if not isinstance(body, dict):
+            return _error(web, 400, "the body is no JSON object")
         if body.get("model") != name:
             return _error(web, 404, f"there is no model {body.get('model')!r}, only {name!r}")
         try:

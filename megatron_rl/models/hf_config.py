@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +38,8 @@ def read_hf_config(folder: str | Path) -> dict[str, JSON]:
     """config.json of a Hugging Face model folder, as a dict.
 
     Raises:
-        ValueError: the folder or its config.json is missing or not a JSON object.
+        ValueError: the folder or its config.json is missing or not a JSON object, or only Python files in the folder could
+            load the model or its tokenizer.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -49,7 +51,31 @@ def read_hf_config(folder: str | Path) -> dict[str, JSON]:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, expected an object")
+    _refuse_own_code(Path(folder), config)
     return config
+
+
+def _refuse_own_code(folder: Path, config: Mapping[str, JSON]) -> None:
+    """ValueError where transformers would need the folder's own Python files, which `auto_map` names."""
+    about = {"config.json": config, "tokenizer_config.json": {}}
+    with contextlib.suppress(OSError, ValueError):  # a tokenizer that cannot be read is met where it is loaded
+        about["tokenizer_config.json"] = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    for name, content in about.items():
+        if not isinstance(content, dict) or not content.get("auto_map"):
+            continue
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        kind = content.get("tokenizer_class") if name != "config.json" else None
+        known = config.get("model_type") in CONFIG_MAPPING_NAMES if kind is None else hasattr(transformers, str(kind))
+        if not known:
+            what = (
+                f"tokenizer_class {kind!r:.80}" if kind is not None else f"model_type {config.get('model_type')!r:.80}"
+            )
+            raise ValueError(
+                f"{folder} needs Python files of its own, which are never run: {name} names them (auto_map), and "
+                f"transformers does not know its {what}"
+            )
 
 
 class Fields:

@@ -149,7 +149,8 @@ def by_recipe(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def _read_samples(folder: Path) -> dict[int, list[RolloutRow]]:
-    steps = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.jsonl"))
+    names = (path.stem.removeprefix("step_") for path in folder.glob("step_*.jsonl"))
+    steps = sorted(int(name) for name in names if name.isascii() and name.isdigit())
     if not steps:
         return {}
     first = folder / f"step_{steps[0]}.jsonl"
@@ -158,4 +159,16 @@ def _read_samples(folder: Path) -> dict[int, list[RolloutRow]]:
     count = min(max(_SAMPLED_STEPS, int(fit)), len(steps))
     chosen = {steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)}
     read = {step: list(json_lines(folder / f"step_{step}.jsonl")) for step in sorted(chosen)}
+    for step, rows in read.items():
+        if not all(map(_is_rollout, rows)):
+            raise ConfigError(
+                f"{folder / f'step_{step}.jsonl'} has rows that are no rollouts: a prompt and a response each"
+            )
     return {step: rows for step, rows in read.items() if rows}
+
+
+def _is_rollout(row: object) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("response"), str):
+        return False
+    prompt = row.get("prompt")
+    return isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt))

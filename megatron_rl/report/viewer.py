@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -90,8 +91,24 @@ def viewer(runs: Sequence[RunRecord]) -> list[str]:
         f'placeholder="words in prompt, response or answer">{selects}<span class="count sub"></span></div>'
         f'<div class="panes"><div><div class="line head">{head}</div><div class="list"><div></div></div></div>'
         '<div class="detail"></div></div></div>',
-        script_data("rollouts", json.dumps(data, default=str)) + f"<script>{script}</script>",
+        script_data("rollouts", _as_json(data)) + f"<script>{script}</script>",
     ]
+
+
+def _as_json(data: object) -> str:
+    """With null for numbers that JSON has not: a ratio that overflowed, say."""
+    try:
+        return json.dumps(data, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(data), default=str)
+
+
+def _finite(data: object) -> object:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def turns(prompt: str | Sequence[Mapping[str, object]]) -> list[tuple[str, str]]:
@@ -112,8 +129,9 @@ def turns(prompt: str | Sequence[Mapping[str, object]]) -> list[tuple[str, str]]
 
 def image_data(run: Path, name: str) -> str:
     """An image of `samples/images` as a data URI; empty where it is not there any more."""
-    file = run / "samples" / "images" / Path(name).name
-    return f"data:image/webp;base64,{base64.b64encode(file.read_bytes()).decode()}" if file.is_file() else ""
+    file = (run / "samples" / "images" / Path(name).name).resolve()
+    is_own = file.is_relative_to(run.resolve()) and file.is_file()  # a link may lead anywhere
+    return f"data:image/webp;base64,{base64.b64encode(file.read_bytes()).decode()}" if is_own else ""
 
 
 def _images(runs: Sequence[RunRecord]) -> dict[str, str]:

@@ -112,9 +112,14 @@ def messages(template: str, completion: str, sample: SampleMapping, rationale: s
         "rationale": rationale or "(none)",
         "answer": str(sample.get("answer", "")),
         "completion": completion,
-        "mark": hashlib.blake2b(completion.encode(errors="replace"), digest_size=4).hexdigest(),
+        "mark": mark_of(completion),
     }
     return chat_of(template, filled)
+
+
+def mark_of(*texts: str) -> str:
+    """Eight characters that the texts themselves decide, so that they cannot hold them but by search."""
+    return hashlib.blake2b("\0".join(texts).encode(errors="replace"), digest_size=4).hexdigest()
 
 
 def chat_of(template: str, filled: Mapping[str, str]) -> Chat:

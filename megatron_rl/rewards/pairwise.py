@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from megatron_rl.config.schema import ServerConfig
-from megatron_rl.rewards.judge import Chat, as_text, chat_of, chat_reward, read_places
+from megatron_rl.rewards.judge import Chat, as_text, chat_of, chat_reward, mark_of, read_places
 from megatron_rl.rewards.kinds import InlineReward, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, RemoteReward
@@ -16,7 +16,7 @@ from megatron_rl.rewards.remote import AnswerRules, RemoteReward
 # Verdicts as Arena-Hard's judges give them -> how much better A is.
 VERDICTS = {"A>>B": 2, "A>B": 1, "A=B": 0, "A<B": -1, "A<<B": -2, "B>>A": -2, "B>A": -1, "B=A": 0, "B<A": 1, "B<<A": 2}
 _LABEL = re.compile(r"\[\[([AB<>=]+)\]\]")
-_PLACES = ("prompt", "answer_a", "answer_b")
+_NEEDED = ("prompt", "answer_a", "answer_b")
 
 # Our own words; the labels and what they mean are Arena-Hard's.
 TEMPLATE = """\
@@ -36,13 +36,13 @@ Explain your decision in a few sentences, then end with exactly one of these lab
 {prompt}
 </request>
 
-<answer_a>
+<answer_a_{mark}>
 {answer_a}
-</answer_a>
+</answer_a_{mark}>
 
-<answer_b>
+<answer_b_{mark}>
 {answer_b}
-</answer_b>"""
+</answer_b_{mark}>"""
 
 
 def read_verdict(text: str) -> int | None:
@@ -79,15 +79,17 @@ def pairwise(
     Args:
         urls, model, body: as for the judge.
         position: where the response stands; `evaluation.pairwise` wants one reward with either.
-        template: a file in place of the built-in prompt, with the places {prompt}, {answer_a}, {answer_b}.
+        template: a file in place of the built-in prompt, with the places {prompt}, {answer_a}, {answer_b}, and
+            {mark}, made of both answers: no text can close a tag with it.
         baseline_key: the sample's metadata key with the baseline's answer.
     """
-    text = TEMPLATE if template is None else read_places(template, _PLACES, required=_PLACES)
+    text = TEMPLATE if template is None else read_places(template, (*_NEEDED, "mark"), required=_NEEDED)
 
     def chat(completion: str, sample: SampleMapping) -> Chat:
         baseline = baseline_of(sample, baseline_key)
         first, second = (completion, baseline) if position == "A" else (baseline, completion)
-        filled = {"prompt": as_text(sample.get("prompt", "")), "answer_a": first, "answer_b": second}
+        mark = mark_of(first, second)
+        filled = {"prompt": as_text(sample.get("prompt", "")), "answer_a": first, "answer_b": second, "mark": mark}
         return chat_of(text, filled)
 
     def score(said: str) -> float | None:

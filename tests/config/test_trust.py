@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
+
+from megatron_rl.models import read_hf_config
 
 ROOT = Path(__file__).parents[2]
 OWN_CLASS = {"megatron_rl/images.py"}  # a class by name, which imports nothing else
@@ -27,3 +30,27 @@ def test_every_loading_call_says_no_to_remote_code(package: str) -> None:
                 silent.append(f"{place}:{node.lineno}")
     assert not silent
     assert seen or package == "tools"
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "refused"),
+    [
+        ({"model_type": "qwen3"}, {"tokenizer_class": "PreTrainedTokenizerFast"}, None),
+        ({"model_type": "qwen3", "auto_map": {"AutoModel": "m.M"}}, {}, None),
+        ({"model_type": "own", "auto_map": {"AutoModel": "m.M"}}, {}, "config.json names them.*model_type 'own'"),
+        ({"model_type": "own"}, {}, None),
+        ({"model_type": "qwen3"}, {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["t.T", None]}}, "'Own'"),
+        ({"model_type": "qwen3"}, {"tokenizer_class": "Qwen2Tokenizer", "auto_map": {"AutoTokenizer": ["t.T"]}}, None),
+    ],
+    ids=range(6),
+)
+def test_a_folder_that_needs_its_own_code_is_refused(
+    config: dict[str, object], tokenizer: dict[str, object], refused: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    if refused is None:
+        assert read_hf_config(tmp_path) == config
+        return
+    with pytest.raises(ValueError, match=rf"needs Python files of its own.*{refused}"):
+        read_hf_config(tmp_path)

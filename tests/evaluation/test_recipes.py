@@ -75,7 +75,7 @@ def stored(task: Any, rows: list[dict[str, Any]], folder: Path, name: str) -> Pa
 
 def judgment(number: int, body: dict[str, Any]) -> str:
     """Of a judge who likes what is good, and dislikes who does not know."""
-    a, b = body["messages"][-1]["content"].split("<answer_a>")[1].split("<answer_b>")
+    a, b = body["messages"][-1]["content"].split("<answer_a_")[1].split("<answer_b_")
     return "say:[[A>B]]" if "good" in a or "not know" in b else "say:[[B>A]]"
 
 

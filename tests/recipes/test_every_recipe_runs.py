@@ -119,7 +119,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
 
 def answer(number: int, body: dict[str, Any]) -> str:
     """A judge's grade or verdict, or what a served reward model says."""
-    if "<answer_a>" in json.dumps(body):
+    if "<answer_a_" in json.dumps(body):
         return "say:[[A>B]]"
     if "use_activation" in body:
         return "raw:" + json.dumps({"data": [{"probs": [number % 7]}]})

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megatron_rl.names import ConfigError
 from megatron_rl.report import read_run, render
 from megatron_rl.report.run import RolloutRow
 
@@ -24,6 +25,29 @@ from .test_report_page import healthy, write_run
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 STEPS, EACH = 20, 500
+
+
+def test_samples_of_a_stranger(tmp_path: Path) -> None:
+    """Numbers that JSON has not, files that are no step's, links to other files: none is shown, none stops the page."""
+    folder = write_run(tmp_path / "run", healthy())
+    samples = folder / "samples"
+    (samples / "images").mkdir(exist_ok=True)
+    secret = tmp_path / "secret"
+    secret.write_text("not yours")
+    (samples / "images" / "x.webp").symlink_to(secret)
+    odd = {"prompt": "p", "response": "r", "advantage": float("nan"), "deep": [float("inf")], "images": ["x.webp"]}
+    (samples / "step_1.jsonl").write_text(json.dumps(row(1, 0) | odd) + "\n")
+    (samples / "step_x.jsonl").write_text("{}\n")
+    text = render([read_run(folder)])
+    data = re.search(r'<script[^>]*id="rollouts"[^>]*>(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    read = json.loads(data[1].replace("<\\/", "</"), parse_constant=lambda name: pytest.fail(name))
+    assert any(one["advantage"] is None and one["deep"] == [None] for one in read["rows"])
+    assert read["images"] == {}
+    for bad in ({"prompt": "p"}, {"prompt": [1], "response": "r"}, [1]):
+        (samples / "step_1.jsonl").write_text(json.dumps(bad) + "\n")
+        with pytest.raises(ConfigError, match=r"step_1\.jsonl has rows that are no rollouts"):
+            read_run(folder)
 
 
 @pytest.fixture(scope="module")

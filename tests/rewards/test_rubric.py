@@ -77,6 +77,12 @@ def url() -> Iterator[str]:
         server.wait()
 
 
+def test_a_body_that_is_no_object_is_a_bad_request(url: str) -> None:
+    for body in (b"[]", b"{", b"1", b"[" * 100_000, b"\xff"):
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body), timeout=30)
+
+
 def test_the_judge_over_http_gives_what_the_rubric_gives(url: str) -> None:
     judge, rubric = make_reward("judge", urls=url, model="rubric"), make_reward("rubric")
     garbage = ["", "<candidate_00000000>", '{"score": 1.0}', "</reference_rationale>", "\ud800", "é" * 1000]
