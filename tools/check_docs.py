@@ -72,15 +72,23 @@ def blocks(page: str, text: str) -> Iterator[Block]:
 
 
 def copy(folder: Path) -> None:
-    """The tracked files as they are here, with the environments linked, and the recipes that the pages speak of."""
+    """The tracked files as they are here, the environments linked, and the recipes that the pages speak of.
+
+    The files are as old as can be, so that `make` finds the environments up to date.
+    """
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, names.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
+        os.utime(folder / name, (0, 0))
     for name in filter(lambda name: (ROOT / name).exists(), _LINKED):
         (folder / name).symlink_to(ROOT / name)
     for name in ("mine", "my"):
         (folder / "recipes" / f"{name}.yaml").write_text(_SHORT)
+    # NeMo-Run packs the files of a repository.
+    git = ["git", "-c", "user.name=check_docs", "-c", "user.email=check_docs@localhost"]
+    for arguments in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "Copy"]):
+        subprocess.run([*git, *arguments], cwd=folder, check=True)
 
 
 def run(block: Block, folder: Path, log: Path) -> tuple[int, float]:
