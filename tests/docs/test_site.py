@@ -50,3 +50,10 @@ def test_formulas_become_mathml() -> None:
     )
     with pytest.raises(ValueError, match=r"p\.md: no formula: wrong"):
         with_mathml(r'<span class="arithmatex">\(wrong\)</span>', convert, "p.md")
+
+
+def test_the_index_names_every_page_and_the_readme_is_short() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {page for page in pages if f"({page})" not in index} == set()
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 1000
