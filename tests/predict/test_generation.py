@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -92,6 +93,9 @@ SIMULATED = [
 ]
 
 
+DRAWS = 12
+
+
 @pytest.mark.parametrize(("recipe", "nodes", "mean", "concurrent"), SIMULATED)
 def test_engines_take_as_long_as_when_every_response_is_simulated(
     recipe: str, nodes: int, mean: int, concurrent: int
@@ -110,13 +114,15 @@ def test_engines_take_as_long_as_when_every_response_is_simulated(
         concurrent,
     )
     seconds = []
-    for seed in range(4):
+    for seed in range(DRAWS):
         drawn, _ = LogNormal(mean, 0.6, limit).draw(np.random.default_rng(seed), prompts, count)
         nothing = np.zeros_like(drawn)
         seconds.append(generate(speed, plan.engines, 512, nothing, drawn, range(prompts)).seconds)
     responses = prompts * count
     predicted = engine.generate(responses / plan.engines, responses, lengths).seconds
-    assert predicted == pytest.approx(np.mean(seconds), rel=0.1)
+    # A draw's longest response decides when it ends, so draws differ by 4 to 9 %; their mean is off by its standard error.
+    error = float(np.std(seconds, ddof=1)) / math.sqrt(DRAWS)
+    assert abs(predicted - np.mean(seconds)) < 0.1 * np.mean(seconds) + 3 * error
     alone = engine.generate(responses / plan.engines, responses / plan.engines, lengths).seconds
     assert alone < 0.97 * predicted  # no engine waits for another one
 
