@@ -120,21 +120,27 @@ ALONE = Grid(rank=0, world=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dp=1, dp_rank=0,
 """A process without others, and without collectives."""
 
 
-def initialize(parallel: ParallelConfig, timeout_minutes: float, gpu_timeout_minutes: float | None = None) -> Grid:
+def initialize(
+    parallel: ParallelConfig,
+    timeout_minutes: float,
+    gpu_timeout_minutes: float | None = None,
+    fp32_scales: bool = True,
+) -> Grid:
     """Joins the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and lays Megatron's grid over it.
 
     Args:
         timeout_minutes: after which a collective raises an error.
         gpu_timeout_minutes: after which torch ends a process whose NCCL collective waits; None: the same.
+        fp32_scales: of blockwise FP8 on Hopper, as the engine has them; else powers of two. Not for parameters that are
+            themselves in FP8: what they stand for is saved and sent in bf16, which is exact with powers of two only.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     minutes = timeout_minutes
     if device.has_gpu():
         minutes = gpu_timeout_minutes or timeout_minutes
         torch.cuda.set_device(device.index())
-    if (
-        device.is_hopper()
-    ):  # before Megatron-Core imports Transformer Engine, whose default rounds scales up to powers of two
+    if fp32_scales and device.is_hopper():
+        # Before Megatron-Core imports Transformer Engine, whose default rounds scales up to powers of two.
         os.environ.setdefault(FP32_SCALES, "1")
     from megatron.core import parallel_state
 

@@ -49,7 +49,10 @@ class Attempt:
         from megatron_rl.runtime import distributed
 
         timeout = self.config.launch.timeout_minutes
-        grid = distributed.initialize(self.config.actor.parallel, timeout, gpu_timeout_minutes(self.config))
+        in_fp8 = self.config.actor.fp8 is not None and self.config.actor.fp8.param_gather
+        grid = distributed.initialize(
+            self.config.actor.parallel, timeout, gpu_timeout_minutes(self.config), fp32_scales=not in_fp8
+        )
         self.grid = grid
         if self.watchdog is None:  # torchrun
             folder = grid.broadcast(str(new_attempt(self.run_dir)) if grid.is_main else "")

@@ -114,7 +114,7 @@ class Finder:
             print("asked for", os.environ.get(distributed.FP32_SCALES))
 device.is_hopper = lambda: True
 sys.meta_path.insert(0, Finder())
-distributed.initialize(ParallelConfig(), timeout_minutes=1)
+distributed.initialize(ParallelConfig(), timeout_minutes=1, fp32_scales=sys.argv[1] == "True")
 """
 
 
@@ -122,7 +122,7 @@ def test_transformer_engine_finds_fp32_scales_when_it_is_imported() -> None:
     """Its recipe reads the variable as a class attribute: set later it would have no effect."""
     world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = {**os.environ, **rank_environment(gpus=0), **world, "CUDA_VISIBLE_DEVICES": ""}
-    for given, found in ((None, "1"), ("0", "0")):
+    for given, wanted, found in ((None, True, "1"), ("0", True, "0"), (None, False, None)):
         own = environment if given is None else {**environment, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": given}
-        done = subprocess.run([sys.executable, "-c", INITIALIZE], env=own, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", INITIALIZE, str(wanted)], env=own, capture_output=True, text=True)
         assert set(done.stdout.splitlines()) == {f"asked for {found}"}, done.stderr

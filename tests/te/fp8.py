@@ -86,6 +86,8 @@ def _at_once(collective: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_actor(root: str, case: Case, tokens: int = 96) -> Actor:
+    from transformer_engine.common.recipe import Float8BlockScaling, QParams
+
     config = Config(run_dir=f"{root}/run")
     config.model.dtype = "bfloat16"
     config.actor.parallel = ParallelConfig(
@@ -96,6 +98,8 @@ def make_actor(root: str, case: Case, tokens: int = 96) -> Actor:
     config.actor.optimizer = OptimizerConfig(lr=1e-3)
     if case.recipe is not None:
         config.actor.fp8 = FP8Config(recipe=case.recipe, format=case.format, param_gather=case.param_gather)
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):  # as on Hopper (`FP32_SCALES`)
+        setattr(Float8BlockScaling, name, QParams(power_2_scale=case.param_gather))
     grid = distributed.initialize(config.actor.parallel, timeout_minutes=5)
     actor = Actor(config, grid, Path(root) / ("experts" if case.experts else "dense"))
     actor.recipe = config

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron_rl.runtime.distributed import FP32_SCALES
 from tests.te.standin import attention, capability, enums, gemm, norm, optimizer, quantize, rope
 from tests.te.standin.moe import permutation, router, rows
 
@@ -34,7 +33,6 @@ def install() -> None:
     if not (FOLDER / "transformer_engine").is_dir():
         raise RuntimeError(f"{FOLDER} does not hold Transformer Engine's Python; run `make te-setup`")
     os.environ |= {"NVTE_PROJECT_BUILDING": "1", "NVTE_FRAMEWORK": "none", "TORCH_COMPILE_DISABLE": "1"}
-    os.environ[FP32_SCALES] = "1"  # as on Hopper
     sys.path.append(str(FOLDER))
     compiled = _module(_COMPILED, attention, capability, enums, gemm, norm, optimizer, quantize, rope, router, rows)
     vars(compiled)["__getattr__"] = _missing
