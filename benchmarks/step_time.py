@@ -92,8 +92,8 @@ class Result:
 @dataclass(frozen=True)
 class RL:
     """A row of NeMo-RL's table. `total`: mean tokens of prompt and response, from tokens/s/GPU x GPUs x seconds; `lag`: steps
-    between sampling and training; where there is one, half of the GPUs sample while the others train, and the next batch's
-    responses take the places of those that end."""
+    between sampling and training; where there is one, `samplers` of the GPUs (None: half) sample while the others train, and
+    the next batch's responses take the places of those that end."""
 
     model: str
     hardware: str
@@ -107,6 +107,7 @@ class RL:
     lag: int = 0
     fp8: bool = False
     held_out: bool = False
+    samplers: int | None = None
 
 
 ROWS = (
@@ -121,7 +122,7 @@ ROWS = (
     RL("Qwen3-32B", "gb200", 32, 1, (2, 1, 1, 1), 1025, 210, lag=1, held_out=True),
     RL("Qwen3-30B-A3B", "h100", 32, 2, (1, 1, 8, 1), 1102, 192),
     RL("Qwen3-30B-A3B", "h100", 32, 2, (1, 1, 8, 2), 1414, 152, lag=1, held_out=True),
-    RL("Qwen3-30B-A3B", "h100", 192, 2, (1, 1, 8, 1), 1025, 34.5, lag=8, held_out=True),
+    RL("Qwen3-30B-A3B", "h100", 192, 2, (1, 1, 8, 1), 1025, 34.5, lag=8, held_out=True, samplers=64),
     RL("Qwen3-30B-A3B", "gb200", 16, 1, (1, 1, 16, 1), 1910, 221, held_out=True),
     RL("Qwen3-235B-A22B", "h100", 128, 16, (2, 2, 16, 8), 58.9, 395, 8192, 16),
     RL("Qwen3-235B-A22B", "h100", 256, 16, (2, 2, 16, 8), 37.4, 312, 8192, 16, held_out=True),
@@ -135,11 +136,11 @@ ROWS = (
 
 
 def rl(row: RL) -> tuple[float, StepTime]:
-    """Seconds of a step; and the prediction of its phases, with a lag on half of the GPUs.
+    """Seconds of a step; and the prediction of its phases, with a lag on the GPUs that train.
 
-    Assumed of every row: 32 responses a prompt, 512 in an optimizer step; packed up to the limit; a reference policy; whole
-    layers computed again, but for 8B; a vLLM that prepares a batch after the last; an engine has 60 % of the memory, 90 % on
-    GPUs of its own; lengths with a spread of 0.6; whole tensors are gathered in the sync.
+    Assumed of every row: 32 responses a prompt, 512 in an optimizer step, all scored before it; packed up to the limit;
+    a reference policy; whole layers computed again, but for 8B; a vLLM that prepares a batch after the last; an engine has
+    60 % of the memory, 90 % on GPUs of its own; lengths with a spread of 0.6; whole tensors are gathered in the sync.
     """
     tensor, context, expert, pipeline = row.layout
     total = row.tokens_per_s * row.gpus * row.seconds / (row.prompts * 32)
@@ -166,13 +167,14 @@ def rl(row: RL) -> tuple[float, StepTime]:
         algorithm=AlgorithmConfig(),
     )
     config.algorithm.kl.coef = 0.01
+    config.algorithm.correction.weight = "token"  # needs all old log-probs before the first update
     sizes, hardware = model(row.model), TABLES[row.hardware]
-    half = row.gpus if row.lag == 0 else row.gpus // 2
-    plan = make_plan(config, sizes, half, hardware.memory_gib * GIB)
+    samplers = 0 if row.lag == 0 else row.samplers or row.gpus // 2
+    plan = make_plan(config, sizes, row.gpus - samplers, hardware.memory_gib * GIB)
     step = Predictor(sizes, hardware, lengths).of(config, plan)
     if row.lag == 0:
         return step.total, step
-    responses = row.prompts * 32 / plan.engines
+    responses = row.prompts * 32 * row.engine / samplers
     config.rollout.max_concurrent = max(1, round(responses * row.lag))  # of so many batches at a time
     engine = Decoding(sizes, config.rollout, hardware, plan.cache_tokens)
     samples = _steady_seconds(engine, responses, lengths) + step.seconds[SYNC]

@@ -127,13 +127,14 @@ class Predictor:
         weights_host = host_seconds(self.hardware, _bytes(plan, WEIGHTS)) if config.actor.offload_weights else 0.0
         seconds = {GENERATE: generation.seconds, REWARD: self.reward_seconds}
         bounds = {GENERATE: generation.bound, REWARD: "the reward", OLD: forward.largest, UPDATE: update.largest}
-        # What returns does so under the log-probs.
-        seconds[OLD] = max(forward.seconds, host) + weights_host
+        scored = _scored_share(config)
+        # What returns does so under the first pass.
+        seconds[OLD] = (max(scored * forward.seconds, host) if scored else 0.0) + weights_host
         if _has_reference(config):
             weights = 2 * plan.parameters.total
             seconds[REFERENCE] = forward.seconds + 2 * host_seconds(self.hardware, weights)
             bounds[REFERENCE] = forward.largest
-        seconds[UPDATE] = update.seconds
+        seconds[UPDATE] = update.seconds if scored else max(update.seconds, host)
         moved = sync_seconds(self.model, config, plan, self.hardware)
         out = host + weights_host
         seconds[SYNC], bounds[SYNC] = moved + out, "the host's link" if out > moved else "the weights' way"
@@ -165,7 +166,8 @@ class Predictor:
         _, forward, update = self._training(config, world)
         scale = self.factors.get
         reference = forward.seconds * scale(REFERENCE, 1.0) if _has_reference(config) else 0.0
-        return forward.seconds * scale(OLD, 1.0) + reference + update.seconds * scale(UPDATE, 1.0)
+        old = _scored_share(config) * forward.seconds * scale(OLD, 1.0)
+        return old + reference + update.seconds * scale(UPDATE, 1.0)
 
     def packing(self, config: Config, sequences: float) -> tuple[int, float]:
         """Micro-batches of a data-parallel rank for so many sequences, and the tokens in each. With virtual stages they are a
@@ -181,6 +183,15 @@ class Predictor:
     def _whole(self, config: Config, sequences: float) -> tuple[int, float, float]:
         batches, tokens = self.packing(config, sequences)
         return batches, tokens, tokens / self.lengths.total * self.lengths.pairs
+
+
+def _scored_share(config: Config) -> float:
+    """Of the minibatches, those whose old log-probs have a pass of their own: not the first, whose update computes them
+    (`Learner.update`), where nothing needs them earlier."""
+    correction = config.algorithm.correction
+    if correction.weight != "none" or correction.filters or config.actor.lora.dropout:
+        return 1.0
+    return 1 - 1 / config.trainer.minibatches
 
 
 def _has_reference(config: Config) -> bool:

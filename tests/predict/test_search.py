@@ -15,11 +15,11 @@ from megatron_rl.config import Machine, load_recipe
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.published import published_config
 from megatron_rl.models import model_of
-from megatron_rl.planner import GIB
+from megatron_rl.planner import GIB, make_plan
 from megatron_rl.predict.hardware import TABLES
 from megatron_rl.predict.lengths import Lengths
 from megatron_rl.predict.search import Found, Space
-from megatron_rl.predict.step import Predictor
+from megatron_rl.predict.step import OLD, REFERENCE, UPDATE, Predictor
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -32,6 +32,28 @@ def space(recipe: str, gpus: int, name: str | None = None) -> tuple[Space, Predi
     machine = Machine(gpus=node, world_size=gpus, local_world_size=node)
     made = Space(config, model_of(found), found, machine, 79 * GIB, headroom=3 * GIB)
     return made, Predictor(made.model, TABLES["h100"], Lengths.log_normal(3000, 8192, prompt=200))
+
+
+def test_old_log_probs_have_a_pass_where_the_trainer_makes_one() -> None:
+    """Those of the first minibatch come from its update, unless a correction or dropout needs them before."""
+    made, predictor = space("qwen3-8b", 16)
+    config = made.config
+    assert not config.actor.lora.dropout
+    plan = make_plan(config, made.model, 16, 79 * GIB)
+
+    def seconds(minibatches: int, weight: str = "none") -> dict[str, float]:
+        trainer = replace(config.trainer, minibatches=minibatches)
+        corrected = replace(config.algorithm, correction=replace(config.algorithm.correction, weight=weight))
+        return dict(predictor.of(replace(config, trainer=trainer, algorithm=corrected), plan).seconds)
+
+    whole = seconds(4, "token")[OLD]
+    assert seconds(4)[OLD] == pytest.approx(0.75 * whole)
+    assert OLD not in seconds(1)
+    assert OLD in seconds(1, "token")
+    four = replace(config, trainer=replace(config.trainer, minibatches=4))
+    assert predictor.training_seconds(four, 16) == pytest.approx(
+        sum(value for name, value in seconds(4).items() if name in (OLD, REFERENCE, UPDATE)), rel=0.2
+    )
 
 
 # Recipe, GPUs, NeMo-RL's layouts (tensor, context, expert, pipeline, virtual stages; engine), of 8B those of Llama 3.1;
