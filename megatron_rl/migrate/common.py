@@ -13,7 +13,8 @@ _TOKENS = 8192  # the default of actor.tokens_per_microbatch
 
 def put_model(draft: Draft, name: object) -> None:
     if isinstance(name, str):
-        is_hub = not Path(name).expanduser().is_absolute() and name.count("/") == 1 and not Path(name).is_dir()
+        is_path = "$" in name or Path(name).expanduser().is_absolute() or Path(name).is_dir()
+        is_hub = name.count("/") == 1 and not is_path
         folder = f"models/{name.partition('/')[2]}" if is_hub else name
         remark = f"a folder: hf download {name} --local-dir {folder}" if is_hub else ""
         draft.put("model.path", folder, remark)
@@ -112,6 +113,8 @@ def complete(draft: Draft) -> None:
     recipe.setdefault("algorithm", {}).setdefault("preset", "grpo")
     if draft.get("algorithm.weight.params"):
         draft.put("algorithm.weight.name", "clip")
+        if (low := draft.get("algorithm.weight.params.eps_low") or 0) >= 1:
+            draft.put("algorithm.weight.params.eps_low", 0.999, f"{low:g} there, which is no bound: ratios are above 0")
     if not draft.get("actor.lora.rank"):
         recipe.get("actor", {}).pop("lora", None)
     if (draft.get("actor.parallel.tensor") or 1) == 1 and draft.get("actor.parallel.sequence") is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +60,7 @@ class Draft:
         tree = self.recipe
         for section in sections:
             tree = tree.setdefault(section, {})
-        tree[name] = value
+        tree[name] = _with_environment(value)
         if remark:
             self.remark(sections[0] if sections else name, f"{key}: {remark}")
 
@@ -92,6 +93,16 @@ class Draft:
                 row = elsewhere.row_of(self.framework, name)
                 found.append((name, value, row.says if row is not None and not row.here else ""))
         return found
+
+
+def _with_environment(value: Any) -> Any:
+    """Variables that a launch script does not set itself are the environment's, in a recipe's words."""
+    if isinstance(value, dict):
+        return {name: _with_environment(item) for name, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    text = re.sub(r"\$(?:\{(\w+)[^}]*\}|(\w+))", lambda found: f"${{oc.env:{found[1] or found[2]}}}", value)
+    return re.sub(r"\$\{(?!oc\.env:\w+\})", r"\\${", text)
 
 
 def _number(text: str) -> float | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.names import ConfigError, leaves
@@ -43,7 +43,7 @@ def read(path: Path, overrides: Sequence[str]) -> Flat:
 
 
 def _document(path: Path, text: str) -> Flat:
-    tree = _with_defaults(path, text, ())
+    tree = OmegaConf.create(_with_defaults(path, text, ()))
     if not OmegaConf.has_resolver("mul"):
         OmegaConf.register_resolver("mul", lambda a, b: a * b)  # NeMo-RL's
     flat: Flat = {}
@@ -56,22 +56,29 @@ def _document(path: Path, text: str) -> Flat:
     return flat
 
 
-def _with_defaults(path: Path, text: str, chain: tuple[Path, ...]) -> DictConfig:
+def _with_defaults(path: Path, text: str, chain: tuple[Path, ...]) -> dict[str, Any]:
     """The document on top of the files beside it that its `defaults` names, where they are there."""
     try:
-        tree = OmegaConf.create(yaml.safe_load(text) or {})
-    except (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError) as error:
+        tree = yaml.safe_load(text) or {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(tree, DictConfig):
+    if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections")
-    named = tree.pop("defaults", [])
-    for name in reversed([named] if isinstance(named, str) else list(named)):
+    named = tree.pop("defaults", None) or []
+    for name in reversed(named if isinstance(named, list) else [named]):
         below = path.parent / name if isinstance(name, str) else path
-        if below.suffix in (".yaml", ".yml") and below.is_file() and below not in chain and below != path:
-            merged = OmegaConf.merge(_with_defaults(below, read_text(below, _MOST_BYTES), (*chain, path)), tree)
-            assert isinstance(merged, DictConfig)
-            tree = merged
+        if below.suffix in (".yaml", ".yml") and below.is_file() and below not in (*chain, path):
+            tree = _over(tree, _with_defaults(below, read_text(below, _MOST_BYTES), (*chain, path)))
     return tree
+
+
+def _over(upper: Mapping[str, Any], lower: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings are merged, all else is the upper one's."""
+    merged = dict(lower)
+    for name, value in upper.items():
+        below = merged.get(name)
+        merged[name] = _over(value, below) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return merged
 
 
 def _script(text: str) -> Flat:

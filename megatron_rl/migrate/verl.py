@@ -125,7 +125,7 @@ def _actor(draft: Draft) -> None:
     draft.put("actor.optimizer.schedule", _SCHEDULES.get(str(schedule)))
     betas = draft.take(f"{_ARR}.actor.optim.betas")
     draft.put("actor.optimizer.betas", list(betas) if isinstance(betas, list) else None)
-    if draft.take(f"{_ARR}.actor.megatron.sequence_parallel"):
+    if draft.take(f"{_ARR}.actor.megatron.sequence_parallel") is not False:  # by default it is on there
         draft.put("actor.parallel.sequence", True)
     if draft.take(f"{_ARR}.model.enable_gradient_checkpointing"):
         draft.put("actor.recompute", "full")

@@ -226,6 +226,22 @@ def test_epochs_without_a_number_of_prompts_are_left_to_the_reader(folder: Path)
     assert yaml.safe_load(total)["trainer"]["steps"] == 12
 
 
+def test_what_a_script_takes_from_the_environment_a_recipe_does_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORK", str(folder))
+    named = VERL.replace("model.path=model", "model.path=$WORK/model").replace("sums_$TAG", "'x${UNSET:+_y}'")
+    monkeypatch.setenv("UNSET", "")
+    config, _ = recipe(folder, "run.sh", named.replace("clip_ratio=0.2", "clip_ratio_low=10"))
+    assert config.model.path == str(folder / "model")
+    assert config.algorithm.weight.params["eps_low"] == 0.999, "no bound"
+
+
+def test_a_list_replaces_a_mapping_below_it(folder: Path) -> None:
+    (folder / "base.yaml").write_text(yaml.safe_dump({**NEMO_BASE, "env": [{"math": 1}]}))
+    assert recipe(folder, "grpo.yaml", NEMO)[0].rollout.group_size == 4
+
+
 def test_the_command_prints_the_recipe_and_refuses_what_is_nobodys(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
