@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import EndpointConfig
 from megatron_rl.data import Rollout, Sample
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
-from megatron_rl.runtime import http
+from megatron_rl.runtime import fetch, http
 from megatron_rl.runtime.calls import event_loop
 
 _MODELS_SECONDS = 30.0
@@ -76,13 +74,10 @@ def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, l
 
 
 def _models(url: str, api_key_env: str | None) -> list[dict[str, object]]:
-    request = urllib.request.Request(f"{url}/models", headers={"User-Agent": "megatron-rl"})
-    if api_key_env is not None:
-        request.add_header("Authorization", f"Bearer {os.environ[api_key_env]}")
+    key = None if api_key_env is None else os.environ[api_key_env]
     try:
-        with urllib.request.urlopen(request, timeout=_MODELS_SECONDS) as reply:  # only http and https pass `check_urls`
-            models = json.load(reply)["data"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        models = list(json.loads(fetch.get(f"{url}/models", key, _MODELS_SECONDS))["data"])  # a URL passed `check_urls`
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{url}/models does not list the served models ({error}); is this the base URL of an OpenAI-compatible server, "
             "such as http://localhost:8000/v1?"

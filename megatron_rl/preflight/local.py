@@ -14,7 +14,6 @@ import shutil
 import socket
 import tempfile
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from megatron_rl.config.schema import Config, TaskConfig
 from megatron_rl.methods import load_plugins
 from megatron_rl.preflight import gpus
 from megatron_rl.preflight.findings import FAILED, WARNING, Problems
+from megatron_rl.runtime import fetch
 from megatron_rl.runtime.disk import size_text
 from megatron_rl.runtime.provenance import versions
 from megatron_rl.tasks.files import files_of, read_jsonl
@@ -277,12 +277,9 @@ def _computed(config: Config) -> list[str]:
 
 def _ask(url: str, key: str | None) -> tuple[str, str]:
     """Level and problem of a server that speaks the OpenAI API; empty for any answer but a refusal."""
-    request = urllib.request.Request(f"{url.rstrip('/')}/models", headers={"User-Agent": "megatron-rl"})
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=5.0):
-            return "", ""
+        fetch.get(f"{url.rstrip('/')}/models", key or None, 5.0)
+        return "", ""
     except urllib.error.HTTPError as error:
         return (FAILED, f"HTTP {error.code}: the key is refused") if error.code in (401, 403) else ("", "")
     except (OSError, ValueError) as error:

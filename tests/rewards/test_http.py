@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 import time
+import urllib.error
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import fields
 from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from megatron_rl.config.schema import ServerConfig
-from megatron_rl.runtime import calls, http
+from megatron_rl.runtime import calls, fetch, http
 from megatron_rl.runtime.calls import CallPool, CallTimeout, call_pool
 from megatron_rl.runtime.http import Endpoint, EndpointError, Traffic, Unanswered, check_urls
 
@@ -57,6 +60,49 @@ def test_a_wait_as_a_date() -> None:
     now = time.time()
     assert http._retry_after({"Retry-After": formatdate(now + 100, usegmt=True)}) == pytest.approx(100, abs=3)
     assert http._retry_after({"Retry-After": formatdate(now - 100, usegmt=True)}) == 0
+
+
+def test_a_key_goes_nowhere_else_and_an_answer_has_an_end() -> None:
+    """A server that redirects, one whose answer does not end, one that speaks no HTTP."""
+    heard: list[dict[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append(dict(self.headers))
+            if self.path.endswith("/endless"):
+                self.send_response(200)
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    while True:
+                        self.wfile.write(b"x" * 65536)
+            elif self.path.endswith("/nonsense"):
+                self.wfile.write(b"SSH-2.0-x\r\n\r\n")
+            else:
+                self.send_response(302)
+                self.send_header("Location", f"http://127.0.0.1:{elsewhere.server_port}/models")
+                self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server,
+        ThreadingHTTPServer(("127.0.0.1", 0), Handler) as elsewhere,
+    ):
+        for one in (server, elsewhere):
+            threading.Thread(target=one.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        try:
+            with pytest.raises(urllib.error.HTTPError, match="302"):
+                fetch.get(f"{url}/models", "secret", 10)
+            assert [one["Authorization"] for one in heard] == ["Bearer secret"]
+            with pytest.raises(ValueError, match="more than"):
+                fetch.get(f"{url}/endless", None, 10)
+            with pytest.raises(OSError, match="no HTTP"):
+                fetch.get(f"{url}/nonsense", None, 10)
+        finally:
+            for one in (server, elsewhere):
+                one.shutdown()
 
 
 DATES = [
