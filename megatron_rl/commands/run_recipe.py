@@ -12,11 +12,12 @@ from pathlib import Path
 
 from megatron_rl.commands.packages import require_torch
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe, to_yaml
+from megatron_rl.config.actor_checks import parameters_in_fp8
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.config.inactive import check_overrides
 from megatron_rl.launch.checks import check_recipe
 from megatron_rl.names import count
-from megatron_rl.runtime import disk, exit_codes, owner, stop, streams
+from megatron_rl.runtime import disk, exit_codes, nvml, owner, stop, streams
 from megatron_rl.runtime.attempts import (
     ATTEMPT,
     REFUSED,
@@ -116,6 +117,7 @@ def start_ranks(name: str, config: Config, resume: str, machine: Machine, world:
     environment, ownership = rank_environment(machine.gpus), None
     if asks_hub(config.tasks) and "HF_HUB_OFFLINE" not in os.environ:
         environment["HF_HUB_OFFLINE"] = "0"  # else `rollout.environment` switches the hub off, before tasks are loaded
+    environment |= _scales(config, machine)
     with contextlib.ExitStack() as stack:
         if world is None or world.rank == 0:
             ownership = stack.enter_context(hold_run_folder(config))
@@ -131,6 +133,15 @@ def start_ranks(name: str, config: Config, resume: str, machine: Machine, world:
             why = owner.gone(run_dir) if gone else f"cannot write to run_dir {run_dir}: {error.strerror}"
     print(f"megatron-rl: {why}", file=sys.stderr)
     return exit_codes.FAILED
+
+
+def _scales(config: Config, machine: Machine) -> dict[str, str]:
+    """Transformer Engine reads how it rounds scales when it is imported, which is before forked ranks join their world
+    (`runtime.distributed.initialize` says the same for others). What the user has set wins."""
+    fp8 = config.actor.fp8
+    if fp8 is None or fp8.recipe != "blockwise" or parameters_in_fp8(config) or nvml.FP32_SCALES in os.environ:
+        return {}
+    return {nvml.FP32_SCALES: "1"} if machine.gpus and nvml.capability()[0] == 9 else {}
 
 
 @contextlib.contextmanager

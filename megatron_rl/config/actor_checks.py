@@ -239,3 +239,8 @@ def _looks(folder: Path) -> list[tuple[str, int, bytes]]:
             file.seek(max(0, size - _SAMPLE))
             found.append((path.name, size, begin + file.read()))
     return found
+
+
+def parameters_in_fp8(config: Config) -> bool:
+    """Whether the actor's parameters are themselves in FP8, and not only their products."""
+    return config.actor.fp8 is not None and config.actor.fp8.param_gather

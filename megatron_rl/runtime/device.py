@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_rl.runtime import nvml
+
 _without_content = False  # inside `without_content`
 _plain = False  # inside `plain_layers`
 
@@ -18,9 +20,9 @@ def has_gpu() -> bool:
 
 
 def is_hopper() -> bool:
-    """Whether this process's device is of compute capability 9.x, which multiplies blockwise FP8 with scales in fp32. Later
-    ones take powers of two."""
-    return has_gpu() and torch.cuda.get_device_capability(index())[0] == 9
+    """Whether this machine's GPUs are of compute capability 9.x, which multiply blockwise FP8 with scales in fp32. Later ones
+    take powers of two. Does not start CUDA, which then would not work in forks of this process."""
+    return has_gpu() and nvml.capability()[0] == 9
 
 
 def has_transformer_engine() -> bool:

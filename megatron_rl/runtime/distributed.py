@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.actor import ParallelConfig
-from megatron_rl.runtime import device, peer_memory, rendezvous
+from megatron_rl.runtime import device, nvml, peer_memory, rendezvous
 from megatron_rl.seams import torch_dist
 
 T = TypeVar("T")
-FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # of `actor.fp8.recipe=blockwise`
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def initialize(
         torch.cuda.set_device(device.index())
     if fp32_scales and device.is_hopper():
         # Before Megatron-Core imports Transformer Engine, whose default rounds scales up to powers of two.
-        os.environ.setdefault(FP32_SCALES, "1")
+        os.environ.setdefault(nvml.FP32_SCALES, "1")
     from megatron.core import parallel_state
 
     torch_dist.share_device()

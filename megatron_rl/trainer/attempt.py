@@ -46,12 +46,15 @@ class Attempt:
             OwnedError: on every rank, where another run writes there.
         """
         from megatron_rl.config import to_yaml
+        from megatron_rl.config.actor_checks import parameters_in_fp8
         from megatron_rl.runtime import distributed
 
         timeout = self.config.launch.timeout_minutes
-        in_fp8 = self.config.actor.fp8 is not None and self.config.actor.fp8.param_gather
         grid = distributed.initialize(
-            self.config.actor.parallel, timeout, gpu_timeout_minutes(self.config), fp32_scales=not in_fp8
+            self.config.actor.parallel,
+            timeout,
+            gpu_timeout_minutes(self.config),
+            fp32_scales=not parameters_in_fp8(self.config),
         )
         self.grid = grid
         if self.watchdog is None:  # torchrun

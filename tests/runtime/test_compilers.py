@@ -107,11 +107,11 @@ def test_a_run_writes_down_what_it_would_compile_with(tmp_path: Path, monkeypatc
 INITIALIZE = """
 import os, sys
 from megatron_rl.config.actor import ParallelConfig
-from megatron_rl.runtime import device, distributed
+from megatron_rl.runtime import device, distributed, nvml
 class Finder:
     def find_spec(self, name, path, target=None):
         if name.partition(".")[0] == "transformer_engine":
-            print("asked for", os.environ.get(distributed.FP32_SCALES))
+            print("asked for", os.environ.get(nvml.FP32_SCALES))
 device.is_hopper = lambda: True
 sys.meta_path.insert(0, Finder())
 distributed.initialize(ParallelConfig(), timeout_minutes=1, fp32_scales=sys.argv[1] == "True")
