@@ -2,7 +2,7 @@
 # make test-other-cpus: tests with the kernels that CPUs without AVX-512 and without AVX2 take.
 # make docs: the documentation as a site. make check-docs: runs the commands that its pages show.
 # make setup-gpu: .venv on a GPU node, for CUDA 13, with Transformer Engine.
-# make gpu-lock: what it installs, resolved anew from requirements/gpu.in.
+# make gpu-lock: what it installs, resolved anew from requirements/gpu.in. make check-gpu-set: all of that, tried without a card.
 # All others but docs set up .venv first, once, and again when the requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
 # make eval-setup: the harnesses of `megatron-rl evaluate --harness`, an environment each in .venv-eval.
 # make te-setup: Transformer Engine's Python, for the tests that run it on a CPU, in .te.
@@ -37,7 +37,7 @@ COMPILE := python -W ignore -m compileall -qq -j 0
 NOT_IMPORTED := '/(tests|pip|mypy|mypyc|anthropic|numba|openai/resources|sympy/physics|pygments/lexers)/|$\
 transformers/models/(?!auto/).*/(modeling|modular|convert|image|video|feature|processing)'
 
-.PHONY: setup setup-gpu gpu-packages transformer-engine gpu-lock launch-setup eval-setup te-setup train test test-other-cpus fuzz lint bench bench-peers docs check-docs clean
+.PHONY: setup setup-gpu gpu-packages transformer-engine gpu-lock check-gpu-set launch-setup eval-setup te-setup train test test-other-cpus fuzz lint bench bench-peers docs check-docs clean
 
 setup: $(STAMP)
 
@@ -88,7 +88,7 @@ gpu-packages:
 	@$(call install-into,$(GPU_VENV),--no-deps --require-hashes -r requirements/gpu.txt)
 
 transformer-engine:
-	@echo "compiling Transformer Engine's PyTorch part (half an hour on two cores)"
+	@echo "compiling Transformer Engine's PyTorch part (a quarter of an hour of CPU time)"
 	@export CUDA_HOME=$(CUDA_HOME) NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE PATH="$(abspath $(GPU_VENV))/bin:$$PATH" && \
 		export CPATH=$(call paths,include)$${CPATH:+:$$CPATH} LIBRARY_PATH=$(call paths,lib)$${LIBRARY_PATH:+:$$LIBRARY_PATH} && \
 		$(GPU_VENV)/bin/python -m pip --quiet --disable-pip-version-check wheel --no-cache-dir --no-deps --no-build-isolation \
@@ -105,6 +105,10 @@ gpu-lock: setup
 	@cp requirements/gpu.txt requirements/.gpu-3.12.txt
 	@$(LOCK) --python-version 3.12 --output-file requirements/.gpu-3.12.txt
 	@cmp requirements/gpu.txt requirements/.gpu-3.12.txt && rm requirements/.gpu-3.12.txt
+
+# By hand, at every change of what GPU machines install: docs/gpu-set.md. ARGS="--break pins" shows that a fault is seen.
+check-gpu-set:
+	@$(PYTHON) -m tools.gpu_set --python $(PYTHON) --cuda $(CUDA_HOME) $(ARGS)
 
 # For `megatron-rl launch`: NeMo-Run in an environment of its own, without torch.
 LAUNCH_STAMP := .venv-launch/.installed

@@ -46,6 +46,8 @@ DRIVER_IMPORTS = (
     "vllm.compilation.passes.fusion.allreduce_rms_fusion",
     "transformer_engine.pytorch",
 )
+# And these, which are loaded when a card's kind or a recipe asks for them: `make check-gpu-set` tries them too.
+LINKED = ("vllm._flashmla_C", "vllm._flashmla_extension_C", "vllm._flashkda_C", "vllm._qutlass_C", "vllm._deepselect_C")
 # Left over from building two wheels; nothing imports it.
 STRAY = {"build_backend.py"}
 

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -91,56 +91,28 @@ class Engine:
         with torch_compile.left_out_of_vllm():
             from vllm import LLM
 
-        # One more than a rollout has, where the model allows it: scoring a rollout draws one token more, then dropped.
-        max_length = self.config.max_prompt_tokens + self.config.max_tokens + 1
         model = model_of(read_hf_config(folder))
-        max_length = min(max_length, model.description.max_positions)
-        self.max_scored = max_length - 1  # longest sequence that `score` takes, in tokens
+        options = llm_options(config, folder, model, None if images is None else images[0])
+        self.max_scored = max_length(self.config, model) - 1  # longest sequence that `score` takes, in tokens
         self._in_fp8 = frozenset[str]()
         if self.config.fp8 != "none":
             self._in_fp8 = fp8.quantised_modules(model, self.config.fp8_skip)
         self._parameters_in_fp8 = fp8.vllm_parameters(model, self._in_fp8)
-        options: dict[str, object] = {"load_format": "dummy"}
-        options |= gpu_options(self.config, model) if device.has_gpu() else cpu_options(self.config)
         self._adapters: LoRAConfig | None = None  # that the engine adds itself
         if config.actor.lora.sync == "adapters":
             self._adapters, self._targets = config.actor.lora, targets_of(config.actor.lora, model)
-            options |= engine_options(config.actor.lora, model)
-        if images is not None:
-            most, reader = images
-            register_images_only(reader.processor)
-            options |= images_options(most)
         self._sees = images is not None
+        if images is not None:
+            register_images_only(images[1].processor)
         self.experts: np.dtype | None = None  # of a token's entry in `Completion.experts`, [layers, experts per token]
         if config.actor.moe.routing_replay == "rollout":
             kind = np.uint8 if model.dims["experts"] <= 256 else np.uint16
             self.experts = np.dtype((kind, (model.dims["layers"], model.dims["top_k"])))
         returning = returned(device.has_gpu()) if self.experts is not None else contextlib.nullcontext()
-        self._keeps_prefixes = (
-            device.has_gpu()
-            or self.experts is not None  # kept by the cache's blocks
-            or self.config.max_prompt_tokens > _CPU_BLOCK
-        )
+        self._keeps_prefixes = bool(options["enable_prefix_caching"])
         gc.freeze()
         with environment.engine_start(grid), returning:
-            self.llm = LLM(
-                model=str(folder),
-                tokenizer=str(folder),
-                dtype=config.model.dtype,
-                tensor_parallel_size=tp,
-                enable_expert_parallel=self.config.expert_parallel,
-                distributed_executor_backend="external_launcher",
-                max_model_len=max_length,
-                max_num_seqs=self.config.max_concurrent,
-                max_num_batched_tokens=max(8192, max_length),
-                logprobs_mode="processed_logprobs",
-                generation_config="vllm",  # the recipe decides how to sample, not the model folder
-                enable_prefix_caching=self._keeps_prefixes,
-                disable_log_stats=True,
-                enable_return_routed_experts=self.experts is not None,
-                seed=config.seed,
-                **options,
-            )
+            self.llm = LLM(**options)
         gc.enable()
         seam.quiet_reload_messages()
 
@@ -276,6 +248,44 @@ class Engine:
     def shutdown(self) -> None:
         """Must come before the process group is destroyed."""
         seam.shutdown(self.llm)
+
+
+def max_length(config: RolloutConfig, model: Model) -> int:
+    """Tokens of the longest sequence: one more than a rollout has, where the model allows it, because scoring a rollout
+    draws one token more, then dropped."""
+    return min(config.max_prompt_tokens + config.max_tokens + 1, model.description.max_positions)
+
+
+def llm_options(config: Config, folder: str | Path, model: Model, most_images: int | None = None) -> dict[str, Any]:
+    """All that `vllm.LLM`, and so `vllm.EngineArgs`, is given on this machine. `most_images`: in a prompt, of a model that
+    reads them."""
+    rollout, replayed = config.rollout, config.actor.moe.routing_replay == "rollout"
+    length = max_length(rollout, model)
+    options: dict[str, object] = {
+        "model": str(folder),
+        "tokenizer": str(folder),
+        "dtype": config.model.dtype,
+        "load_format": "dummy",
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "enable_expert_parallel": rollout.expert_parallel,
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": length,
+        "max_num_seqs": rollout.max_concurrent,
+        "max_num_batched_tokens": max(8192, length),
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # the recipe decides how to sample, not the model folder
+        # With routing replay the cache's blocks keep the experts.
+        "enable_prefix_caching": device.has_gpu() or replayed or rollout.max_prompt_tokens > _CPU_BLOCK,
+        "disable_log_stats": True,
+        "enable_return_routed_experts": replayed,
+        "seed": config.seed,
+    }
+    options |= gpu_options(rollout, model) if device.has_gpu() else cpu_options(rollout)
+    if config.actor.lora.sync == "adapters":
+        options |= engine_options(config.actor.lora, model)
+    if most_images is not None:
+        options |= images_options(most_images)
+    return options
 
 
 def gpu_options(config: RolloutConfig, model: Model) -> dict[str, object]:

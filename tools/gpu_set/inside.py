@@ -1,0 +1,234 @@
+"""The steps that run in the GPU set's own Python, beside stand-ins for the driver: `python -m tools.gpu_set.inside`.
+
+Each returns its figures, or raises. No kernel runs: configurations are vLLM's own for eight H100, models and layers are
+built on tensors without content.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.config import Config, load_recipe
+from megatron_rl.config.published import published_config
+from megatron_rl.models import HFConfig, Model, model_of
+from megatron_rl.models.placement import EngineLayout
+from megatron_rl.runtime import device
+
+ROOT = Path(__file__).parents[2]
+# Of FP8 attention: vLLM deletes them after loading (quantization/kv_cache.py), before the sync looks.
+DELETED = ("q_scale", "k_scale", "v_scale", "prob_scale")
+FOLDERS = ("scale", "gdpo", "dgpo", "awpo", "shrinkage")
+
+
+class Wrong(Exception):
+    """What a step found."""
+
+
+def _check_gpu() -> Any:
+    spec = importlib.util.spec_from_file_location("check_gpu", ROOT / "requirements" / "check_gpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def files() -> str:
+    """Versions are the lock's, and no package has overwritten files of another."""
+    check = _check_gpu()
+    packages = list(distributions())
+    problems = check.unlocked(packages, check.locked(check.LOCK.read_text())) + check.overwritten(packages)
+    if problems:
+        raise Wrong("; ".join(problems))
+    return f"{len(packages)} packages"
+
+
+def imports() -> str:
+    """Every compiled part that an engine or the actor imports loads, Transformer Engine's too."""
+    check = _check_gpu()
+    names = ("torch", *check.ENGINE_IMPORTS, *check.DRIVER_IMPORTS, *check.LINKED, "transformer_engine_torch")
+    problems = check.unimportable(names)
+    if problems:
+        raise Wrong("; ".join(problems))
+    return f"{len(names)} modules"
+
+
+# -------------------------------------------------------------------------------------------------------------- engines
+@contextmanager
+def pretended_card() -> Iterator[None]:
+    """While entered, the package and Triton take this machine for one with H100s, as vLLM does by the stand-in for NVML."""
+    from triton.backends.nvidia.driver import CudaDriver
+
+    saved = device.has_gpu, device.is_hopper, CudaDriver.is_active
+    device.has_gpu = device.is_hopper = lambda: True
+    CudaDriver.is_active = staticmethod(lambda: True)
+    try:
+        yield
+    finally:
+        device.has_gpu, device.is_hopper, CudaDriver.is_active = saved
+
+
+def recipes(only: list[str]) -> Iterator[tuple[str, Config, HFConfig, Model]]:
+    """Every recipe for GPUs that has an engine: name, recipe, the model's config.json, the model.
+
+    Raises:
+        Wrong: a recipe's model is none of the published ones that the package knows.
+    """
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / "recipes" / folder).glob("[!_]*.yaml")):
+        name = f"{path.parent.name}/{path.stem}"
+        if only and name not in only:
+            continue
+        config = load_recipe(path, [])
+        if config.model.path is None or not config.rewards:
+            continue  # for a CPU, with a model of its own
+        published = published_config(Path(config.model.path).name)
+        if published is None:
+            raise Wrong(f"{name}: {config.model.path} is no published model that is known")
+        yield name, config, published, model_of(published)
+
+
+def vllm_config(config: Config, hf_config: HFConfig, model: Model, folder: str, extra: dict[str, object]) -> Any:
+    """vLLM's whole configuration of a recipe's engine, by the options that the engine is started with."""
+    from megatron_rl.rollout import engine, environment
+
+    environment.prepare()
+    from vllm import EngineArgs
+
+    (Path(folder) / "config.json").write_text(json.dumps(dict(hf_config)))
+    images = 1 if model.description.vision is not None else None
+    options = engine.llm_options(config, folder, model, images)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(config.rollout.tensor_parallel))
+    # The model's folder has no tokenizer here.
+    return EngineArgs(**options, skip_tokenizer_init=True, **extra).create_engine_config()
+
+
+def configurations(only: list[str], extra: dict[str, object]) -> str:
+    """vLLM accepts the options of every recipe, and makes a Hopper's configuration of them."""
+    done = []
+    with pretended_card(), tempfile.TemporaryDirectory() as folder:
+        for name, config, hf_config, model in recipes(only):
+            if model.description.vision is not None:
+                continue  # its processor is read from the model's folder
+            found = vllm_config(config, hf_config, model, folder, extra)
+            graphs = found.compilation_config.cudagraph_mode.name
+            print(f"{name}: tensor {config.rollout.tensor_parallel}, graphs {graphs}", flush=True)
+            if graphs != "FULL_AND_PIECEWISE" or not found.use_v2_model_runner:
+                raise Wrong(f"{name}: graphs {graphs}, second runner {found.use_v2_model_runner}")
+            done.append(name)
+    if not done:
+        raise Wrong("no recipe was tried")
+    return f"{len(done)} recipes"
+
+
+def models(only: list[str], extra: dict[str, object]) -> str:
+    """vLLM's CUDA models have the parameters, in the shapes, that the plan of the weight sync writes."""
+    from megatron_rl.seams import vllm as seam
+
+    seen: dict[tuple[object, ...], str] = {}
+    with pretended_card(), tempfile.TemporaryDirectory() as folder:
+        for name, config, hf_config, model in recipes(only):
+            rollout = config.rollout
+            kind = (Path(str(config.model.path)).name, rollout.tensor_parallel, rollout.expert_parallel, rollout.fp8)
+            if kind in seen or model.description.vision is not None:
+                continue
+            seen[kind] = name
+            built = _meta_model(vllm_config(config, hf_config, model, folder, extra), rollout.tensor_parallel)
+            wanted, found = EngineLayout.of(rollout).parameters(model), seam.loaded_shapes(built)
+            found = {own: shape for own, shape in found.items() if own.rpartition(".")[2] not in DELETED}
+            if wanted != found:
+                own = min(own for own in wanted | found if wanted.get(own) != found.get(own))
+                raise Wrong(f"{name}: {own} is {found.get(own)} in vLLM and {wanted.get(own)} in the plan")
+            in_place = _written_in_place(built)
+            print(f"{name}: {len(found)} parameters, tensor {kind[1]}, {in_place[True]} layers in place", flush=True)
+            if rollout.fp8 == "none" and in_place[False]:
+                raise Wrong(f"{name}: the sync would not write {in_place[False]} layers in place")
+    if not seen:
+        raise Wrong("no recipe was tried")
+    return f"{len(seen)} engines"
+
+
+def _written_in_place(model: torch.nn.Module) -> Counter[bool]:
+    """How many of vLLM's layers compute with what is loaded as it is, and how many with something made of it."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    from megatron_rl.seams import vllm as seam
+
+    layers = [layer for layer in model.modules() if next(layer.parameters(recurse=False), None) is not None]
+    return Counter(seam._loads_in_place(layer, get_layerwise_info(layer).restore_metadata[0]) for layer in layers)
+
+
+def _meta_model(config: Any, tensor: int) -> torch.nn.Module:
+    """vLLM's model of the first rank, on tensors without content, in a world that torch pretends."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from megatron_rl.seams.torch_meta import fake_world
+
+    make = parallel_state.init_model_parallel_group
+
+    def silent(*arguments: Any, **options: Any) -> Any:
+        """A group without NCCL and without the channel on which its ranks would wait for one another."""
+        return make(*arguments, **{**options, "use_message_queue_broadcaster": False, "use_device_communicator": False})
+
+    told = (
+        ExpertMapManager.get_compressed_map_string
+    )  # for a line of the log it reads a tensor, which has no content here
+    parallel_state.init_model_parallel_group = silent
+    ExpertMapManager.get_compressed_map_string = lambda _: ""
+    try:
+        with fake_world(0, tensor), set_current_vllm_config(config):
+            parallel_state.init_distributed_environment(tensor, 0, "env://", 0, "nccl")
+            parallel_state.initialize_model_parallel(tensor)
+            with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+                model: torch.nn.Module = initialize_model(vllm_config=config)
+            record_metadata_for_reloading(model)
+            parallel_state.destroy_model_parallel()
+            parallel_state._WORLD = None
+            return model
+    finally:
+        parallel_state.init_model_parallel_group = make
+        ExpertMapManager.get_compressed_map_string = told
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("step", choices=("files", "imports", "configurations", "models", "layers"))
+    parser.add_argument("--only", nargs="*", default=[], metavar="FOLDER/RECIPE")
+    parser.add_argument("--option", metavar="NAME", help="also give vLLM this option, which it should not know")
+    args = parser.parse_args()
+    extra: dict[str, object] = {args.option: 1} if args.option else {}
+    try:
+        if args.step in ("configurations", "models"):
+            said = {"configurations": configurations, "models": models}[args.step](args.only, extra)
+        elif args.step == "layers":
+            from .layers import layers
+
+            said = layers(args.only)
+        else:
+            said = {"files": files, "imports": imports}[args.step]()
+    except Wrong as error:
+        print(f"wrong: {error}")
+        return 1
+    print(f"found: {said}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
