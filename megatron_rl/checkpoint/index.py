@@ -82,6 +82,13 @@ class Record(metaclass=_Fixed):
     made_from: tuple[object, ...] = ()
     is_open = True  # made without its constructor: its state may follow
 
+    def __new__(cls, *made_from: object) -> Record:
+        """A pickle gives a named tuple's fields here, as of Transformer Engine's `Format`."""
+        record = super().__new__(cls)
+        if made_from:
+            record.made_from = made_from
+        return record
+
     def __setstate__(self, state: object) -> None:
         if not self.is_open:
             raise AttributeError("a pickle cannot change what a call has made")
