@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -9,11 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from .job import Job, listening_at, mapped, processes_of, segments, variable
+from megatron_rl.config import check, load_recipe, to_yaml
+from megatron_rl.runtime.attempts import new_attempt, rank_environment
+from tests.warm import run_ranks
+
+from . import inside
+from .job import Job, listening_at, mapped, processes_of, segments, variable, write_recipe
 
 # An estimator with a state, a reference policy, several updates per step, a warm-up that is saved: what a resume has to bring
 # back.
-STATEFUL = ("algorithm.preset=awpo", "algorithm.kl.coef=0.01", "checkpoint.sft_every=10", "logging.record_every=2")
+STATEFUL = (
+    "algorithm.preset=awpo",
+    "algorithm.kl.coef=0.01",
+    "checkpoint.sft_every=10",
+    "logging.record_every=2",
+    "logging.samples_per_step=32",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +72,23 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     sockets += list(temporary.glob("mrl-sockets-*"))  # the folder they lie in
     shutil.rmtree(temporary)
     return Finished(job.run_dir, code, job.stdout, job.stderr, [*ranks.values()], left, listening, named, sockets, maps)
+
+
+VARIANTS_OVERRIDES = (
+    *("checkpoint.every=0", "trainer.steps=1000", "trainer.eval_every=0", "sft.steps=60", "sft.log_every=1"),
+    *("seed=5", "actor.optimizer.lr=3e-4"),  # at 1e-3 some step has nothing to learn
+    *("logging.record_every=1", "logging.samples_per_step=1000"),
+)
+
+
+@pytest.fixture(scope="session")
+def variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the one run that `inside` makes, a step per variant."""
+    folder = tmp_path_factory.mktemp("presets")
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    (run_dir / "recipe.yaml").write_text(to_yaml(check(load_recipe(write_recipe(folder), VARIANTS_OVERRIDES))))
+    environment = {**rank_environment(0), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    outcome = run_ranks([sys.executable, str(inside.__file__), str(run_dir)], 2, new_attempt(run_dir), environment)
+    assert outcome.code == 0, outcome.message
+    return run_dir

@@ -14,6 +14,7 @@ from typing import Any
 
 # name -> the recipe's section `algorithm`
 VARIANTS: dict[str, dict[str, Any]] = {
+    "one update": {"preset": "cispo", "entropy_coef": 0.01, "kl": {"coef": 0.1, "estimator": "k2"}},
     "grpo": {"preset": "grpo"},
     "awpo": {"preset": "awpo"},
     "gdpo": {"preset": "gdpo"},
@@ -33,13 +34,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "truncated": "mask",
         "correction": {
             "weight": "token",
+            "cap": 1.00000029,  # between two numbers of float32, as 1.05 is: what is cut to it is smaller
             "filters": [
-                {"level": "token", "by": "ratio", "low": 1 - 1e-8, "high": 1 + 1e-8},
+                {
+                    "level": "token",
+                    "by": "k1",
+                    "low": -1.0,
+                    "high": 1e-8,
+                },  # less probable to the actor than to the engine
                 {"level": "geometric", "by": "k3", "high": 1.0},
             ],
         },
     },
 }
+MINIBATCHES = {"one update": 1}  # else the recipe's
 SENT, KEPT = "model.layers.1.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight"
 # Hugging Face name -> the engine's layer and the first of its rows: the last part of a fused layer, whose own weight vLLM
 # empties, and a layer that keeps its weight.
@@ -67,10 +75,13 @@ def main(run_dir: Path) -> None:
     run = build_run(config, distributed.initialize(config.actor.parallel, 5), run_dir)
     run.report.start_over()
     warm_up(run)
+    run.checkpoints.export()  # the reference policy, for those who recompute
     run.learner.actor.keep_reference()
     run.learner.actor.start_optimizer(config.actor.optimizer, 1000)
     run.start_engine()
-    for section in VARIANTS.values():
+    minibatches = config.trainer.minibatches
+    for name, section in VARIANTS.items():
+        config.trainer.minibatches = MINIBATCHES.get(name, minibatches)
         config.algorithm = algorithm_config(section)
         run.learner.algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
         run.sampler.scorer = Scorer(config.rewards, run.learner.algorithm.estimator.needs.columns)

@@ -41,6 +41,8 @@ def test_a_run_with_a_judge_and_its_resume_without_one(tmp_path: Path) -> None:
     for row in steps.values():
         assert row["judge/scored"] >= 32
         assert row["judge/retries"] == 0
+        own = [one for one in rounds if one["step"] == row["step"]]
+        assert 0 < row["judge/latency_p95"] <= max(one["latency_max"] for one in own)
         unscored = [one["no_score"].get("nonsense", 0) for one in rounds if one["step"] == row["step"]]
         assert row["judge/no_score"] == sum(unscored)
         assert 0 < row["reward_overlap/share"] <= 1

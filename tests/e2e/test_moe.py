@@ -48,6 +48,16 @@ def test_experts_are_trained_and_reach_the_engine_after_every_step(tmp_path: Pat
     assert exported["architectures"] == ["Qwen3MoeForCausalLM"]
     warmed = read_rows(job.run_dir, "sft/metrics.jsonl")
     assert 1 <= warmed[-1]["experts/load"] <= warmed[-1]["experts/load_max"] <= 8 / 2
+    described = json.loads((folder / "config.json").read_text())
+    layers, experts, chosen = (
+        described[name] for name in ("num_hidden_layers", "num_local_experts", "num_experts_per_tok")
+    )
+    counted = [(row, row["response_length/mean"] * row["rollouts/sampled"]) for row in steps]
+    for row, tokens in [*counted, (warmed[-1], warmed[-1]["sft/tokens"])]:
+        mean = tokens * chosen / experts  # of a layer's experts: the step's tokens, and no others
+        for load in (row["experts/load_max"], layers * row["experts/load"]):
+            busiest = load * mean
+            assert busiest == pytest.approx(round(busiest), abs=1e-6), "a number of tokens"
     # What the warm-up counted is not in RL's first step: a run that never had one writes the same row.
     resumed = Job(tmp_path / "resumed", *recipe, "--resume", str(job.run_dir / "checkpoints" / "step_0"))
     assert resumed.finish() == 0, resumed.stderr

@@ -4,52 +4,34 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.config import check, load_recipe, to_yaml
-from megatron_rl.runtime.attempts import new_attempt, rank_environment
-from tests.warm import run_ranks
 
 from . import inside
 from .job import RECIPE, rows, write_recipe
 
 pytestmark = pytest.mark.engine
-OVERRIDES = ("checkpoint.every=0", "trainer.steps=1000", "trainer.eval_every=0", "sft.steps=60", "seed=5")
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the one run that `inside` makes."""
-    folder = tmp_path_factory.mktemp("presets")
-    run_dir = folder / "run"
-    run_dir.mkdir()
-    (run_dir / "recipe.yaml").write_text(to_yaml(check(load_recipe(write_recipe(folder), OVERRIDES))))
-    environment = {**rank_environment(0), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    outcome = run_ranks([sys.executable, str(inside.__file__), str(run_dir)], 2, new_attempt(run_dir), environment)
-    assert outcome.code == 0, outcome.message
-    return run_dir
+def steps(variants: Path) -> dict[str, dict[str, Any]]:
+    return dict(zip(inside.VARIANTS, rows(variants), strict=True))
 
 
 @pytest.fixture(scope="module")
-def steps(run_dir: Path) -> dict[str, dict[str, Any]]:
-    return dict(zip(inside.VARIANTS, rows(run_dir), strict=True))
-
-
-@pytest.fixture(scope="module")
-def faults(run_dir: Path) -> dict[str, str]:
-    return json.loads((run_dir / "faults.json").read_text())
+def faults(variants: Path) -> dict[str, str]:
+    return json.loads((variants / "faults.json").read_text())
 
 
 @pytest.mark.parametrize("variant", inside.VARIANTS)
 def test_a_step_trains(steps: dict[str, dict[str, Any]], variant: str) -> None:
     row = steps[variant]
     assert all(math.isfinite(value) for value in row.values()), row
-    assert row["actor/updates"] == RECIPE["trainer"]["minibatches"]
+    assert row["actor/updates"] == inside.MINIBATCHES.get(variant, RECIPE["trainer"]["minibatches"])
     assert row["actor/grad_norm"] > 0
     assert row["advantage/abs_mean"] > 0
     assert row["sync/logprob_max_diff"] < 1e-4

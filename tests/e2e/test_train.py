@@ -119,13 +119,13 @@ def test_the_metrics_agree_with_each_other(straight: Finished) -> None:
 
 def test_the_samples_are_whole_groups_with_rewards_and_advantages(straight: Finished) -> None:
     records = samples(straight.run_dir, "step_1.jsonl")
-    assert [record["rollout"] for record in records] == [0, 1, 2, 3] * 4
+    assert [record["rollout"] for record in records] == [0, 1, 2, 3] * 8
     for record in records:
         assert set(record["rewards"]) == {"correct", "format", "judge"}
         assert record["finish_reason"] in ("stop", "length")
         assert 1 <= record["tokens"] <= RECIPE["rollout"]["max_tokens"]
         assert math.isfinite(record["advantage"])
-    assert len({record["sample"] for record in records}) == 4
+    assert len({record["sample"] for record in records}) == 8
     assert len({record["response"] for record in records}) > 4
 
 
