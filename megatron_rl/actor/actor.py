@@ -231,8 +231,7 @@ class Actor:
                 gather_weights(self.ddp_chunks)
         self.optimizer_steps += 1
         variance, count = parts.result(self.grid, grad_norm) if parts is not None else (None, 0)
-        metrics = self.reduce(collected) if with_metrics else Metrics()
-        return UpdateResult(metrics, grad_norm, rate, variance, count)
+        return UpdateResult(self.reduce(collected) if with_metrics else Metrics(), grad_norm, rate, variance, count)
 
     def _step(self) -> float:
         found_inf = self.optimizer.prepare_grads()
