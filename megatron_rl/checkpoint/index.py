@@ -148,11 +148,12 @@ def read_metadata(folder: Path) -> Metadata:
     """
     import torch
     from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    from megatron_rl.seams.torch_dist import StorageInfo
 
     record = _read(folder)
     entries: dict[str, dcp.STORAGE_TYPES] = {}
-    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    places: dict[dcp.MetadataIndex, StorageInfo] = {}
     with _damage(folder):
         for name, entry in record.state_dict_metadata.items():
             if not hasattr(entry, "chunks"):
@@ -173,7 +174,7 @@ def read_metadata(folder: Path) -> Metadata:
                 None if hint is None else _whole([hint])[0],
             )
             start, length = _whole([info.offset, info.length])
-            places[place] = _StorageInfo(info.relative_path, start, length)
+            places[place] = StorageInfo(info.relative_path, start, length)
     metadata = dcp.Metadata(entries, storage_data=places)
     if hasattr(record, "mcore_data"):  # plain data, which Megatron-Core keeps beside torch's
         metadata.mcore_data = record.mcore_data  # type: ignore[attr-defined]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from collections import OrderedDict, deque
 from pathlib import Path, PosixPath
 
@@ -130,14 +129,8 @@ def test_values_are_checked_before_torch_has_them(old: bytes, new: bytes, tmp_pa
             reader(tmp_path)
 
 
-def test_a_large_index_is_read_in_seconds(tmp_path: Path) -> None:
-    """By pickle's own C code; a reader in Python would take ten times as long."""
-    data = pickle.dumps(torchs_index(tensors=200, chunks=100))
-    write(tmp_path, data)
-    began = time.process_time()
-    pickle.loads(data)
-    freely, began = time.process_time() - began, time.process_time()
-    index.read_metadata(tmp_path)
-    torchs, began = time.process_time() - began, time.process_time()
-    index.read_tensors(tmp_path)
-    assert max(torchs, time.process_time() - began) < 6 * freely + 0.2
+def test_an_index_is_read_by_pickles_own_c_code() -> None:
+    """A reader in Python, whose BUILD could refuse classes too, takes ten times as long: minutes of a large model's index."""
+    assert issubclass(index.Listed, pickle.Unpickler)
+    assert not issubclass(index.Listed, pickle._Unpickler)  # type: ignore[attr-defined]
+    assert pickle.Unpickler is not pickle._Unpickler  # type: ignore[attr-defined]

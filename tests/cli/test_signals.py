@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl.runtime import spawn
 from tests.e2e.job import write_recipe
-from tests.fuzz.signals import CODES, COMMAND, RANK, Strike, strike
+from tests.fuzz.signals import CODES, COMMAND, IMPORTED, RANK, Strike, strike
 
 
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
@@ -44,7 +44,8 @@ def launch(folder: Path, rank: str = RANK) -> list[str]:
     """The command of a run whose ranks run `rank`."""
     recipe = write_recipe(folder)
     (folder / "rank.py").write_text(rank)
-    return [sys.executable, "-c", COMMAND, "train", str(recipe), str(folder / "rank.py")]
+    (folder / "imported.py").write_text(IMPORTED)
+    return [sys.executable, "-c", COMMAND, "train", str(recipe), str(folder)]
 
 
 def test_a_closed_terminal_ends_a_run_with_the_code_of_its_signal(tmp_path: Path) -> None:

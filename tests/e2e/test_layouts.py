@@ -17,7 +17,8 @@ from .job import Job, rows, samples, untimed
 pytestmark = pytest.mark.engine
 # Of 32 rollouts: half are handed out to the engine that is free.
 HANDED_OUT = "rollout.max_concurrent=8"
-ONE_STEP = (*STATEFUL, "trainer.steps=1", "checkpoint.every=0", "checkpoint.export=false", HANDED_OUT)
+NOT_SAVED = ("checkpoint.every=0", "checkpoint.export=false")
+ONE_STEP = (*(it for it in STATEFUL if "checkpoint" not in it), "trainer.steps=1", *NOT_SAVED, HANDED_OUT)
 LAYOUTS = {
     "TP 2 x PP 2, two engines of two": ("launch.processes=4", "actor.parallel.pipeline=2"),
     "DP 2, two engines of one": ("actor.parallel.tensor=1", "rollout.tensor_parallel=1"),

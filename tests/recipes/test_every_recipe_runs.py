@@ -230,7 +230,7 @@ def test_a_training_recipe_takes_a_step_that_learns(ran: Ran, name: str) -> None
 
 def test_awpos_judge_is_asked(ran: Ran) -> None:
     rows = [ran.rows(name)[1] for name in TRAININGS if name.startswith("awpo/")]
-    assert len(rows) == 3
+    assert len(rows) == 4
     asked = [row["judge/scored"] - row["judge/cache_hits"] for row in rows]
     assert all(count > 0 for count in asked)
     assert ran.judged >= sum(asked)
