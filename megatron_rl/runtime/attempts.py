@@ -102,6 +102,9 @@ def rank_environment(gpus: int) -> dict[str, str]:
     }
     if gpus:
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron's overlap of tensor-parallel communication needs it
+        # A package of vLLM's, for quantised weights that are not used here, compiles in the background once it is imported:
+        # its threads and processes would keep ranks from being forks.
+        defaults["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
         defaults |= compilers.cache_variables(os.environ)
     else:
         defaults |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

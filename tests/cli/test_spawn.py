@@ -311,3 +311,9 @@ def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch: pyt
     monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert int(spins()) > 10**6
+
+
+def test_vllms_packages_compile_nothing_in_the_background_on_gpus() -> None:
+    """Threads and processes of their imports keep ranks from being forks (`make check-gpu-set`, step forks)."""
+    assert rank_environment(gpus=8)["HUMMING_DISABLE_PARALLEL_BUILD"] == "1"
+    assert "HUMMING_DISABLE_PARALLEL_BUILD" not in rank_environment(gpus=0)

@@ -154,6 +154,11 @@ def imports(bench: Bench) -> str:
     return bench.inside("imports")
 
 
+def forks(bench: Bench) -> str:
+    """What ranks import leaves no thread, process or started driver: a machine's ranks can be forks."""
+    return bench.inside("forks")
+
+
 def configurations(bench: Bench) -> str:
     """vLLM's configuration of every recipe for GPUs, by the options that our engine is started with."""
     extra = ["--option", "unknown_to_vllm"] if bench.broken == "option" else []
@@ -197,6 +202,7 @@ STEPS: dict[str, Callable[[Bench], str]] = {
     "stand-ins": stand_ins,
     "files": files,
     "imports": imports,
+    "forks": forks,
     "configurations": configurations,
     "models": models,
     "layers": layers,

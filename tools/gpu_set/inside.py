@@ -26,6 +26,7 @@ from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of
 from megatron_rl.models.placement import EngineLayout
 from megatron_rl.runtime import device
+from megatron_rl.runtime.attempts import rank_environment
 
 ROOT = Path(__file__).parents[2]
 # Of FP8 attention: vLLM deletes them after loading (quantization/kv_cache.py), before the sync looks.
@@ -64,6 +65,21 @@ def imports() -> str:
     if problems:
         raise Wrong("; ".join(problems))
     return f"{len(names)} modules"
+
+
+def forks() -> str:
+    """What ranks import, in one process: it may leave nothing behind that keeps forks of it from being ranks."""
+    os.environ.update({"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | rank_environment(gpus=8))
+    from megatron_rl.runtime import fork_server
+    from megatron_rl.trainer import imports as of_ranks
+
+    with pretended_card():
+        of_ranks.import_all()
+    if torch.cuda.is_initialized():
+        raise Wrong("the imports have started CUDA")
+    if why := fork_server.in_the_way():
+        raise Wrong(why)
+    return f"{len(sys.modules)} modules"
 
 
 # -------------------------------------------------------------------------------------------------------------- engines
@@ -209,7 +225,7 @@ def _meta_model(config: Any, tensor: int) -> torch.nn.Module:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("step", choices=("files", "imports", "configurations", "models", "layers"))
+    parser.add_argument("step", choices=("files", "imports", "forks", "configurations", "models", "layers"))
     parser.add_argument("--only", nargs="*", default=[], metavar="FOLDER/RECIPE")
     parser.add_argument("--option", metavar="NAME", help="also give vLLM this option, which it should not know")
     args = parser.parse_args()
@@ -222,7 +238,7 @@ def main() -> int:
 
             said = layers(args.only)
         else:
-            said = {"files": files, "imports": imports}[args.step]()
+            said = {"files": files, "imports": imports, "forks": forks}[args.step]()
     except Wrong as error:
         print(f"wrong: {error}")
         return 1
