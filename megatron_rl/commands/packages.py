@@ -21,7 +21,7 @@ def require_torch(command: str) -> None:
 
 
 def explanation(error: ModuleNotFoundError) -> str | None:
-    """Of an import that failed: a line where the whole stack would have it; None where something else is wrong."""
+    """A line for the user where an import failed that the whole stack would have; None where something else is wrong."""
     name = (error.name or "").partition(".")[0]
     if name not in _STACK or importlib.util.find_spec(name) is not None:
         return None

@@ -205,9 +205,8 @@ def _become(world: World, outputs: set[int], launcher: int, go: int) -> None:
     os.environ.update(world.variables)
     sys.stdout = _stream(1, sys.stdout)
     sys.stderr = _stream(2, sys.stderr)
-    if (
-        "numpy" in sys.modules
-    ):  # of the generators that libraries share, those that a fork does not seed again by itself
+    # Of the generators that libraries share, NumPy's is the one that a fork does not seed again by itself.
+    if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
 

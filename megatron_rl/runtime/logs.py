@@ -20,6 +20,6 @@ def end_of_log(path: Path) -> list[str]:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Of a log file, without their line ends."""
+    """The last `count` lines of a log file, without their line ends."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return [line.rstrip("\n") for line in deque(file, maxlen=count)]
