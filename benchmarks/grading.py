@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.grading_cases import RIGHT, VALUE, WRONG, Case, cases
 from benchmarks.others import told
-from megatron_rl.rewards.golds import wrong_answers
+from megatron_rl.rewards.gold_checks import wrong_answers
 from megatron_rl.rewards.isolation import Isolated, RewardProcessError
 from megatron_rl.rewards.maths import gold_text
 from megatron_rl.rewards.maths_strict import gold_answer

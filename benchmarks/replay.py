@@ -76,9 +76,9 @@ def main() -> None:
 def write_model(folder: Path) -> None:
     import transformers
 
-    from megatron_rl.models.create import random_weights, write_tokenizer
-    from megatron_rl.models.files import save_tensors
     from megatron_rl.models.qwen3 import created_config
+    from megatron_rl.weights.create import random_weights, write_tokenizer
+    from megatron_rl.weights.files import save_tensors
 
     folder.mkdir(parents=True)
     fields = {**created_config(SHAPE), **EXPERTS, "architectures": ["Qwen3MoeForCausalLM"]}

@@ -82,8 +82,7 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
 
     from megatron_rl.config.model import CreateModelConfig
     from megatron_rl.config.schema import Config, RewardConfig
-    from megatron_rl.data import Sample
-    from megatron_rl.models.create import create_model
+    from megatron_rl.data.sample import Sample
     from megatron_rl.rewards import Scorer
     from megatron_rl.rollout.engine import Engine
     from megatron_rl.rollout.sampling import Sampling
@@ -92,6 +91,7 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     from megatron_rl.tasks.loading import Prompts
     from megatron_rl.trainer.report import Reporter
     from megatron_rl.trainer.sampler import Sampler
+    from megatron_rl.weights.create import create_model
 
     config = Config(run_dir=str(folder))
     config.model.dtype = "float32"

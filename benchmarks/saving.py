@@ -48,9 +48,9 @@ def measure(folder: Path, layers: int, hidden: int, saves: int) -> None:
     from megatron_rl.checkpoint.saver import Saver
     from megatron_rl.config.model import CreateModelConfig
     from megatron_rl.config.schema import Config
-    from megatron_rl.data import TokenBatch
-    from megatron_rl.models.create import create_model
+    from megatron_rl.data.batch import TokenBatch
     from megatron_rl.runtime import distributed
+    from megatron_rl.weights.create import create_model
 
     torch.set_num_threads(1)
     heads = hidden // 64

@@ -36,7 +36,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.others import told
-from megatron_rl.data import FACTS, Rollout, Rollouts, Sample
+from megatron_rl.data.rollout import FACTS, Rollout, Rollouts
+from megatron_rl.data.sample import Sample
 from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, exchange
 from megatron_rl.runtime import peer_memory
 from megatron_rl.runtime.distributed import ALONE, Grid

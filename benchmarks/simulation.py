@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.predict.lengths import read_lengths
+from megatron_rl.planning.simulation.engines import EngineSpeed, generate
+from megatron_rl.planning.time.lengths import read_lengths
 from megatron_rl.report.run import read_run
-from megatron_rl.simulation.engines import EngineSpeed, generate
 
 
 @dataclass(frozen=True)

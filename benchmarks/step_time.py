@@ -3,7 +3,7 @@
 python -m benchmarks.step_time [--json]
 
 Tokens per second and GPU. What the tables do not say is assumed alike for all rows, see `rl` and `pretraining`. Rows marked
-`held out` were not used to choose the shares in `megatron_rl/predict/hardware.py`.
+`held out` were not used to choose the shares in `megatron_rl/planning/time/hardware.py`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import RolloutConfig, TrainerConfig
 from megatron_rl.models import Model, model_of
 from megatron_rl.models.hf_config import HFConfig
-from megatron_rl.planner import GIB, make_plan
-from megatron_rl.predict.generation import Decoding
-from megatron_rl.predict.hardware import TABLES
-from megatron_rl.predict.lengths import Lengths
-from megatron_rl.predict.step import GENERATE, SYNC, Predictor, StepTime
-from megatron_rl.predict.training import Training
+from megatron_rl.planning.memory import GIB, make_plan
+from megatron_rl.planning.time.generation import Decoding
+from megatron_rl.planning.time.hardware import TABLES
+from megatron_rl.planning.time.lengths import Lengths
+from megatron_rl.planning.time.step import GENERATE, SYNC, Predictor, StepTime
+from megatron_rl.planning.time.training import Training
 
 PROMPT = 100  # tokens; the tables give the mean of prompt and response
 

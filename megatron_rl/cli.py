@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron_rl import __version__
+from megatron_rl.base.messages import ConfigError
 from megatron_rl.commands import COMMANDS, load, packages
-from megatron_rl.names import ConfigError
 from megatron_rl.runtime import stop, streams
 from megatron_rl.runtime.attempts import outer_world
 

@@ -129,7 +129,7 @@ def python(folder: Path) -> Iterator[Path]:
     stand_in = [sys.executable, "-I", "-S", Path(__file__).with_name("stand_in.py"), folder / "door"]
     (folder / "bin" / "python").write_text(
         "#!/usr/bin/env bash\n"
-        'case "$*" in "-m megatron_rl.trainer.main "* | "-m megatron_rl convert "*)\n'
+        'case "$*" in "-m megatron_rl.trainer.rank.main "* | "-m megatron_rl convert "*)\n'
         f'  exec {shlex.join(map(str, stand_in))} "$@" ;;\nesac\nexec -a "$0" {sys.executable} "$@"\n'
     )
     (folder / "bin" / "python").chmod(0o755)

@@ -20,14 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.base.typed_params import check_types
 from megatron_rl.config.schema import ServerConfig, TaskConfig
-from megatron_rl.parameters import check_types
 from megatron_rl.rewards.judge import check_body, has_message, messages, reply_text
 from megatron_rl.rewards.remote import Nonsense
 from megatron_rl.runtime.calls import event_loop
 from megatron_rl.runtime.http import Endpoint, EndpointError, Unanswered
-from megatron_rl.tasks.columns import column, gold_calls
 from megatron_rl.tasks.files import jsonl_rows, parquet_rows
+from megatron_rl.tasks.row_mapping import column, gold_calls
 
 TEMPLATE = """\
 You write the reasoning of an expert assistant that uses tools. You are given a request and the tool calls that \

@@ -23,15 +23,8 @@ from megatron_rl.actor.variance import GradientParts
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
-from megatron_rl.data import TokenBatch
+from megatron_rl.data.batch import TokenBatch
 from megatron_rl.models import HFConfig, model_of, padded_vocab_size, read_hf_config
-from megatron_rl.models.adapters import add_adapters, begin_pass, dropping, switched_off
-from megatron_rl.models.files import WeightSource
-from megatron_rl.models.gather import iter_hf_weights
-from megatron_rl.models.inventory import Key, local_weights
-from megatron_rl.models.load import load_hf_weights
-from megatron_rl.models.parallel import ParallelGroups
-from megatron_rl.models.proof import ShardProof
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.seams.megatron import (
@@ -43,6 +36,13 @@ from megatron_rl.seams.megatron import (
     tensors_of,
 )
 from megatron_rl.seams.transformer_engine import holding, keep_rounded
+from megatron_rl.weights.adapters import add_adapters, begin_pass, dropping, switched_off
+from megatron_rl.weights.check_shards import ShardProof
+from megatron_rl.weights.files import WeightSource
+from megatron_rl.weights.gather import iter_hf_weights
+from megatron_rl.weights.inventory import Key, local_weights
+from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.parallel import ParallelGroups
 
 # (number of the micro-batch, log-probs, entropy or None) -> (loss, metrics). The loss is this micro-batch's share of the
 # minibatch's loss, already divided by the whole minibatch's denominators. All tensors are float32 [scored tokens].

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.actor import fp8
 from megatron_rl.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
-from megatron_rl.config.stages import chunk_layers
+from megatron_rl.config.pipeline_split import chunk_layers
 from megatron_rl.models import Model, ModelDescription, padded_vocab_size
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import (
@@ -38,7 +38,7 @@ def transformer_config(description: ModelDescription, actor: ActorConfig, dtype:
     """
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_rl.models.gpt import ACTIVATIONS
+    from megatron_rl.modules.gpt import ACTIVATIONS
 
     activation = description.transformer["activation_func"]
     parallel, on_gpu = actor.parallel, device.has_gpu()

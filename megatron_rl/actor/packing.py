@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.data import TokenBatch
-from megatron_rl.images import PackedImages, PromptImages
-from megatron_rl.models.layers import held
-from megatron_rl.models.parallel import Axis
+from megatron_rl.data.batch import TokenBatch
+from megatron_rl.data.images import PackedImages, PromptImages
+from megatron_rl.modules.layers import held
+from megatron_rl.weights.parallel import Axis
 
 _FEW = 32  # sequences of a rank
 

@@ -12,9 +12,9 @@ from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.config.schema import Config
 from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.models.classifier import classifier_config, is_classifier
-from megatron_rl.models.files import WeightSource
-from megatron_rl.models.load import WithHead
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.weights.files import WeightSource
+from megatron_rl.weights.load import WithHead
 
 
 class RewardActor(Actor):

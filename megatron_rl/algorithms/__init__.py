@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         make_gradient_weight,
     )
     from megatron_rl.algorithms.shaping import add_column, overlong_penalty, signal_groups
-    from megatron_rl.data import RewardTable
+    from megatron_rl.data.rewards import RewardTable
 
 # Modules that need torch, and what of them is offered here: as above.
 _WITH_TORCH = {
@@ -48,7 +48,7 @@ _WITH_TORCH = {
     "algorithms.registry": "AdvantageEstimator GradientWeight list_advantage_estimators list_gradient_weights "
     "make_advantage_estimator make_gradient_weight",
     "algorithms.shaping": "add_column overlong_penalty signal_groups",
-    "data": "RewardTable",
+    "data.rewards": "RewardTable",
 }
 _HOMES = {name: f"megatron_rl.{module}" for module, names in _WITH_TORCH.items() for name in names.split()}
 

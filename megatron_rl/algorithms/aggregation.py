@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rl.base.messages import unknown_name
 from megatron_rl.config.algorithm import Aggregation
-from megatron_rl.names import unknown_name
 
 
 class Denominators(NamedTuple):

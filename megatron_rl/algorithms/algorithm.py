@@ -17,7 +17,7 @@ from megatron_rl.algorithms.registry import make_advantage_estimator, make_gradi
 from megatron_rl.algorithms.shaping import add_column, complete_groups, overlong_penalty, signal_groups, with_valid
 from megatron_rl.config.algorithm import AlgorithmConfig, check_algorithm
 from megatron_rl.config.load import algorithm_config
-from megatron_rl.data import RewardTable
+from megatron_rl.data.rewards import RewardTable
 from megatron_rl.methods import load_plugins
 from megatron_rl.methods.numerics import bounded_exp
 from megatron_rl.methods.ratios import REGIONS, regions

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.registry import AdvantageEstimator
-from megatron_rl.data import RewardTable
+from megatron_rl.data.rewards import RewardTable
 from megatron_rl.methods.groups import Groups
 
 

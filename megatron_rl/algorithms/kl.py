@@ -8,8 +8,8 @@ import typing
 import torch
 from torch import Tensor
 
+from megatron_rl.base.messages import unknown_name
 from megatron_rl.config.algorithm import KLEstimator
-from megatron_rl.names import unknown_name
 
 
 def kl_divergence(log_probs: Tensor, reference: Tensor, estimator: str) -> Tensor:

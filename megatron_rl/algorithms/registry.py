@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.data import RewardTable
+from megatron_rl.data.rewards import RewardTable
 from megatron_rl.methods import ESTIMATOR, WEIGHT, Estimate, Needs, check_method, get_method, list_methods
 from megatron_rl.methods.groups import Groups
 

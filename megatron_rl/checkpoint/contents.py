@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.convert.global_tensors import TorchDist
 from megatron_rl.checkpoint.convert.merged import stored_model
 from megatron_rl.checkpoint.convert.source import HFFolder, SourceModel, config_folder, is_megatron, megatron_folder
 from megatron_rl.models import read_hf_config
-from megatron_rl.models.files import DTYPE_NAMES, DTYPES, WeightSource
+from megatron_rl.weights.files import DTYPE_NAMES, DTYPES, WeightSource
 
 _BLOCK = 2**26  # bytes of a tensor compared at once
 

@@ -22,12 +22,12 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.gather import StandIns
 from megatron_rl.checkpoint.index import BACKEND
 from megatron_rl.checkpoint.manifest import StoredChunk
-from megatron_rl.models.adapters import adapters_in, sharded_adapters
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.host_memory import HostMemory
 from megatron_rl.seams import torch_dist
 from megatron_rl.seams.megatron import Chunk, Optimizer, State, buckets_in_place, save_planner
+from megatron_rl.weights.adapters import adapters_in, sharded_adapters
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper

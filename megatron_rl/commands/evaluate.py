@@ -24,8 +24,8 @@ from megatron_rl.commands.run_recipe import (
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe
 from megatron_rl.config.actor import LoRAConfig
 from megatron_rl.evaluation.harnesses import HARNESSES, programs
-from megatron_rl.launch.checks import check_recipe
 from megatron_rl.models import HFConfig, read_hf_config
+from megatron_rl.preflight.recipe import check_recipe
 from megatron_rl.runtime import exit_codes
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.names import ConfigError
+from megatron_rl.base.messages import ConfigError
 from megatron_rl.runtime import exit_codes
 
 if TYPE_CHECKING:

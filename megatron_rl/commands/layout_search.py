@@ -15,13 +15,13 @@ import yaml
 from megatron_rl.commands import step_time
 from megatron_rl.config import ConfigError, check, load_recipe
 from megatron_rl.config.load import as_tree, changes
-from megatron_rl.planner import GIB, PHASES, Plan
-from megatron_rl.predict.search import Found, Space, pareto
-from megatron_rl.predict.step import Predictor
+from megatron_rl.planning.memory import GIB, PHASES, Plan
+from megatron_rl.planning.search import Found, Space, pareto
+from megatron_rl.planning.time.step import Predictor
 from megatron_rl.runtime import disk, exit_codes
 
 if TYPE_CHECKING:
-    from megatron_rl.exact import RankMemory
+    from megatron_rl.planning.exact import RankMemory
 
 Exactly = Callable[[Found], list[tuple["RankMemory", Plan]]]
 
@@ -82,7 +82,7 @@ def _counted(found: Sequence[Found], exactly: Exactly, space: Space) -> list[Fou
         actor = repr(one.config.actor)
         if actor not in counted:
             counted[actor] = [memory for memory, _ in exactly(one)]
-        from megatron_rl.exact import on_rank  # after `exactly` has set what torch reads
+        from megatron_rl.planning.exact import on_rank  # after `exactly` has set what torch reads
 
         plans = [on_rank(one.plan, memory) for memory in counted[actor]]
         fullest = max(plans, key=lambda plan: max(map(plan.peak, PHASES)))

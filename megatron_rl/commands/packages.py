@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from megatron_rl.names import ConfigError
+from megatron_rl.base.messages import ConfigError
 
 # What `make setup` and `make setup-gpu` bring, by the names of their modules.
 _STACK = (

@@ -20,11 +20,11 @@ from megatron_rl.config.checks import smallest_world
 from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.registry import created_config
-from megatron_rl.planner import GIB, HOST_PHASES, PHASES, Plan, active_parameters, make_plan, total_parameters
+from megatron_rl.planning.memory import GIB, HOST_PHASES, PHASES, Plan, active_parameters, make_plan, total_parameters
 from megatron_rl.runtime import disk, exit_codes
 
 if TYPE_CHECKING:
-    from megatron_rl.exact import RankMemory
+    from megatron_rl.planning.exact import RankMemory
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -162,7 +162,7 @@ def _exactly(config: Config, given: HFConfig | None, plan: Plan, node: int) -> l
     from megatron_rl.seams import torch_compile
 
     torch_compile.leave_out()
-    from megatron_rl.exact import measure, on_rank
+    from megatron_rl.planning.exact import measure, on_rank
 
     return [(memory, on_rank(plan, memory)) for memory in measure(config, _hf_config(config, given), plan.world, node)]
 

@@ -9,11 +9,11 @@ import numpy as np
 
 from megatron_rl.commands.simulated import Goodput, Simulated, title
 from megatron_rl.commands.step_time import rate_of
-from megatron_rl.planner import GIB, HOST_PHASES, PHASES, Plan
-from megatron_rl.predict.step import StepTime
+from megatron_rl.planning.memory import GIB, HOST_PHASES, PHASES, Plan
+from megatron_rl.planning.simulation.failures import daly, young
+from megatron_rl.planning.simulation.steps import Job, Run
+from megatron_rl.planning.time.step import StepTime
 from megatron_rl.report.html import document, section, table, text
-from megatron_rl.simulation.failures import daly, young
-from megatron_rl.simulation.steps import Job, Run
 
 _STYLE = """
 .bar { display: flex; height: 1.5rem; border-radius: 4px; overflow: hidden; background: var(--line); position: relative }

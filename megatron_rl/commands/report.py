@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from megatron_rl.names import ConfigError
+from megatron_rl.base.messages import ConfigError
 from megatron_rl.runtime import disk, exit_codes
 
 _SILENT_SECONDS = 10  # a connection that says nothing for so long is closed

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron_rl.base.messages import count
 from megatron_rl.commands.packages import require_torch
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe, to_yaml
 from megatron_rl.config.actor_checks import parameters_in_fp8
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.config.inactive import check_overrides
-from megatron_rl.launch.checks import check_recipe
-from megatron_rl.names import count
+from megatron_rl.preflight.recipe import check_recipe
 from megatron_rl.runtime import disk, exit_codes, nvml, owner, stop, streams
 from megatron_rl.runtime.attempts import (
     ATTEMPT,
@@ -30,7 +30,7 @@ from megatron_rl.runtime.attempts import (
 from megatron_rl.runtime.spawn import Graces, Outcome, run_rank, run_ranks
 from megatron_rl.tasks import asks_hub
 
-IMPORTS = "megatron_rl.trainer.imports"  # what the process does that forks the ranks
+IMPORTS = "megatron_rl.trainer.rank.imports"  # what the process does that forks the ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -243,7 +243,7 @@ def _join(world: World, command: Sequence[str], config: Config, environment: Map
 
 
 def _rank(command: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "megatron_rl.trainer.main", *command]
+    return [sys.executable, "-m", "megatron_rl.trainer.rank.main", *command]
 
 
 def _report(outcome: Outcome) -> int:

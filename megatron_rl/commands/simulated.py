@@ -10,14 +10,14 @@ from functools import cache
 import numpy as np
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.planner import OPTIMIZER, WEIGHTS, Plan, total_parameters
-from megatron_rl.predict.generation import Decoding
-from megatron_rl.predict.kernels import host_seconds
-from megatron_rl.predict.lengths import LogNormal, Recorded, read_lengths
-from megatron_rl.predict.step import GENERATE, REWARD, SYNC, Predictor, StepTime
-from megatron_rl.simulation.engines import EngineSpeed
-from megatron_rl.simulation.failures import Day, Failures, Interval, daly, days, goodput, intervals, young
-from megatron_rl.simulation.steps import BEGUN, MODES, Job, Latency, Mode, Run, simulate
+from megatron_rl.planning.memory import OPTIMIZER, WEIGHTS, Plan, total_parameters
+from megatron_rl.planning.simulation.engines import EngineSpeed
+from megatron_rl.planning.simulation.failures import Day, Failures, Interval, daly, days, goodput, intervals, young
+from megatron_rl.planning.simulation.steps import BEGUN, MODES, Job, Latency, Mode, Run, simulate
+from megatron_rl.planning.time.generation import Decoding
+from megatron_rl.planning.time.kernels import host_seconds
+from megatron_rl.planning.time.lengths import LogNormal, Recorded, read_lengths
+from megatron_rl.planning.time.step import GENERATE, REWARD, SYNC, Predictor, StepTime
 
 _DAYS = 200  # simulated
 _NEAR = 32  # tokens of context in which passes are taken as equally long

@@ -11,11 +11,11 @@ import numpy as np
 
 from megatron_rl.config import Config, ConfigError, load_recipe
 from megatron_rl.models import Model
-from megatron_rl.planner import make_plan
-from megatron_rl.predict.calibrate import Run, calibrated
-from megatron_rl.predict.hardware import TABLES, Hardware, parse
-from megatron_rl.predict.lengths import Lengths, read_lengths
-from megatron_rl.predict.step import GENERATE, SYNC, UPDATE, Predictor, StepTime
+from megatron_rl.planning.memory import make_plan
+from megatron_rl.planning.time.calibrate import Run, calibrated
+from megatron_rl.planning.time.hardware import TABLES, Hardware, parse
+from megatron_rl.planning.time.lengths import Lengths, read_lengths
+from megatron_rl.planning.time.step import GENERATE, SYNC, UPDATE, Predictor, StepTime
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from megatron_rl.base.typed_params import Range
 from megatron_rl.config.keys import Count, CountOrNone, NonNegative, Positive, Ranks, Tokens, key
-from megatron_rl.parameters import Range
 
 Schedule = Literal["constant", "linear", "cosine"]
 

@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_rl.base.plugins import read_text
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.models import Model
 from megatron_rl.models.lora import targets_of
 from megatron_rl.models.rules import Dims
-from megatron_rl.user_files import read_text
 
 
 def check_actor(config: Config, command: str) -> Iterator[str]:

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
 
+from megatron_rl.base.typed_params import Range
 from megatron_rl.config.keys import CountOrNone, Finite, NonNegative, Share, Tokens, key, problems
 from megatron_rl.methods import ESTIMATOR, WEIGHT, check_method
-from megatron_rl.parameters import Range
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "mse", "k3", "abs"]

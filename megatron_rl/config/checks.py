@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
+from megatron_rl.base.messages import ConfigError, did_you_mean, show
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.actor_checks import check_actor, check_actor_machine, optimizers
 from megatron_rl.config.algorithm_checks import check_method_choice
@@ -28,7 +29,6 @@ from megatron_rl.config.rollout_checks import check_rollout, check_rollout_machi
 from megatron_rl.config.schema import PHASES, Config
 from megatron_rl.config.supervised_checks import check_supervised
 from megatron_rl.models import HFConfig
-from megatron_rl.names import ConfigError, did_you_mean, show
 
 _LONGEST_PATH, _LONGEST_NAME = 3500, 255  # bytes; Linux takes 4095 and 255
 _MOST_PROCESSES = 4096  # on one machine

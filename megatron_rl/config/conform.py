@@ -7,10 +7,10 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+from megatron_rl.base.messages import LARGEST, ConfigError, did_you_mean, nearest, shorten, show
 from megatron_rl.config import elsewhere
 from megatron_rl.config.keys import choices, entry_type, fields, unwrap
 from megatron_rl.config.schema import Config
-from megatron_rl.names import LARGEST, ConfigError, did_you_mean, nearest, shorten, show
 
 Tree: TypeAlias = dict[str, Any]  # a recipe as nested plain data
 MOST_LEVELS = 50  # of sections, mappings and lists in one another

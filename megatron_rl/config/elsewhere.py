@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_rl.names import leaves
+from megatron_rl.base.messages import leaves
 
 _ACTOR = "actor_rollout_ref."
 _OF_ACTOR = ("actor.", "rollout.", "ref.", "model.")

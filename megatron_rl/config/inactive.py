@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.base.messages import show
 from megatron_rl.config.actor import LoRAConfig
 from megatron_rl.config.algorithm_checks import reward_columns
 from megatron_rl.config.presets import get_preset
 from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
-from megatron_rl.names import show
 
 
 @dataclass(frozen=True)

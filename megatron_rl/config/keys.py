@@ -14,8 +14,8 @@ from dataclasses import Field, field
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from megatron_rl.names import did_you_mean
-from megatron_rl.parameters import Range, arms
+from megatron_rl.base.messages import did_you_mean
+from megatron_rl.base.typed_params import Range, arms
 
 T = TypeVar("T")
 _MEANING = "meaning"

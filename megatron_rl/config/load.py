@@ -17,15 +17,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from megatron_rl import shipped
+from megatron_rl.base import shipped
+from megatron_rl.base.messages import ConfigError, leaves, shorten, show
+from megatron_rl.base.plugins import MOST_VALUES, MOST_YAML_BYTES, expanded, read_text
 from megatron_rl.config.algorithm import AlgorithmConfig, MethodConfig
 from megatron_rl.config.conform import MOST_LEVELS, Tree, conform, type_at
 from megatron_rl.config.inactive import inactive
 from megatron_rl.config.keys import entry_type, fields, unwrap
 from megatron_rl.config.presets import get_preset
 from megatron_rl.config.schema import Config, RewardConfig, SupervisedConfig, TaskConfig
-from megatron_rl.names import ConfigError, leaves, shorten, show
-from megatron_rl.user_files import MOST_VALUES, MOST_YAML_BYTES, expanded, read_text
 
 Section = typing.TypeVar("Section")
 

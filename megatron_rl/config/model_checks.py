@@ -7,24 +7,24 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_rl.base.messages import show
+from megatron_rl.base.plugins import read_text
+from megatron_rl.base.shipped import missing
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.actor_checks import check_actor_model, check_adapter
 from megatron_rl.config.evaluation_checks import runs_harness
 from megatron_rl.config.keys import problems
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
+from megatron_rl.config.pipeline_split import stage_layers
 from megatron_rl.config.published import published_config
 from megatron_rl.config.rollout_checks import check_rollout_model
 from megatron_rl.config.schema import Config
-from megatron_rl.config.stages import stage_layers
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.classifier import is_classifier
 from megatron_rl.models.lora import check_lora
 from megatron_rl.models.qwen2_5_vl import IMAGE_WORDS
 from megatron_rl.models.registry import created_config
 from megatron_rl.models.rules import shard_shape
-from megatron_rl.names import show
-from megatron_rl.shipped import missing
-from megatron_rl.user_files import read_text
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")

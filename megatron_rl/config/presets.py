@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 
-from megatron_rl.names import unknown_name
+from megatron_rl.base.messages import unknown_name
 
 Section = dict[str, object]
 

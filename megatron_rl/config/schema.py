@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
 
+from megatron_rl.base.typed_params import Range
 from megatron_rl.config.actor import ActorConfig, OptimizerConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.keys import (
@@ -29,7 +30,6 @@ from megatron_rl.config.keys import (
     key,
 )
 from megatron_rl.config.model import ModelConfig
-from megatron_rl.parameters import Range
 
 
 # ------------------------------------------------------------------------------------------------- tasks and rewards

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import EndpointConfig
-from megatron_rl.data import Rollout, Sample
+from megatron_rl.data.rollout import Rollout
+from megatron_rl.data.sample import Sample
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
 from megatron_rl.runtime import fetch, http
 from megatron_rl.runtime.calls import event_loop

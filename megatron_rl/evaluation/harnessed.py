@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megatron_rl.config.schema import Config
-from megatron_rl.evaluation import kept
+from megatron_rl.evaluation import response_log as kept
 from megatron_rl.evaluation.endpoint import find_server
 from megatron_rl.evaluation.harnesses import HARNESSES, Graded, Job, programs, version
 from megatron_rl.evaluation.run import Answers, Log, resume_responses, write_evaluation

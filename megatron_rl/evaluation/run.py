@@ -11,8 +11,9 @@ from typing import Protocol
 from rich.console import Console
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data import Outcome, Rollout, Sample
-from megatron_rl.evaluation import kept
+from megatron_rl.data.rollout import Outcome, Rollout
+from megatron_rl.data.sample import Sample
+from megatron_rl.evaluation import response_log as kept
 from megatron_rl.evaluation.output import results_table, write_results
 from megatron_rl.evaluation.samples import write_responses
 from megatron_rl.evaluation.statistics import Interval

@@ -8,8 +8,9 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_rl.data import Rollout, Sample
-from megatron_rl.images import PromptImages, fingerprint, open_image
+from megatron_rl.data.images import PromptImages, fingerprint, open_image
+from megatron_rl.data.rollout import Rollout
+from megatron_rl.data.sample import Sample
 from megatron_rl.runtime import disk
 
 _PICTURE = 384  # pixels of an image's longer side, at most

@@ -13,8 +13,10 @@ import numpy as np
 
 from megatron_rl.config.algorithm_checks import reward_columns
 from megatron_rl.config.schema import Config
-from megatron_rl.data import Rollout, Sample
-from megatron_rl.evaluation import kept
+from megatron_rl.data.rollout import Rollout
+from megatron_rl.data.sample import Sample
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.evaluation import response_log as kept
 from megatron_rl.evaluation.endpoint import FailedRequest, Server, complete, find_server
 from megatron_rl.evaluation.run import Log, answer_tasks, resume_responses, seed_step, write_evaluation
 from megatron_rl.rewards import RewardError, Scorer
@@ -22,7 +24,6 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import exit_codes
 from megatron_rl.runtime.http import EndpointError
 from megatron_rl.tasks.loading import load_prompts
-from megatron_rl.tokenizer import Tokenizer
 
 _SHOWN = 3  # reasons of failed requests that are printed
 

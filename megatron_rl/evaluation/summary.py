@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data import Outcome, Sample
+from megatron_rl.data.rollout import Outcome
+from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.pairwise import controlled_win_rate, win_rate
 from megatron_rl.evaluation.statistics import Interval, combine, mean, pass_at_k, sampling_error
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import nemo_run as run
 
 import megatron_rl
+from megatron_rl.base.shipped import find_recipe
 from megatron_rl.launch import nemo, plan
 from megatron_rl.launch.package import name_in
 from megatron_rl.launch.plan import LaunchError, Task
 from megatron_rl.launch.site import read_site
-from megatron_rl.shipped import find_recipe
 
 NAMESPACE = "megatron_rl"
 ROOT = Path(megatron_rl.__file__).parents[1]

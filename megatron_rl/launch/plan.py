@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError, Machine, load_recipe
-from megatron_rl.launch.checks import check_recipe
+from megatron_rl.preflight.recipe import check_recipe
 
 _MISSING = "does not exist|[Nn]o such file"  # in a problem with a path
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from megatron_rl.names import unknown_name
-from megatron_rl.parameters import Params, Range, arms, check_types, hints_of
-from megatron_rl.user_files import is_module_name, load_file
+from megatron_rl.base.messages import unknown_name
+from megatron_rl.base.plugins import is_module_name, load_file
+from megatron_rl.base.typed_params import Params, Range, arms, check_types, hints_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from megatron_rl.methods.numerics import rounding_unit, safe_divide
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_rl.data import RewardTable
+    from megatron_rl.data.rewards import RewardTable
 
 _LARGEST_REWARD = 1e100  # squares of differences stay finite in float64
 _UNIT, _UNIT_FLOAT32 = 2.0**-52, 2.0**-23  # relative rounding units

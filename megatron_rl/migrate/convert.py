@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import yaml
 
+from megatron_rl.base.messages import ConfigError, show
 from megatron_rl.config import elsewhere
 from megatron_rl.config.keys import fields, unwrap
 from megatron_rl.config.schema import Config
 from megatron_rl.migrate import common, nemo_rl, trl, verl
 from megatron_rl.migrate.draft import Draft
 from megatron_rl.migrate.read import Flat, read
-from megatron_rl.names import ConfigError, show
 
 _CONVERTERS: dict[str, Callable[[Draft], None]] = {"verl": verl.convert, "nemo": nemo_rl.convert, "trl": trl.convert}
 _WIDTH = 120

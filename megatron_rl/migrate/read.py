@@ -13,8 +13,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.names import ConfigError, leaves
-from megatron_rl.user_files import read_text
+from megatron_rl.base.messages import ConfigError, leaves
+from megatron_rl.base.plugins import read_text
 
 Flat = dict[str, Any]  # dotted key to value; lists and empty mappings are values
 _MOST_BYTES = 2**22

@@ -71,7 +71,7 @@ class ModelDescription:
 
 def build_gpt(description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> Chunk:
     """The module of a Llama-like decoder, see `gpt.build`; torch and Megatron-Core are imported here."""
-    from megatron_rl.models import gpt
+    from megatron_rl.modules import gpt
 
     return gpt.build(description, config, vocab_size, vp_stage)
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatron_rl.base.messages import did_you_mean
 from megatron_rl.models.family import Family, Model, ModelDescription
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.rules import HFTensor, Rule, Sharding
-from megatron_rl.names import did_you_mean
 
 if TYPE_CHECKING:
     from megatron_rl.config.actor import LoRAConfig

@@ -181,7 +181,7 @@ def _rules(config: HFConfig) -> tuple[Rule, ...]:
 
 
 def _build(description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> Chunk:
-    from megatron_rl.models import vision
+    from megatron_rl.modules import vision
 
     return vision.build(description, config, vocab_size, vp_stage)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TypedDict
 
-from megatron_rl.names import count
+from megatron_rl.base.messages import count
 
 FAILED, WARNING = "failed", "warning"
 Problems = Iterator[tuple[str, str]]  # (level, sentence)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NotRequired, TypedDict
 
-from megatron_rl.names import ConfigError, leaves
+from megatron_rl.base.messages import ConfigError, leaves
 from megatron_rl.report.status import attempts_of, no_run, read_recipe
 from megatron_rl.runtime.disk import json_lines
 

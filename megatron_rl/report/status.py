@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.base.messages import ConfigError
+from megatron_rl.base.plugins import read_yaml
 from megatron_rl.checkpoint import manifest
-from megatron_rl.names import ConfigError
 from megatron_rl.runtime import disk, exit_codes, postmortem, process
 from megatron_rl.runtime.attempts import END, REFUSED
 from megatron_rl.runtime.heartbeat import END as END_PHASE
 from megatron_rl.runtime.heartbeat import Beat, beat_interval, heartbeats
-from megatron_rl.user_files import read_yaml
 
 _SHOWN_RUNS = 8  # of those in a folder that is none
 SILENT_SECONDS = 90.0  # without a heartbeat: six of the slowest beats

@@ -42,7 +42,7 @@ def as_rank(command: str, run_dir: str, kill: Kill | None, others: Callable[[], 
     scramble()
     if kill is not None and os.environ["RANK"] == "0":
         arm(kill, others)
-    from megatron_rl.trainer.main import main as run_rank
+    from megatron_rl.trainer.rank.main import main as run_rank
 
     return run_rank(command, run_dir, str(Path(run_dir) / "recipe.yaml"), "auto")
 

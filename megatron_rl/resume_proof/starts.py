@@ -78,8 +78,6 @@ def forge() -> int:
     from megatron.core import dist_checkpointing, models, optimizer  # noqa: F401
     from vllm import LLM, SamplingParams  # noqa: F401
 
-    from megatron_rl.trainer import loop, main, run, sft  # noqa: F401
-
     for line in sys.stdin:
         command, run_dir, processes, kill = json.loads(line)
         print(_fork_ranks(command, run_dir, processes, Kill(**kill) if kill else None), flush=True)

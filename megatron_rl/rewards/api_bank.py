@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from megatron_rl.data.sample import Call
 from megatron_rl.rewards.kinds import UNIT, InlineReward, SampleMapping
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.tool_calls import equal
 from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, as_call, json_lines, load_json, parse_tool_calls
-from megatron_rl.sample import Call
 
 
 @register_reward("api_bank")

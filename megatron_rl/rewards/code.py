@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, ClassVar
 
-from megatron_rl.parameters import NonNegative, Range
+from megatron_rl.base.typed_params import NonNegative, Range
 from megatron_rl.rewards.kinds import UNIT, PooledReward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.sandbox import Limits, run_program

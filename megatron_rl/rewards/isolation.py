@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, BinaryIO, Unpack
 
-from megatron_rl.parameters import Range
+from megatron_rl.base.typed_params import Range
 from megatron_rl.rewards import sandbox_child
 from megatron_rl.rewards.kinds import ANY, Bounds, Declared, PooledReward, SampleMapping, Score, ScoreFunction
 

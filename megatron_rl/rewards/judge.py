@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_rl import shipped
+from megatron_rl.base import shipped
 from megatron_rl.config.schema import ServerConfig
+from megatron_rl.data.sample import Prompt, SampleMapping
 from megatron_rl.rewards.kinds import UNIT, Bounds
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply
-from megatron_rl.sample import Prompt, SampleMapping
 
 Chat = list[dict[str, str]]
 TIERS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)

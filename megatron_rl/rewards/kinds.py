@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypedDict, Unpack
 
+from megatron_rl.data.sample import SampleMapping
 from megatron_rl.runtime.calls import call_pool
-from megatron_rl.sample import SampleMapping
 
 Score = float | Mapping[str, float] | None
 NumberFunction = Callable[[str, SampleMapping], float]  # of completion and sample

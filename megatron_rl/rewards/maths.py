@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from megatron_rl.config.keys import Finite
-from megatron_rl.rewards.golds import doubtful_golds
+from megatron_rl.rewards.gold_checks import doubtful_golds
 from megatron_rl.rewards.isolation import Isolated, IsolatedReward, Timeout
 from megatron_rl.rewards.kinds import UNIT, SampleMapping, stopped
 from megatron_rl.rewards.registry import register_reward

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeAlias
 
-from megatron_rl.names import unknown_name
+from megatron_rl.base.messages import unknown_name
 from megatron_rl.rewards.isolation import Isolated, IsolatedReward, Timeout
 from megatron_rl.rewards.kinds import UNIT, SampleMapping, stopped
 from megatron_rl.rewards.registry import register_reward

@@ -2,7 +2,7 @@
 
 A factory makes a reward from a recipe's parameters: one of the kinds in `kinds.py`, or a plain function of completion and
 sample, which becomes an `InlineReward`. It imports nothing heavy and raises ValueError on a bad parameter, so recipes are
-checked by making their rewards. Parameters are checked against the factory's annotations (`parameters.py`).
+checked by making their rewards. Parameters are checked against the factory's annotations (`base/typed_params.py`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megatron_rl.base.messages import unknown_name
+from megatron_rl.base.plugins import load_function
+from megatron_rl.base.typed_params import check_types
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.names import unknown_name
-from megatron_rl.parameters import check_types
 from megatron_rl.rewards.kinds import CALL_SECONDS, InlineReward, PooledReward, Reward, ScoreFunction
-from megatron_rl.user_files import load_function
 
 Factory = Callable[..., ScoreFunction]
 

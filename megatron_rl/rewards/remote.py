@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
+from megatron_rl.base.typed_params import Range
 from megatron_rl.config.keys import Finite
 from megatron_rl.config.schema import ServerConfig
-from megatron_rl.parameters import Range
 from megatron_rl.rewards.kinds import Bounds, Remark, Reward, SampleMapping, Score
 from megatron_rl.runtime.calls import event_loop
 from megatron_rl.runtime.disk import make_inside

@@ -10,17 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
+from megatron_rl.base.typed_params import Range
 from megatron_rl.config.keys import Finite
 from megatron_rl.config.schema import ServerConfig
+from megatron_rl.data.sample import Message, Prompt
+from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.models import read_hf_config
 from megatron_rl.models.classifier import num_labels
-from megatron_rl.parameters import Range
 from megatron_rl.rewards.judge import as_text
 from megatron_rl.rewards.kinds import ANY, UNIT, Bounds, InlineReward, Reward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, Nonsense, RemoteReward, Reply
-from megatron_rl.sample import Message, Prompt
-from megatron_rl.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Fast

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.data.sample import Sample, SampleMapping
 from megatron_rl.rewards.kinds import InlineReward, PooledReward, Remark, Reward, Score
 from megatron_rl.rewards.registry import check_rewards, columns_of
 from megatron_rl.rewards.remote import Counts, RemoteReward, Verdict
 from megatron_rl.runtime.calls import CallTimeout
-from megatron_rl.sample import Sample, SampleMapping
 
 _PACKAGE = Path(__file__).parents[1]
 _STANDARD_LIBRARY = Path(os.__file__).parent

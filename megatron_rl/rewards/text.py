@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from megatron_rl.parameters import NonNegative
+from megatron_rl.base.typed_params import NonNegative
 from megatron_rl.rewards.kinds import UNIT, InlineReward, SampleMapping, stopped
 from megatron_rl.rewards.registry import register_reward
 

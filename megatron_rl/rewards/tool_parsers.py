@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
-from megatron_rl.sample import Call
+from megatron_rl.data.sample import Call
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"

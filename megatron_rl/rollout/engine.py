@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.config.actor import LoRAConfig
 from megatron_rl.config.schema import Config, RolloutConfig
-from megatron_rl.images import ImageReader, PromptImages
+from megatron_rl.data.images import ImageReader, PromptImages
 from megatron_rl.models import Model, fp8, model_of, read_hf_config
 from megatron_rl.models.lora import engine_options, targets_of
 from megatron_rl.rollout import environment

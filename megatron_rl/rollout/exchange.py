@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.data import Rollout, Rollouts, Segment
+from megatron_rl.data.rollout import Rollout, Rollouts, Segment
 from megatron_rl.runtime.distributed import Grid
 
 # Id, log-prob, whether it was sampled; prompts stay where they are: every rank has them. Experts go with all tokens.

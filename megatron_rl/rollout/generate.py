@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from megatron_rl.data import FACTS, Rollout, Rollouts, Sample
+from megatron_rl.data.rollout import FACTS, Rollout, Rollouts
+from megatron_rl.data.sample import Sample
+from megatron_rl.rollout.dispatch import HandOut, longest_first
 from megatron_rl.rollout.engine import Engine, EngineError, Request
-from megatron_rl.rollout.handout import HandOut, longest_first
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
 
 _DIGEST = 8  # bytes

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.config.schema import Config
-from megatron_rl.data import TokenBatch
-from megatron_rl.images import PromptImages
-from megatron_rl.models.gather import iter_hf_weights
-from megatron_rl.models.placement import ActorLayout, EngineLayout, unplaced
-from megatron_rl.models.reshard import BUCKET_BYTES, Plan, make_plan
+from megatron_rl.data.batch import TokenBatch
+from megatron_rl.data.images import PromptImages
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.transfer import SyncError, Transfer
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.weights.gather import iter_hf_weights
+from megatron_rl.weights.layouts import ActorLayout, EngineLayout, unplaced
+from megatron_rl.weights.plan import BUCKET_BYTES, Plan, make_plan
+from megatron_rl.weights.transfer import SyncError, Transfer
 
 # Of the mean over tokens. Two sets of kernels in bf16 differ by a heavy-tailed error, whose largest value over thousands of
 # tokens is no criterion; with experts a router's choice may tip by rounding. Not calibrated on a GPU yet.

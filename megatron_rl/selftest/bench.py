@@ -18,13 +18,13 @@ from megatron_rl.config import Config, Machine, check, load_recipe
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.config.model import CreateModelConfig
-from megatron_rl.data import TokenBatch
+from megatron_rl.data.batch import TokenBatch
 from megatron_rl.models import read_hf_config
-from megatron_rl.models.create import create_model, random_weights, write_tokenizer
-from megatron_rl.models.files import save_tensors
 from megatron_rl.models.qwen3 import created_config
 from megatron_rl.runtime import device, distributed
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.weights.create import create_model, random_weights, write_tokenizer
+from megatron_rl.weights.files import save_tensors
 
 Figures = dict[str, float | str]
 

@@ -25,7 +25,7 @@ def main(name: str, folder: Path) -> int:
 
     from megatron_rl.runtime import distributed
     from megatron_rl.selftest.bench import Bench, Surprise
-    from megatron_rl.trainer.main import quiet_known_warnings
+    from megatron_rl.trainer.rank.main import quiet_known_warnings
 
     quiet_known_warnings()
     torch.manual_seed(0)

@@ -16,13 +16,13 @@ from megatron_rl.actor.build import DTYPES
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.models import model_of, read_hf_config
-from megatron_rl.models.files import MadeWeights
 from megatron_rl.rollout.engine import Engine, Request
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sync import WeightSync
 from megatron_rl.runtime import device
 from megatron_rl.selftest.bench import SHAPE, Bench, Figures, sequences
 from megatron_rl.selftest.bench import update as step
+from megatron_rl.weights.files import MadeWeights
 
 # Qwen3-8B's layers, 8 of its 36; with its output layer tied to the embedding, so that training it fits into 80 GB.
 _8B = CreateModelConfig(

@@ -11,9 +11,9 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from megatron_rl.base.messages import unknown_name
+from megatron_rl.base.typed_params import Params, check_params
 from megatron_rl.config.keys import Share
-from megatron_rl.names import unknown_name
-from megatron_rl.parameters import Params, check_params
 from megatron_rl.tasks.tool_world import toolrl_response
 
 Fields: TypeAlias = Mapping[str, Any]  # of a sample, by the keys of its source

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.base.plugins import load_function, require_regular
+from megatron_rl.base.shipped import missing
+from megatron_rl.base.typed_params import check_types
 from megatron_rl.config.schema import TaskConfig, TasksConfig
-from megatron_rl.parameters import check_types
-from megatron_rl.shipped import missing
-from megatron_rl.user_files import load_function, require_regular
 
 Row = dict[str, object]
 Rows = Iterator[tuple[str, Row]]  # (file and line, for messages; row)

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import Config, TaskConfig, TasksConfig
-from megatron_rl.images import ImageReader, Source, fingerprint
-from megatron_rl.sample import Prompt, Sample
-from megatron_rl.tasks.columns import Item
+from megatron_rl.data.images import ImageReader, Source, fingerprint
+from megatron_rl.data.sample import Prompt, Sample
+from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.tasks.demonstrations import make_writer
-from megatron_rl.tasks.marks import mark_images, place_images
+from megatron_rl.tasks.image_placeholders import mark_images, place_images
+from megatron_rl.tasks.row_mapping import Item
 from megatron_rl.tasks.sources import SPLIT, items_of
 from megatron_rl.tasks.templates import fill
-from megatron_rl.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

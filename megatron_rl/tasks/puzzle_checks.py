@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.names import show
-from megatron_rl.parameters import Params, check_types
+from megatron_rl.base.messages import show
+from megatron_rl.base.typed_params import Params, check_types
 
 _OWN_FIELDS = {"prompt", "question", "source_dataset", "source_params"}  # of every dataset's items
 

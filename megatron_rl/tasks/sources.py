@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.seams import reasoning_gym
-from megatron_rl.tasks.bars import bars_items
-from megatron_rl.tasks.columns import Item, file_items
+from megatron_rl.tasks.bar_charts import bars_items
 from megatron_rl.tasks.files import huggingface_rows, jsonl_rows, own_rows, parquet_rows
+from megatron_rl.tasks.row_mapping import Item, file_items
 from megatron_rl.tasks.tool_world import tool_world_items
 
 SPLIT = "split"  # the source that draws prompts from a train task

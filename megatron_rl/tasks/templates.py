@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from string import Formatter
 
-from megatron_rl.names import unknown_name
+from megatron_rl.base.messages import unknown_name
 
 COMPACT = "compact"
 _WIDEST = 10_000  # characters of one field, if its text is shorter

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
+from megatron_rl.base.typed_params import Params, Range, check_params
 from megatron_rl.config.schema import TaskConfig
-from megatron_rl.parameters import Params, Range, check_params
-from megatron_rl.sample import Call
-from megatron_rl.tasks.columns import Item
+from megatron_rl.data.sample import Call
+from megatron_rl.tasks.row_mapping import Item
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.models.export import export_hf, export_peft
-from megatron_rl.models.files import companions
 from megatron_rl.models.hf_config import JSON, HFConfig, with_dtype
 from megatron_rl.runtime import device, provenance
 from megatron_rl.runtime.distributed import Grid
@@ -29,6 +27,8 @@ from megatron_rl.trainer import adapters
 from megatron_rl.trainer.adapters import AdapterFacts
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.report import Reporter
+from megatron_rl.weights.export import export_hf, export_peft
+from megatron_rl.weights.files import companions
 
 
 @dataclass(frozen=True)

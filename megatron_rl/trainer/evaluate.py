@@ -9,8 +9,9 @@ from pathlib import Path
 
 from megatron_rl.checkpoint import store
 from megatron_rl.checkpoint.store import CheckpointError
-from megatron_rl.data import Outcome, Rollout, Sample
-from megatron_rl.evaluation import kept
+from megatron_rl.data.rollout import Outcome, Rollout
+from megatron_rl.data.sample import Sample
+from megatron_rl.evaluation import response_log as kept
 from megatron_rl.evaluation.run import Answers, answer_tasks, resume_responses, seed_step, write_evaluation
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.trainer import adapters

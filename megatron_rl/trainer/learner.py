@@ -16,7 +16,9 @@ from megatron_rl.algorithms.aggregation import Denominators
 from megatron_rl.algorithms.kl import sequence_kl
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.schema import Config
-from megatron_rl.data import RewardTable, Rollout, Rollouts, TokenBatch, TrainBatch
+from megatron_rl.data.batch import TokenBatch, TrainBatch
+from megatron_rl.data.rewards import RewardTable
+from megatron_rl.data.rollout import Rollout, Rollouts
 from megatron_rl.rollout.exchange import exchange
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.trainer.minibatch import Minibatch, PolicyTokens, minibatches, train_batch, trained_rows

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from megatron_rl.data import RewardTable, Rollouts
+from megatron_rl.data.rewards import RewardTable
+from megatron_rl.data.rollout import Rollouts
 
 
 def reward_metrics(table: RewardTable) -> dict[str, float]:

@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms import StepEstimate
 from megatron_rl.algorithms.aggregation import Denominators
-from megatron_rl.data import Rollout, Rollouts, TokenBatch, TrainBatch
+from megatron_rl.data.batch import TokenBatch, TrainBatch
+from megatron_rl.data.rollout import Rollout, Rollouts
 
 
 @dataclass

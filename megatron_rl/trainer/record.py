@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithms import StepEstimate
-from megatron_rl.data import RewardTable, Rollouts
+from megatron_rl.data.rewards import RewardTable
+from megatron_rl.data.rollout import Rollouts
 from megatron_rl.runtime.distributed import Grid
 from megatron_rl.trainer.minibatch import Minibatch, trained_rows
 

@@ -16,7 +16,8 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_rl.config.schema import Config, SupervisedConfig
-from megatron_rl.data import Rollout, Sample
+from megatron_rl.data.rollout import Rollout
+from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.samples import write_samples
 from megatron_rl.report import read_run, render
 from megatron_rl.report.run import shown_evaluations

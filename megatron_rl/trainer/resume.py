@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.base.plugins import read_yaml
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import as_tree, changes
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.models import HFConfig
-from megatron_rl.models.files import companions
 from megatron_rl.runtime import disk
 from megatron_rl.trainer import adapters
 from megatron_rl.trainer.checkpoints import State, model_facts
 from megatron_rl.trainer.run import Run
-from megatron_rl.user_files import read_yaml
+from megatron_rl.weights.files import companions
 
 IDENTITY = "run_id"  # in the run folder: what tells this run's checkpoints from those of another one
 # Files of a model folder that give token numbers their meaning; others, like chat templates, shape prompts only.

@@ -11,7 +11,7 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.preference import bradley_terry_loss
-from megatron_rl.data import TokenBatch
+from megatron_rl.data.batch import TokenBatch
 from megatron_rl.runtime import device
 from megatron_rl.tasks.preferences import Pair
 from megatron_rl.trainer.run import Run

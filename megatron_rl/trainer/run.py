@@ -11,9 +11,8 @@ from megatron_rl.actor.reward import RewardActor
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.config.schema import Config, SupervisedConfig
-from megatron_rl.images import ImageReader
+from megatron_rl.data.images import ImageReader
 from megatron_rl.models import model_of, read_hf_config
-from megatron_rl.models.create import create_model, differences
 from megatron_rl.rewards import Scorer
 from megatron_rl.rollout import environment
 from megatron_rl.runtime.disk import next_previous
@@ -27,6 +26,7 @@ from megatron_rl.trainer.checkpoints import Checkpoints, State
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.sampler import Sampler
+from megatron_rl.weights.create import create_model, differences
 
 
 @dataclass

@@ -13,7 +13,10 @@ import torch
 from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms.shaping import signal_groups
 from megatron_rl.config.schema import Config
-from megatron_rl.data import RewardTable, Rollout, Rollouts, Sample
+from megatron_rl.data.rewards import RewardTable
+from megatron_rl.data.rollout import Rollout, Rollouts
+from megatron_rl.data.sample import Sample
+from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards import Scorer, ScoringStats
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.exchange import exchange
@@ -24,7 +27,6 @@ from megatron_rl.runtime.distributed import Grid
 from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.tasks import Order, Prompts, make_order
-from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer.report import Reporter
 
 

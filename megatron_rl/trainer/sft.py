@@ -11,10 +11,11 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms.metrics import Metrics
-from megatron_rl.data import Sample, TokenBatch
-from megatron_rl.images import PromptImages
+from megatron_rl.data.batch import TokenBatch
+from megatron_rl.data.images import PromptImages
+from megatron_rl.data.sample import Sample
+from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.tasks.loading import refuse_long
-from megatron_rl.tokenizer import Tokenizer
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.supervised import run_stage, train_stage

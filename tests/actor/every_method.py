@@ -26,7 +26,7 @@ from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.algorithm import Aggregation, Ratio
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import Config
-from megatron_rl.data import TokenBatch
+from megatron_rl.data.batch import TokenBatch
 
 SHAPE = CreateModelConfig(
     layers=1,

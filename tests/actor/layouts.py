@@ -14,8 +14,8 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.config.actor import OptimizerConfig, ParallelConfig
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import Config
-from megatron_rl.data import TokenBatch, TrainBatch
-from megatron_rl.models.create import create_model
+from megatron_rl.data.batch import TokenBatch, TrainBatch
+from megatron_rl.weights.create import create_model
 from tests.models import seeing, tiny
 
 SHAPE = CreateModelConfig(layers=6, hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96, vocab_size=61)

@@ -18,13 +18,13 @@ from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.actor import LoRAConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import Config
-from megatron_rl.data import TokenBatch
-from megatron_rl.models.adapters import adapters_in, begin_pass, dropping
-from megatron_rl.models.export import export_hf, export_peft
-from megatron_rl.models.files import SafetensorsFolder, save_tensors
-from megatron_rl.models.gather import iter_hf_weights
-from megatron_rl.models.load import load_hf_weights
+from megatron_rl.data.batch import TokenBatch
 from megatron_rl.runtime import device, distributed
+from megatron_rl.weights.adapters import adapters_in, begin_pass, dropping
+from megatron_rl.weights.export import export_hf, export_peft
+from megatron_rl.weights.files import SafetensorsFolder, save_tensors
+from megatron_rl.weights.gather import iter_hf_weights
+from megatron_rl.weights.load import load_hf_weights
 from tests.models import seeing, tiny
 
 from .layouts import make_batch

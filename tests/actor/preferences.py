@@ -11,9 +11,9 @@ from megatron_rl.actor.reward import RewardActor
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.config.actor import OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import Config
-from megatron_rl.models.export import export_hf
 from megatron_rl.tasks.preferences import Pair
 from megatron_rl.trainer.reward_model import preference_metrics, preference_step
+from megatron_rl.weights.export import export_hf
 
 from .layouts import Layout
 

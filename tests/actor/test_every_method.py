@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import aggregate_loss, make_gradient_weight
-from megatron_rl.models.create import create_model
+from megatron_rl.weights.create import create_model
 from tests.tolerance import differing
 
 from .every_method import COMBINATIONS, LONGEST, SHAPE, SOME, make_rollouts, run_steps

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.models.files import SafetensorsFolder
+from megatron_rl.weights.files import SafetensorsFolder
 from tests.tolerance import RELATIVE, differing
 
 from .layouts import LINEAR_ADAM, MODES, Layout, distance, make_models, run_layouts

@@ -16,7 +16,8 @@ from megatron_rl.actor.packing import (
     pack,
     plan,
 )
-from megatron_rl.data import Rollout, Segment, TokenBatch
+from megatron_rl.data.batch import TokenBatch
+from megatron_rl.data.rollout import Rollout, Segment
 
 CPU = torch.device("cpu")
 BUDGET = 40

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
 from megatron_rl.config.model import CreateModelConfig
-from megatron_rl.models.create import create_model
 from megatron_rl.runtime import device
 from megatron_rl.seams import megatron
+from megatron_rl.weights.create import create_model
 from tests.checkpoint import ranks
 from tests.checkpoint.ranks import Layout
 

@@ -20,10 +20,10 @@ from megatron_rl.algorithms import (
     make_algorithm,
     make_gradient_weight,
 )
+from megatron_rl.base.typed_params import Range
 from megatron_rl.config.load import algorithm_config
 from megatron_rl.config.presets import PRESETS, get_preset
 from megatron_rl.methods import ESTIMATOR, WEIGHT, catalogue, check_method, get_method, load_plugins
-from megatron_rl.parameters import Range
 
 CONTRACT = {
     "grpo": {"ddof": 1, "eps": 1e-6},

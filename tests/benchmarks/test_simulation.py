@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.simulation import Recorded, fit
-from megatron_rl.predict.lengths import LogNormal
+from megatron_rl.planning.time.lengths import LogNormal
 
 
 def test_the_speed_behind_the_times_is_found() -> None:

@@ -31,8 +31,8 @@ from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.config.model import CreateModelConfig
-from megatron_rl.models.create import create_model
 from megatron_rl.runtime.distributed import Grid
+from megatron_rl.weights.create import create_model
 from tests.actor.layouts import SHAPE
 from tests.checkpoint import ranks
 from tests.checkpoint.ranks import Layout

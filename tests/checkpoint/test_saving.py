@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron_rl.checkpoint import manifest, store
-from megatron_rl.models.files import whole_folder
+from megatron_rl.weights.files import whole_folder
 from tests.actor.layouts import make_models
 from tests.actor.processes import spawn
 from tests.checkpoint.hostile import HIDING_PLACES

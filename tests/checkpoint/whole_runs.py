@@ -16,13 +16,13 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config import Config, check, load_recipe
 from megatron_rl.config.checks import Machine
-from megatron_rl.data import RewardTable
+from megatron_rl.data.rewards import RewardTable
 from megatron_rl.runtime import distributed
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.trainer.checkpoints import State
 from megatron_rl.trainer.evaluate import evaluate_only
 from megatron_rl.trainer.loop import train
-from megatron_rl.trainer.main import agree
+from megatron_rl.trainer.rank.main import agree
 from megatron_rl.trainer.resume import load_checkpoint
 from megatron_rl.trainer.run import Run, build_run
 from megatron_rl.trainer.sft import sft, warm_up

@@ -13,9 +13,9 @@ import yaml
 
 from megatron_rl.cli import main
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.data.sample import Sample
 from megatron_rl.rewards import RewardError
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.sample import Sample
 from tests.config.conftest import RECIPE
 
 Say = Callable[..., str]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.config.stages import chunk_layers, stage_layers
+from megatron_rl.config.pipeline_split import chunk_layers, stage_layers
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.base.messages import ConfigError
+from megatron_rl.base.plugins import read_yaml
 from megatron_rl.config.actor_checks import _is_same_model
-from megatron_rl.models.files import INDEX, SafetensorsFolder, read_header
-from megatron_rl.names import ConfigError
 from megatron_rl.report.status import read_recipe
-from megatron_rl.user_files import read_yaml
+from megatron_rl.weights.files import INDEX, SafetensorsFolder, read_header
 
 
 def bomb() -> str:

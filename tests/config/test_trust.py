@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.models import read_hf_config
 
 ROOT = Path(__file__).parents[2]
-OWN_CLASS = {"megatron_rl/images.py"}  # a class by name, which imports nothing else
+OWN_CLASS = {"megatron_rl/data/images.py"}  # a class by name, which imports nothing else
 
 
 @pytest.mark.parametrize("package", ["megatron_rl", "tools", "benchmarks"])

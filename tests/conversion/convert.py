@@ -11,7 +11,7 @@ from megatron_rl.checkpoint.convert import jobs
 from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
-from megatron_rl.models.files import SafetensorsFolder
+from megatron_rl.weights.files import SafetensorsFolder
 
 
 def to_megatron(hf: Path, target: Path, layout: Layout = Layout(), **options: Any) -> ToMegatron:

@@ -24,7 +24,7 @@ from megatron_rl.checkpoint.convert.source import config_folder, megatron_folder
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.checkpoint.convert.verify import compare
-from megatron_rl.models.files import INDEX
+from megatron_rl.weights.files import INDEX
 from tests.checkpoint.hostile import HIDING_PLACES, Command
 
 from .convert import to_hf, to_megatron

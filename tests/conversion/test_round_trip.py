@@ -14,7 +14,7 @@ from megatron_rl.checkpoint.convert.layout import Layout, chunks, state_names
 from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.checkpoint.convert.verify import compare, compare_logits
 from megatron_rl.models import fp8
-from megatron_rl.models.files import INDEX
+from megatron_rl.weights.files import INDEX
 
 from .convert import assert_same, tensors, to_hf, to_megatron
 

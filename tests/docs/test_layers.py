@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "megatron_rl").rglob("*.py"))
 # A declaration names the function that builds its module; it is imported when a module is built.
-DEFERRED = {"models.family imports models.gpt", "models.qwen2_5_vl imports models.vision"}
+DEFERRED = {"models.family imports modules.gpt", "models.qwen2_5_vl imports modules.vision"}
 
 
 def layers() -> dict[str, int]:
@@ -62,8 +62,8 @@ def test_no_import_runs_upward() -> None:
 
 def test_an_upward_import_would_be_found() -> None:
     known = layers()
-    assert known["trainer"] > known["rewards"] > known["config"] > known["names"]
+    assert known["trainer"] > known["rewards"] > known["config"] > known["base"]
     code = "def f():\n    from megatron_rl.trainer.loop import train\n"
     assert list(imports(ast.parse(code))) == ["trainer.loop.train"]
     assert layer_of("trainer.loop.train", known) == known["trainer"]
-    assert layer_of("models.files.WeightSource", known) == known["models.files"] > known["models"]
+    assert layer_of("weights.files.WeightSource", known) == known["weights"] > known["models"]

@@ -99,7 +99,7 @@ def command(folder: Path, part: str, world: int, name: str, *overrides: str, res
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def rank(number: int) -> int:
-        from megatron_rl.trainer import main
+        from megatron_rl.trainer.rank import main
 
         compare_syncs()
         os.environ.update(variables, RANK=str(number), LOCAL_RANK=str(number))

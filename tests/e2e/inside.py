@@ -101,7 +101,7 @@ def damage_sync(run: Any) -> dict[str, str]:
     from megatron_rl.rollout.engine import EngineError, Request
     from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.rollout.sync import WeightSync
-    from megatron_rl.rollout.transfer import SyncError
+    from megatron_rl.weights.transfer import SyncError
 
     tokens = [sample.prompt_ids for sample in run.sampler.prompts.train[:4]]
 

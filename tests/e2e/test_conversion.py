@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.models.files import SafetensorsFolder
+from megatron_rl.weights.files import SafetensorsFolder
 from tests.warm import run
 
 from .conftest import Finished

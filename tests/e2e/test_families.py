@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from megatron_rl.config import load_recipe, to_yaml
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.model_checks import CPU_HEAD_SIZES
-from megatron_rl.models.create import create_model
 from megatron_rl.runtime.attempts import rank_environment
+from megatron_rl.weights.create import create_model
 from tests.warm import Warm
 
 from . import forked

@@ -10,7 +10,7 @@ import pytest
 from models import tiny
 
 from megatron_rl.config.model import CreateModelConfig
-from megatron_rl.models.create import create_model
+from megatron_rl.weights.create import create_model
 
 from .job import Job, untimed
 from .job import rows as read_rows

@@ -87,5 +87,7 @@ def test_a_stopped_rank_is_named_with_its_phase(stalls: dict[str, Stalled], phas
     assert other["collectives"], "what torch's flight recorder has"
     assert other["samples"] or phase not in ("generate", "reward")
     assert other["memory_gib"]["host, this process"] > 0.01
-    assert "megatron_rl/trainer/main.py" in (folder / f"rank_{1 - rank}.txt").read_text(), "the main thread's stack"
+    assert "megatron_rl/trainer/rank/main.py" in (folder / f"rank_{1 - rank}.txt").read_text(), (
+        "the main thread's stack"
+    )
     assert not (folder / f"rank_{rank}.json").exists(), "a stopped process writes nothing"

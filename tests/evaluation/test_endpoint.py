@@ -19,12 +19,12 @@ from transformers import AutoTokenizer
 from megatron_rl.cli import main
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import EndpointConfig
-from megatron_rl.data import Sample
-from megatron_rl.evaluation import kept
+from megatron_rl.data.sample import Sample
+from megatron_rl.evaluation import response_log as kept
 from megatron_rl.evaluation.endpoint import Server, complete, find_server
-from megatron_rl.models.create import create_model
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
 from megatron_rl.runtime.http import EndpointError
+from megatron_rl.weights.create import create_model
 
 from .server import Rule, answer, serving
 

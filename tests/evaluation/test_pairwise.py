@@ -12,7 +12,8 @@ import torch
 from megatron_rl.config import ConfigError, check, load_recipe
 from megatron_rl.config.checks import Machine
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.data import Sample, ScoredLength
+from megatron_rl.data.rollout import ScoredLength
+from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.pairwise import battles, controlled_win_rate, logistic_fit, win_rate
 from megatron_rl.evaluation.served import guarded
 from megatron_rl.evaluation.summary import metrics_of, summarize

@@ -14,9 +14,9 @@ from megatron_rl.cli import main
 from megatron_rl.config import load_recipe
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.evaluation.summary import deciding_column
-from megatron_rl.models.create import create_model
 from megatron_rl.rewards import Scorer
 from megatron_rl.tasks import load_task
+from megatron_rl.weights.create import create_model
 from tests.rewards.chat_server import serving
 
 ROOT = Path(__file__).parents[2]

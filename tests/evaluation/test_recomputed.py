@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.schema import Config, EvaluationConfig, RewardConfig, TrainerConfig
-from megatron_rl.data import Rollout, Sample
+from megatron_rl.data.rollout import Rollout
+from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.samples import write_responses
 from megatron_rl.evaluation.summary import metrics_of, overall, summarize
 

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.config.schema import Config, EvaluationConfig, RewardConfig, TrainerConfig
-from megatron_rl.data import Rollout, Sample
+from megatron_rl.data.rollout import Rollout
+from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.output import results_table, write_results
 from megatron_rl.evaluation.samples import write_responses
 from megatron_rl.evaluation.summary import metrics_of, overall, passes, summarize

@@ -46,7 +46,7 @@ RANK = """
 import sys, time
 time.sleep(0.1)
 from megatron_rl.runtime.stop import StopFlag
-from megatron_rl.trainer.attempt import stop_code
+from megatron_rl.trainer.rank.attempt import stop_code
 stop = StopFlag()
 while not stop.signum:
     time.sleep(0.01)

@@ -30,7 +30,7 @@ def ranks_on(cluster: Cluster, node: str) -> dict[int, int]:
         path = Path(f"/proc/{pid}/cmdline")
         words = path.read_bytes() if path.exists() else b""
         if (
-            b"megatron_rl.trainer.main" in words
+            b"megatron_rl.trainer.rank.main" in words
             and b"multiprocessing" not in words
             and b"stand_in.py" not in words
             and b"torch.distributed" not in words

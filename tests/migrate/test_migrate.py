@@ -10,11 +10,11 @@ import pytest
 import yaml
 from document_migrate import PAGE, page
 
+from megatron_rl.base.messages import ConfigError
 from megatron_rl.cli import main
 from megatron_rl.config import Config, elsewhere, load_recipe
 from megatron_rl.config.keys import entry_type, fields, unwrap
 from megatron_rl.migrate import migrate
-from megatron_rl.names import ConfigError
 
 VERL = r"""
 set -x

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.models.parallel import ParallelGroups
+from megatron_rl.weights.parallel import ParallelGroups
 
 from .megatron import start, stop
 

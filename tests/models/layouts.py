@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.models import family_for, read_hf_config
-from megatron_rl.models.export import export_hf
-from megatron_rl.models.files import SafetensorsFolder
-from megatron_rl.models.gather import iter_hf_weights
-from megatron_rl.models.load import load_hf_weights
-from megatron_rl.models.proof import ShardProof
+from megatron_rl.weights.check_shards import ShardProof
+from megatron_rl.weights.export import export_hf
+from megatron_rl.weights.files import SafetensorsFolder
+from megatron_rl.weights.gather import iter_hf_weights
+from megatron_rl.weights.load import load_hf_weights
 
 from . import tiny
 from .megatron import build, logits, start, stop

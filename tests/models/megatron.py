@@ -15,8 +15,8 @@ from torch import nn
 from megatron_rl.actor.build import build_model
 from megatron_rl.config.actor import ActorConfig, ParallelConfig
 from megatron_rl.models import Family, Model, ModelDescription
-from megatron_rl.models.parallel import ParallelGroups
 from megatron_rl.runtime import device
+from megatron_rl.weights.parallel import ParallelGroups
 from tests import ranks
 
 

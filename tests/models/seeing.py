@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from megatron_rl.data import TokenBatch
-from megatron_rl.images import ImageReader
+from megatron_rl.data.batch import TokenBatch
+from megatron_rl.data.images import ImageReader
 from megatron_rl.models import model_of, read_hf_config
 
 PAD, EOS, START, IMAGE, END, VIDEO = range(6)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from megatron_rl.config.actor import LoRAConfig
-from megatron_rl.models.adapters import Adapter, FreshAdapters, begin_pass
-from megatron_rl.models.inventory import LocalWeight
 from megatron_rl.models.lora import adapters_of
-from megatron_rl.models.parallel import Axis, ParallelGroups
 from megatron_rl.models.rules import Rule, Sharding, shard_shape
+from megatron_rl.weights.adapters import Adapter, FreshAdapters, begin_pass
+from megatron_rl.weights.inventory import LocalWeight
+from megatron_rl.weights.parallel import Axis, ParallelGroups
 
 from .test_reshard import model_of
 

@@ -14,11 +14,11 @@ from megatron_rl.checkpoint.convert.layout import Layout
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.models import model_of, read_hf_config, registry
-from megatron_rl.models.files import SafetensorsFolder
-from megatron_rl.models.gather import iter_hf_weights
-from megatron_rl.models.load import load_hf_weights
-from megatron_rl.models.parallel import ParallelGroups
-from megatron_rl.planner import actor_parameters
+from megatron_rl.planning.memory import actor_parameters
+from megatron_rl.weights.files import SafetensorsFolder
+from megatron_rl.weights.gather import iter_hf_weights
+from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.parallel import ParallelGroups
 
 from . import tiny
 from .megatron import build, logits

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from megatron_rl.config.model import CreateModelConfig
-from megatron_rl.models.create import create_model
+from megatron_rl.weights.create import create_model
 
 CONFIG = CreateModelConfig(init_std=0.08)
 

@@ -9,10 +9,10 @@ import torch
 
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.models import family_for, read_hf_config
-from megatron_rl.models.create import create_model
-from megatron_rl.models.export import export_hf
-from megatron_rl.models.load import load_hf_weights
-from megatron_rl.models.parallel import ParallelGroups
+from megatron_rl.weights.create import create_model
+from megatron_rl.weights.export import export_hf
+from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.parallel import ParallelGroups
 
 from . import tiny
 from .megatron import build, logits

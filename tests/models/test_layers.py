@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.models.layers import PackedAttention
+from megatron_rl.modules.layers import PackedAttention
 from megatron_rl.seams.megatron_cpu import _TORCH_CUDA, _TYPED_CONSTRUCTORS, MegatronOnCpu
 
 

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.models import family_for, read_hf_config
-from megatron_rl.models.export import export_hf
-from megatron_rl.models.gather import iter_hf_weights
-from megatron_rl.models.load import load_hf_weights
-from megatron_rl.models.parallel import ParallelGroups
+from megatron_rl.weights.export import export_hf
+from megatron_rl.weights.gather import iter_hf_weights
+from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.parallel import ParallelGroups
 
 from . import tiny
 from .megatron import build

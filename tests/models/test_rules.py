@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_rl.models import Model, model_of, padded_vocab_size
-from megatron_rl.models.gather import merge_shards
 from megatron_rl.models.rules import Sharding, shard_shape
+from megatron_rl.weights.gather import merge_shards
 
 from .shards import shard_tensor
 

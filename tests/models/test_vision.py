@@ -9,10 +9,10 @@ import torch
 
 from megatron_rl.actor.packing import pack
 from megatron_rl.models import family_for, read_hf_config
-from megatron_rl.models.gather import iter_hf_weights
-from megatron_rl.models.load import load_hf_weights
-from megatron_rl.models.parallel import ParallelGroups
 from megatron_rl.runtime import device
+from megatron_rl.weights.gather import iter_hf_weights
+from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.parallel import ParallelGroups
 
 from . import seeing
 from .megatron import build

@@ -119,7 +119,7 @@ def test_a_limited_address_space_is_named(config: Config) -> None:
 def test_limits_that_keep_ranks_from_meeting_are_told_before_they_try(
     config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_rl.trainer import main
+    from megatron_rl.trainer.rank import main
 
     assert main.within_limits(config)
     with limited(resource.RLIMIT_NOFILE, 400):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 def run_all(lists: list[list[list[str]]], outcomes: Path) -> None:
     from megatron_rl.runtime.attempts import ATTEMPT, free_port
-    from megatron_rl.trainer.main import main
+    from megatron_rl.trainer.rank.main import main
 
     del os.environ[ATTEMPT]  # of all; each run makes its own
     number, port = 0, int(os.environ["MASTER_PORT"])

@@ -21,7 +21,7 @@ import pytest
 from megatron_rl.commands import evaluate, run_recipe
 from megatron_rl.config import Config, ConfigError, Machine, load_recipe, to_yaml
 from megatron_rl.config.algorithm_checks import reward_columns
-from megatron_rl.launch.checks import check_recipe
+from megatron_rl.preflight.recipe import check_recipe
 from megatron_rl.runtime.attempts import new_attempt, rank_environment
 from tests.rewards.chat_server import ChatServer
 from tests.rewards.tiny_models import classifier

@@ -21,7 +21,7 @@ from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.checks import smallest_world
 from megatron_rl.config.published import FOLDER, published_config, published_names
 from megatron_rl.models import model_of
-from megatron_rl.planner import CHECK, GENERATE, GIB, PHASES, SYNC, UPDATE, Plan, make_plan
+from megatron_rl.planning.memory import CHECK, GENERATE, GIB, PHASES, SYNC, UPDATE, Plan, make_plan
 
 from . import tiny
 

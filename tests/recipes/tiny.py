@@ -18,10 +18,10 @@ from megatron_rl.config import Config
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import TaskConfig
-from megatron_rl.models.create import random_weights, write_tokenizer
-from megatron_rl.models.files import save_tensors
 from megatron_rl.models.qwen2_5_vl import IMAGE_WORDS
 from megatron_rl.tasks.sources import SOURCES
+from megatron_rl.weights.create import random_weights, write_tokenizer
+from megatron_rl.weights.files import save_tensors
 from tests.evaluation.test_recipes import ROWS, stored
 
 MAX_TOKENS = 6

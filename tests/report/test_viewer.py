@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron_rl.names import ConfigError
+from megatron_rl.base.messages import ConfigError
 from megatron_rl.report import read_run, render
 from megatron_rl.report.run import RolloutRow
 

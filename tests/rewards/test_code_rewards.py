@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.data import Sample
+from megatron_rl.data.sample import Sample
 from megatron_rl.rewards import Scorer, make_reward
 from megatron_rl.rewards.code import extract_code, read_tests, same_output, same_result
 

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.data import Sample
+from megatron_rl.data.sample import Sample
 from megatron_rl.rewards import Scorer, make_reward
-from megatron_rl.rewards.golds import doubtful_golds
+from megatron_rl.rewards.gold_checks import doubtful_golds
 from megatron_rl.rewards.maths_lenient import same_answer
 
 GSM8K = "Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\nShe makes 9 * 2 = $18 a day.\n#### 18"

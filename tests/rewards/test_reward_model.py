@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.data import Sample
+from megatron_rl.data.sample import Sample
 from megatron_rl.rewards import InlineReward, Scorer, make_reward
 
 from .chat_server import serving

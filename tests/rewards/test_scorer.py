@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.schema import ConditionConfig, RewardConfig
-from megatron_rl.data import Sample
+from megatron_rl.data.sample import Sample
 from megatron_rl.rewards import RewardError, Scorer, kinds
 from megatron_rl.rewards.remote import Counts
 from megatron_rl.rewards.scorer import ScoringStats
@@ -214,7 +214,7 @@ def test_a_call_that_hangs_is_given_up_counted_and_in_nobodys_way(own: str) -> N
 def test_threads_that_hang_do_not_keep_the_process(own: str) -> None:
     program = f"""
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.data import Sample
+from megatron_rl.data.sample import Sample
 from megatron_rl.rewards import Scorer
 scorer = Scorer({{"x": RewardConfig(reward="{own}:hangs", params={{"seconds": 0.1}})}})
 print(scorer.score(["hang"], [Sample(id="a", task="t", prompt="p", prompt_ids=[1])]))

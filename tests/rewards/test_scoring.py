@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.schema import ConditionConfig, RewardConfig
-from megatron_rl.data import Sample
+from megatron_rl.data.sample import Sample
 from megatron_rl.rewards import (
     RewardError,
     Scorer,

@@ -10,7 +10,7 @@ CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %
 
 def chat_model(folder: Path) -> Path:
     from megatron_rl.config.model import CreateModelConfig
-    from megatron_rl.models.create import create_model
+    from megatron_rl.weights.create import create_model
 
     characters = "".join(dict.fromkeys(string.printable[:95] + "\n"))
     sizes = CreateModelConfig(
@@ -63,8 +63,8 @@ def export_reward_model(source: str, target: str) -> None:
     from megatron_rl.actor.reward import RewardActor
     from megatron_rl.checkpoint.convert import open_weights
     from megatron_rl.config.schema import Config
-    from megatron_rl.models.export import export_hf
     from megatron_rl.runtime import distributed
+    from megatron_rl.weights.export import export_hf
 
     config = Config(run_dir=target)
     config.model.dtype = "float32"

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.data import FACTS, Rollout, Rollouts, Sample, Segment
+from megatron_rl.data.rollout import FACTS, Rollout, Rollouts, Segment
+from megatron_rl.data.sample import Sample
 from megatron_rl.rollout import exchange as module
 from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, ExchangeError, Need, exchange, sizes_of
 from megatron_rl.runtime import distributed, peer_memory

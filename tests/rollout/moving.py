@@ -22,13 +22,13 @@ from models.test_reshard import Weights
 
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.models import Model, family_for, read_hf_config
-from megatron_rl.models.gather import iter_hf_weights
-from megatron_rl.models.inventory import local_weights
-from megatron_rl.models.load import load_hf_weights
-from megatron_rl.models.placement import ActorLayout, EngineLayout
-from megatron_rl.models.reshard import Move, make_plan
-from megatron_rl.rollout.transfer import Message, SyncError, Transfer
 from megatron_rl.runtime.distributed import ALONE, Grid
+from megatron_rl.weights.gather import iter_hf_weights
+from megatron_rl.weights.inventory import local_weights
+from megatron_rl.weights.layouts import ActorLayout, EngineLayout
+from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.plan import Move, make_plan
+from megatron_rl.weights.transfer import Message, SyncError, Transfer
 
 
 @dataclass(frozen=True)

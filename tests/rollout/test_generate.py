@@ -14,7 +14,8 @@ import torch
 
 from megatron_rl.algorithms import RewardTable, make_algorithm
 from megatron_rl.config.schema import Config
-from megatron_rl.data import Rollout, Rollouts, Sample
+from megatron_rl.data.rollout import Rollout, Rollouts
+from megatron_rl.data.sample import Sample
 from megatron_rl.rollout.engine import Completion, Request
 from megatron_rl.rollout.generate import EngineError, generate
 from megatron_rl.rollout.sampling import Sampling, rollout_seed

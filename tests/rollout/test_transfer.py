@@ -17,10 +17,10 @@ from models.megatron import spawn
 from models.test_reshard import model_of
 
 from megatron_rl.config.actor import ParallelConfig
-from megatron_rl.models.placement import ActorLayout, EngineLayout
-from megatron_rl.models.reshard import make_plan
-from megatron_rl.rollout.transfer import SyncError, Transfer
 from megatron_rl.runtime.distributed import ALONE
+from megatron_rl.weights.layouts import ActorLayout, EngineLayout
+from megatron_rl.weights.plan import make_plan
+from megatron_rl.weights.transfer import SyncError, Transfer
 
 from . import moving
 from .moving import Layout

@@ -14,11 +14,11 @@ from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import model_of
 from megatron_rl.rollout import environment
-from megatron_rl.rollout.checksum import Checksums
 from megatron_rl.rollout.engine import gpu_options
 from megatron_rl.rollout.sampling import rollout_seed
 from megatron_rl.rollout.sync import SyncDifference, WeightSync, _holds
 from megatron_rl.runtime.distributed import ALONE
+from megatron_rl.weights.checksum import Checksums
 
 
 def test_a_seed_belongs_to_one_rollout():

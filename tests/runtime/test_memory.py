@@ -10,7 +10,7 @@ import torch
 from megatron_rl.runtime import memory
 from megatron_rl.runtime.memory import PhaseMemory, in_use, is_out_of_memory, oom_kills, table
 from megatron_rl.runtime.step_timer import StepTimer
-from megatron_rl.trainer import attempt
+from megatron_rl.trainer.rank import attempt
 
 
 def test_a_peak_belongs_to_its_phase_and_to_the_one_around_it() -> None:

@@ -15,7 +15,7 @@ import pytest
 from megatron_rl.config.schema import Config
 from megatron_rl.runtime import exit_codes, postmortem
 from megatron_rl.runtime.heartbeat import BETWEEN, Deadlines, Heartbeat
-from megatron_rl.trainer import attempt
+from megatron_rl.trainer.rank import attempt
 
 LAUNCHER = """
 import os, sys, time

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.tasks import check_tasks, load_task
-from megatron_rl.tasks.columns import to_item
+from megatron_rl.tasks.row_mapping import to_item
 
 CALL = {"name": "add", "parameters": {"x": 1}}
 TAGGED = f"<think> t </think>\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>"

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config.schema import TaskConfig, TasksConfig
-from megatron_rl.data import Sample
+from megatron_rl.data.sample import Sample
 from megatron_rl.rewards import make_reward
 from megatron_rl.tasks import filter_by_length, load_task, load_tasks
 

@@ -14,11 +14,11 @@ from PIL import Image
 
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
-from megatron_rl.images import ImageReader, fingerprint, open_image
+from megatron_rl.data.images import ImageReader, fingerprint, open_image
+from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.models import model_of, read_hf_config
-from megatron_rl.models.create import create_model
 from megatron_rl.tasks import first_items, load_task, load_tasks
-from megatron_rl.tokenizer import Tokenizer
+from megatron_rl.weights.create import create_model
 
 
 def gif(width: int, height: int) -> bytes:

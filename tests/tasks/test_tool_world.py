@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from megatron_rl.config.schema import TaskConfig, TasksConfig
 from megatron_rl.rewards import make_reward
 from megatron_rl.tasks import check_tasks, load_task
-from megatron_rl.tasks.columns import Item
 from megatron_rl.tasks.demonstrations import make_writer
+from megatron_rl.tasks.row_mapping import Item
 from megatron_rl.tasks.tool_world import TOOLS, tool_world_items
 
 BY_NAME = {tool.name: tool for tool in TOOLS}

@@ -21,7 +21,7 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.actor import FP8Config, OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import Config
-from megatron_rl.data import TokenBatch
+from megatron_rl.data.batch import TokenBatch
 from megatron_rl.runtime import device, distributed
 from megatron_rl.seams.transformer_engine import parts
 from tests.actor.layouts import make_batch

@@ -155,9 +155,9 @@ def kept_activations() -> None:
     Transformer Engine's own modules keep."""
     import warnings
 
-    from megatron_rl import exact
     from megatron_rl.config import load_recipe
-    from tests.recipes.test_planner import MOE, QWEN2_TIED, QWEN3, RECIPES
+    from megatron_rl.planning import exact
+    from tests.planning.test_planner import MOE, QWEN2_TIED, QWEN3, RECIPES
 
     warnings.filterwarnings("ignore")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

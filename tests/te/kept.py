@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl import exact
-from megatron_rl.blanks import largest_micro_batch
 from megatron_rl.config import load_recipe
 from megatron_rl.config.schema import Config
 from megatron_rl.models import model_of
-from megatron_rl.planner import FP8_COPIES, GIB, WEIGHTS, make_plan
+from megatron_rl.planning import exact
+from megatron_rl.planning.dummy_inputs import largest_micro_batch
+from megatron_rl.planning.memory import FP8_COPIES, GIB, WEIGHTS, make_plan
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import Chunk, routers
 from megatron_rl.seams.transformer_engine import parts
-from tests.recipes.test_planner import MOE, QWEN3, RECIPES
+from tests.planning.test_planner import MOE, QWEN3, RECIPES
 from tests.te.fp8 import as_on_a_gpu
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 32}

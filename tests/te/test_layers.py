@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.models.files import SafetensorsFolder
+from megatron_rl.weights.files import SafetensorsFolder
 from tests.actor import processes as plain
 from tests.actor.layouts import Layout, distance, make_models, run_layouts
 from tests.te import inside

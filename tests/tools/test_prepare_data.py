@@ -13,7 +13,7 @@ from public_data.tools import read_call_list
 
 from megatron_rl.config.schema import ColumnsConfig
 from megatron_rl.rewards import make_reward
-from megatron_rl.tasks.columns import to_item
+from megatron_rl.tasks.row_mapping import to_item
 
 TOOLS = [
     {

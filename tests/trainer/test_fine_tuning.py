@@ -10,12 +10,12 @@ from transformers import AutoTokenizer
 
 from megatron_rl.config.model import CreateModelConfig, ModelConfig
 from megatron_rl.config.schema import Config, TaskConfig
-from megatron_rl.data import Sample
-from megatron_rl.models.create import create_model
+from megatron_rl.data.sample import Sample
 from megatron_rl.runtime.distributed import ALONE
 from megatron_rl.tasks.loading import check_demonstrations
 from megatron_rl.trainer.run import build_run
 from megatron_rl.trainer.sft import demonstration_ids
+from megatron_rl.weights.create import create_model
 
 
 def test_a_token_that_the_model_has_no_row_for_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from megatron_rl.actor.packing import pack
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.algorithms.aggregation import Denominators
 from megatron_rl.config.schema import Config
-from megatron_rl.data import RewardTable, TokenBatch
+from megatron_rl.data.batch import TokenBatch
+from megatron_rl.data.rewards import RewardTable
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.minibatch import Minibatch, PolicyTokens, trained_rows
 from megatron_rl.trainer.record import _WRITTEN, TokenLog, read_step, recorded_steps, write_step, write_tokens

@@ -15,7 +15,8 @@ import torch
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config, LoggingConfig
-from megatron_rl.data import Rollout, Sample
+from megatron_rl.data.rollout import Rollout
+from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.samples import write_responses
 from megatron_rl.runtime import disk
 from megatron_rl.trainer.report import Reporter

@@ -12,9 +12,9 @@ import yaml
 
 from megatron_rl.config import ConfigError, load_recipe
 from megatron_rl.config.checks import Machine
-from megatron_rl.launch.checks import check_recipe
+from megatron_rl.data.sample import Sample
+from megatron_rl.preflight.recipe import check_recipe
 from megatron_rl.rewards import make_reward
-from megatron_rl.sample import Sample
 from megatron_rl.tasks.preferences import conversations, pairs_of
 from tests.actor.processes import spawn
 from tests.conversion.convert import tensors

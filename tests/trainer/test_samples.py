@@ -9,9 +9,10 @@ from typing import Any
 
 from PIL import Image
 
-from megatron_rl.data import Rollout, Sample
+from megatron_rl.data.images import PromptImages
+from megatron_rl.data.rollout import Rollout
+from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.samples import write_samples
-from megatron_rl.images import PromptImages
 
 
 def test_images_are_kept_once_and_reduced(tmp_path: Path) -> None:

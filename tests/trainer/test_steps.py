@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.config.schema import SupervisedConfig
-from megatron_rl.data import FACTS, RewardTable, Rollout, Rollouts, Sample
+from megatron_rl.data.rewards import RewardTable
+from megatron_rl.data.rollout import FACTS, Rollout, Rollouts
+from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.statistics import pass_at_k
 from megatron_rl.trainer.checkpoints import State
 from megatron_rl.trainer.minibatch import minibatches, train_batch

@@ -24,9 +24,9 @@ import torch
 from megatron_rl.config import Config, load_recipe
 from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of
-from megatron_rl.models.placement import EngineLayout
 from megatron_rl.runtime import device
 from megatron_rl.runtime.attempts import rank_environment
+from megatron_rl.weights.layouts import EngineLayout
 
 ROOT = Path(__file__).parents[2]
 # Of FP8 attention: vLLM deletes them after loading (quantization/kv_cache.py), before the sync looks.
@@ -71,7 +71,7 @@ def forks() -> str:
     """What ranks import, in one process: it may leave nothing behind that keeps forks of it from being ranks."""
     os.environ.update({"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | rank_environment(gpus=8))
     from megatron_rl.runtime import fork_server
-    from megatron_rl.trainer import imports as of_ranks
+    from megatron_rl.trainer.rank import imports as of_ranks
 
     with pretended_card():
         of_ranks.import_all()

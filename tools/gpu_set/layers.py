@@ -16,11 +16,11 @@ from torch import nn
 
 from megatron_rl.actor import build
 from megatron_rl.actor.actor import Actor
-from megatron_rl.blanks import Zeros
 from megatron_rl.config import Config
 from megatron_rl.config.checks import smallest_world
-from megatron_rl.exact import META, with_plain_layers
 from megatron_rl.models import HFConfig, Model
+from megatron_rl.planning.dummy_inputs import Zeros
+from megatron_rl.planning.exact import META, with_plain_layers
 from megatron_rl.runtime import device, distributed
 from megatron_rl.seams.torch_meta import fake_world
 

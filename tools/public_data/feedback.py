@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rl.sample import Message
+from megatron_rl.data.sample import Message
 from megatron_rl.tasks.files import Row, prune, read_jsonl
 from public_data.dialogue import Dropped
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.data import RewardTable
+from megatron_rl.data.rewards import RewardTable
 from megatron_rl.methods.groups import Groups
 from megatron_rl.methods.numerics import above, below, bounded_exp
 from megatron_rl.methods.weights.dgpo import dgpo

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_rl.checkpoint.index import UnpickleError, number, text, tuple_of
-from megatron_rl.models.files import Bits
+from megatron_rl.weights.files import Bits
 
 _ALIGNMENT = 64  # of a record in its archive
 _LIMIT = 2**32 - 1  # what 32 bits of a plain zip can say; larger numbers stand in an extension

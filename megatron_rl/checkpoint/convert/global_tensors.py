@@ -21,7 +21,7 @@ from blake3 import blake3
 from megatron_rl.checkpoint import index, manifest
 from megatron_rl.checkpoint.convert import archive
 from megatron_rl.checkpoint.index import Stored
-from megatron_rl.models.files import DTYPE_NAMES, DTYPES, Bits
+from megatron_rl.weights.files import DTYPE_NAMES, DTYPES, Bits
 
 _STEP = 2**24  # bytes of a chunk in memory, where it is not wanted whole
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megatron_rl.models.files import WeightSource
+    from megatron_rl.weights.files import WeightSource
 
 _TASK, _MARKERS, _RESULT, _ENCLOSING = "task.json", "done", "result", "enclosing"
 Identity = dict[str, object]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_rl.config.stages import stage_layers
+from megatron_rl.config.pipeline_split import stage_layers
 from megatron_rl.models.family import Model
 from megatron_rl.models.rules import Dims, Place, Rule, Sharding, Slice, padded_vocab_size, shard_shape, shard_slices
 

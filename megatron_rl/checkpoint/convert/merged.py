@@ -13,7 +13,8 @@ from megatron_rl.checkpoint.convert.global_tensors import Memory, TorchDist
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import SourceModel, open_weights, weights_checksum
 from megatron_rl.config.actor import LoRAConfig
-from megatron_rl.models.files import (
+from megatron_rl.models.lora import PEFT_PREFIX, matrix_of, peft_config
+from megatron_rl.weights.files import (
     DTYPE_NAMES,
     DTYPES,
     Bits,
@@ -24,7 +25,6 @@ from megatron_rl.models.files import (
     whole_folder,
     write_json,
 )
-from megatron_rl.models.lora import PEFT_PREFIX, matrix_of, peft_config
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,8 +14,8 @@ import numpy as np
 from megatron_rl.checkpoint.convert.global_tensors import Memory, TorchDist
 from megatron_rl.checkpoint.convert.layout import aliases, global_name, known_names, leading
 from megatron_rl.models.family import Family, Model
-from megatron_rl.models.files import DTYPE_NAMES, DTYPES, Bits, WeightSource, as_tensor
 from megatron_rl.models.rules import DIM_FIELDS, Rule, Sharding, shard_shape, shard_slices
+from megatron_rl.weights.files import DTYPE_NAMES, DTYPES, Bits, WeightSource, as_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor

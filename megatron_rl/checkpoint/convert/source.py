@@ -11,11 +11,11 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from megatron_rl.base.plugins import read_yaml
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
-from megatron_rl.models.files import Bits, SafetensorsFolder, WeightSource, companions
-from megatron_rl.user_files import read_yaml
+from megatron_rl.weights.files import Bits, SafetensorsFolder, WeightSource, companions
 
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its `iter_<n>` folders
 BRIDGE_TRACKER = "latest_train_state.pt"  # of Megatron-Bridge, likewise

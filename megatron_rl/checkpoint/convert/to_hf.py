@@ -23,7 +23,9 @@ from megatron_rl.checkpoint.convert.to_megatron import CASTS
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.models import fp8
-from megatron_rl.models.files import (
+from megatron_rl.models.hf_config import with_dtype
+from megatron_rl.models.rules import Rule
+from megatron_rl.weights.files import (
     DTYPES,
     Bits,
     SafetensorsFolder,
@@ -36,8 +38,6 @@ from megatron_rl.models.files import (
     write_index,
     write_json,
 )
-from megatron_rl.models.hf_config import with_dtype
-from megatron_rl.models.rules import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,7 +22,8 @@ from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import HFFolder, SourceModel, fingerprint
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import StoredChunk
-from megatron_rl.models.files import (
+from megatron_rl.weights.check_files import check_names, check_tensors, check_tied
+from megatron_rl.weights.files import (
     DTYPE_NAMES,
     DTYPES,
     INDEX,
@@ -32,7 +33,6 @@ from megatron_rl.models.files import (
     cast_bits,
     copy_companions,
 )
-from megatron_rl.models.fit import check_names, check_tensors, check_tied
 
 if TYPE_CHECKING:
     from torch import Tensor

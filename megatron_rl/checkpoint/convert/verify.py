@@ -18,9 +18,9 @@ from megatron_rl.checkpoint.convert.jobs import Conversion, Progress, ProgressBa
 from megatron_rl.checkpoint.convert.merged import stored_model
 from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.models import model_of, read_hf_config
-from megatron_rl.models.files import DTYPES, WeightSource
 from megatron_rl.runtime import memory
 from megatron_rl.runtime.disk import size_text
+from megatron_rl.weights.files import DTYPES, WeightSource
 
 _BLOCK = 2**27  # bytes compared at once
 # Largest |difference| of logits, relative to the largest |logit|. Both sides compute in fp32 from the weights as stored, so
@@ -177,9 +177,9 @@ def megatron_logits(folder: Path, config: Path, tokens: Tensor, master: bool = F
 
     from megatron_rl.actor.build import build_model
     from megatron_rl.config.actor import ActorConfig
-    from megatron_rl.models.load import load_hf_weights
-    from megatron_rl.models.parallel import ParallelGroups
     from megatron_rl.runtime import device
+    from megatron_rl.weights.load import load_hf_weights
+    from megatron_rl.weights.parallel import ParallelGroups
 
     model = SourceModel.read(config)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

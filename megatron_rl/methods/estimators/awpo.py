@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from megatron_rl.base.typed_params import NonNegative, Positive, Range
 from megatron_rl.methods.catalogue import Estimate, Groups, Needs, advantage_estimator
 from megatron_rl.methods.numerics import safe_divide
-from megatron_rl.parameters import NonNegative, Positive, Range
 
 Radius = Annotated[float, Range(low=0, below=1)]
 

@@ -5,9 +5,9 @@ Liu et al. 2026, "GDPO", https://arxiv.org/abs/2601.05242
 
 from __future__ import annotations
 
+from megatron_rl.base.typed_params import NonNegative
 from megatron_rl.methods.catalogue import Ddof, EpsMode, Groups, Needs, Over, Tensor, advantage_estimator
 from megatron_rl.methods.numerics import safe_divide
-from megatron_rl.parameters import NonNegative
 
 
 @advantage_estimator("gdpo", needs=lambda params: Needs(lengths=params["batch_norm"] and params["over"] == "tokens"))

@@ -5,9 +5,9 @@ Shao et al. 2024, "DeepSeekMath", https://arxiv.org/abs/2402.03300
 
 from __future__ import annotations
 
+from megatron_rl.base.typed_params import NonNegative
 from megatron_rl.methods.catalogue import Ddof, Groups, Tensor, advantage_estimator
 from megatron_rl.methods.numerics import safe_divide
-from megatron_rl.parameters import NonNegative
 
 
 @advantage_estimator("grpo")

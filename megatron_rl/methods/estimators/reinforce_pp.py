@@ -5,8 +5,8 @@ Hu 2025, "REINFORCE++", https://arxiv.org/abs/2501.03262
 
 from __future__ import annotations
 
+from megatron_rl.base.typed_params import NonNegative
 from megatron_rl.methods.catalogue import Ddof, EpsMode, Groups, Needs, Over, Tensor, advantage_estimator
-from megatron_rl.parameters import NonNegative
 
 
 @advantage_estimator("reinforce_pp", needs=lambda params: Needs(lengths=params["over"] == "tokens"))

@@ -5,10 +5,10 @@ Zeng et al. 2025, "Shrinking the Variance", https://arxiv.org/abs/2511.03710
 
 from __future__ import annotations
 
+from megatron_rl.base.typed_params import NonNegative
 from megatron_rl.methods.catalogue import Estimate, Groups, Tensor, advantage_estimator
 from megatron_rl.methods.estimators.rloo import rloo
 from megatron_rl.methods.numerics import safe_divide
-from megatron_rl.parameters import NonNegative
 
 
 @advantage_estimator("shrinkage", group_size=2)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
+from megatron_rl.base.typed_params import NonNegative, Positive
 from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
 from megatron_rl.methods.numerics import above, below, bounded_exp
-from megatron_rl.parameters import NonNegative, Positive
 
 
 @gradient_weight("aspo")

@@ -5,10 +5,10 @@ Chen et al. 2025, "MiniMax-M1", https://arxiv.org/abs/2506.13585
 
 from __future__ import annotations
 
+from megatron_rl.base.typed_params import NonNegative
 from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
 from megatron_rl.methods.numerics import bounded_exp
 from megatron_rl.methods.ratios import log_bounds
-from megatron_rl.parameters import NonNegative
 
 
 @gradient_weight("cispo")

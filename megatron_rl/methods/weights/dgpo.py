@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
+from megatron_rl.base.typed_params import NonNegative, Range
 from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
 from megatron_rl.methods.numerics import bounded_exp
 from megatron_rl.methods.ratios import high_positive, left_negative
-from megatron_rl.parameters import NonNegative, Range
 
 Exponent = Annotated[int, Range(low=1)]
 

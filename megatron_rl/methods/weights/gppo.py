@@ -5,9 +5,9 @@ Su et al. 2025, "Klear-Reasoner", https://arxiv.org/abs/2508.07629
 
 from __future__ import annotations
 
+from megatron_rl.base.typed_params import NonNegative
 from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
 from megatron_rl.methods.weights.ce_gppo import ce_gppo
-from megatron_rl.parameters import NonNegative
 
 
 @gradient_weight("gppo")

@@ -1,0 +1,207 @@
+"""A rollout, and what every rank knows of all rollouts of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.data.sample import Sample
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a rollout with one author: the prompt, or one turn of the policy."""
+
+    ids: np.ndarray  # int64 [tokens]; a turn's end-of-sequence token is included where it was drawn
+    logprobs: np.ndarray | None = None  # float32 [tokens], under the engine's sampling distribution; None: not sampled
+    version: int = 0  # optimizer steps behind the weights that drew the tokens
+
+
+@dataclass
+class Rollout:
+    """One response to a prompt, token by token as the engine drew it. Only sampled tokens are trained on."""
+
+    sample_id: str
+    index: int  # 0 .. group_size - 1 within its prompt
+    segments: list[Segment]  # the prompt first
+    finish_reason: str  # stop | length
+    experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, experts per token] that the engine chose
+    messages: list[dict[str, str]] = field(default_factory=list)  # the policy's turns as text, once decoded
+    rewards: dict[str, float] = field(default_factory=dict)  # one number per reward column; NaN: it has no value
+
+    @classmethod
+    def single_turn(
+        cls,
+        sample: Sample,
+        index: int,
+        response_ids: Sequence[int],
+        finish_reason: str,
+        logprobs: Sequence[float] | None = None,
+        version: int = 0,
+        experts: np.ndarray | None = None,
+    ) -> Rollout:
+        """One response to a prompt. `logprobs`: of each of its tokens; None where they are unknown (NaN in the segment)."""
+        ids = np.asarray(response_ids, dtype=np.int64)
+        values = np.full(len(ids), np.nan) if logprobs is None else logprobs
+        response = Segment(ids, np.asarray(values, dtype=np.float32), version)
+        prompt = Segment(np.asarray(sample.prompt_ids, dtype=np.int64))
+        return cls(sample.id, index, [prompt, response], finish_reason, experts)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [tokens], of all segments."""
+        return _concatenate([segment.ids for segment in self.segments], np.int64)
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool [tokens]: which of them were sampled."""
+        return np.repeat(
+            [segment.logprobs is not None for segment in self.segments], [len(segment.ids) for segment in self.segments]
+        )
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 [sampled tokens]."""
+        return _concatenate([s.logprobs for s in self.segments if s.logprobs is not None], np.float32)
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """int64 [prompt tokens]."""
+        return self.segments[0].ids
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        """int64 [sampled tokens]."""
+        return _concatenate([segment.ids for segment in self.segments if segment.logprobs is not None], np.int64)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment.ids) for segment in self.segments)
+
+    @property
+    def length(self) -> int:
+        """Sampled tokens."""
+        return len(self.response_ids)
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind the oldest weights that drew a part of it; -1: no part was drawn."""
+        return min((segment.version for segment in self.segments if segment.logprobs is not None), default=-1)
+
+    @property
+    def text(self) -> str:
+        """The policy's last turn, which rewards read as the completion; empty until it is decoded."""
+        return self.messages[-1]["content"] if self.messages else ""
+
+    @text.setter
+    def text(self, content: str) -> None:
+        self.messages = [{"role": "assistant", "content": content}]
+
+
+def _concatenate(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+
+
+FACTS = np.dtype(
+    [
+        ("row", "<i4"),
+        ("num_tokens", "<i4"),  # prompt included
+        ("length", "<i4"),  # sampled tokens
+        ("truncated", "?"),  # cut at the token limit
+        ("version", "<i8"),  # see `Rollout.version`
+        ("source", "<i4"),  # the rank that hands the rollout to others
+    ]
+)
+"""What every rank knows of every rollout."""
+
+
+class Outcome(Protocol):
+    """What an evaluation's statistics read of a rollout."""
+
+    @property
+    def sample_id(self) -> str: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def finish_reason(self) -> str: ...
+    @property
+    def rewards(self) -> Mapping[str, float]: ...
+
+
+@dataclass(frozen=True)
+class ScoredLength:
+    """A rollout without its tokens: an `Outcome`."""
+
+    sample_id: str
+    length: int
+    finish_reason: str
+    rewards: Mapping[str, float]
+
+
+@dataclass
+class Rollouts:
+    """`count` rollouts of each prompt. Row `i * count + j` is rollout j of prompt i: the order everywhere, whoever drew it.
+
+    Every rank has numbers about all of them, and whole only those that its own engine drew.
+    """
+
+    samples: list[Sample]
+    count: int
+    facts: np.ndarray  # FACTS [rows]
+    held: dict[int, Rollout]  # by row, of this rank's engine
+    # Of a token's entry in `Rollout.experts`, [layers, experts per token]; None: there are none.
+    experts: np.dtype | None = None
+    columns: tuple[str, ...] = ()  # of the rewards
+    # float64 [rows, columns]; NaN: it has no value
+    rewards: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+    @property
+    def prompt_lengths(self) -> np.ndarray:
+        """int64 [rows], in tokens."""
+        return np.repeat(np.array([len(sample.prompt_ids) for sample in self.samples], dtype=np.int64), self.count)
+
+    @property
+    def truncated(self) -> Tensor:
+        """bool [samples, count]: those that were cut at the token limit."""
+        return torch.from_numpy(self.facts["truncated"].copy()).view(len(self.samples), self.count)
+
+    def sample(self, row: int) -> Sample:
+        return self.samples[row // self.count]
+
+    def finish_reason(self, row: int) -> str:
+        return "length" if self.facts["truncated"][row] else "stop"
+
+    def rewards_of(self, row: int) -> dict[str, float]:
+        return dict(zip(self.columns, self.rewards[row].tolist(), strict=True))
+
+    def outcomes(self) -> list[Outcome]:
+        return [
+            ScoredLength(self.sample(row).id, length, self.finish_reason(row), self.rewards_of(row))
+            for row, length in enumerate(self.facts["length"].tolist())
+        ]
+
+    def of_prompts(self, chosen: Sequence[int]) -> Rollouts:
+        """The groups of these prompts, in this order."""
+        rows = [i * self.count + j for i in chosen for j in range(self.count)]
+        held = {new: self.held[old] for new, old in enumerate(rows) if old in self.held}
+        facts = self.facts[rows]
+        facts["row"] = np.arange(len(rows))
+        return replace(
+            self, samples=[self.samples[i] for i in chosen], facts=facts, held=held, rewards=self.rewards[rows]
+        )
+
+    def __add__(self, other: Rollouts) -> Rollouts:
+        """Other prompts' after these."""
+        facts = np.concatenate([self.facts, other.facts])
+        facts["row"] = np.arange(len(facts))
+        held = self.held | {len(self) + row: rollout for row, rollout in other.held.items()}
+        rewards = np.concatenate([self.rewards, other.rewards])
+        return replace(self, samples=self.samples + other.samples, facts=facts, held=held, rewards=rewards)

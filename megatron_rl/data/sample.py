@@ -1,0 +1,52 @@
+"""One prompt, and everything a reward may know about it. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, cast
+
+if TYPE_CHECKING:
+    from megatron_rl.data.images import PromptImages
+
+Message: TypeAlias = dict[str, object]  # of a chat: `role`, `content`, and what else the model's template reads
+Prompt: TypeAlias = str | list[Message]
+
+
+class Call(TypedDict):
+    """A tool call."""
+
+    name: str
+    parameters: dict[str, object]
+
+
+class SampleMapping(TypedDict, total=False):
+    """What a reward function receives; keys without a value are absent. The last two are there in a run only."""
+
+    prompt: Prompt
+    answer: object  # gold text, number or list
+    tool_calls: list[Call]  # gold calls
+    needs_response: bool
+    metadata: dict[str, object]
+    finish_reason: str  # stop | length
+    num_tokens: int  # length of the response
+
+
+@dataclass
+class Sample:
+    """One prompt of a task."""
+
+    id: str  # "<task>/<index>", unique within a run; groups are formed by it
+    task: str  # the key under `tasks.train` or `tasks.eval`
+    prompt: Prompt
+    prompt_ids: list[int]  # what the engine is given; never re-tokenised later
+    answer: object = None
+    tool_calls: list[Call] | None = None  # gold calls
+    needs_response: bool | None = None
+    metadata: dict[str, object] = field(default_factory=dict)
+    demonstration: str | None = None  # SFT target text, where the task has one
+    images: PromptImages | None = None  # whose tokens are among `prompt_ids`
+
+    def as_mapping(self) -> SampleMapping:
+        """What a reward function receives, without the keys that only a run knows."""
+        keys = ("prompt", "answer", "tool_calls", "needs_response", "metadata")
+        return cast(SampleMapping, {key: getattr(self, key) for key in keys if getattr(self, key) is not None})

@@ -1,0 +1,111 @@
+"""Responses of a running evaluation on disk, so that an interrupted one continues.
+
+`<run_dir>/responses/` has `origin.json`, what the responses depend on apart from their prompts, and a file of JSON lines per
+engine. Every response has its own seed, so those still to be drawn do not depend on those that exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.rollout import Rollout
+from megatron_rl.data.sample import Sample
+from megatron_rl.runtime import disk, provenance
+
+FOLDER = "responses"
+Kept = dict[tuple[str, int], Rollout]  # by sample id and index
+
+
+def origin(config: Config, model: Mapping[str, object]) -> dict[str, object]:
+    """What the responses depend on apart from their prompts. `model` identifies the model, in JSON values."""
+    trainer, rollout = config.trainer, config.rollout
+    return {
+        "model": dict(model),
+        "dtype": config.model.dtype,
+        "rollout.tensor_parallel": rollout.tensor_parallel,
+        "rollout.expert_parallel": rollout.expert_parallel,
+        "rollout.fp8": [rollout.fp8, *rollout.fp8_skip],
+        "rollout.max_tokens": rollout.max_tokens,
+        "trainer.eval_temperature": trainer.eval_temperature,
+        "trainer.eval_top_p": trainer.eval_top_p,
+        "seed": config.seed,
+        "versions": provenance.versions(),
+    }
+
+
+def files_of(folder: Path) -> dict[str, list[int]]:
+    """Size in bytes and modification time in ns of every file below a model's folder, to recognise the model."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+
+
+def differences(folder: Path, now: Mapping[str, object]) -> list[str] | None:
+    """Keys of `now` that differ from the evaluation that left responses in `folder`; None where `folder` has none."""
+    try:
+        then = json.loads((folder / "origin.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:  # killed while it was written, before the first response
+        return ["origin.json"]
+    return sorted(key for key in {*now, *then} if now.get(key) != then.get(key))
+
+
+def read(folder: Path, samples: Sequence[Sample]) -> Kept:
+    """The responses to these prompts; those to others, and a killed process's last line, are skipped."""
+    by_id = {sample.id: sample for sample in samples}
+    kept: Kept = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            sample = by_id.get(row["sample"])
+            if sample is not None and row["prompt"] == _digest(sample.prompt_ids):
+                index = row["rollout"]
+                kept[sample.id, index] = Rollout.single_turn(sample, index, row["response_ids"], row["finish_reason"])
+    return kept
+
+
+def begin(folder: Path, now: Mapping[str, object]) -> None:
+    """Writes `origin.json` where it is missing."""
+    folder.mkdir(exist_ok=True)
+    if not (folder / "origin.json").exists():
+        disk.replace(folder / "origin.json", json.dumps(now, indent=1) + "\n")
+
+
+class Keeper:
+    """Appends responses to one file. Call it from one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        if self._file.tell():
+            self._file.write("\n")  # after a killed process's last line
+
+    def __call__(self, rollout: Rollout) -> None:
+        row = {
+            "sample": rollout.sample_id,
+            "rollout": rollout.index,
+            "prompt": _digest(rollout.prompt_ids.tolist()),
+            "response_ids": rollout.response_ids.tolist(),
+            "finish_reason": rollout.finish_reason,
+        }
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def discard(folder: Path) -> None:
+    """The evaluation is complete: its responses are in `samples/`."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    return hashlib.blake2b(json.dumps(list(map(int, tokens))).encode(), digest_size=8).hexdigest()

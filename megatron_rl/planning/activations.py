@@ -1,0 +1,187 @@
+"""What forward and backward passes take on a GPU, by arithmetic from the model's sizes and the recipe's layout. No torch.
+
+Estimates: each says what it is made of, and tests hold them to within 10 % of what is counted on Megatron-Core's modules
+(`exact`). None of them has been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatron_rl.config.actor import ActorConfig, ParallelConfig
+from megatron_rl.config.pipeline_split import stage_layers
+from megatron_rl.config.schema import Config
+from megatron_rl.models import Model
+from megatron_rl.models.rules import Dims, Place, shard_shape
+from megatron_rl.seams.fp8_sizes import bytes_per_number, weight_bytes
+
+
+def activation_bytes_per_token(
+    model: Model, *, tensor: int, sequence: bool, expert_tensor: int = 1, dtype_bytes: int = 2, fp8: str | None = None
+) -> float:
+    """Activations that one layer keeps of each packed token for its backward pass, per rank. An estimate.
+
+    The accounting of Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, section 4), for
+    gated feed-forwards, grouped-query attention, no dropout and fused attention, which keeps no scores. The inputs of both
+    norms and of the two first matrices are whole on every tensor-parallel rank without sequence parallelism. Experts are
+    taken as evenly loaded; they keep the tokens sent to them and what they compute. A rank's tokens, its 1/tensor of the
+    sequence, go to `top_k` experts each; every rank of `expert_tensor` gets those of all of them. Where they go is kept in
+    int32 and float32.
+
+    In FP8 (`fp8`: the recipe) matrix products keep their inputs in one direction with its scales; all else stays as it is.
+    The product after attention keeps attention's own output, but for `delayed`.
+    """
+    dims, split = model.dims, tensor if sequence else 1
+    hidden, q, kv = dims["hidden"], dims["q"], dims["kv"]
+    product = _product_width(dtype_bytes, fp8)
+    attention: float = dtype_bytes * (2 * q + 2 * kv + (q + kv if model.description.transformer["qk_layernorm"] else 0))
+    attention += product * q * (fp8 == "delayed")
+    norms = (
+        2 * dtype_bytes + product + (dtype_bytes if dims["experts"] else product)
+    )  # the router reads the norm's output
+    if dims["experts"]:
+        mlp = (_expert_bytes(dims, expert_tensor, dtype_bytes, product) + 12 * dims["experts"]) / split
+    else:
+        mlp = (2 * dtype_bytes + product) * dims["ffn"] / tensor
+    return norms * hidden / split + attention / tensor + mlp
+
+
+def _product_width(dtype_bytes: int, fp8: str | None) -> float:
+    """Bytes of a number that a matrix product keeps of its input."""
+    return dtype_bytes if fp8 is None else bytes_per_number(fp8)
+
+
+def _expert_bytes(dims: Dims, expert_tensor: int, dtype_bytes: float, product: float) -> float:
+    """That the experts keep of each token; Transformer Engine's grouped ones. `product`: of a number that a product reads."""
+    return dims["top_k"] * (product * dims["hidden"] * expert_tensor + (2 * dtype_bytes + product) * dims["expert_ffn"])
+
+
+def _moved_numbers(dims: Dims, parallel: ParallelConfig) -> float:
+    """Of each token that a mixture of experts is computing, beside what is kept: copies on their way to the experts and
+    back, which Megatron-Core holds until the layer's end: permuted, received, gathered, experts' output, in order again."""
+    if not dims["experts"]:
+        return 0
+    shared, several = parallel.expert_tensor, dims["experts"] > parallel.expert
+    copies = 1 + shared + (parallel.expert > 1 and (several or shared > 1)) + several * shared * (1 + (shared > 1))
+    return dims["top_k"] * dims["hidden"] * copies
+
+
+def _of_layer(model: Model, config: Config, dtype_bytes: int, fp8: str | None) -> tuple[float, float]:
+    """Bytes per token of a layer that is computed again: what it keeps until then, and what it keeps then."""
+    parallel = config.actor.parallel
+    sizes = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor, "dtype_bytes": dtype_bytes}
+    whole = activation_bytes_per_token(model, sequence=parallel.sequence, fp8=fp8, **sizes)
+    kept = whole
+    if config.actor.recompute == "full":  # each layer's input
+        kept = dtype_bytes * model.dims["hidden"] / (parallel.tensor if parallel.sequence else 1)
+    elif config.actor.recompute == "selective":
+        kept = whole - _recomputed(model, config, dtype_bytes, _product_width(dtype_bytes, fp8))
+    return kept, whole
+
+
+def activations(model: Model, config: Config, dtype_bytes: int) -> float:
+    """Bytes on the stage that holds most, as a rule the first: it has as many micro-batches under way as there are stages.
+    A layer that is being computed, and the output layer, take their own one after the other: without the latter's."""
+    parallel, fp8 = config.actor.parallel, config.actor.fp8
+    tokens = config.actor.tokens_per_microbatch / parallel.context
+    split = parallel.tensor if parallel.sequence else 1
+    kept, per_layer = _of_layer(model, config, dtype_bytes, None if fp8 is None else fp8.recipe)
+    stages = stage_layers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
+    ends = 0.0  # what the first stage's layers in bf16 keep more
+    if fp8 is not None and fp8.bf16_ends:
+        ends = fp8.bf16_ends * (1 + (len(stages) == 1)) * (_of_layer(model, config, dtype_bytes, None)[0] - kept)
+
+    def of_stage(layers: int) -> float:
+        """Bytes per token of one micro-batch's activations in a stage of so many layers, with its output."""
+        again = layers
+        if config.actor.recompute == "full" and config.actor.recompute_layers is not None:
+            again = min(layers, config.actor.recompute_layers * parallel.virtual_pipeline)
+        return kept * again + per_layer * (layers - again) + ends + dtype_bytes * model.dims["hidden"] / split
+
+    # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
+    under_way = max(of_stage(count) * (len(stages) - stage) for stage, count in enumerate(stages))
+    if parallel.virtual_pipeline > 1:  # interleaving: 1 + (p - 1) / (p v) times that (section 4.2.3)
+        under_way = of_stage(max(stages)) * (len(stages) + (len(stages) - 1) / parallel.virtual_pipeline)
+    # Beside what a layer keeps: two gradients, tokens gathered from all ranks, and experts' copies or a feed-forward's two.
+    beside = model.dims["hidden"] * (2 / split + (split > 1))
+    if model.dims["experts"]:
+        beside += _moved_numbers(model.dims, parallel) / split
+    else:
+        beside += 2 * model.dims["ffn"] / parallel.tensor
+    once = dtype_bytes * beside
+    if config.actor.recompute_layers is None:  # else the last layers, with which a backward pass begins, are kept
+        once += per_layer - kept
+    return tokens * under_way + max(0.0, tokens * once - head_workspace(model, config))
+
+
+def _recomputed(model: Model, config: Config, dtype_bytes: int, product: float) -> float:
+    """Of `activation_bytes_per_token`, what selective recomputation does not keep. An estimate.
+
+    Fused attention keeps no scores (`core_attn`), and Transformer Engine fuses every norm but the one before experts with the
+    matrix product after it: `mlp` computes both again. `product`: bytes of a number that a matrix product reads.
+    """
+    dims, parallel, modules = model.dims, config.actor.parallel, set(config.actor.recompute_modules)
+    split = parallel.tensor if parallel.sequence else 1
+    if not dims["experts"]:
+        ffn = (2 * dtype_bytes + product) * dims["ffn"] / parallel.tensor
+        return ffn + product * dims["hidden"] / split if "mlp" in modules else 0
+    again = dtype_bytes * float(dims["hidden"]) if "layernorm" in modules else 0
+    if "moe" in modules:
+        again += _expert_bytes(dims, parallel.expert_tensor, dtype_bytes, product)
+    elif "moe_act" in modules:
+        again += product * dims["top_k"] * dims["expert_ffn"]
+    return again / split
+
+
+def check_workspace(model: Model, config: Config, data_parallel: int, dtype_bytes: int) -> float:
+    """The actor's forward pass over the rollouts of the sync check."""
+    rollouts = math.ceil(config.rollout.sync_check_rollouts / data_parallel)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
+    return _forward_workspace(model, config, min(config.actor.tokens_per_microbatch, rollouts * longest), dtype_bytes)
+
+
+def forward_workspace(model: Model, config: Config, dtype_bytes: int) -> float:
+    """The actor's forward pass over a micro-batch, for log-probs alone."""
+    return _forward_workspace(model, config, config.actor.tokens_per_microbatch, dtype_bytes)
+
+
+def _forward_workspace(model: Model, config: Config, tokens: int, dtype_bytes: int) -> float:
+    """A forward pass alone: three hidden states and a feed-forward, or the output layer with its hidden states."""
+    dims, parallel = model.dims, config.actor.parallel
+    split = parallel.tensor if parallel.sequence else 1
+    if dims["experts"]:
+        ffn = (_expert_bytes(dims, parallel.expert_tensor, 1, 1) + _moved_numbers(dims, parallel)) / split
+    else:
+        gathered = split > 1 and config.actor.fp8 is None  # in FP8 they are gone when the product is there
+        ffn = 3 * dims["ffn"] / parallel.tensor + dims["hidden"] * gathered
+    layer = dtype_bytes * (3 * dims["hidden"] / split + ffn) + 12 * dims["experts"] / split
+    tile = min(config.actor.logits_mib * 2**20, tokens * dims["vocab"] * 4 / parallel.tensor)
+    head = 2 * dtype_bytes * tokens * dims["hidden"] / parallel.context + tile * (1 if dtype_bytes == 4 else 1.5)
+    return max(tokens / parallel.context * layer, head)
+
+
+def head_workspace(model: Model, config: Config) -> float:
+    """A tile of logits in fp32 and bf16, the gradient of the hidden states in fp32, and the tensor of the output matrix's
+    shape that autograd wants (actor/head.py)."""
+    tokens, hidden = config.actor.tokens_per_microbatch, model.dims["hidden"]
+    rows = model.dims["vocab"] / config.actor.parallel.tensor
+    tile = min(config.actor.logits_mib * 2**20, tokens * rows * 4)
+    return tile * 1.5 + tokens * hidden * 4 + rows * hidden * 2
+
+
+def fp8_weights(model: Model, actor: ActorConfig, stage: int) -> tuple[int, int]:
+    """Numbers in the matrices that FP8 products read, on a rank of a stage, and their bytes in FP8; 0 without `actor.fp8`."""
+    if actor.fp8 is None:
+        return 0, 0
+    parallel, ends, stages = actor.parallel, actor.fp8.bf16_ends, actor.parallel.pipeline
+    layers = stage_layers(model.dims["layers"], stages, parallel.virtual_pipeline)[stage]
+    layers = max(0, layers - ends * ((stage == 0) + (stage == stages - 1)))
+    numbers = size = 0
+    for rule in model.family.rules:
+        if rule.place is not Place.LAYER or not rule.is_projection:
+            continue
+        copies = layers * (model.dims["experts"] // parallel.expert if rule.per_expert else 1)
+        rows, columns = shard_shape(rule, model.dims, parallel.expert_tensor if rule.per_expert else parallel.tensor)
+        numbers += copies * rows * columns
+        size += copies * weight_bytes(rows, columns, actor.fp8.recipe)
+    return numbers, size

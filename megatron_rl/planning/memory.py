@@ -1,0 +1,397 @@
+"""The GPU memory that a recipe takes, from the model's config.json and the recipe's layout. No torch, no GPU.
+
+Weights, gradients and optimizer state are counted exactly, parameter by parameter as Megatron-Core cuts them (tests compare
+with models that were really built). Activations, the output layer's workspace and what the engine needs besides weights and
+cache are estimates; each says below what it is made of, and none of them has been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_rl.config.actor import ActorConfig, ParallelConfig
+from megatron_rl.config.pipeline_split import stage_layers
+from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.models import Model
+from megatron_rl.models.fp8 import BLOCK, module_of, quantised_modules
+from megatron_rl.models.lora import adapters_of
+from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
+from megatron_rl.planning.activations import (
+    activations,
+    check_workspace,
+    forward_workspace,
+    fp8_weights,
+    head_workspace,
+)
+from megatron_rl.weights.plan import BUCKET_BYTES
+
+GIB = 2**30
+LOAD, GENERATE, OLD, UPDATE, SYNC, CHECK = "load", "generate", "old_log_probs", "update", "sync", "sync_check"
+PHASES = (LOAD, GENERATE, OLD, UPDATE, SYNC, CHECK)
+OFFLOAD, CHECKPOINT = HOST_PHASES = ("offload", "checkpoint")  # whose peaks are memory of the host
+# Components that `exact` counts
+WEIGHTS, GRADIENTS, OPTIMIZER = "actor: weights", "actor: gradients (fp32)", "actor: optimizer state"
+ACTIVATIONS, HEAD = "actor: activations", "actor: output layer's workspace"
+LOADING, FORWARD, CHECKED = "load: weights laid out anew", "actor: forward pass", "sync check: the actor's forward pass"
+BUCKETS = "sync: two buckets"
+FP8_COPIES = "actor: FP8 copies of the weights"
+AWAY, WEIGHTS_AWAY = "host: optimizer state", "host: weights, pinned"
+
+# CUDA context, NCCL's buffers, cuBLAS workspaces, the allocator's fragmentation, CUDA graphs kept through vLLM's sleep.
+RESERVE_GIB = 5.0
+# vLLM's activations while it reads a prompt of max_num_batched_tokens, its sampler and CUDA graphs, within its own share.
+ENGINE_WORKSPACE_GIB = 3.0
+
+
+# --------------------------------------------------------------------------------------------------------- parameters
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters by how their optimizer state is sharded and whether a matrix product reads them in FP8."""
+
+    linear: int = 0  # attention and dense feed-forward matrices
+    other: int = 0  # embedding, output layer, norms, biases, router
+    expert: int = 0  # the experts' matrices
+
+    @property
+    def dense(self) -> int:
+        return self.linear + self.other
+
+    @property
+    def total(self) -> int:
+        return self.linear + self.other + self.expert
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.linear + other.linear, self.other + other.other, self.expert + other.expert)
+
+
+def _on_rank(rule: Rule, dims: Dims, tensor: int, copies: int) -> Parameters:
+    """`copies` of a rule's parameter, each as one of `tensor` ranks holds it."""
+    count = copies * math.prod(shard_shape(rule, dims, tensor))
+    if rule.per_expert:
+        return Parameters(expert=count)
+    return Parameters(linear=count) if rule.is_projection else Parameters(other=count)
+
+
+def actor_parameters(
+    model: Model,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int = 1,
+    expert: int = 1,
+    expert_tensor: int = 1,
+    stage: int = 0,
+) -> Parameters:
+    """Parameters on each rank of a pipeline stage.
+
+    A tied output layer is a second copy on the last stage where there are several.
+    """
+    copies = {
+        Place.EMBEDDING: int(stage == 0),
+        Place.LAYER: stage_layers(model.dims["layers"], pipeline, virtual_pipeline)[stage],
+        Place.HEAD: int(stage == pipeline - 1),
+    }
+    result = Parameters()
+    for rule in model.family.rules if pipeline > 1 else model.parameters:
+        experts = model.dims["experts"] // expert if rule.per_expert else 1
+        ranks = expert_tensor if rule.per_expert else tensor
+        result += _on_rank(rule, model.dims, ranks, copies[rule.place] * experts)
+    return result
+
+
+def total_parameters(model: Model) -> int:
+    """Of the whole model, a tied output layer counted once."""
+    return actor_parameters(model).total
+
+
+def active_parameters(model: Model) -> int:
+    """Of the whole model, those that one token passes through."""
+    whole = actor_parameters(model)
+    return whole.dense + (whole.expert // model.dims["experts"] * model.dims["top_k"] if whole.expert else 0)
+
+
+def engine_parameters(model: Model, tensor: int, expert: int = 1) -> int:
+    """Parameters on each of an engine's `tensor` ranks: key/value heads repeated where ranks outnumber them, experts whole
+    and spread over `expert` ranks (all or 1), else cut."""
+    repeated = replace(model, description=replace(model.description, dims=_engine_dims(model, tensor)))
+    return actor_parameters(repeated, tensor=tensor, expert=expert, expert_tensor=tensor // expert).total
+
+
+def engine_weight_bytes(model: Model, rollout: RolloutConfig, width: int) -> float:
+    """Weights on each of an engine's ranks, `width` bytes a parameter; in FP8 one, and a scale per block."""
+    tensor = rollout.tensor_parallel
+    expert = tensor if rollout.expert_parallel else 1
+    total = float(engine_parameters(model, tensor, expert) * width)
+    if rollout.fp8 == "none":
+        return total
+    modules, dims = quantised_modules(model, rollout.fp8_skip), _engine_dims(model, tensor)
+    for rule in (rule for rule in model.parameters if rule.is_projection):
+        layers = sum(module_of(rule.at(i, 0).hf[0].name) in modules for i in range(dims["layers"]))
+        copies = layers * dims["experts"] // expert if rule.per_expert else layers
+        count = _on_rank(rule, dims, tensor // expert if rule.per_expert else tensor, copies).total
+        total -= count * (width - 1 - 4 / BLOCK**2)
+    return total
+
+
+def _engine_dims(model: Model, tensor: int) -> Dims:
+    """The model's sizes with key/value heads repeated where `tensor` ranks outnumber them."""
+    kv_heads = _engine_kv_heads(model, tensor) * tensor
+    return {**model.dims, "kv_heads": kv_heads, "kv": kv_heads * model.dims["head_dim"]}
+
+
+def _engine_kv_heads(model: Model, tensor: int) -> int:
+    """Key/value heads on each rank of an engine."""
+    return max(1, model.dims["kv_heads"] // tensor)
+
+
+def cache_bytes_per_token(model: Model, tensor: int, dtype_bytes: int = 2) -> int:
+    """KV cache on each rank of an engine."""
+    return model.dims["layers"] * 2 * _engine_kv_heads(model, tensor) * model.dims["head_dim"] * dtype_bytes
+
+
+# --------------------------------------------------------------------------------------------------------------- sync
+def _sync_buckets(model: Model, rollout: RolloutConfig, dtype_bytes: int) -> float:
+    """Slices: two buckets, of each what is sent and what is received. Whole tensors: what is gathered."""
+    if rollout.sync == "sliced":
+        return 4 * BUCKET_BYTES
+    largest = model.dims["vocab"] * model.dims["hidden"] * dtype_bytes
+    return max(3 * max(BUCKET_BYTES, largest), _sync_layers(model, rollout, 1, dtype_bytes) + 2 * BUCKET_BYTES)
+
+
+def _sync_layers(model: Model, rollout: RolloutConfig, stages: int, dtype_bytes: int) -> float:
+    """For an FP8 engine a layer's experts (dense: gate and up) of every pipeline stage, collected in the model's dtype and
+    made anew. Whole tensors: vLLM keeps a layer's until the last of them has come, then makes its shard of them anew."""
+    dims, tensor = model.dims, rollout.tensor_parallel
+    matrices = 3 * dims["experts"] * dims["expert_ffn"] if dims["experts"] else 2 * dims["ffn"]
+    layer = matrices * dims["hidden"] * dtype_bytes
+    if rollout.sync != "sliced":
+        return layer + layer / tensor
+    return stages * layer / tensor * (1 + 1 / dtype_bytes) if rollout.fp8 != "none" else 0
+
+
+# --------------------------------------------------------------------------------------------------------------- plan
+@dataclass(frozen=True)
+class Component:
+    """One line of the table: bytes on the fullest rank, in the phases that need them."""
+
+    name: str
+    bytes: float
+    phases: tuple[str, ...]
+    knobs: tuple[str, ...]  # recipe keys that make it smaller
+    estimate: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory of the fullest GPU by component, and of its host."""
+
+    model: Model
+    world: int
+    gpu_bytes: float
+    components: tuple[Component, ...]
+    parameters: Parameters  # on the fullest rank of the actor
+    data_parallel: int
+    engines: int
+    cache_tokens: float  # KV cache of one engine, tokens
+    longest: int  # tokens of the longest sequence
+    host_bytes: float | None = None  # of the host's memory, for each of its GPUs; None: not known, so not checked
+
+    def peak(self, phase: str) -> float:
+        return sum(component.bytes for component in self.components if phase in component.phases)
+
+    @property
+    def full_length_sequences(self) -> float:
+        """Sequences of full length that one engine holds at once."""
+        return self.cache_tokens / self.longest
+
+    def problems(self) -> Iterator[str]:
+        """A sentence per reason why it does not fit, with the keys that would help, the largest part first."""
+        for phase in (*PHASES, *HOST_PHASES):
+            there_is = self.host_bytes if phase in HOST_PHASES else self.gpu_bytes
+            if there_is is not None and (over := self.peak(phase) - there_is) > 0:
+                parts = sorted(
+                    (part for part in self.components if phase in part.phases and part.knobs),
+                    key=lambda part: -part.bytes,
+                )
+                knobs = list(dict.fromkeys(knob for part in parts[:3] for knob in part.knobs))
+                where = " of the host's memory, for each GPU," if phase in HOST_PHASES else ""
+                yield f"phase {phase} needs {over / GIB:.1f} GiB{where} more than there is; what helps: {', '.join(knobs)}"
+        if self.full_length_sequences < 1:
+            yield (
+                f"the engine's KV cache holds {max(0, self.cache_tokens):.0f} tokens, less than one sequence of "
+                f"{self.longest}; raise rollout.memory_fraction or rollout.tensor_parallel, or lower rollout.max_tokens"
+            )
+
+
+def make_plan(config: Config, model: Model, world: int, gpu_bytes: float, host_bytes: float | None = None) -> Plan:
+    """The plan of a checked recipe on `world` GPUs of `gpu_bytes` each, and as many times `host_bytes` of host memory."""
+    parallel = config.actor.parallel
+    width = 4 if config.model.dtype == "float32" else 2
+    stage, fullest = _fullest_stage(model, parallel)
+    trained = trained_parameters(model, config.actor)
+    replicas = world // (parallel.tensor * parallel.pipeline)
+    weights = float((fullest.total + (trained.total if config.actor.lora.rank else 0)) * width)
+    in_fp8, fp8_bytes = fp8_weights(model, config.actor, stage)
+    if config.actor.fp8 is not None and config.actor.fp8.param_gather:
+        weights, fp8_bytes = weights + fp8_bytes - width * in_fp8, 0
+    state = _optimizer_bytes(config, trained, world, width)
+    on_cpu = config.actor.optimizer.device == "cpu"
+    optimizer, on_host = 0.0 if on_cpu else state, state * (on_cpu or config.actor.offload)
+    engine_weights = engine_weight_bytes(model, config.rollout, width)
+    cache = config.rollout.memory_fraction * gpu_bytes - engine_weights - ENGINE_WORKSPACE_GIB * GIB
+    cache_tokens = cache / cache_bytes_per_token(model, config.rollout.tensor_parallel, width)
+    components = [
+        *_actor_state(config, model, trained, weights, fp8_bytes, optimizer, width),
+        *_actor_passes(config, model, replicas // parallel.context, width),
+        *_engine(config, model, engine_weights, cache, width),
+        Component("reserve: CUDA, NCCL, fragmentation", RESERVE_GIB * GIB, PHASES, (), estimate=True),
+        *_host(config, model, weights, float(trained.total * width), on_host, cache_tokens),
+        Component(
+            "host: the checkpoint's copy",
+            checkpoint_bytes(config, trained, world, width),
+            (CHECKPOINT,),
+            ("checkpoint.every=0",) if config.checkpoint.every else (),
+            estimate=True,
+        ),
+    ]
+    return Plan(
+        model=model,
+        world=world,
+        gpu_bytes=gpu_bytes,
+        components=tuple(component for component in components if component.bytes),
+        parameters=fullest,
+        data_parallel=replicas // parallel.context,
+        engines=world // config.rollout.tensor_parallel,
+        cache_tokens=cache_tokens,
+        longest=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
+        host_bytes=host_bytes,
+    )
+
+
+def _split(model: Model) -> tuple[str, ...]:
+    return (
+        "actor.parallel.tensor",
+        "actor.parallel.pipeline",
+        *["actor.parallel.expert"] * bool(model.dims["experts"]),
+    )
+
+
+def _actor_state(
+    config: Config,
+    model: Model,
+    trained: Parameters,
+    weights: float,
+    fp8_bytes: float,
+    optimizer: float,
+    width: int,
+) -> Iterator[Component]:
+    """Weights, gradients, optimizer, and what stands beside them for a while."""
+    actor, split = config.actor, _split(model)
+    state_in = (LOAD, OLD, UPDATE, CHECK) if actor.offload else PHASES
+    weights_in = (LOAD, OLD, UPDATE, SYNC, CHECK) if actor.offload_weights else PHASES
+    offload = () if actor.offload else ("actor.offload=true",)
+    yield Component(
+        WEIGHTS, weights, weights_in, (*["actor.offload_weights=true"] * (not actor.offload_weights), *split)
+    )
+    # Without `param_gather` they come on top of the bf16 weights, from the first forward pass on, and are not offloaded.
+    param_gather = () if actor.fp8 is None or actor.fp8.recipe == "mxfp8" else ("actor.fp8.param_gather=true",)
+    yield Component(FP8_COPIES, fp8_bytes, tuple(phase for phase in PHASES if phase != LOAD), param_gather)
+    if _keeps_reference(config):  # while it is scored, the actor's own weights are set aside on the device
+        yield Component("actor: weights set aside for the reference", trained.total * width, (OLD,), split)
+    yield Component(GRADIENTS, 4 * trained.total, state_in, (*offload, *split))
+    cpu = "actor.optimizer.device=cpu"
+    yield Component(OPTIMIZER, optimizer, state_in, (*offload, *[cpu] * actor.optimizer.distributed, "more nodes"))
+    if actor.optimizer.distributed:  # its buffer of weights and the weights themselves, before there is an optimizer
+        yield Component(LOADING, max(0.0, trained.total * width - optimizer), (LOAD,), split, estimate=True)
+
+
+def _actor_passes(config: Config, model: Model, data_parallel: int, width: int) -> Iterator[Component]:
+    tokens = ("actor.tokens_per_microbatch", *["model.max_pixels"] * (model.description.vision is not None))
+    again = ("actor.recompute=full",) if config.actor.recompute != "full" else ()
+    yield Component(ACTIVATIONS, activations(model, config, width), (UPDATE,), (*again, *tokens), estimate=True)
+    yield Component(HEAD, head_workspace(model, config), (UPDATE,), ("actor.logits_mib",), estimate=True)
+    yield Component(
+        FORWARD, forward_workspace(model, config, width), (OLD,), (*tokens, "actor.logits_mib"), estimate=True
+    )
+    checked = check_workspace(model, config, data_parallel, width)
+    yield Component(CHECKED, checked, (CHECK,), (*tokens, "rollout.sync_check_rollouts"), estimate=True)
+
+
+def _engine(config: Config, model: Model, weights: float, cache: float, width: int) -> Iterator[Component]:
+    rollout = config.rollout
+    knobs = ("rollout.tensor_parallel", *["rollout.fp8=blockwise"] * (rollout.fp8 == "none"))
+    yield Component("engine: weights", weights, (GENERATE, SYNC), knobs)
+    yield Component("engine: workspace", ENGINE_WORKSPACE_GIB * GIB, (GENERATE,), (), estimate=True)
+    yield Component("engine: KV cache", max(0.0, cache), (GENERATE,), ("rollout.memory_fraction",))
+    yield Component(BUCKETS, _sync_buckets(model, rollout, width), (SYNC,), ())
+    if rollout.sync == "sliced":
+        layers = _sync_layers(model, rollout, config.actor.parallel.pipeline, width)
+        yield Component("sync: layers made anew", layers, (SYNC,), ())
+
+
+def _keeps_reference(config: Config) -> bool:
+    kl = config.algorithm.kl
+    return not config.actor.lora.rank and (kl.coef > 0 or kl.reward_coef > 0)
+
+
+def _host(
+    config: Config, model: Model, weights: float, trained: float, optimizer: float, cache_tokens: float
+) -> Iterator[Component]:
+    """What stays in the host's memory from its first use on."""
+    actor = config.actor
+    on_gpu = ("actor.offload=false",) if actor.optimizer.device == "gpu" else ("actor.optimizer.device=gpu",)
+    yield Component(AWAY, optimizer, HOST_PHASES, (*on_gpu, "more nodes"))
+    yield Component(WEIGHTS_AWAY, weights * actor.offload_weights, HOST_PHASES, ("actor.offload_weights=false",))
+    yield Component("host: the reference policy", trained * _keeps_reference(config), HOST_PHASES, _split(model))
+    # vLLM keeps the experts of the tokens in its cache, a byte each.
+    replay = actor.moe.routing_replay == "rollout"
+    chosen = replay * max(0.0, cache_tokens) * model.dims["layers"] * model.dims.get("top_k", 0)
+    yield Component("host: experts of the cache's tokens", chosen, HOST_PHASES, ("rollout.memory_fraction",))
+
+
+def checkpoint_bytes(config: Config, trained: Parameters, world: int, width: int) -> float:
+    """Of a checkpoint, in the mean of the ranks that share them: weights, and in fp32 master weights and two moments."""
+    parallel = config.actor.parallel
+    stage = world // parallel.pipeline  # ranks
+    copies = stage // parallel.tensor, stage // (parallel.expert * parallel.expert_tensor)
+    if not config.checkpoint.every:
+        return 0
+    return (width + 12) * (trained.dense / copies[0] + trained.expert / copies[1])
+
+
+def fullest_rank(model: Model, parallel: ParallelConfig) -> Parameters:
+    """Of the pipeline stage that holds most; the inner stages are alike."""
+    return _fullest_stage(model, parallel)[1]
+
+
+def _fullest_stage(model: Model, parallel: ParallelConfig) -> tuple[int, Parameters]:
+    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "virtual_pipeline": parallel.virtual_pipeline}
+    experts = {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor}
+    some = {0, min(1, parallel.pipeline - 1), parallel.pipeline - 1}
+    stages = [(stage, actor_parameters(model, **sizes, **experts, stage=stage)) for stage in sorted(some)]
+    return max(stages, key=lambda one: one[1].total)
+
+
+def trained_parameters(model: Model, actor: ActorConfig) -> Parameters:
+    """Those that are trained, on the rank that holds most of them: with LoRA the adapters; a frozen tower is not."""
+    if actor.lora.rank:
+        model = adapters_of(model, actor.lora)
+    elif actor.freeze_vision_tower:
+        decoder = tuple(rule for rule in model.family.rules if not rule.in_tower)
+        model = replace(model, family=replace(model.family, rules=decoder))
+    return fullest_rank(model, actor.parallel)
+
+
+def _optimizer_bytes(config: Config, parameters: Parameters, world: int, width: int) -> float:
+    """Adam's two moments, and an fp32 master copy where parameters are bf16, or it is on the CPU; sharded over the ranks that
+    share them."""
+    optimizer = config.actor.optimizer
+    each = 12 if optimizer.device == "cpu" or (width == 2 and optimizer.moments == "float32") else 8
+    if not config.actor.optimizer.distributed:
+        return each * parameters.total
+    parallel = config.actor.parallel
+    stage = world // parallel.pipeline  # ranks
+    dense, experts = stage // parallel.tensor, stage // (parallel.expert * parallel.expert_tensor)
+    return each * (parameters.dense / dense + parameters.expert / experts)

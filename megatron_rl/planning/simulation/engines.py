@@ -1,0 +1,222 @@
+"""Engines that draw responses: continuous batching, a cache that fills, prompts handed out as engines become free.
+
+Nothing changes in an engine between two ends of sequences, so time advances by those, not by tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+BLOCK = 16  # tokens of vLLM's cache that a sequence takes at a time
+
+
+@dataclass(frozen=True)
+class EngineSpeed:
+    """What one engine is able to do."""
+
+    decode_seconds: Callable[[int, float], float]  # a pass over so many sequences, with so many tokens each in the mean
+    prefill_seconds: Callable[[float], float]  # reading so many tokens
+    cache_tokens: float
+    max_concurrent: int  # sequences decoded together
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One phase of generation. Rows are groups in the order in which they were given."""
+
+    seconds: float
+    ends: np.ndarray  # float64 [groups, count]: seconds after the start; nan: not ended
+    left: np.ndarray  # int64 [groups, count]: tokens still to be drawn
+    busy: np.ndarray  # float64 [engines]: seconds with something to decode
+    set_back: int  # times that a sequence gave its room in the cache to others, and was read again later
+    running: Sequence[Sequence[tuple[float, int]]]  # of each engine: from when on it decodes how many sequences
+
+    @property
+    def idle_share(self) -> float:
+        """Of the engines' time."""
+        return 1 - float(self.busy.mean()) / self.seconds if self.seconds else 0.0
+
+    @property
+    def tail_share(self) -> float:
+        """Of the phase: when 95 % of the responses that ended have ended."""
+        ended = self.ends[~np.isnan(self.ends)]
+        return 1 - float(np.quantile(ended, 0.95)) / self.seconds if ended.size and self.seconds else 0.0
+
+
+class _Engine:
+    """Its sequences by row (group * count + index). `time` and `passes` are those of its last event."""
+
+    def __init__(self, speed: EngineSpeed, prompt: float, count: int, drawn: list[int], left: list[int]) -> None:
+        self.speed, self.prompt, self.count = speed, prompt, count
+        self.drawn, self.left = drawn, left  # by row; shared by all engines
+        self.time, self.busy, self.passes, self.cached, self.set_back = 0.0, 0.0, 0, 0.0, 0
+        self.waiting: deque[int] = deque()
+        self.ends_at: dict[int, int] = {}  # row -> the pass that ends it, the latest admitted last
+        self._next: list[tuple[int, int]] = []  # heap of the same
+        self.running: list[tuple[float, int]] = []
+        self.segment = (0, 0.0)  # passes until its next event, and their seconds
+
+    @property
+    def pending(self) -> int:
+        return len(self.ends_at) + len(self.waiting)
+
+    def plan(self) -> None:
+        """Admits what there is room for, and looks how long nothing will change."""
+        running, read = len(self.ends_at), 0.0
+        while self.waiting and running < self.speed.max_concurrent:
+            row = self.waiting[0]
+            tokens = self.prompt + self.drawn[row]
+            if running and self.cached + tokens + BLOCK * (running + 1) > self.speed.cache_tokens:
+                break
+            self.waiting.popleft()
+            running += 1
+            self.cached += tokens
+            # The prompt of a group is read once: the others find it in the cache.
+            read += self.drawn[row] + (self.prompt if row % self.count == 0 else 0)
+            self.ends_at[row] = self.passes + self.left[row]
+            heapq.heappush(self._next, (self.ends_at[row], row))
+        if read:
+            self._wait(self.speed.prefill_seconds(read))
+        self.running.append((self.time, running))
+        if not running:
+            self.segment = (0, 0.0)
+            return
+        while self.ends_at.get(self._next[0][1]) != self._next[0][0]:
+            heapq.heappop(self._next)  # of one that was set back
+        passes, room = self._next[0][0] - self.passes, self.speed.cache_tokens - self.cached
+        if running > 1 and passes * running > room:
+            passes = max(0, int(room // running))
+        mean = self.cached / running + (passes + 1) / 2
+        self.segment = (passes, passes * self.speed.decode_seconds(running, mean) if passes else 0.0)
+
+    def advance(self) -> list[int]:
+        """To the next event; rows that have ended with it."""
+        passes, seconds = self.segment
+        self._wait(seconds)
+        self.passes += passes
+        self.cached += passes * len(self.ends_at)
+        ended = []
+        while self._next and self._next[0][0] <= self.passes:
+            end, row = heapq.heappop(self._next)
+            if self.ends_at.get(row) != end:
+                continue
+            del self.ends_at[row]
+            self.drawn[row] += self.left[row]
+            self.left[row] = 0
+            self.cached -= self.prompt + self.drawn[row]
+            ended.append(row)
+        if not ended:
+            self._make_room()
+        return ended
+
+    def _make_room(self) -> None:
+        """The sequences that came last give up their place, until each other one has room for a block."""
+        while len(self.ends_at) > 1 and self.cached + BLOCK * len(self.ends_at) > self.speed.cache_tokens:
+            row, end = self.ends_at.popitem()
+            self._stop(row, end)
+            self.cached -= self.prompt + self.drawn[row]
+            self.waiting.appendleft(row)
+            self.set_back += 1
+
+    def interrupt(self, at: float) -> None:
+        """Ends all sequences where they are `at` a time before the next event."""
+        passes, seconds = self.segment
+        if seconds > 0:
+            self.passes += int(passes * max(0.0, at - self.time) / seconds)
+        self._wait(max(0.0, at - self.time) if self.ends_at else 0.0)
+        for row, end in self.ends_at.items():
+            self._stop(row, end)
+
+    def _stop(self, row: int, end: int) -> None:
+        left = max(1, end - self.passes)
+        self.drawn[row] += self.left[row] - left
+        self.left[row] = left
+
+    def _wait(self, seconds: float) -> None:
+        self.time += seconds
+        self.busy += seconds
+
+
+def generate(
+    speed: EngineSpeed,
+    engines: int,
+    prompt: float,
+    drawn: np.ndarray,
+    left: np.ndarray,
+    order: Sequence[int],
+    wanted: int | None = None,
+) -> Generation:
+    """Responses to prompts of `prompt` tokens, handed out as `rollout/dispatch.py` does it.
+
+    Args:
+        drawn: int64 [groups, count], tokens that were drawn before; they are read again.
+        left: int64 [groups, count], tokens to be drawn; 0: the response is whole.
+        order: groups in the order in which they are begun.
+        wanted: generation is interrupted once so many groups are whole; None: it goes on to the end.
+
+    Raises:
+        ValueError: the cache does not hold the longest sequence.
+    """
+    groups, count = left.shape
+    longest = prompt + float((drawn + left).max())
+    if longest > speed.cache_tokens:
+        raise ValueError(
+            f"an engine's cache of {speed.cache_tokens:,.0f} tokens does not hold a sequence of {longest:,.0f}"
+        )
+    rest, before = left.ravel().tolist(), drawn.ravel().tolist()
+    workers = [_Engine(speed, prompt, count, before, rest) for _ in range(engines)]
+    given = _hand_out_first(workers, order, count)
+    missing = [int((group > 0).sum()) for group in left]
+    whole, wanted = missing.count(0), groups if wanted is None else wanted
+    ends = np.full(groups * count, np.nan)
+    ends[left.ravel() == 0] = 0.0
+    events: list[tuple[float, int]] = []
+
+    def schedule(number: int) -> None:
+        workers[number].plan()
+        if workers[number].ends_at:
+            heapq.heappush(events, (workers[number].time + workers[number].segment[1], number))
+
+    for number in range(engines):
+        schedule(number)
+    now = 0.0
+    while events and whole < wanted:
+        now, number = heapq.heappop(events)
+        worker = workers[number]
+        for row in worker.advance():
+            ends[row] = now
+            missing[row // count] -= 1
+            whole += missing[row // count] == 0
+        while given < len(order) and worker.pending < speed.max_concurrent:
+            worker.waiting.extend(_rows(order[given], count, rest))
+            given += 1
+        schedule(number)
+    for worker in workers:
+        worker.interrupt(now)
+    return Generation(
+        seconds=now,
+        ends=ends.reshape(groups, count),
+        left=np.array(rest, dtype=np.int64).reshape(groups, count),
+        busy=np.array([worker.busy for worker in workers]),
+        set_back=sum(worker.set_back for worker in workers),
+        running=[worker.running for worker in workers],
+    )
+
+
+def _hand_out_first(workers: Sequence[_Engine], order: Sequence[int], count: int) -> int:
+    """Each engine begins with an even share of the groups, as many as it decodes at a time. Returns how many that are."""
+    engines, at_once = len(workers), -(-workers[0].speed.max_concurrent // count)
+    given = len(order) if engines == 1 else min(len(order), at_once * engines)
+    for number, worker in enumerate(workers):
+        for group in order[:given][number::engines]:
+            worker.waiting.extend(_rows(group, count, worker.left))
+    return given
+
+
+def _rows(group: int, count: int, left: Sequence[int]) -> list[int]:
+    return [row for row in range(group * count, (group + 1) * count) if left[row]]

@@ -1,0 +1,225 @@
+"""Steps one after the other: as the product runs them, and as they would be with partial rollouts or one step off.
+
+Times are seconds of the whole job. What is drawn is a function of the seed and the step, so modes and layouts are compared on
+the same responses.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from megatron_rl.planning.simulation.engines import EngineSpeed, Generation, generate
+from megatron_rl.planning.time.lengths import LogNormal, Recorded
+
+Mode = Literal["synchronous", "partial", "one step off"]
+MODES: tuple[Mode, ...] = ("synchronous", "partial", "one step off")
+BEGUN = 1.25  # partial rollouts: groups under way for each that a step trains on
+_SETTLING = 4  # steps of partial rollouts that are not counted: the first have no carried responses
+_SPLITS = 6  # one step off: parts of the GPUs that are tried for the engines
+_TRIED = 2  # steps of each try
+
+
+@dataclass(frozen=True)
+class Latency:
+    """A server's answers: log-normal times, at most `at_once` under way."""
+
+    mean: float  # seconds
+    spread: float  # standard deviation of the logarithm
+    at_once: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is simulated.
+
+    Attributes:
+        gpus: of the whole job; `engines` share them.
+        prompts, count: groups per step, responses in each.
+        prompt: tokens of a prompt.
+        training: seconds of each phase after the rewards, by the step's tokens.
+        reward: asked as responses end; None: rewards take no time.
+        drawn_before: earlier responses to the same prompts say which will be long, and those are begun first.
+    """
+
+    speed: EngineSpeed
+    engines: int
+    gpus: int
+    prompts: int
+    count: int
+    prompt: float
+    lengths: LogNormal | Recorded
+    training: Callable[[float], Mapping[str, float]]
+    reward: Latency | None = None
+    drawn_before: bool = False
+
+
+@dataclass(frozen=True)
+class Span:
+    """A phase. `share` of the GPUs take part in it, and are without work for `idle` of that."""
+
+    name: str
+    begin: float  # seconds after the step's
+    seconds: float
+    share: float = 1.0
+    idle: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """`tokens`: of the sequences that are trained on, prompts included."""
+
+    seconds: float
+    spans: tuple[Span, ...]
+    generation: Generation
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Run:
+    mode: Mode
+    gpus: int
+    steps: Sequence[Step]
+    engines_share: float = 1.0  # of the GPUs; one step off: the others train
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """float64 [steps]."""
+        return np.array([step.seconds for step in self.steps])
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return sum(step.tokens for step in self.steps) / float(self.seconds.sum()) / self.gpus
+
+    def phases(self) -> dict[str, np.ndarray]:
+        """Seconds of each phase, float64 [steps], in the order of the first step."""
+        names = dict.fromkeys(span.name for step in self.steps for span in step.spans)
+        found = {name: np.zeros(len(self.steps)) for name in names}
+        for number, step in enumerate(self.steps):
+            for span in step.spans:
+                found[span.name][number] += span.seconds
+        return found
+
+    def idle(self, name: str | None = None) -> float:
+        """Share of the GPU-seconds of a phase, or of all time, in which GPUs have no work. Within engines and pipelines at
+        work nothing is looked at."""
+        spans = [span for step in self.steps for span in step.spans if name in (None, span.name)]
+        lost = sum(span.seconds * span.share * span.idle for span in spans)
+        whole = float(self.seconds.sum()) if name is None else sum(span.seconds * span.share for span in spans)
+        return lost / whole if whole else 0.0
+
+    @property
+    def tail_share(self) -> float:
+        """Of generation: after 95 % of a step's responses have ended."""
+        tails = sum(step.generation.tail_share * step.generation.seconds for step in self.steps)
+        return tails / max(1e-30, sum(step.generation.seconds for step in self.steps))
+
+
+def simulate(job: Job, mode: Mode, steps: int, seed: int) -> Run:
+    """`steps` steps of a job.
+
+    Raises:
+        ValueError: an engine's cache does not hold the longest sequence.
+    """
+    if mode == "synchronous":
+        return Run(mode, job.gpus, [_synchronous(job, seed, number) for number in range(steps)])
+    if mode == "partial":
+        return Run(mode, job.gpus, _partial(job, steps, seed))
+    shares = sorted({max(1, job.engines * part // _SPLITS) / job.engines for part in range(1, _SPLITS)} - {1.0})
+    if not shares:
+        raise ValueError("one step off needs two engines' GPUs: some draw while others train")
+    runs = [_one_step_off(job, share, min(steps, _TRIED), seed) for share in shares]
+    best = min(runs, key=lambda run: float(run.seconds.mean())).engines_share
+    return _one_step_off(job, best, steps, seed)
+
+
+def _drawn(job: Job, seed: int, number: int) -> tuple[np.ndarray, Sequence[int], np.random.Generator]:
+    """Responses of a step, and the order in which their groups are begun."""
+    rng = np.random.default_rng((seed, number))
+    tokens, expected = job.lengths.draw(rng, job.prompts, job.count)
+    order = np.argsort(-expected, kind="stable").tolist() if job.drawn_before else range(job.prompts)
+    return tokens, order, rng
+
+
+def _waiting(ends: np.ndarray, seconds: float, reward: Latency | None, rng: np.random.Generator) -> float:
+    """Seconds from the last response to the last score. `ends`: of the responses that are to be scored."""
+    if reward is None:
+        return 0.0
+    middle = np.log(reward.mean) - reward.spread**2 / 2
+    free: list[float] = [0.0] * reward.at_once
+    takes = np.exp(middle + reward.spread * rng.standard_normal(ends.size))
+    last = 0.0
+    for end, take in zip(np.sort(ends).tolist(), takes.tolist(), strict=True):
+        scored = max(end, free[0]) + take
+        heapq.heapreplace(free, scored)
+        last = max(last, scored)
+    return max(0.0, last - seconds)
+
+
+def _one_after_the_other(job: Job, generation: Generation, waited: float, tokens: float) -> Step:
+    spans = [Span("generate", 0.0, generation.seconds, idle=generation.idle_share)]
+    phases = {"reward": waited} | dict(job.training(tokens))
+    at = generation.seconds
+    for name, seconds in phases.items():
+        if seconds > 0:
+            spans.append(Span(name, at, seconds, idle=float(name == "reward")))
+            at += seconds
+    return Step(at, tuple(spans), generation, tokens)
+
+
+def _synchronous(job: Job, seed: int, number: int) -> Step:
+    lengths, order, rng = _drawn(job, seed, number)
+    generation = generate(job.speed, job.engines, job.prompt, np.zeros_like(lengths), lengths, order)
+    waited = _waiting(generation.ends.ravel(), generation.seconds, job.reward, rng)
+    return _one_after_the_other(job, generation, waited, float(lengths.sum() + lengths.size * job.prompt))
+
+
+def _partial(job: Job, steps: int, seed: int) -> list[Step]:
+    """More groups are begun than are trained on; what is not whole when enough of them are goes on in the next step."""
+    drawn = left = np.zeros((0, job.count), dtype=np.int64)
+    under_way, done, number = round(BEGUN * job.prompts), list[Step](), 0
+    while len(done) < steps + _SETTLING:
+        lengths, _, _ = _drawn(replace(job, prompts=under_way - len(left)), seed, number)
+        before, left = np.concatenate([drawn, np.zeros_like(lengths)]), np.concatenate([left, lengths])
+        whole = before + left
+        generation = generate(job.speed, job.engines, job.prompt, before, left, range(len(left)), job.prompts)
+        ends, ended = generation.ends.max(1), np.flatnonzero((generation.left == 0).all(1))
+        trained = ended[np.argsort(ends[ended], kind="stable")][: job.prompts]
+        scored = generation.ends[(generation.ends > 0) & np.isin(np.arange(len(left)), trained)[:, None]]
+        waited = _waiting(scored, generation.seconds, job.reward, np.random.default_rng((seed, number, 1)))
+        tokens = float(whole[trained].sum() + whole[trained].size * job.prompt)
+        done.append(_one_after_the_other(job, generation, waited, tokens))
+        rest = np.setdiff1d(np.arange(len(left)), trained)
+        drawn, left, number = (whole - generation.left)[rest], generation.left[rest], number + 1
+    return done[_SETTLING:]
+
+
+def _one_step_off(job: Job, share: float, steps: int, seed: int) -> Run:
+    """Some GPUs draw the next step's responses while the others train on this one's; both wait for each other, and for the
+    sync. What trains takes as much longer as it has fewer GPUs."""
+    part = replace(job, engines=round(job.engines * share))
+    done = []
+    for number in range(steps):
+        lengths, order, rng = _drawn(part, seed, number)
+        generation = generate(part.speed, part.engines, part.prompt, np.zeros_like(lengths), lengths, order)
+        waited = _waiting(generation.ends.ravel(), generation.seconds, part.reward, rng)
+        tokens = float(lengths.sum() + lengths.size * part.prompt)
+        spans = [Span("generate", 0.0, generation.seconds, share, generation.idle_share)]
+        if waited:
+            spans.append(Span("reward", generation.seconds, waited, share, 1.0))
+        drew, at, after = generation.seconds + waited, 0.0, 0.0
+        for name, seconds in job.training(tokens).items():
+            if name in ("sync", "sync_check"):
+                after += seconds
+            elif seconds > 0:
+                spans.append(Span(name, at, seconds / (1 - share), 1 - share))
+                at += seconds / (1 - share)
+        both = max(drew, at)
+        waiting = Span("wait", min(drew, at), abs(drew - at), share if drew < at else 1 - share, 1.0)
+        spans += [waiting, Span("sync", both, after)]
+        done.append(Step(both + after, tuple(span for span in spans if span.seconds), generation, tokens))
+    return Run("one step off", job.gpus, done, share)

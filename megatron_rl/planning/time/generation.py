@@ -1,0 +1,160 @@
+"""Seconds of an engine's decoding steps and prompts, and of a batch of responses with its tail."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.models import Model
+from megatron_rl.planning.memory import active_parameters, cache_bytes_per_token, engine_weight_bytes
+from megatron_rl.planning.time.hardware import Hardware
+from megatron_rl.planning.time.kernels import Group, attention_seconds, memory_seconds
+from megatron_rl.planning.time.lengths import BETWEEN, Lengths
+
+_KERNELS = 9, 16  # of a decoding step and layer, in a CUDA graph: dense, with experts
+_SAMPLING = 24  # bytes per logit that sampling reads and writes: fp32, six times
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A batch's time, of which engines wait for the longest responses: `idle` is the share of their places that are empty,
+    mean over the time."""
+
+    seconds: float
+    prompts: float  # seconds of it, reading prompts
+    steps: float
+    idle: float
+    places: float  # sequences that an engine decodes at a time, at most
+    bound: str
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One engine. `cache_tokens`: what its KV cache holds (`planner.Plan.cache_tokens`)."""
+
+    model: Model
+    rollout: RolloutConfig
+    hardware: Hardware
+    cache_tokens: float
+
+    @cached_property
+    def _group(self) -> Group:
+        return Group(self.hardware, self.rollout.tensor_parallel)
+
+    @cached_property
+    def _weights(self) -> tuple[float, float]:
+        """Bytes on a rank that every step reads, and those of experts, which it reads where a token is sent to them."""
+        dims, tensor = self.model.dims, self.rollout.tensor_parallel
+        width = 2 if self.rollout.fp8 == "none" else 1
+        experts = (
+            width * 3 * dims["experts"] * dims["expert_ffn"] * dims["hidden"] * dims["layers"] / tensor
+            if dims["experts"]
+            else 0
+        )
+        looked_up = 0 if self.model.description.tied else 2 * dims["vocab"] * dims["hidden"] / tensor
+        return engine_weight_bytes(self.model, self.rollout, 2) - experts - looked_up, experts
+
+    @cached_property
+    def _cache(self) -> float:
+        return cache_bytes_per_token(self.model, self.rollout.tensor_parallel)
+
+    @cached_property
+    def _active(self) -> float:
+        return active_parameters(self.model) / self.rollout.tensor_parallel
+
+    def _parts(self, running: float, context: float) -> dict[str, float]:
+        dims, hardware = self.model.dims, self.hardware
+        always, experts = self._weights
+        touched = 1 - (1 - dims["top_k"] / dims["experts"]) ** running if dims["experts"] else 0.0
+        read = hardware.memory * hardware.decode_share
+        weights = (always + touched * experts) / read
+        peak = (
+            hardware.bf16 * hardware.product_share
+            if self.rollout.fp8 == "none"
+            else hardware.fp8 * hardware.product_share_fp8
+        )
+        products = 2 * running * self._active / peak
+        moved = running * dims["hidden"] * 2
+        return {
+            "weights": weights,
+            "matrix products": max(0.0, products - weights),
+            "cache": running * context * self._cache / read,
+            "tensor": 2 * dims["layers"] * self._group.reduce_seconds(moved),
+            "launches": dims["layers"] * _KERNELS[bool(dims["experts"])] * hardware.launch,
+            "sampling": memory_seconds(hardware, running * dims["vocab"] * _SAMPLING),
+        }
+
+    def _host(self, running: float) -> float:
+        return self.hardware.engine_host + running * self.hardware.engine_host_sequence
+
+    def step_seconds(self, running: float, context: float) -> float:
+        """A decoding step of `running` sequences with `context` tokens each in the mean."""
+        device = sum(self._parts(running, context).values())
+        host = self._host(running)
+        return max(device, host) if self.rollout.async_scheduling else device + host
+
+    def bound(self, running: float, context: float) -> str:
+        """What takes most of such a step."""
+        parts = self._parts(running, context) | {"host": 0.0}
+        if not self.rollout.async_scheduling or self._host(running) > sum(parts.values()):
+            parts["host"] = self._host(running)
+        return max(parts, key=lambda name: parts[name])
+
+    def prompt_seconds(self, tokens: float, pairs: float) -> float:
+        """`tokens` of prompts, with so many pairs of query and key."""
+        dims, hardware = self.model.dims, self.hardware
+        products = 2 * tokens * self._active / (hardware.bf16 * hardware.product_share)
+        attention = dims["layers"] * attention_seconds(hardware, pairs, dims["q"] / self.rollout.tensor_parallel)
+        bandwidth_only = 4 * dims["layers"] * self._group.gather_seconds(tokens * dims["hidden"] * 2)
+        return products + attention + bandwidth_only
+
+    def places(self, lengths: Lengths) -> float:
+        """Sequences that are decoded at a time: what the recipe allows and the cache holds at their mean length under way."""
+        return max(1.0, min(self.rollout.max_concurrent, self.cache_tokens / (lengths.prompt + lengths.remaining)))
+
+    def _more(self, responses: float, engines: float, lengths: Lengths) -> float:
+        """What the slowest engine draws, over the mean of all. Engines are given whole groups, as many as they may decode
+        at a time, and more as they become free: sums of so many groups differ, and the largest of normal ones counts."""
+        count = self.rollout.group_size
+        groups, given = responses / count, min(responses, self.rollout.max_concurrent) / count
+        of_group = (lengths.square / lengths.mean**2 - 1) * (BETWEEN + (1 - BETWEEN) / count)  # variance of its mean
+        largest = NormalDist().inv_cdf((engines - 0.375) / (engines + 0.25)) if engines > 1 else 0.0
+        return 1 + largest * math.sqrt(of_group * given) / groups
+
+    def generate(self, responses: float, everywhere: float, lengths: Lengths) -> Generation:
+        """`responses` of each engine, `everywhere` of all engines together: the slowest engine ends it.
+
+        More than there are places are drawn as places become free; when none are left, those under way are as far as a
+        long-running queue's are (renewal theory), else all begin together.
+        """
+        engines = everywhere / responses
+        more = self._more(responses, engines, lengths)
+        lengths = lengths.longer(more)
+        places = min(self.places(lengths), responses)
+        prompts = responses / self.rollout.group_size
+        prompt = self.prompt_seconds(prompts * lengths.prompt, prompts * lengths.prompt**2 / 2)
+        steps = seconds = drawn = 0.0
+        alive = lengths.alive
+        if responses > 1.02 * places:
+            full = max(0.0, responses * lengths.mean / places - lengths.remaining)
+            steps, seconds = full, full * self.step_seconds(places, lengths.prompt + lengths.remaining)
+            drawn = seconds * places
+            tail = [sum(alive[i:]) * lengths.cell / lengths.mean for i in range(len(alive))]
+        else:
+            tail = list(alive)
+        for i, share in enumerate(tail):
+            some = 1 - (1 - share) ** (places * engines)  # somewhere a response is not done
+            running = max(1.0, places * share)
+            took = some * lengths.cell * self.step_seconds(running, lengths.prompt + (i + 0.5) * lengths.cell)
+            steps, seconds, drawn = steps + some * lengths.cell, seconds + took, drawn + took * places * share
+        return Generation(
+            seconds=prompt + seconds,
+            prompts=prompt,
+            steps=steps,
+            idle=1 - drawn / more / (seconds * places),
+            places=places,
+            bound=self.bound(max(1.0, drawn / seconds), lengths.prompt + lengths.remaining),
+        )

@@ -1,0 +1,258 @@
+"""The phases of a step, in seconds, by the names of `timing_s/...`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+
+from megatron_rl.config import Config
+from megatron_rl.config.actor import ActorConfig, ParallelConfig
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.models import Model
+from megatron_rl.planning.memory import (
+    OPTIMIZER,
+    WEIGHTS,
+    Parameters,
+    Plan,
+    engine_weight_bytes,
+    total_parameters,
+    trained_parameters,
+)
+from megatron_rl.planning.time.generation import Decoding, Generation
+from megatron_rl.planning.time.hardware import Hardware
+from megatron_rl.planning.time.kernels import Group, host_seconds, memory_seconds
+from megatron_rl.planning.time.lengths import Lengths
+from megatron_rl.planning.time.training import Cost, Training
+
+GENERATE, REWARD, SWITCH, OLD, REFERENCE, UPDATE, SYNC = (
+    "generate",
+    "reward",
+    "switch",
+    "old_log_prob",
+    "ref_log_prob",
+    "update",
+    "sync",
+)
+_SAMPLES = 256  # sequences whose packing stands for that of all
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step's prediction.
+
+    Attributes:
+        seconds: of each phase, in order; phases that the recipe has not are left out.
+        tokens: of a step: prompts and responses; `responses` without prompts.
+        gpus: of the job.
+        bounds: what takes most of a phase.
+        generation, update: with what they are made of.
+        microbatches: of a data-parallel rank and optimizer step.
+    """
+
+    seconds: Mapping[str, float]
+    tokens: float
+    responses: float
+    gpus: int
+    bounds: Mapping[str, str]
+    generation: Generation
+    update: Cost
+    microbatches: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_s_per_gpu(self) -> dict[str, float]:
+        """Of each phase and of the step; generation: of responses."""
+        phases = {
+            name: (self.responses if name == GENERATE else self.tokens) / seconds / self.gpus
+            for name, seconds in self.seconds.items()
+            if seconds > 0
+        }
+        return phases | {"step": self.tokens / self.total / self.gpus}
+
+    @property
+    def bubble(self) -> float:
+        """Share of the update in which stages of the pipeline wait for their first and last micro-batch."""
+        return self.update.bubble / self.update.seconds
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """What is common to all layouts of a recipe; `of` gives a layout's step.
+
+    Attributes:
+        reward_seconds: what scoring takes after the last response.
+        factors: measured over predicted seconds, by phase (`calibrate`).
+        others: seconds of phases that are not predicted, measured.
+    """
+
+    model: Model
+    hardware: Hardware
+    lengths: Lengths
+    reward_seconds: float = 0.0
+    factors: Mapping[str, float] = field(default_factory=dict)
+    others: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def _held(self) -> dict[tuple[int, ...], Parameters]:
+        return {}
+
+    def held(self, actor: ActorConfig) -> Parameters:
+        """`trained_parameters`, computed once for a search's many layouts with the same cut of the weights."""
+        parallel = actor.parallel
+        cut = (
+            actor.lora.rank,
+            actor.freeze_vision_tower,
+            parallel.tensor,
+            parallel.pipeline,
+            parallel.virtual_pipeline,
+            parallel.expert,
+            parallel.expert_tensor,
+        )
+        if cut not in self._held:
+            self._held[cut] = trained_parameters(self.model, actor)
+        return self._held[cut]
+
+    def of(self, config: Config, plan: Plan) -> StepTime:
+        """A checked recipe in the layout that `plan` is of."""
+        decoding = Decoding(self.model, config.rollout, self.hardware, plan.cache_tokens)
+        responses = config.trainer.prompts_per_step * config.rollout.group_size
+        generation = decoding.generate(responses / plan.engines, responses, self.lengths)
+        batches, forward, update = self._training(config, plan.world)
+        host = host_seconds(self.hardware, _bytes(plan, OPTIMIZER)) if config.actor.offload else 0.0
+        weights_host = host_seconds(self.hardware, _bytes(plan, WEIGHTS)) if config.actor.offload_weights else 0.0
+        seconds = {GENERATE: generation.seconds, REWARD: self.reward_seconds}
+        bounds = {GENERATE: generation.bound, REWARD: "the reward", OLD: forward.largest, UPDATE: update.largest}
+        scored = _scored_share(config)
+        # What returns does so under the first pass.
+        seconds[OLD] = (max(scored * forward.seconds, host) if scored else 0.0) + weights_host
+        if _has_reference(config):
+            weights = 2 * plan.parameters.total
+            seconds[REFERENCE] = forward.seconds + 2 * host_seconds(self.hardware, weights)
+            bounds[REFERENCE] = forward.largest
+        seconds[UPDATE] = update.seconds if scored else max(update.seconds, host)
+        moved = sync_seconds(self.model, config, plan, self.hardware)
+        out = host + weights_host
+        seconds[SYNC], bounds[SYNC] = moved + out, "the host's link" if out > moved else "the weights' way"
+        scaled = {name: value * self.factors.get(name, 1.0) for name, value in seconds.items() if value}
+        return StepTime(
+            {**scaled, **self.others},
+            responses * self.lengths.total,
+            responses * self.lengths.mean,
+            plan.world,
+            bounds,
+            generation,
+            update,
+            batches,
+        )
+
+    def _training(self, config: Config, world: int) -> tuple[int, Cost, Cost]:
+        """Micro-batches of an optimizer step, the log-probs' pass, and the whole update."""
+        training = Training(self.model, config.actor, world, self.hardware, held=self.held(config.actor))
+        optimizer_steps = config.trainer.minibatches * config.trainer.epochs
+        per_rank = config.trainer.prompts_per_step * config.rollout.group_size / training.data_parallel
+        batches, tokens = self.packing(config, per_rank / config.trainer.minibatches)
+        pairs = tokens / self.lengths.total * self.lengths.pairs
+        once = training.passes(batches, tokens, pairs, train=True) + training.optimizer()
+        update = (once + training.data_communication(tokens, pairs)) * optimizer_steps
+        return batches, training.passes(*self._whole(config, per_rank), train=False), update
+
+    def training_seconds(self, config: Config, world: int) -> float:
+        """Of a step, what depends on the actor's layout: log-probs, the reference's too, and the update."""
+        _, forward, update = self._training(config, world)
+        scale = self.factors.get
+        reference = forward.seconds * scale(REFERENCE, 1.0) if _has_reference(config) else 0.0
+        old = _scored_share(config) * forward.seconds * scale(OLD, 1.0)
+        return old + reference + update.seconds * scale(UPDATE, 1.0)
+
+    def packing(self, config: Config, sequences: float) -> tuple[int, float]:
+        """Micro-batches of a data-parallel rank for so many sequences, and the tokens in each. With virtual stages they are a
+        multiple of the stages (`Actor.micro_batches`)."""
+        fill = _fill(self.lengths, config.actor.tokens_per_microbatch)
+        tokens = sequences * self.lengths.total
+        count = max(1, math.ceil(tokens / (fill * config.actor.tokens_per_microbatch) - 1e-6))
+        parallel = config.actor.parallel
+        if parallel.virtual_pipeline > 1:
+            count += -count % parallel.pipeline
+        return count, tokens / count
+
+    def _whole(self, config: Config, sequences: float) -> tuple[int, float, float]:
+        batches, tokens = self.packing(config, sequences)
+        return batches, tokens, tokens / self.lengths.total * self.lengths.pairs
+
+
+def _scored_share(config: Config) -> float:
+    """Of the minibatches, those whose old log-probs have a pass of their own: not the first, whose update computes them
+    (`Learner.update`), where nothing needs them earlier."""
+    correction = config.algorithm.correction
+    if correction.weight != "none" or correction.filters or config.actor.lora.dropout:
+        return 1.0
+    return 1 - 1 / config.trainer.minibatches
+
+
+def _has_reference(config: Config) -> bool:
+    return config.algorithm.kl.coef > 0 or config.algorithm.kl.reward_coef > 0
+
+
+@cache
+def _fill(lengths: Lengths, budget: int) -> float:
+    """Share of the budget that sequences fill where the longest are packed first."""
+    room: list[float] = []
+    wanted = [min(float(budget), lengths.prompt + value) for value in lengths.quantiles(_SAMPLES)]
+    for value in reversed(wanted):
+        place = next((i for i, free in enumerate(room) if free >= value), None)
+        if place is None:
+            room.append(budget - value)
+        else:
+            room[place] -= value
+    # The last bin of so few sequences is as empty as chance has it.
+    whole = len(room) - 1 + (1 - room[-1] / budget) if len(room) > 1 else 1.0
+    return min(1.0, sum(wanted) / (whole * budget)) if len(room) > 1 else 1.0
+
+
+def _bytes(plan: Plan, name: str) -> float:
+    return sum(part.bytes for part in plan.components if part.name == name)
+
+
+def sync_bytes(model: Model, parallel: ParallelConfig, rollout: RolloutConfig) -> float:
+    """What a rank receives of the weights in bf16: its slice of the engine's less what it holds of that in its stage; counted
+    by `weights.plan` to a few per cent (`rollout.sync: whole`: everything)."""
+    if rollout.sync == "whole":
+        return 2.0 * total_parameters(model)
+    dims, engine = model.dims, rollout.tensor_parallel
+    experts = (
+        6.0 * dims["layers"] * dims["experts"] * dims["expert_ffn"] * dims["hidden"] / engine if dims["experts"] else 0
+    )
+    dense = engine_weight_bytes(model, _unquantised(rollout), 2) - experts
+    held = dense * _shared(parallel.tensor, engine)
+    if parallel.expert_tensor == 1:
+        held += experts * (_shared(parallel.expert, engine) if rollout.expert_parallel else 1 / parallel.expert)
+    return dense + experts - held / parallel.pipeline
+
+
+def _shared(actor: int, engine: int) -> float:
+    """Of an engine's slices, the part that the rank with least of it has as one of `actor` slices."""
+    return min(1.0, engine / actor) if actor == engine or 1 in (actor, engine) else 0.0
+
+
+def sync_seconds(model: Model, config: Config, plan: Plan, hardware: Hardware) -> float:
+    """The weights' way into the engines: `sync_bytes`, from the rank's own domain where that has all stages, else over the
+    network; and three times through memory (packed, received, put in place)."""
+    parallel, rollout = config.actor.parallel, config.rollout
+    moved = sync_bytes(model, parallel, rollout)
+    placed = moved if rollout.sync == "whole" else engine_weight_bytes(model, _unquantised(rollout), 2)
+    copy = max(1, parallel.pipeline * max(parallel.tensor, parallel.expert * parallel.expert_tensor))  # ranks
+    near = Group(hardware, copy).near / copy
+    links = max(
+        near * moved / (hardware.nvlink * hardware.nvlink_share),
+        (1 - near) * moved / (hardware.network * hardware.network_share),
+    )
+    return links + memory_seconds(hardware, 3 * placed)
+
+
+def _unquantised(rollout: RolloutConfig) -> RolloutConfig:
+    return replace(rollout, fp8="none")

@@ -1,0 +1,107 @@
+"""All that can be known of a recipe before its processes start: its keys, its tasks and their first rows, its rewards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_rl.base.shipped import find_recipe, missing
+from megatron_rl.config import Config, ConfigError, Machine, check
+from megatron_rl.data.sample import Sample
+from megatron_rl.models import HFConfig
+from megatron_rl.rewards import Reward, check_rewards
+from megatron_rl.tasks import check_tasks, first_items, tasks_to_evaluate
+from megatron_rl.tasks.preferences import conversations
+
+
+def check_recipe(
+    config: Config,
+    command: str,
+    machine: Machine,
+    model: HFConfig | None = None,
+    recipe: str | os.PathLike[str] | None = None,
+) -> Config:
+    """The recipe with what follows from its keys filled in, see `config.check`.
+
+    Args:
+        model: the model's config.json, where its weights need not be here; None: `model.path` is checked.
+        recipe: its file. Where a file that it names is missing, the message says whether it is beside the recipe.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    try:
+        return _checked(config, command, machine, model)
+    except ConfigError as error:
+        beside = [] if recipe is None else list(_beside(config, find_recipe(Path(recipe)).parent))
+        if not beside:
+            raise
+        raise ConfigError("\n".join([str(error), *beside])) from None
+
+
+def _checked(config: Config, command: str, machine: Machine, model: HFConfig | None) -> Config:
+    config = check(config, command=command, machine=machine, model=model)
+    try:
+        check_tasks(tasks_to_evaluate(config.tasks) if command == "evaluate" else config.tasks)
+        _check_first_samples(config, command, check_rewards(config.rewards) if command != "reward-model" else {})
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config
+
+
+def _check_first_samples(config: Config, command: str, rewards: Mapping[str, Reward]) -> None:
+    """ValueError where the first rows of a task's file lack what a reward needs, such as a gold answer it can read."""
+    trains = command in ("train", "reward-model")
+    tasks = {f"train.{name}": task for name, task in config.tasks.train.items()} if trains else {}
+    tasks |= {f"eval.{name}": task for name, task in config.tasks.eval.items()}
+    for key, task in tasks.items():
+        for where, item in first_items(task):
+            rest = item.answer, item.tool_calls, item.needs_response, item.metadata
+            sample = Sample(where, key, item.prompt, [], *rest).as_mapping()
+            if command == "reward-model":
+                try:
+                    conversations(item.prompt, item.metadata)
+                except ValueError as error:
+                    raise ValueError(f"tasks.{key}: {where}: {error}") from error
+            for name, reward in rewards.items():
+                only = config.rewards[name].tasks
+                if not config.rewards[name].when_needed and (only is None or key.partition(".")[2] in only):
+                    try:
+                        reward.check_sample(sample)
+                    except ValueError as error:
+                        raise ValueError(
+                            f"tasks.{key}: {where}: the reward {name!r} cannot score it: {error}"
+                        ) from error
+
+
+def _beside(config: Config, folder: Path) -> Iterator[str]:
+    """A sentence per file or folder that the recipe names by a relative path, and that is beside it, not here."""
+    for key, name in _files(config):
+        with contextlib.suppress(OSError, ValueError):  # no name of a file, which another message says
+            path = Path(name)
+            if not (path.is_absolute() or name.startswith("~") or path.exists()) and (folder / path).exists():
+                yield (
+                    f"`{key}`: {name} does not exist{missing(path)}, where paths in recipes begin; there is one beside the "
+                    f"recipe: {key}={os.path.relpath(folder / name)}"
+                )
+
+
+def _files(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and path of the files and folders that a recipe names."""
+    for key, path in (("model.path", config.model.path), ("actor.lora.path", config.actor.lora.path)):
+        if path is not None:
+            yield key, path
+    for split, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):
+        for name, task in tasks.items():
+            if task.path is not None and task.source in ("jsonl", "parquet", "huggingface"):
+                yield f"tasks.{split}.{name}.path", task.path
+            if ".py:" in task.source:
+                yield f"tasks.{split}.{name}.source", task.source.rpartition(":")[0]
+    for name, reward in config.rewards.items():
+        if ".py:" in reward.reward:
+            yield f"rewards.{name}.reward", reward.reward.rpartition(":")[0]
+    for plugin in config.algorithm.plugins:
+        if plugin.endswith(".py"):
+            yield "algorithm.plugins", plugin

@@ -1,0 +1,92 @@
+"""Generated images of coloured bars, and sums of their lengths: prompts that cannot be answered without the image.
+
+`r+b-y=` asks for the length of the red bar plus the blue one's minus the yellow one's. It is a chain_sum of reasoning-gym
+whose numbers are in the image, so chain_sum's demonstrations, verifier and rewards of working are its own too.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from megatron_rl.base.typed_params import Params, Range, check_params
+from megatron_rl.config.schema import TaskConfig
+from megatron_rl.tasks.row_mapping import Item
+
+COLOURS = {"r": (200, 40, 40), "g": (40, 160, 60), "b": (50, 80, 210), "y": (230, 200, 40), "k": (20, 20, 20)}
+_WHITE = (255, 255, 255)
+
+
+@dataclass(frozen=True)
+class BarsParams:
+    """Of the source `bars`."""
+
+    bars: Annotated[int, Range(1, len(COLOURS))] = 3  # of as many colours
+    longest: Annotated[int, Range(1, 9)] = 6  # units of the longest bar, and of the image's width
+    min_terms: Annotated[int, Range(1, len(COLOURS))] = 2
+    max_terms: Annotated[int, Range(1, len(COLOURS))] = 3
+    unit: Annotated[int, Range(1, 64)] = 4  # pixels
+    height: Annotated[int, Range(4, 64)] = 8  # pixels; a bar has a row of so many to itself
+    shuffled: bool = True  # the order of the colours; false: as in `COLOURS`
+    aligned: bool = True  # every bar begins at the left; false: anywhere in its row
+    blank: bool = False  # leave the bars out: what can be answered without seeing
+
+
+def bars_params(params: Params) -> BarsParams:
+    """ValueError on an unknown parameter (naming the nearest), or one out of range."""
+    check_params(BarsParams, params, "bars")
+    made = BarsParams(**params)
+    if not made.min_terms <= made.max_terms <= made.bars:
+        raise ValueError(
+            f"min_terms, max_terms and bars are {made.min_terms}, {made.max_terms} and {made.bars}: each must be at most the "
+            "next"
+        )
+    return made
+
+
+def bars_items(config: TaskConfig) -> Iterator[Item]:
+    """Item i is a function of params, seed and i. `metadata` is chain_sum's, with `expression` (`3 + 5 - 2`)."""
+    params = bars_params(config.params)
+    assert config.size is not None
+    for index in range(config.size):
+        yield _item(params, random.Random(f"bars, seed {config.seed}, item {index}"))
+
+
+def _item(params: BarsParams, rng: random.Random) -> Item:
+    names = list(COLOURS)[: params.bars]
+    if params.shuffled:
+        rng.shuffle(names)
+    lengths = {name: rng.randint(1, params.longest) for name in names}
+    asked = rng.sample(names, rng.randint(params.min_terms, params.max_terms))
+    operators = ["+", *rng.choices("+-", k=len(asked) - 1)]
+    signed = list(zip(operators, asked, strict=True))
+    answer = sum(lengths[name] if operator == "+" else -lengths[name] for operator, name in signed)
+    expression = " ".join(f"{operator} {lengths[name]}" for operator, name in signed).removeprefix("+ ")
+    prompt = "".join(f"{operator}{name}" for operator, name in signed).removeprefix("+")
+    image = draw({} if params.blank else lengths, params, rng)
+    metadata: dict[str, object] = {
+        "source_dataset": "chain_sum",
+        "source_params": {},
+        "expression": expression,
+        "lengths": lengths,
+    }
+    return Item(prompt=f"{prompt}=", answer=str(answer), metadata=metadata, images=(image,))
+
+
+def draw(lengths: dict[str, int], params: BarsParams, rng: random.Random) -> bytes:
+    """A PNG with a bar per name, from top to bottom."""
+    from PIL import Image, ImageDraw
+
+    unit = params.unit
+    image = Image.new("RGB", (params.longest * unit, params.bars * params.height), _WHITE)
+    pen = ImageDraw.Draw(image)
+    for row, (name, length) in enumerate(lengths.items()):
+        left = 0 if params.aligned else rng.randint(0, params.longest - length) * unit
+        top, bottom = row * params.height, (row + 1) * params.height
+        pen.rectangle((left, top + 1, left + length * unit - 1, bottom - 2), fill=COLOURS[name])
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()

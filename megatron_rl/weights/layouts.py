@@ -1,0 +1,244 @@
+"""Which part of every weight each rank holds in the actor, and needs in the engine. No torch, no messages.
+
+The unit is a box: positions [start, stop) along `Rule.dim` of one Hugging Face tensor; of experts, of the tensors of one
+kind of experts [first, last) of a layer, stacked. The actor's layout cuts a rule into cells, one per tensor-parallel rank, of
+experts one per expert- and expert-tensor-parallel rank; all ranks of a cell hold the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, chain, islice
+from typing import NamedTuple
+
+from megatron_rl.config.actor import ParallelConfig
+from megatron_rl.config.pipeline_split import chunk_layers
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.models.family import Model
+from megatron_rl.models.rules import Dims, Place, Rule, Sharding, Slice, shard_slices
+
+ENGINE_VOCAB_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
+
+
+class Piece(NamedTuple):
+    """A box of a rule, in any layer, and where it lies in a rank's parameter.
+
+    Attributes:
+        tensor: index in `rule.hf`.
+        start, stop: positions along `rule.dim` of that tensor.
+        first, last: global numbers of the experts; 0 and 1 where the rule has none.
+        at: position of `start` along the parameter's dimension.
+        expert: local number of expert `first`.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+    first: int
+    last: int
+    at: int
+    expert: int
+
+    def within(self, other: Piece) -> Piece | None:
+        """The part that `other` has too, where this layout has it; None: there is none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        first, last = max(self.first, other.first), min(self.last, other.last)
+        if self.tensor != other.tensor or start >= stop or first >= last:
+            return None
+        at, expert = self.at + start - self.start, self.expert + first - self.first
+        return Piece(self.tensor, start, stop, first, last, at, expert)
+
+    @property
+    def size(self) -> int:
+        """Positions × experts."""
+        return (self.stop - self.start) * (self.last - self.first)
+
+
+def unit_elements(rule: Rule, dims: Dims) -> int:
+    """Numbers at one position of one expert: the product of the tensor's other dimensions."""
+    sizes = rule.hf[0].sizes(dims)
+    return math.prod(sizes) // sizes[rule.dim]
+
+
+def numbered(model: Model) -> list[tuple[int, Rule]]:
+    """The rules that the model has weights for, with their indices in `family.rules`."""
+    return [
+        (index, rule)
+        for index, rule in enumerate(model.family.rules)
+        if not (rule.is_output and model.description.tied)
+    ]
+
+
+def layers_of(model: Model, rule: Rule) -> range:
+    """The layers that have a rule's weight; -1 alone where it is in none."""
+    return range(model.dims["layers"]) if rule.per_layer else range(-1, 0)
+
+
+def unplaced(model: Model) -> str | None:
+    """The first weight of which the family does not say where vLLM keeps it; None: there is none, so a plan can be made."""
+    return next((rule.hf[0].name for _, rule in numbered(model) if not rule.engine), None)
+
+
+def _laid_out(slices: list[Slice], first: int, last: int) -> tuple[Piece, ...]:
+    """Slices one after the other, of experts [first, last)."""
+    ends = accumulate(piece.length for piece in slices)
+    return tuple(
+        Piece(piece.tensor, piece.start, piece.stop, first, last, end - piece.length, 0)
+        for piece, end in zip(slices, ends, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class ActorLayout:
+    """Where Megatron-Core puts the weights. Ranks count along tensor, context, expert, data, pipeline, the last slowest;
+    experts have a grid of their own in each stage: expert tensor, expert, copies.
+
+    `layers`: global numbers of each stage's layers, in its order (virtual stages one after the other).
+    """
+
+    world: int
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    layers: tuple[tuple[int, ...], ...] = ((),)
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, layers: int, world: int) -> ActorLayout:
+        """A recipe's layout on `world` ranks."""
+        counts = chunk_layers(layers, parallel.pipeline, parallel.virtual_pipeline)
+        numbers = iter(range(layers))
+        # The first chunks of all stages one after the other, then their second ones.
+        chunks = [[list(islice(numbers, count)) for count in row] for row in zip(*counts, strict=True)]
+        held = tuple(tuple(chain.from_iterable(stage)) for stage in zip(*chunks, strict=True))
+        if world % (parallel.pipeline * parallel.tensor * parallel.context):
+            raise ValueError(
+                f"{world} ranks are no multiple of actor.parallel.tensor x pipeline x context "
+                f"({parallel.tensor} x {parallel.pipeline} x {parallel.context})"
+            )
+        if world // parallel.pipeline % (parallel.expert * parallel.expert_tensor):
+            raise ValueError(
+                f"a stage's {world // parallel.pipeline} ranks are no multiple of actor.parallel.expert x expert_tensor "
+                f"({parallel.expert} x {parallel.expert_tensor})"
+            )
+        return cls(world, parallel.tensor, parallel.expert, parallel.expert_tensor, held)
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.world // len(self.layers)
+
+    def stages(self, model: Model, rule: Rule, layer: int) -> tuple[int, ...]:
+        """The stages that hold a weight: one, or for a tied embedding also the last."""
+        last = len(self.layers) - 1
+        if rule.place is Place.EMBEDDING:
+            shared = model.description.tied and rule.sharding is Sharding.VOCAB
+            return (0, last) if shared and last else (0,)
+        return (last,) if rule.place is Place.HEAD else (self._stage_of[layer],)
+
+    @property
+    def _stage_of(self) -> dict[int, int]:
+        return _stage_of(self.layers)
+
+    def cells(self, rule: Rule) -> int:
+        if rule.per_expert:
+            return self.expert * self.expert_tensor
+        return 1 if rule.sharding is Sharding.REPLICATED else self.tensor
+
+    def pieces(self, model: Model, rule: Rule, cell: int) -> tuple[Piece, ...]:
+        """What the ranks r of a stage with r % cells = cell have of a rule, in the order of their parameter."""
+        if not rule.per_expert:
+            return _laid_out(shard_slices(rule, model.dims, cell, self.cells(rule)), 0, 1)
+        experts = model.dims["experts"]
+        if experts % self.expert:
+            raise ValueError(f"num_experts = {experts} does not divide over {self.expert} expert-parallel ranks")
+        first = cell // self.expert_tensor * (experts // self.expert)
+        slices = shard_slices(rule, model.dims, cell % self.expert_tensor, self.expert_tensor)
+        return _laid_out(slices, first, first + experts // self.expert)
+
+    def held(self, model: Model, rank: int) -> Iterator[tuple[int, int, Piece]]:
+        """(index of the rule, layer or -1, piece) for all that a rank holds; a tied output layer counts as the embedding."""
+        stage, place = divmod(rank, self.stage_ranks)
+        for index, rule in numbered(model):
+            for layer in layers_of(model, rule):
+                if stage in self.stages(model, rule, layer):
+                    yield from ((index, layer, piece) for piece in self.pieces(model, rule, place % self.cells(rule)))
+
+
+@cache
+def _stage_of(layers: tuple[tuple[int, ...], ...]) -> dict[int, int]:
+    return {layer: stage for stage, numbers in enumerate(layers) for layer in numbers}
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """Where vLLM 0.32 puts the weights (model_executor/layers: linear.py, vocab_parallel_embedding.py, fused_moe): engines of
+    `tensor` consecutive ranks. `expert`: with `enable_expert_parallel`, whole experts per rank instead of a part of each.
+    """
+
+    tensor: int = 1
+    expert: bool = False
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> EngineLayout:
+        return cls(rollout.tensor_parallel, rollout.expert_parallel)
+
+    def pieces(self, model: Model, rule: Rule, place: int) -> tuple[Piece, ...]:
+        """What the engine's rank `place` needs of a rule, in the order of its parameter."""
+        if rule.per_expert and self.expert:
+            first, last = self._experts(model, place)
+            return _laid_out(shard_slices(rule, model.dims, 0, 1), first, last)
+        slices = _engine_slices(rule, model.dims, place, self.tensor)
+        return _laid_out(slices, 0, model.dims["experts"] if rule.per_expert else 1)
+
+    def _experts(self, model: Model, place: int) -> tuple[int, int]:
+        """vLLM's linear placement; it takes no remainder."""
+        experts = model.dims["experts"]
+        if experts % self.tensor:
+            raise ValueError(f"num_experts = {experts} does not divide over {self.tensor} ranks of an engine")
+        each = experts // self.tensor
+        return place * each, (place + 1) * each
+
+    def shape(self, model: Model, rule: Rule) -> tuple[int, ...]:
+        """The shape of vLLM's parameter on every rank."""
+        sizes = list(rule.hf[0].sizes(model.dims))
+        if rule.sharding is Sharding.VOCAB:
+            sizes[0] = _padded_vocab(model.dims) // self.tensor
+        else:
+            sizes[rule.dim] = sum(piece.stop - piece.start for piece in self.pieces(model, rule, 0))
+        if rule.per_expert:
+            return (model.dims["experts"] // (self.tensor if self.expert else 1), *sizes)
+        return tuple(sizes)
+
+    def parameters(self, model: Model) -> dict[str, tuple[int, ...]]:
+        """vLLM's parameters by name, with their shapes; the same on every rank of an engine."""
+        return {
+            rule.engine.format(layer=layer): self.shape(model, rule)
+            for _, rule in numbered(model)
+            for layer in layers_of(model, rule)
+        }
+
+
+def _padded_vocab(dims: Dims) -> int:
+    return -(-dims["vocab"] // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
+
+
+def _engine_slices(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Slice]:
+    """vLLM's cut of a rule: as Megatron's, but for the vocabulary's padding and for attention's rows, which it does not
+    interleave, with key and value heads repeated where there are more ranks."""
+    if rule.sharding is Sharding.VOCAB:
+        return shard_slices(rule, {**dims, "padded_vocab": _padded_vocab(dims)}, rank, tp)
+    if rule.sharding is not Sharding.QKV:
+        return shard_slices(rule, dims, rank, tp)
+    heads, kv_heads, unit = dims["heads"], dims["kv_heads"], dims["head_dim"]
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        raise ValueError(f"{heads} attention and {kv_heads} key/value heads do not divide over an engine of {tp} ranks")
+    queries, copies = heads // tp * unit, max(1, tp // kv_heads)
+    rows = max(1, kv_heads // tp) * unit
+    first = rank // copies * rows
+    return [
+        Slice(0, rank * queries, (rank + 1) * queries),
+        *(Slice(tensor, first, first + rows) for tensor in (1, 2)),
+    ]

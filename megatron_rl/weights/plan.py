@@ -1,0 +1,266 @@
+"""The resharding plan: who sends which part of which weight to whom, so that each engine rank gets its slice and no more.
+
+A pure function of the layouts: every rank computes it alone and finds the same. What a rank holds itself it copies; anything
+else comes from a rank of the same node that holds it, or from the least loaded of all that do. The weights are walked through
+one layer of every pipeline stage at a time, so that all stages send at once; buckets are consecutive parts of that walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_rl.models.family import Model
+from megatron_rl.models.rules import Place
+from megatron_rl.weights.layouts import ActorLayout, EngineLayout, numbered, unplaced
+from megatron_rl.weights.sources import Flow, Overlap, Pairs
+
+BUCKET_BYTES = 256 * 2**20
+
+
+class Box(NamedTuple):
+    """Positions [start, stop) along `Rule.dim` of a Hugging Face tensor, of experts [first, last).
+
+    Attributes:
+        rule: index in `model.family.rules`.
+        layer: global number; -1: in none.
+        tensor: index in the rule's `hf`.
+        first, last: global numbers of the experts, whose tensors are stacked; 0 and 1 where the rule has none.
+    """
+
+    rule: int
+    layer: int
+    tensor: int
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    def shape(self, model: Model) -> tuple[int, ...]:
+        """[experts, ...] of experts, else the tensor's own dimensions."""
+        rule = model.family.rules[self.rule]
+        sizes = list(rule.hf[self.tensor].sizes(model.dims))
+        sizes[rule.dim] = self.stop - self.start
+        return (self.last - self.first, *sizes) if rule.per_expert else tuple(sizes)
+
+
+class Move(NamedTuple):
+    """A box on its way from a rank of the actor into a rank of an engine (which may be the same rank).
+
+    Attributes:
+        source_rule: index of the rule whose parameter the source takes it from: the box's, or that of the tied output layer.
+        source_at: where it begins in that parameter, along `Rule.dim`.
+        source_expert: local number of its first expert there; 0 without experts.
+        target_at: where it begins in vLLM's parameter, along `Rule.dim` (of experts: `Rule.dim` + 1, after the expert's).
+        target_expert: number of its first expert in vLLM's parameter.
+    """
+
+    box: Box
+    source_rule: int
+    source_at: int
+    source_expert: int
+    target_at: int
+    target_expert: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One rank's part of a bucket. A message is one rank's boxes for another, each contiguous (`Box.shape`), end to end in
+    this order.
+
+    Attributes:
+        sends: by target rank, in ascending order.
+        receives: by source rank, in ascending order.
+        copies: what this rank holds and needs itself.
+        finished: vLLM's parameters that are whole on this rank once this bucket has been written.
+    """
+
+    sends: dict[int, list[Move]]
+    receives: dict[int, list[Move]]
+    copies: list[Move]
+    finished: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """All buckets of one rank, and the parameters that they fill: vLLM's names and shapes."""
+
+    rank: int
+    buckets: tuple[Bucket, ...]
+    parameters: dict[str, tuple[int, ...]]
+
+
+class _Shipment(NamedTuple):
+    """One part of a weight, with the source of every row of its flow (int32 [rows])."""
+
+    flow: Flow
+    rule: int
+    layer: int
+    part: int
+    parts: int
+    sources: np.ndarray
+
+    @property
+    def overlaps(self) -> tuple[tuple[Overlap, ...], ...]:
+        """By pair of the flow."""
+        return self.flow.pairs.cut(self.part, self.parts)[0]
+
+    @property
+    def moved(self) -> np.ndarray:
+        """Elements that each row brings from another rank; float64 [rows]."""
+        return np.where(self.flow.own, 0.0, self.flow.pairs.cut(self.part, self.parts)[1][self.flow.pair])
+
+
+class Traffic(NamedTuple):
+    """Elements that each rank sends to others and receives from them; float64 [world]."""
+
+    sent: np.ndarray
+    received: np.ndarray
+
+    @classmethod
+    def of(cls, shipments: Iterable[_Shipment], world: int) -> Traffic:
+        sent, received = np.zeros(world), np.zeros(world)
+        for shipment in shipments:
+            sizes = shipment.moved
+            sent += np.bincount(shipment.sources, sizes, world)
+            received += np.bincount(shipment.flow.target, sizes, world)
+        return cls(sent, received)
+
+    def plus(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.received + other.received)
+
+    @property
+    def largest(self) -> float:
+        return float(max(self.sent.max(), self.received.max()))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All buckets of all ranks."""
+
+    model: Model
+    actor: ActorLayout
+    engine: EngineLayout
+    buckets: tuple[tuple[_Shipment, ...], ...]
+
+    def of(self, rank: int) -> RankPlan:
+        """One rank's part of it."""
+        last = {(ship.rule, ship.layer): number for number, ships in enumerate(self.buckets) for ship in ships}
+        finished: list[list[str]] = [[] for _ in self.buckets]
+        for (rule, layer), number in last.items():
+            finished[number].append(self.model.family.rules[rule].engine.format(layer=layer))
+        buckets = tuple(
+            self._bucket(rank, ships, tuple(names)) for ships, names in zip(self.buckets, finished, strict=True)
+        )
+        return RankPlan(rank, buckets, self.engine.parameters(self.model))
+
+    def _bucket(self, rank: int, shipments: Sequence[_Shipment], finished: tuple[str, ...]) -> Bucket:
+        sends: dict[int, list[Move]] = {}
+        receives: dict[int, list[Move]] = {}
+        copies: list[Move] = []
+        for ship in shipments:
+            for row in np.flatnonzero((ship.sources == rank) | (ship.flow.target == rank)).tolist():
+                source, target = int(ship.sources[row]), int(ship.flow.target[row])
+                moves = list(self._moves(ship, row, source))
+                if source == target:
+                    copies += moves
+                elif moves:
+                    (sends if source == rank else receives).setdefault(target if source == rank else source, []).extend(
+                        moves
+                    )
+        return Bucket(dict(sorted(sends.items())), dict(sorted(receives.items())), copies, finished)
+
+    def _moves(self, ship: _Shipment, row: int, source: int) -> Iterator[Move]:
+        rules = self.model.family.rules
+        rule = ship.rule
+        if rules[rule].place is Place.EMBEDDING and source // self.actor.stage_ranks > 0:
+            rule = rules.index(self.model.family.output)
+        for needed, at, expert in ship.overlaps[ship.flow.pair[row]]:
+            box = Box(ship.rule, ship.layer, *needed[:5])
+            yield Move(box, rule, at, expert, needed.at, needed.expert)
+
+    def traffic(self) -> Iterator[Traffic]:
+        """Of each bucket."""
+        return (Traffic.of(shipments, self.actor.world) for shipments in self.buckets)
+
+
+def make_plan(
+    model: Model,
+    actor: ActorLayout,
+    engine: EngineLayout,
+    *,
+    bucket_elements: int,
+    node: int,
+) -> Plan:
+    """The plan for a model from the actor's layout into the engines'.
+
+    Args:
+        bucket_elements: the most that a rank sends, and receives, in one bucket (one position of a tensor at least).
+        node: ranks of a machine.
+
+    Raises:
+        ValueError: a layout does not fit the model or the ranks, or the family does not say what vLLM calls a weight.
+    """
+    if actor.world % engine.tensor:
+        raise ValueError(f"{actor.world} ranks are no multiple of rollout.tensor_parallel = {engine.tensor}")
+    if unknown := unplaced(model):
+        raise ValueError(f"family `{model.family.name}` does not say where vLLM keeps {unknown}")
+    pairs = {index: Pairs.of(model, rule, actor, engine) for index, rule in numbered(model)}
+    flows: dict[tuple[int, tuple[int, ...]], Flow] = {}
+    load = np.zeros(actor.world)
+    buckets: list[list[_Shipment]] = [[]]
+    filled = Traffic.of((), actor.world)
+
+    def flow(index: int, layer: int) -> Flow:
+        rule = model.family.rules[index]
+        key = index, actor.stages(model, rule, layer)
+        if key not in flows:
+            flows[key] = Flow.of(pairs[index], rule, key[1], actor, engine, node)
+        return flows[key]
+
+    for weights in _walk(model, actor):
+        flown = [(flow(index, layer), index, layer) for index, layer in weights]
+        for shipments, traffic in _parts(flown, load, bucket_elements):
+            load += traffic.sent
+            filled = filled.plus(traffic)
+            if buckets[-1] and filled.largest > bucket_elements:
+                buckets.append([])
+                filled = traffic
+            buckets[-1].extend(shipments)
+    return Plan(model, actor, engine, tuple(tuple(bucket) for bucket in buckets))
+
+
+def _walk(model: Model, actor: ActorLayout) -> Iterator[list[tuple[int, int]]]:
+    """(rule, layer) of all weights: those in no layer, then rule by rule the first layer of every stage, the second, ..."""
+    rules = numbered(model)
+    yield [(index, -1) for index, rule in rules if not rule.per_layer]
+    for row in zip_longest(*actor.layers):
+        for index, rule in rules:
+            if rule.per_layer:
+                yield [(index, layer) for layer in row if layer is not None]
+
+
+def _parts(
+    flown: Sequence[tuple[Flow, int, int]], load: np.ndarray, limit: int
+) -> list[tuple[list[_Shipment], Traffic]]:
+    """Weights cut into parts in which no rank sends or receives more than `limit`; `load`: what each rank sends before."""
+    positions = max(overlap.target.size for flow, _, _ in flown for shared in flow.pairs.overlaps for overlap in shared)
+    parts = 1
+    while True:
+        sent, found = load, []
+        for part in range(parts):
+            shipments = [
+                _Shipment(flow, index, layer, part, parts, flow.sources(sent).astype(np.int32))
+                for flow, index, layer in flown
+            ]
+            traffic = Traffic.of(shipments, len(load))
+            sent = sent + traffic.sent
+            found.append((shipments, traffic))
+        largest = max(traffic.largest for _, traffic in found)
+        if largest <= limit or parts >= positions:
+            return found
+        parts = min(positions, max(parts + 1, int(largest * parts // limit)))
