@@ -8,7 +8,7 @@ all (medians over rounds), and MiB that the rank with the most adds meanwhile:
 
 copy      every rank copies its own bytes in memory, all at the same time
 send      every rank sends its own bytes to the next one, as one message
-facts     what all ranks learn of all rollouts, 25 bytes each (`Grid.all_gather_bytes`)
+facts     what all ranks learn of all rollouts, 25 bytes each (`ProcessGrid.all_gather_bytes`)
 exchange  `rollout.exchange`, from memory to memory
 gloo      the same as between hosts, through gloo
 gather    instead, all rollouts pickled to all ranks (`all_gather_object`)
@@ -40,7 +40,7 @@ from megatron_rl.data.rollout import FACTS, Rollout, Rollouts
 from megatron_rl.data.sample import Sample
 from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, exchange
 from megatron_rl.runtime import peer_memory
-from megatron_rl.runtime.distributed import ALONE, Grid
+from megatron_rl.runtime.distributed import ALONE, ProcessGrid
 
 GROUPS, COUNT = 4, 8  # of a rank
 IMPORTED = ("torch.distributed", "megatron_rl.rollout.exchange")
@@ -67,7 +67,7 @@ def status(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def measured(grid: Grid, work: Callable[[], object]) -> tuple[float, float, float]:
+def measured(grid: ProcessGrid, work: Callable[[], object]) -> tuple[float, float, float]:
     """Seconds until all ranks have done it, CPU seconds of all of them, and MiB that it adds at its peak on the rank with the
     most."""
     ctypes.CDLL(None).malloc_trim(0)  # what earlier work has freed would serve this one
@@ -87,7 +87,7 @@ def measured(grid: Grid, work: Callable[[], object]) -> tuple[float, float, floa
 def run_rank(rank: int, folder: str, world: int, mib: float, rounds: int, gathers: bool) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(minutes=10))
-    grid = Grid(**{**vars(ALONE), "rank": rank, "world": world, "host_group": dist.group.WORLD})
+    grid = ProcessGrid(**{**vars(ALONE), "rank": rank, "world": world, "host_group": dist.group.WORLD})
     grid = replace(grid, near=peer_memory.find(grid)[0])
     rollouts = drawn(rank, world, mib)
     rows = np.random.default_rng(0).permutation(len(rollouts)).reshape(world, -1)

@@ -26,7 +26,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import TokenBatch
 from megatron_rl.models import HFConfig, model_of, padded_vocab_size, read_hf_config
 from megatron_rl.runtime import device
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.seams.megatron import (
     Chunk,
     Optimizer,
@@ -73,7 +73,7 @@ class Actor:
     def __init__(
         self,
         config: Config,
-        grid: Grid,
+        grid: ProcessGrid,
         folder: str | Path,
         weights: WeightSource | None = None,
         hf_config: HFConfig | None = None,
@@ -252,7 +252,7 @@ class Actor:
 
     def reduce(self, parts: Sequence[Metrics]) -> Metrics:
         """The metrics of all micro-batches of all data-parallel ranks, added in rank order, on every rank."""
-        own = sum(parts, Metrics()) if self.grid.reports_loss else Metrics()
+        own = sum(parts, Metrics()) if self.grid.is_loss_rank else Metrics()
         return sum(self.grid.all_gather(own), Metrics())
 
     def _run(

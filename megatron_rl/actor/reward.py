@@ -12,7 +12,7 @@ from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.config.schema import Config
 from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.models.classifier import classifier_config, is_classifier
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.weights.files import WeightSource
 from megatron_rl.weights.load import WithHead
 
@@ -23,7 +23,7 @@ class RewardActor(Actor):
     `log_probs` and the losses of `update` get scores in the place of log-probs: float32 [sequences].
     """
 
-    def __init__(self, config: Config, grid: Grid, folder: str | Path, weights: WeightSource) -> None:
+    def __init__(self, config: Config, grid: ProcessGrid, folder: str | Path, weights: WeightSource) -> None:
         hf_config = read_hf_config(folder)
         model = model_of(hf_config)
         if not is_classifier(model.family):

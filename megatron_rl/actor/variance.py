@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms.diagnostics import GradientVariance
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.seams.megatron import MAIN_GRADIENT, Chunk, before_gradients_are_summed
 
 
@@ -72,7 +72,7 @@ class GradientParts:
             for old, gradient in zip(self._before, gradients, strict=True):
                 old.copy_(gradient)
 
-    def result(self, grid: Grid, grad_norm: float) -> tuple[float | None, int]:
+    def result(self, grid: ProcessGrid, grad_norm: float) -> tuple[float | None, int]:
         """Over all ranks: trace of the covariance of the minibatch's gradient (None with one part), and the parts.
 
         Args:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_rl.checkpoint import snapshot as snapshots
 from megatron_rl.checkpoint.snapshot import Snapshot, Snapshotter
 from megatron_rl.runtime.disk import make_inside, size_text, sync
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.seams.megatron import Chunk, Optimizer
 
 # Dead ranks are the launcher's business; a slow disk is no reason to give up a checkpoint.
@@ -53,10 +53,12 @@ class Saver:
         after: called by rank 0's writer after each complete checkpoint; for removing old ones.
     """
 
-    def __init__(self, run_dir: Path, root: Path, grid: Grid, asynchronous: bool, after: Callable[[], None]) -> None:
+    def __init__(
+        self, run_dir: Path, root: Path, grid: ProcessGrid, asynchronous: bool, after: Callable[[], None]
+    ) -> None:
         self.run_dir = run_dir
         self.root, self._grid, self._asynchronous, self._after = root, grid, asynchronous, after
-        self._writers = Grid(**{**vars(grid), "host_group": dist.new_group(backend="gloo", timeout=_PATIENCE)})
+        self._writers = ProcessGrid(**{**vars(grid), "host_group": dist.new_group(backend="gloo", timeout=_PATIENCE)})
         self._snapshotter = Snapshotter(grid, copied=asynchronous)
         self._thread: threading.Thread | None = None
         self._outcomes: list[SaveOutcome] = []

@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.gather import StandIns
 from megatron_rl.checkpoint.index import BACKEND
 from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.runtime import device
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.host_memory import HostMemory
 from megatron_rl.seams import torch_dist
 from megatron_rl.seams.megatron import Chunk, Optimizer, State, buckets_in_place, save_planner
@@ -92,7 +92,7 @@ class Snapshotter:
             then written from where they are.
     """
 
-    def __init__(self, grid: Grid, copied: bool) -> None:
+    def __init__(self, grid: ProcessGrid, copied: bool) -> None:
         self._grid, self._copied = grid, copied
         self._memory = HostMemory()
         self._checked = False  # that every shard has exactly one rank that writes it, which cannot change within a run

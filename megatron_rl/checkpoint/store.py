@@ -20,7 +20,7 @@ from megatron_rl.checkpoint import manifest, unpickle
 from megatron_rl.checkpoint.snapshot import restore_model, sharded_model, sharded_state
 from megatron_rl.runtime import device
 from megatron_rl.runtime.disk import next_previous
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.seams.megatron import Chunk, Optimizer, State, keeping_adam_steps
 
 _STEP = re.compile(r"step_(\d+)")
@@ -49,7 +49,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message says which, why, and what still stands."""
 
 
-def load(folder: Path, chunks: Sequence[Chunk], optimizer: Optimizer, grid: Grid) -> None:
+def load(folder: Path, chunks: Sequence[Chunk], optimizer: Optimizer, grid: ProcessGrid) -> None:
     """Fills the model chunks and the optimizer from `folder`, whatever layout it was saved at; every rank calls it.
 
     The optimizer's state is the checkpoint's; its betas, epsilon and weight decay stay what they are.
@@ -96,7 +96,7 @@ def _named() -> Iterator[None]:
 
 
 def _unfitting(
-    tensors: State, found: Mapping[str, manifest.TensorInfo], pieces: Sequence[manifest.StoredChunk], grid: Grid
+    tensors: State, found: Mapping[str, manifest.TensorInfo], pieces: Sequence[manifest.StoredChunk], grid: ProcessGrid
 ) -> list[str]:
     """Tensors that the checkpoint lacks, has beyond those wanted, or has with another shape or dtype; by name and file."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -243,7 +243,7 @@ def read_state(folder: Path) -> SavedState:
     return json.loads((folder / "state.json").read_text())
 
 
-def choose(root: Path, grid: Grid, on_skip: Callable[[str], None], identity: str | None = None) -> Path | None:
+def choose(root: Path, grid: ProcessGrid, on_skip: Callable[[str], None], identity: str | None = None) -> Path | None:
     """The newest checkpoint that is whole to the last byte, and lies where it was written; every rank calls it and reads its
     share.
 
@@ -271,7 +271,7 @@ def misplaced(folder: Path, identity: str | None) -> list[str]:
     return problems
 
 
-def verify(folder: Path, grid: Grid, skip_prefix: str | None = None) -> list[str]:
+def verify(folder: Path, grid: ProcessGrid, skip_prefix: str | None = None) -> list[str]:
     """`manifest.verify`, all ranks together: what is wrong with a checkpoint, by file and tensor."""
     found = grid.all_gather(manifest.verify(folder, grid.rank, grid.world, skip_prefix))
     return list(dict.fromkeys(problem for part in found for problem in part))

@@ -22,7 +22,7 @@ _LEAST = 2**26  # bytes of all ranks below which a speed says nothing
 
 
 class Ranks(Protocol):
-    """The collectives that pre-flight needs; `runtime.distributed.Grid` has them."""
+    """The collectives that pre-flight needs; `runtime.distributed.ProcessGrid` has them."""
 
     @property
     def rank(self) -> int: ...

@@ -24,7 +24,7 @@ from megatron_rl.models.lora import engine_options, targets_of
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import device
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.seams import torch_compile, vllm_lora
 from megatron_rl.seams import vllm as seam
 from megatron_rl.seams.vllm_experts import returned
@@ -76,7 +76,7 @@ class Engine:
     """
 
     def __init__(
-        self, config: Config, grid: Grid, folder: str | Path, images: tuple[int, ImageReader] | None = None
+        self, config: Config, grid: ProcessGrid, folder: str | Path, images: tuple[int, ImageReader] | None = None
     ) -> None:
         self.config, self.grid = config.rollout, grid
         self.seed = config.seed

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker, shared_memory
 
 from megatron_rl.runtime import device, leftovers
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 # Of `rollout.fp8` on Hopper. By default vLLM 0.32 rounds the scales that it is sent up to powers of two and quantises the
@@ -44,7 +44,7 @@ def overridden() -> list[str]:
 
 
 @contextlib.contextmanager
-def engine_start(grid: Grid) -> Iterator[None]:
+def engine_start(grid: ProcessGrid) -> Iterator[None]:
     """Around the engine's start, on all ranks: the segments and sockets that vLLM makes have no name afterwards.
 
     Every rank has opened them by then, so no kind of death leaves them. A run that is killed while this runs leaves names

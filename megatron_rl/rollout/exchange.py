@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.data.rollout import Rollout, Rollouts, Segment
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 
 # Id, log-prob, whether it was sampled; prompts stay where they are: every rank has them. Experts go with all tokens.
 BYTES_PER_TOKEN = 9
@@ -32,7 +32,7 @@ class ExchangeError(RuntimeError):
     """A rank did not hand over what it drew, or did not take what it needs."""
 
 
-def exchange(grid: Grid, rollouts: Rollouts, needs: Sequence[Need]) -> dict[int, Rollout]:
+def exchange(grid: ProcessGrid, rollouts: Rollouts, needs: Sequence[Need]) -> dict[int, Rollout]:
     """The rollouts that this rank needs, by row. Every rank calls it with the same facts and needs.
 
     After a failure it goes on with the ranks that are left: one that did not get its part from here would name this rank.
@@ -92,7 +92,7 @@ class _Message(NamedTuple):
 
 
 def _read_near(
-    grid: Grid,
+    grid: ProcessGrid,
     rollouts: Rollouts,
     addresses: np.ndarray,
     receives: Sequence[tuple[_Message, _Buffer]],
@@ -113,7 +113,7 @@ def _read_near(
     _meet(grid, "end its reads", failed)
 
 
-def _meet(grid: Grid, what: str, failed: list[ExchangeError]) -> bool:
+def _meet(grid: ProcessGrid, what: str, failed: list[ExchangeError]) -> bool:
     """Whether all ranks have come; `what`: else, what one of them did not do."""
     try:
         grid.barrier()

@@ -18,7 +18,7 @@ from megatron_rl.data.batch import TokenBatch
 from megatron_rl.data.images import PromptImages
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.runtime import device
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.weights.gather import iter_hf_weights
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout, unplaced
 from megatron_rl.weights.plan import BUCKET_BYTES, Plan, make_plan
@@ -79,7 +79,7 @@ class WeightSync:
         whole_because: why it is None where the recipe wants it.
     """
 
-    def __init__(self, config: Config, grid: Grid, actor: Actor, engine: Engine) -> None:
+    def __init__(self, config: Config, grid: ProcessGrid, actor: Actor, engine: Engine) -> None:
         self.grid, self.actor, self.engine = grid, actor, engine
         self.transfer: Transfer | None = None
         self.whole_because: str | None = None
@@ -165,7 +165,7 @@ class WeightSync:
         for micro, (log_probs, _) in zip(
             micro_batches, self.actor.log_probs(micro_batches, temperature=1.0), strict=False
         ):
-            for local, row in enumerate(micro.rows if self.grid.reports_loss else ()):
+            for local, row in enumerate(micro.rows if self.grid.is_loss_rank else ()):
                 by_row[row][:] = log_probs[micro.sequence_ids == local].cpu().numpy()
         device.empty_cache()  # the engine takes the device next, and finds what this pass took free
         self.grid.sum_array(scores)
@@ -220,7 +220,7 @@ class WeightSync:
         )
 
 
-def _no_plan(config: Config, grid: Grid, actor: Actor, engine: Engine) -> str | None:
+def _no_plan(config: Config, grid: ProcessGrid, actor: Actor, engine: Engine) -> str | None:
     """Why the weights cannot go in slices, the same on every rank; None: they can."""
     model, reason = actor.model, None
     if name := unplaced(model):
@@ -234,7 +234,7 @@ def _no_plan(config: Config, grid: Grid, actor: Actor, engine: Engine) -> str | 
     return next(filter(None, grid.all_gather(reason)), None)
 
 
-def _plan(config: Config, grid: Grid, actor: Actor) -> Plan:
+def _plan(config: Config, grid: ProcessGrid, actor: Actor) -> Plan:
     layout = ActorLayout.of(config.actor.parallel, actor.model.dims["layers"], grid.world)
     elements = BUCKET_BYTES // actor.dtype.itemsize
     # Nodes may be of several sizes; every rank has to make the same plan.

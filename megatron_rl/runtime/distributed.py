@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Grid:
+class ProcessGrid:
     """This process's ranks and the sizes of the parallel dimensions, and the groups used outside Megatron-Core."""
 
     rank: int
@@ -48,7 +48,7 @@ class Grid:
         return self.pp_rank == self.pp - 1
 
     @property
-    def reports_loss(self) -> bool:
+    def is_loss_rank(self) -> bool:
         """One rank per data-parallel replica: the one whose loss metrics count."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
@@ -115,7 +115,9 @@ class Grid:
         dist.barrier(group=self.host_group)
 
 
-ALONE = Grid(rank=0, world=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dp=1, dp_rank=0, cp=1, cp_rank=0, host_group=None)
+ALONE = ProcessGrid(
+    rank=0, world=1, tp=1, tp_rank=0, pp=1, pp_rank=0, dp=1, dp_rank=0, cp=1, cp_rank=0, host_group=None
+)
 """A process without others, and without collectives."""
 
 
@@ -124,7 +126,7 @@ def initialize(
     timeout_minutes: float,
     gpu_timeout_minutes: float | None = None,
     fp32_scales: bool = True,
-) -> Grid:
+) -> ProcessGrid:
     """Joins the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and lays Megatron's grid over it.
 
     Args:
@@ -168,7 +170,7 @@ def initialize(
     dp_ranks = [0] * world
     dist.all_gather_object(dp_ranks, parallel_state.get_data_parallel_rank(), group=host_group)
     dp = parallel_state.get_data_parallel_world_size()
-    grid = Grid(
+    grid = ProcessGrid(
         rank=rank,
         world=world,
         tp=parallel_state.get_tensor_model_parallel_world_size(),

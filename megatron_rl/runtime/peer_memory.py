@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from megatron_rl.runtime.distributed import Grid
+    from megatron_rl.runtime.distributed import ProcessGrid
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)  # <sys/prctl.h>
@@ -106,7 +106,7 @@ class Neighbours:
         return board
 
 
-def find(grid: Grid) -> tuple[Neighbours | None, str | None]:
+def find(grid: ProcessGrid) -> tuple[Neighbours | None, str | None]:
     """This rank's neighbours; on all ranks None where each has a host to itself, or where some of one host cannot read one
     another's memory: then also why. Every rank calls it; each tries it on a random word of each other."""
     _LIBC.prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)  # Yama, where there is one, allows parents only unless it is asked

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.runtime import exit_codes
 
 if TYPE_CHECKING:  # torch is not imported yet when the first signal may come
-    from megatron_rl.runtime.distributed import Grid
+    from megatron_rl.runtime.distributed import ProcessGrid
 
 # Ctrl-C; the end of a job, or preemption; and what batch systems are told to send some time before that.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -108,7 +108,7 @@ class StopFlag:
         for number in SIGNALS[1:]:
             signal.signal(number, signal.SIG_IGN)
 
-    def check(self, grid: Grid) -> None:
+    def check(self, grid: ProcessGrid) -> None:
         """All ranks call this together, at a point where what they hold is worth saving.
 
         Raises:

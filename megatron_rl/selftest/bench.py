@@ -22,7 +22,7 @@ from megatron_rl.data.batch import TokenBatch
 from megatron_rl.models import read_hf_config
 from megatron_rl.models.qwen3 import created_config
 from megatron_rl.runtime import device, distributed
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.weights.create import create_model, random_weights, write_tokenizer
 from megatron_rl.weights.files import save_tensors
 
@@ -75,7 +75,7 @@ class Bench:
         return "bfloat16" if self.gpu else "float32"
 
     @cached_property
-    def grid(self) -> Grid:
+    def grid(self) -> ProcessGrid:
         parallel = ParallelConfig(tensor=self.tensor, sequence=self.tensor > 1)
         return distributed.initialize(parallel, timeout_minutes=self.minutes)
 

@@ -20,7 +20,7 @@ from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.models.hf_config import JSON, HFConfig, with_dtype
 from megatron_rl.runtime import device, provenance
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.owner import Ownership
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.trainer import adapters
@@ -64,7 +64,7 @@ class Checkpoints:
         self,
         config: Config,
         run_dir: Path,
-        grid: Grid,
+        grid: ProcessGrid,
         folder: Path,
         learner: Learner,
         report: Reporter,

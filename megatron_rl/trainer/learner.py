@@ -101,7 +101,7 @@ class Learner:
                 values = sequence_kl(log_probs, ref_log_probs, micro.sequence_ids, kl.reward_estimator)
                 own.update(zip(micro.rows, values.tolist(), strict=True))
         merged: dict[int, float] = {}
-        for part in self._grid.all_gather(own if self._grid.reports_loss else {}):
+        for part in self._grid.all_gather(own if self._grid.is_loss_rank else {}):
             merged.update(part)
         return torch.tensor([merged[row] for row in range(len(rollouts))], dtype=torch.float64)
 
@@ -147,7 +147,7 @@ class Learner:
                         variance = _variance_metrics(result)
                     metrics = metrics + result.metrics
                     norms.append(result.grad_norm)
-        if log is not None and self._grid.reports_loss:
+        if log is not None and self._grid.is_loss_rank:
             for part in parts:
                 for tokens in part.tokens:
                     tokens.gradient_weights = self._gradient_weights(part, tokens, clip_range)
@@ -208,7 +208,7 @@ class Learner:
         own = []
         for part in parts:
             whole = Denominators(0.0, 0.0)
-            for tokens in part.tokens if self._grid.reports_loss else ():
+            for tokens in part.tokens if self._grid.is_loss_rank else ():
                 whole = whole + self.algorithm.count(
                     _everything(tokens.advantages),
                     tokens.sequence_ids,

@@ -18,7 +18,7 @@ import torch
 from megatron_rl.algorithms import StepEstimate
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.data.rollout import Rollouts
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.trainer.minibatch import Minibatch, trained_rows
 
 TOKEN_ARRAYS = ("log_probs", "old_log_probs", "rollout_log_probs")
@@ -65,10 +65,10 @@ class RecordedStep:
 
 
 def record_step(
-    path: Path, grid: Grid, rollouts: Rollouts, table: RewardTable, estimate: StepEstimate, log: TokenLog
+    path: Path, grid: ProcessGrid, rollouts: Rollouts, table: RewardTable, estimate: StepEstimate, log: TokenLog
 ) -> None:
     """Writes one step: the tokens of every data-parallel replica by one of its ranks, then the rest by rank 0."""
-    if grid.reports_loss:
+    if grid.is_loss_rank:
         write_tokens(path, grid.dp_rank, trained_rows(estimate), log)
     grid.barrier()
     if grid.is_main:

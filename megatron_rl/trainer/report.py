@@ -23,7 +23,7 @@ from megatron_rl.report import read_run, render
 from megatron_rl.report.run import shown_evaluations
 from megatron_rl.rewards import ScoringStats
 from megatron_rl.runtime import disk
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.trainer.lines import STAGE, STEP, line
 from megatron_rl.trainer.trackers import Tracker, make_trackers
@@ -37,7 +37,7 @@ _OUTPUTS = (
 class Reporter:
     """Metrics to `metrics.jsonl`, TensorBoard and trackers; rollouts to `samples/`; progress to the terminal."""
 
-    def __init__(self, config: Config, run_dir: Path, grid: Grid, command: str = "train") -> None:
+    def __init__(self, config: Config, run_dir: Path, grid: ProcessGrid, command: str = "train") -> None:
         self.config, self.run_dir, self.command = config, run_dir, command
         self.active = grid.is_main
         self.console = Console(quiet=not self.active, highlight=False)

@@ -16,7 +16,7 @@ from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.rewards import Scorer
 from megatron_rl.rollout import environment
 from megatron_rl.runtime.disk import next_previous
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.owner import Ownership
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.runtime.stop import StopFlag
@@ -35,7 +35,7 @@ class Run:
 
     config: Config
     run_dir: Path
-    grid: Grid
+    grid: ProcessGrid
     sampler: Sampler
     learner: Learner
     checkpoints: Checkpoints
@@ -88,7 +88,7 @@ class Run:
 
 def build_run(
     config: Config,
-    grid: Grid,
+    grid: ProcessGrid,
     run_dir: Path,
     command: str = "train",
     stop: StopFlag | None = None,

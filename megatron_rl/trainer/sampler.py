@@ -23,7 +23,7 @@ from megatron_rl.rollout.exchange import exchange
 from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sync import Scored, WeightSync
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.tasks import Order, Prompts, make_order
@@ -36,7 +36,7 @@ class Sampler:
     def __init__(
         self,
         config: Config,
-        grid: Grid,
+        grid: ProcessGrid,
         folder: Path,
         tokenizer: Tokenizer,
         prompts: Prompts,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_rl.models.rules import Sharding
 from megatron_rl.runtime import device
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.weights.checksum import INTEGERS, WORD, Checksums
 from megatron_rl.weights.gather import values
 from megatron_rl.weights.inventory import Key
@@ -77,7 +77,7 @@ class Transfer:
     """
 
     def __init__(
-        self, plan: Plan, weights: Mapping[Key, nn.Parameter], dtype: torch.dtype, grid: Grid, timeout: timedelta
+        self, plan: Plan, weights: Mapping[Key, nn.Parameter], dtype: torch.dtype, grid: ProcessGrid, timeout: timedelta
     ) -> None:
         self.model, self._layout, self._plan = plan.model, plan, plan.of(grid.rank)
         self.grid, self.dtype, self._timeout = grid, dtype, timeout

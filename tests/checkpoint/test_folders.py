@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.checkpoint import manifest, store
-from megatron_rl.runtime.distributed import ALONE, Grid
+from megatron_rl.runtime.distributed import ALONE, ProcessGrid
 
 PIECES = [
     manifest.StoredChunk("a", (0, 0), "__0_0.distcp", 0, 6, manifest.digest(b"abcdef")),
@@ -29,7 +29,7 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[Grid]:
+def alone() -> Iterator[ProcessGrid]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield replace(ALONE, host_group=dist.group.WORLD)
     dist.destroy_process_group()
@@ -121,7 +121,7 @@ def test_another_format_or_another_checksum_is_no_manifest(tmp_path: Path) -> No
 
 
 # ------------------------------------------------------------------------------------------------------- which one counts
-def test_the_newest_that_is_whole_and_in_its_place_is_chosen(tmp_path: Path, alone: Grid) -> None:
+def test_the_newest_that_is_whole_and_in_its_place_is_chosen(tmp_path: Path, alone: ProcessGrid) -> None:
     assert store.choose(tmp_path / "none", alone, pytest.fail) is None
     for step in (2, 9, 10, 11, 12):
         made(tmp_path / f"step_{step}", step=7 if step == 11 else None, run="ours" if step < 12 else "theirs")

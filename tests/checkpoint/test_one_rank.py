@@ -31,7 +31,7 @@ from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.config.model import CreateModelConfig
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.weights.create import create_model
 from tests.actor.layouts import SHAPE
 from tests.checkpoint import ranks
@@ -44,7 +44,7 @@ STEP = "step_1"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[Grid]:
+def alone() -> Iterator[ProcessGrid]:
     """A process group of this process, and a gather that takes several rounds even for small models."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "0")
@@ -52,7 +52,7 @@ def alone() -> Iterator[Grid]:
         patch.setattr(gather, "_STAGED", 1000)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            yield Grid(0, 1, 1, 0, 1, 0, 1, 0, 1, 0, dist.group.WORLD)
+            yield ProcessGrid(0, 1, 1, 0, 1, 0, 1, 0, 1, 0, dist.group.WORLD)
         finally:
             dist.destroy_process_group()
 

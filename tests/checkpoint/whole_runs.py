@@ -37,7 +37,7 @@ class _StopsAfter:
     def __init__(self, step: int) -> None:
         self._left = step
 
-    def check(self, grid: distributed.Grid) -> None:
+    def check(self, grid: distributed.ProcessGrid) -> None:
         self._left -= 1
         if self._left < 0:
             raise StopRequested(signal.SIGTERM)

@@ -44,7 +44,7 @@ def hold(root: str, cases: list[tuple[Config, dict[str, Any]]]) -> None:
     distributed.shutdown()
 
 
-def _held(config: Config, grid: distributed.Grid, case: dict[str, Any]) -> dict[str, int]:
+def _held(config: Config, grid: distributed.ProcessGrid, case: dict[str, Any]) -> dict[str, int]:
     with Memory(torch.device("cpu")) as memory:
         weights = Zeros(model_of(case["model"]), DTYPES[config.model.dtype], torch.device("cpu"))
         actor = Actor(config, grid, ".", weights, case["model"])

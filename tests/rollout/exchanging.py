@@ -19,7 +19,7 @@ from megatron_rl.data.sample import Sample
 from megatron_rl.rollout import exchange as module
 from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, ExchangeError, Need, exchange, sizes_of
 from megatron_rl.runtime import distributed, peer_memory
-from megatron_rl.runtime.distributed import ALONE, Grid
+from megatron_rl.runtime.distributed import ALONE, ProcessGrid
 from megatron_rl.trainer.sampler import Sampler
 
 WORLD = 4
@@ -61,20 +61,20 @@ def rollouts_of(seed: int, prompts: int, rank: int, world: int, size: int) -> tu
     return Rollouts(samples, COUNT, facts, held, kind_of_experts(seed)), everything
 
 
-def in_world(rank: int, folder: str, world: int, seconds: float, work: Callable[[Grid, Path], None]) -> None:
+def in_world(rank: int, folder: str, world: int, seconds: float, work: Callable[[ProcessGrid, Path], None]) -> None:
     timeout = timedelta(seconds=seconds)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)
-    grid = Grid(**{**vars(ALONE), "rank": rank, "world": world, "host_group": dist.group.WORLD})
+    grid = ProcessGrid(**{**vars(ALONE), "rank": rank, "world": world, "host_group": dist.group.WORLD})
     work(grid, Path(folder))
 
 
-def with_neighbours(grid: Grid) -> Grid:
+def with_neighbours(grid: ProcessGrid) -> ProcessGrid:
     near, problem = peer_memory.find(grid)
     assert (near is None, problem) == (False, None)
     return replace(grid, near=near)
 
 
-def every_layout(grid: Grid, folder: Path) -> None:
+def every_layout(grid: ProcessGrid, folder: Path) -> None:
     """Random prompts over engines and replicas of every size: a rank gets the rows that it needs, as they were drawn; from
     neighbours, through gloo, and on two hosts, as if ranks 0 and 3 were on one and 1 and 2 on the other, from both."""
     near = with_neighbours(grid).near
@@ -105,7 +105,7 @@ def every_layout(grid: Grid, folder: Path) -> None:
                 np.testing.assert_array_equal(rollout.experts, there.experts, strict=True)
 
 
-def bytes_of_worlds(grid: Grid, folder: Path) -> None:
+def bytes_of_worlds(grid: ProcessGrid, folder: Path) -> None:
     """One, two and four ranks at the same batch per rank: none sends or receives more than its batch."""
     moved = {"isend": 0, "irecv": 0}
 
@@ -129,7 +129,7 @@ def bytes_of_worlds(grid: Grid, folder: Path) -> None:
             rollouts, _ = rollouts_of(0, 4 * world, grid.rank, world, 1)
             rows = np.random.default_rng(world).permutation(len(rollouts)).reshape(world, -1)
             moved.update(isend=0, irecv=0)
-            part = Grid(**{**vars(grid), "world": world, "host_group": group})
+            part = ProcessGrid(**{**vars(grid), "world": world, "host_group": group})
             exchange(part, rollouts, [([rank], row.tolist()) for rank, row in enumerate(rows)])
             sizes = sizes_of(rollouts)
             assert (sizes < 4 + BYTES_PER_TOKEN * (rollouts.facts["num_tokens"] - rollouts.prompt_lengths)).all()
@@ -142,7 +142,7 @@ def bytes_of_worlds(grid: Grid, folder: Path) -> None:
     module.dist = dist
 
 
-def gathered(grid: Grid, folder: Path) -> None:
+def gathered(grid: ProcessGrid, folder: Path) -> None:
     """Bytes of any length come from every rank, in as many rounds as the logarithm of the ranks; arrays of one shape."""
     sent = []
 
@@ -156,14 +156,14 @@ def gathered(grid: Grid, folder: Path) -> None:
     for world in (1, 2, 3):
         group = dist.new_group(list(range(world)))
         if grid.rank < world:
-            part = Grid(**{**vars(grid), "world": world, "host_group": group})
+            part = ProcessGrid(**{**vars(grid), "world": world, "host_group": group})
             assert part.all_gather_bytes(bytes([grid.rank] * 5)) == [bytes([r] * 5) for r in range(world)]
     assert grid.all_gather_bytes(bytes(grid.rank * [grid.rank])) == [bytes(r * [r]) for r in range(grid.world)]
     assert grid.all_gather_bytes(b"") == [b""] * grid.world
     assert grid.gather_rows(np.full(3, grid.rank, dtype=np.int32)).tolist() == [[r] * 3 for r in range(grid.world)]
 
 
-def to_rank_0(grid: Grid, folder: Path) -> None:
+def to_rank_0(grid: ProcessGrid, folder: Path) -> None:
     """Where experts are replayed, too, responses that an interrupted evaluation has kept come without any."""
     rollouts, everything = rollouts_of(1, 5, grid.rank, grid.world, 2)
     for rollout in rollouts.held.values():
@@ -175,7 +175,7 @@ def to_rank_0(grid: Grid, folder: Path) -> None:
     )
 
 
-def received_before(grid: Grid, folder: Path) -> None:
+def received_before(grid: ProcessGrid, folder: Path) -> None:
     """A rollout that an earlier exchange brought stays as it was while later ones bring theirs."""
     grid = with_neighbours(grid)
     kept: list[tuple[Rollout, Rollout]] = []
@@ -188,7 +188,7 @@ def received_before(grid: Grid, folder: Path) -> None:
             np.testing.assert_array_equal(rollout.logprobs, there.logprobs)
 
 
-def everything(grid: Grid, folder: Path) -> None:
+def everything(grid: ProcessGrid, folder: Path) -> None:
     every_layout(grid, folder)
     received_before(grid, folder)
     none_may_read(grid, folder)
@@ -197,7 +197,7 @@ def everything(grid: Grid, folder: Path) -> None:
     to_rank_0(grid, folder)
 
 
-def none_may_read(grid: Grid, folder: Path) -> None:
+def none_may_read(grid: ProcessGrid, folder: Path) -> None:
     """Where one rank may not read another's memory, or has no host that it knows, none does, and every rank knows why."""
 
     def refused(*_: object) -> None:
@@ -212,7 +212,7 @@ def none_may_read(grid: Grid, folder: Path) -> None:
         assert (problem or "").startswith(said), problem
 
 
-def one_is_missing(grid: Grid, folder: Path) -> None:
+def one_is_missing(grid: ProcessGrid, folder: Path) -> None:
     """The last rank dies, or hangs, before it hands over what it drew; the others write what they say. Rank 0 waits
     already when it dies, rank 1 comes later: it still hands over, so that rank 0 does not name it."""
 

@@ -22,7 +22,7 @@ from models.test_reshard import Weights
 
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.models import Model, family_for, read_hf_config
-from megatron_rl.runtime.distributed import ALONE, Grid
+from megatron_rl.runtime.distributed import ALONE, ProcessGrid
 from megatron_rl.weights.gather import iter_hf_weights
 from megatron_rl.weights.inventory import local_weights
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout
@@ -82,7 +82,7 @@ class Rank:
         self.chunks = build(family, self.model.description, self.parallel, layout.virtual)
         load_hf_weights(self.chunks, family, self.config, folder, self.parallel)
         # The host's group is the default one, which is gloo's too.
-        self.grid = Grid(**{**vars(ALONE), "rank": rank, "world": world})
+        self.grid = ProcessGrid(**{**vars(ALONE), "rank": rank, "world": world})
         self.layout = layout
 
     def transfer(self, bucket_bytes: int, timeout: float = 30, node: int = 2) -> Transfer:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.runtime import postmortem
-from megatron_rl.runtime.distributed import Grid
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.owner import FILE, OwnedError, Owner, Ownership, of_this_rank, read
 
 ELSEWHERE = Owner("node7", 4242, 1, "another boot pid:[1]", "2026-01-01T00:00:00+00:00")
@@ -176,16 +176,16 @@ def test_a_run_folder_that_was_removed_or_renamed_is_named(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def alone() -> Iterator[Grid]:
+def alone() -> Iterator[ProcessGrid]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Grid(0, 1, 1, 0, 1, 0, 1, 0, 1, 0, dist.group.WORLD)
+    yield ProcessGrid(0, 1, 1, 0, 1, 0, 1, 0, 1, 0, dist.group.WORLD)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("stage", ["", "sft/"], ids=["RL", "warm-up"])
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
 def test_a_save_does_not_bring_a_renamed_run_folder_back(
-    tmp_path: Path, alone: Grid, stage: str, asynchronous: bool
+    tmp_path: Path, alone: ProcessGrid, stage: str, asynchronous: bool
 ) -> None:
     run_dir = tmp_path / "run"
     own = Ownership(run_dir)

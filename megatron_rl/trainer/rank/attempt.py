@@ -23,7 +23,7 @@ from megatron_rl.runtime.watchdog import Watchdog, stacks
 
 if TYPE_CHECKING:
     from megatron_rl.config import Config
-    from megatron_rl.runtime.distributed import Grid
+    from megatron_rl.runtime.distributed import ProcessGrid
     from megatron_rl.trainer.run import Run
 
 
@@ -32,14 +32,14 @@ class Attempt:
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir
-        self.grid: Grid | None = None
+        self.grid: ProcessGrid | None = None
         self.ownership: Ownership | None = None  # rank 0's, of the run folder
         self.run: Run | None = None  # once it is built
         self.watchdog: Watchdog | None = None
         if folder := os.environ.get(ATTEMPT):  # the launcher's: hangs are noticed from before the ranks find each other
             self._watch(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
-    def join(self) -> Grid:
+    def join(self) -> ProcessGrid:
         """Meets the other ranks, and takes the run folder.
 
         Raises:

@@ -18,7 +18,7 @@ from megatron_rl.trainer.rank.attempt import Attempt
 
 if TYPE_CHECKING:
     from megatron_rl.config import Config
-    from megatron_rl.runtime.distributed import Grid
+    from megatron_rl.runtime.distributed import ProcessGrid
 
 
 def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
@@ -74,7 +74,7 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
     return code
 
 
-def agree(config: Config, grid: Grid) -> None:
+def agree(config: Config, grid: ProcessGrid) -> None:
     """Every rank has resolved the command line for itself, and a recipe that is not shared may differ between nodes.
 
     Raises:
@@ -103,7 +103,7 @@ def within_limits(config: Config) -> bool:
     return problem is None
 
 
-def _fit(config: Config, grid: Grid) -> bool:
+def _fit(config: Config, grid: ProcessGrid) -> bool:
     """Pre-flight, as far as the recipe wants it; what it finds is on the terminal."""
     from megatron_rl.preflight import preflight
     from megatron_rl.preflight.run import write_report
