@@ -76,13 +76,13 @@ def main() -> None:
 def write_model(folder: Path) -> None:
     import transformers
 
-    from megatron_rl.models.qwen3 import created_config
+    from megatron_rl.models.registry import created_config
     from megatron_rl.weights.create import random_weights, write_tokenizer
     from megatron_rl.weights.files import save_tensors
 
     folder.mkdir(parents=True)
-    fields = {**created_config(SHAPE), **EXPERTS, "architectures": ["Qwen3MoeForCausalLM"]}
-    transformers.Qwen3MoeConfig(**fields).save_pretrained(folder)
+    fields = created_config(SHAPE, experts=EXPERTS["num_experts"]) | EXPERTS
+    transformers.AutoConfig.for_model(**fields).save_pretrained(folder)
     write_tokenizer(folder, SHAPE)
     save_tensors(folder / "model.safetensors", random_weights(folder, SHAPE.init_std, seed=0))
 

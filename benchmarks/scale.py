@@ -38,7 +38,7 @@ from megatron_rl.config import Config, ConfigError, load_recipe
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.published import published_config
 from megatron_rl.models import Model, model_of, read_hf_config
-from megatron_rl.models.qwen3 import created_config
+from megatron_rl.models.registry import created_config
 from megatron_rl.planning.memory import total_parameters
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout, Piece, layers_of, numbered, unit_elements
 from megatron_rl.weights.plan import BUCKET_BYTES, Plan, make_plan

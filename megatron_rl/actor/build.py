@@ -12,6 +12,7 @@ from megatron_rl.actor import fp8
 from megatron_rl.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.pipeline_split import chunk_layers
 from megatron_rl.models import Model, ModelDescription, padded_vocab_size
+from megatron_rl.modules.registry import builder
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import (
     Chunk,
@@ -134,10 +135,10 @@ def build_model(model: Model, actor: ActorConfig, dtype: torch.dtype) -> list[Ch
         make_moe_importable()
     config = transformer_config(model.description, actor, dtype)
     vocab_size = padded_vocab_size(model.dims["vocab"], actor.parallel.tensor)
-    chunks = []
+    chunks, build = [], builder(model.family)
     for stage in range(actor.parallel.virtual_pipeline):
         vp_stage = stage if actor.parallel.virtual_pipeline > 1 else None
-        chunk = model.family.build(model.description, config, vocab_size, vp_stage)
+        chunk = build(model.description, config, vocab_size, vp_stage)
         if actor.freeze_vision_tower and chunk.pre_process:
             chunk.get_submodule("visual").requires_grad_(False)
         if config.num_moe_experts is not None:

@@ -22,8 +22,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.classifier import is_classifier
 from megatron_rl.models.lora import check_lora
-from megatron_rl.models.qwen2_5_vl import IMAGE_WORDS
-from megatron_rl.models.registry import created_config
+from megatron_rl.models.registry import created_config, created_words
 from megatron_rl.models.rules import shard_shape
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -182,7 +181,7 @@ def check_create(create: CreateModelConfig) -> Iterator[str]:
     for word in create.words:
         if len(word) < 2:
             yield f"`model.create.words`: {word!r} is no word; characters belong in `model.create.characters`"
-    special = 2 + len(IMAGE_WORDS) * (create.vision is not None)
+    special = 2 + len(created_words(create))
     tokens = len(create.characters) + len(create.words) + special
     if tokens > create.vocab_size:
         yield (

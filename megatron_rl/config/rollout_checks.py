@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.base.block_fp8 import BLOCK
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import Model
-from megatron_rl.models.fp8 import BLOCK, module_of, quantised_modules
+from megatron_rl.models.fp8 import module_of, quantised_modules
 from megatron_rl.models.rules import Dims, HFTensor, Rule
 
 

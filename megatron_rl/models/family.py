@@ -7,15 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megatron_rl.models.hf_config import JSON, Fields, HFConfig, rope_arguments
 from megatron_rl.models.rules import Dims, HFTensor, Place, Rule, Sharding
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_rl.seams.megatron import Chunk
 
 Settings = dict[str, bool | int | float | str]
 
@@ -69,21 +63,13 @@ class ModelDescription:
         return int(self.model["max_sequence_length"])
 
 
-def build_gpt(description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> Chunk:
-    """The module of a Llama-like decoder, see `gpt.build`; torch and Megatron-Core are imported here."""
-    from megatron_rl.modules import gpt
-
-    return gpt.build(description, config, vocab_size, vp_stage)
-
-
 @dataclass(frozen=True)
 class Family:
     """One family of models.
 
     Attributes:
         describe: config.json to Megatron's terms; refuses what it does not understand.
-        build: one chunk of this rank's model, uninitialised; takes the description, Megatron's config of it, the padded
-            vocabulary size and the virtual pipeline stage (None: there is one).
+        module: the file of `megatron_rl.modules` whose `build` makes this rank's chunks of the model.
         adapters: these are the rules of LoRA's adapters beside another family's weights (`lora.adapters_of`).
         decoder: before the names of the decoder's modules in transformers; in files their tensors are called `model.…`.
         rules_of: where config.json decides which rules there are, all of them; `family_for` returns the family with these.
@@ -93,7 +79,7 @@ class Family:
     architectures: tuple[str, ...]
     rules: tuple[Rule, ...]
     describe: Callable[[HFConfig], ModelDescription]
-    build: Callable[[ModelDescription, TransformerConfig, int, int | None], Chunk] = build_gpt
+    module: str = "gpt"
     adapters: bool = False
     decoder: str = "model."
     rules_of: Callable[[HFConfig], tuple[Rule, ...]] | None = None

@@ -9,22 +9,36 @@ counts weights by rules does so with adapters too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from megatron_rl.base.messages import did_you_mean
 from megatron_rl.models.family import Family, Model, ModelDescription
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.rules import HFTensor, Rule, Sharding
 
-if TYPE_CHECKING:
-    from megatron_rl.config.actor import LoRAConfig
-
 ALL = "all-linear"
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # largest ranks that an engine of vLLM's may be made for
 MODULE = "lora"  # Megatron's linear layer has its adapters in a child module of this name
 PEFT_PREFIX = "base_model.model."  # before the names of modules in PEFT's files
+
+
+class LoRA(Protocol):
+    """What is asked of a recipe's adapters: the values of its `actor.lora`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def alpha(self) -> float | None: ...
+    @property
+    def targets(self) -> Sequence[str]: ...
+    @property
+    def experts(self) -> bool: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def sync(self) -> str: ...
 
 
 def module_of(tensor: HFTensor) -> str:
@@ -37,13 +51,13 @@ def targetable(model: Model, experts: bool) -> list[str]:
     return list(dict.fromkeys(module_of(tensor) for rule in _linear(model, experts) for tensor in rule.hf))
 
 
-def targets_of(lora: LoRAConfig, model: Model) -> list[str]:
+def targets_of(lora: LoRA, model: Model) -> list[str]:
     """The recipe's targets, `all-linear` written out."""
     every = targetable(model, lora.experts)
     return every if ALL in lora.targets else [name for name in every if name in lora.targets]
 
 
-def check_lora(lora: LoRAConfig, model: Model) -> Iterator[str]:
+def check_lora(lora: LoRA, model: Model) -> Iterator[str]:
     """Yields a sentence per key of `actor.lora` that the model rules out."""
     if not lora.rank:
         return
@@ -67,7 +81,7 @@ def check_lora(lora: LoRAConfig, model: Model) -> Iterator[str]:
         yield from _check_engine(lora, model)
 
 
-def _check_engine(lora: LoRAConfig, model: Model) -> Iterator[str]:
+def _check_engine(lora: LoRA, model: Model) -> Iterator[str]:
     """What adapters in the engine rule out."""
     for what, found in (
         ("a mixture of experts", model.dims["experts"]),
@@ -78,7 +92,7 @@ def _check_engine(lora: LoRAConfig, model: Model) -> Iterator[str]:
             yield f"`actor.lora.sync=adapters` is not for {what}; set it to merged"
 
 
-def engine_options(lora: LoRAConfig, model: Model) -> dict[str, object]:
+def engine_options(lora: LoRA, model: Model) -> dict[str, object]:
     """vLLM's options where it adds the adapters itself, to weights that it reads by itself."""
     return {
         "load_format": "auto",
@@ -89,7 +103,7 @@ def engine_options(lora: LoRAConfig, model: Model) -> dict[str, object]:
     }
 
 
-def adapters_of(model: Model, lora: LoRAConfig) -> Model:
+def adapters_of(model: Model, lora: LoRA) -> Model:
     """The adapters of a recipe as a model of their own: rules named as PEFT names the tensors, and sizes with the `rank`."""
     wanted = targets_of(lora, model)
     rules = tuple(
@@ -140,7 +154,7 @@ def matrix_of(name: str) -> str:
     return "model." + name[name.index("layers.") :].rsplit(".", 2)[0] + ".weight"
 
 
-def peft_config(lora: LoRAConfig, names: Iterable[str], base: str) -> dict[str, object]:
+def peft_config(lora: LoRA, names: Iterable[str], base: str) -> dict[str, object]:
     """The content of adapter_config.json beside tensors of these names; `base`: the folder of the model they belong to."""
     modules: str | list[str] = sorted({name.split(".")[-3] for name in names})
     [decoder] = {name.removeprefix(PEFT_PREFIX).partition("layers.")[0] for name in names}

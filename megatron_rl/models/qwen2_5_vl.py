@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megatron_rl.models import qwen3
+from megatron_rl.models.created import Sizes, TowerSizes
 from megatron_rl.models.family import (
     ATTENTION,
     DENSE_MLP,
@@ -21,12 +21,6 @@ from megatron_rl.models.family import (
 )
 from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 from megatron_rl.models.rules import HFTensor, Place, Rule, Sharding
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
-    from megatron_rl.seams.megatron import Chunk
 
 _TEXT, _VISION, _ROPE = "text_config", "vision_config", ("rope_scaling", "rope_parameters")
 # Words that a tokenizer needs for images, by the field of config.json that has their id.
@@ -116,11 +110,16 @@ def _describe(config: HFConfig) -> ModelDescription:
     return ModelDescription(dims, description.transformer, model, replace(vision, tower=settings))
 
 
-def created_config(create: CreateModelConfig, vision: CreateVisionConfig) -> dict[str, JSON]:
+def created_config(create: Sizes, vision: TowerSizes) -> dict[str, JSON]:
     """config.json of the model that `model.create` makes with a vision tower; its tokenizer ends with `IMAGE_WORDS`."""
     first = 2 + len(create.characters) + len(create.words)
     tokens: dict[str, JSON] = {name: first + number for number, name in enumerate(IMAGE_WORDS.values())}
-    text: dict[str, JSON] = {**qwen3.created_config(create), "architectures": None, "head_dim": None}
+    text: dict[str, JSON] = {
+        **qwen3.created_config(create),
+        "architectures": None,
+        "model_type": None,
+        "head_dim": None,
+    }
     half = create.head_dim // 2
     rope: dict[str, JSON] = {"rope_type": "default", "rope_theta": 10000.0}
     rope["mrope_section"] = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
@@ -180,12 +179,6 @@ def _rules(config: HFConfig) -> tuple[Rule, ...]:
     return (*_DECODER, *tower)
 
 
-def _build(description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> Chunk:
-    from megatron_rl.modules import vision
-
-    return vision.build(description, config, vocab_size, vp_stage)
-
-
 _DECODER = tuple(
     replace(rule, engine=f"language_model.{rule.engine}")
     for rule in decoder_rules(NORMS, ATTENTION, QKV_BIAS, DENSE_MLP)
@@ -195,7 +188,7 @@ QWEN2_5_VL = Family(
     ("Qwen2_5_VLForConditionalGeneration",),
     _DECODER,
     _describe,
-    _build,
+    module="vision",
     decoder="model.language_model.",
     rules_of=_rules,
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from megatron_rl.models.created import Sizes
 from megatron_rl.models.family import (
     ATTENTION,
     DENSE_MLP,
@@ -17,9 +16,6 @@ from megatron_rl.models.family import (
 )
 from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 
-if TYPE_CHECKING:
-    from megatron_rl.config.model import CreateModelConfig
-
 
 def _describe(config: HFConfig) -> ModelDescription:
     fields = Fields(config, "qwen3")
@@ -32,10 +28,11 @@ def _describe(config: HFConfig) -> ModelDescription:
 QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), decoder_rules(NORMS, ATTENTION, QK_NORMS, DENSE_MLP), _describe)
 
 
-def created_config(create: CreateModelConfig) -> dict[str, JSON]:
+def created_config(create: Sizes) -> dict[str, JSON]:
     """config.json of the model that `model.create` makes, as far as it differs from transformers' defaults."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
         "vocab_size": create.vocab_size,
         "hidden_size": create.hidden_size,
         "intermediate_size": create.ffn_size,

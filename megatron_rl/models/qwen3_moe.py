@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_rl.models import qwen3
+from megatron_rl.models.created import Sizes
 from megatron_rl.models.family import (
     ATTENTION,
     MOE_NORMS,
@@ -14,7 +16,7 @@ from megatron_rl.models.family import (
     layer_rule,
     sliding_window,
 )
-from megatron_rl.models.hf_config import Fields, HFConfig
+from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 from megatron_rl.models.rules import Sharding
 
 # Experts are modules of their own (SequentialMLP), or numbered weights of one module (TEGroupedMLP).
@@ -69,3 +71,17 @@ def _describe(config: HFConfig) -> ModelDescription:
 
 
 QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), decoder_rules(MOE_NORMS, ATTENTION, QK_NORMS, MOE), _describe)
+
+
+def created_config(create: Sizes, experts: int) -> dict[str, JSON]:
+    """As `qwen3.created_config`, every feed-forward a mixture of experts of a quarter of its size, of which a token takes
+    four."""
+    return {
+        **qwen3.created_config(create),
+        "architectures": list(QWEN3_MOE.architectures),
+        "model_type": "qwen3_moe",
+        "num_experts": experts,
+        "num_experts_per_tok": min(4, experts),
+        "moe_intermediate_size": create.ffn_size // 4,
+        "norm_topk_prob": True,
+    }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from megatron_rl.models import qwen2_5_vl, qwen3
+from megatron_rl.models import qwen2_5_vl, qwen3, qwen3_moe
 from megatron_rl.models.classifier import classifier
+from megatron_rl.models.created import Sizes
 from megatron_rl.models.family import Family, Model
 from megatron_rl.models.hf_config import JSON, HFConfig
 from megatron_rl.models.llama import LLAMA, MISTRAL
@@ -14,9 +14,6 @@ from megatron_rl.models.qwen2 import QWEN2
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.models.qwen3 import QWEN3
 from megatron_rl.models.qwen3_moe import QWEN3_MOE
-
-if TYPE_CHECKING:
-    from megatron_rl.config.model import CreateModelConfig
 
 FAMILIES: tuple[Family, ...] = (QWEN2, QWEN2_5_VL, QWEN3, QWEN3_MOE, LLAMA, MISTRAL)
 
@@ -38,11 +35,17 @@ def family_for(hf_config: HFConfig) -> Family:
     raise ValueError(f"config.json: `architectures` is {found}, which is not supported; supported: {known}")
 
 
-def created_config(create: CreateModelConfig) -> dict[str, JSON]:
-    """config.json of the model that `model.create` makes, as far as it differs from transformers' defaults."""
+def created_config(create: Sizes, experts: int = 0) -> dict[str, JSON]:
+    """config.json of the model that `model.create` makes, as far as it differs from transformers' defaults: Qwen3's, with
+    `experts` its mixture, with a vision tower Qwen2.5-VL's."""
     if create.vision is not None:
         return qwen2_5_vl.created_config(create, create.vision)
-    return qwen3.created_config(create)
+    return qwen3_moe.created_config(create, experts) if experts else qwen3.created_config(create)
+
+
+def created_words(create: Sizes) -> tuple[str, ...]:
+    """Words that the tokenizer of such a model needs beside those of the recipe."""
+    return () if create.vision is None else tuple(qwen2_5_vl.IMAGE_WORDS)
 
 
 def model_of(hf_config: HFConfig) -> Model:

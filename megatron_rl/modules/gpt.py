@@ -35,7 +35,7 @@ def build(
     vp_stage: int | None,
     model: Callable[..., Chunk] = GPTModel,
 ) -> Chunk:
-    """One chunk of this rank's model, see `Family.build`; the pipeline stage is that of Megatron's groups.
+    """One chunk of this rank's model, see `registry.Build`; the pipeline stage is that of Megatron's groups.
 
     `model`: the class, or what takes its arguments.
     """

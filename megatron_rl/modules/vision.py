@@ -96,7 +96,7 @@ def _tower(vision: Vision) -> nn.Module:
 
 
 def build(description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> Chunk:
-    """One chunk of this rank's model, see `Family.build`."""
+    """One chunk of this rank's model, see `registry.Build`."""
     assert description.vision is not None
     config.mrope_section = list(description.vision.sections)
     config.apply_rope_fusion = False  # Transformer Engine's takes a packed sequence's positions to begin at 0

@@ -11,11 +11,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_rl.base.block_fp8 import BLOCK
 from megatron_rl.config.actor import ActorConfig, ParallelConfig
 from megatron_rl.config.pipeline_split import stage_layers
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import Model
-from megatron_rl.models.fp8 import BLOCK, module_of, quantised_modules
+from megatron_rl.models.fp8 import module_of, quantised_modules
 from megatron_rl.models.lora import adapters_of
 from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
 from megatron_rl.planning.activations import (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_rl.models import fp8
+from megatron_rl.base import block_fp8
 from megatron_rl.seams import check_parameters
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class ShardLoader:
             meta.materialize_layer(layer, info)
         found: dict[str, Tensor] = {}
         for own, parameter in layer.named_parameters(recurse=False):
-            if own.endswith(fp8.SCALE):
+            if own.endswith(block_fp8.SCALE):
                 continue
             found[own] = parameter.data
             if f"{name}.{own}" in self._in_fp8:
@@ -215,13 +215,13 @@ class ShardLoader:
 
 
 def _store_in_fp8(layer: nn.Module, own: str, weight: Tensor) -> None:
-    values, scales = fp8.quantise(weight)
+    values, scales = block_fp8.quantise(weight)
     parameter = layer.get_parameter(own)
     if parameter.dtype == values.dtype:
         parameter.data.copy_(values)
-        layer.get_parameter(own + fp8.SCALE).data.copy_(scales)
+        layer.get_parameter(own + block_fp8.SCALE).data.copy_(scales)
     else:
-        parameter.data.copy_(fp8.dequantise(values, scales))
+        parameter.data.copy_(block_fp8.dequantise(values, scales))
 
 
 def loaded_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -232,7 +232,7 @@ def loaded_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
         as_loaded = layerwise.get_layerwise_info(model.get_submodule(module)).restore_metadata[0]
-        if not own.endswith(fp8.SCALE):
+        if not own.endswith(block_fp8.SCALE):
             found[name] = tuple(as_loaded.get(own, parameter).shape)
     return found
 

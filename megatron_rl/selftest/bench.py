@@ -20,7 +20,7 @@ from megatron_rl.config.checks import count_gpus
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.data.batch import TokenBatch
 from megatron_rl.models import read_hf_config
-from megatron_rl.models.qwen3 import created_config
+from megatron_rl.models.registry import created_config
 from megatron_rl.runtime import device, distributed
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.weights.create import create_model, random_weights, write_tokenizer
@@ -80,8 +80,7 @@ class Bench:
         return distributed.initialize(parallel, timeout_minutes=self.minutes)
 
     def model(self, shape: CreateModelConfig, experts: int = 0, weights: bool = True) -> Path:
-        """A model folder, random: Qwen3's, with `experts` a mixture, four of which take each token; with `shape.vision`
-        Qwen2.5-VL's."""
+        """A model folder, random, as `created_config` describes it."""
         import transformers
 
         folder = self.folder / f"model_{experts}"
@@ -89,12 +88,7 @@ class Bench:
             create_model(folder, shape, seed=0)
         elif self.grid.is_main:
             folder.mkdir(parents=True)
-            fields = created_config(shape)
-            if experts:
-                fields |= {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": experts, "num_experts_per_tok": 4}
-                fields |= {"moe_intermediate_size": shape.ffn_size // 4, "norm_topk_prob": True}
-            kind = transformers.Qwen3MoeConfig if experts else transformers.Qwen3Config
-            kind(**fields).save_pretrained(folder)
+            transformers.AutoConfig.for_model(**created_config(shape, experts)).save_pretrained(folder)
             write_tokenizer(folder, shape)
             if weights:
                 save_tensors(folder / "model.safetensors", random_weights(folder, shape.init_std, seed=0))

@@ -15,8 +15,7 @@ from torch import Tensor
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.model_checks import check_create
 from megatron_rl.models.hf_config import read_hf_config
-from megatron_rl.models.qwen2_5_vl import IMAGE_WORDS
-from megatron_rl.models.registry import created_config, model_of
+from megatron_rl.models.registry import created_config, created_words, model_of
 from megatron_rl.weights.files import save_tensors, whole_folder
 
 PAD, EOS = "<pad>", "<eos>"
@@ -75,14 +74,12 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _write_config(folder: Path, config: CreateModelConfig) -> None:
-    from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen3Config
+    from transformers import AutoConfig, GenerationConfig
 
-    if config.vision is None:
-        Qwen3Config(**created_config(config)).save_pretrained(folder)
-    else:
+    AutoConfig.for_model(**created_config(config)).save_pretrained(folder)
+    if config.vision is not None:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-        Qwen2_5_VLConfig(**created_config(config)).save_pretrained(folder)
         Qwen2VLImageProcessorPil(
             patch_size=config.vision.patch, min_pixels=(4 * config.vision.patch) ** 2
         ).save_pretrained(folder)
@@ -96,7 +93,7 @@ def write_tokenizer(folder: Path, config: CreateModelConfig) -> None:
     from tokenizers.pre_tokenizers import Split
     from transformers import PreTrainedTokenizerFast
 
-    words = [*config.words, *(IMAGE_WORDS if config.vision is not None else ())]
+    words = [*config.words, *created_words(config)]
     tokens = [PAD, EOS, *config.characters, *words]
     tokens += [f"<unused_{number}>" for number in range(config.vocab_size - len(tokens))]
     tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}))

@@ -10,10 +10,10 @@ import torch
 from models import tiny
 from safetensors.torch import load_file
 
+from megatron_rl.base import block_fp8
 from megatron_rl.checkpoint.convert.layout import Layout, chunks, state_names
 from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.checkpoint.convert.verify import compare, compare_logits
-from megatron_rl.models import fp8
 from megatron_rl.weights.files import INDEX
 
 from .convert import assert_same, tensors, to_hf, to_megatron
@@ -119,12 +119,12 @@ def test_fp8_is_within_half_a_step_of_every_weight_and_read_by_its_readers(tmp_p
     task = to_hf(tmp_path / "megatron", tmp_path / "fp8", dtype="fp8")
     assert compare(task, tmp_path / "fp8", 1)
     before, after = tensors(source), tensors(tmp_path / "fp8")
-    scaled = {name for name in before if name + fp8.SCALE in after}
-    assert after.keys() == before.keys() | {name + fp8.SCALE for name in scaled}
+    scaled = {name for name in before if name + block_fp8.SCALE in after}
+    assert after.keys() == before.keys() | {name + block_fp8.SCALE for name in scaled}
     assert scaled == {name for name in before if "_proj." in name}
     for name, value in before.items():
         if name in scaled:
-            values, scales = after[name], after[name + fp8.SCALE]
+            values, scales = after[name], after[name + block_fp8.SCALE]
             assert values.dtype == torch.float8_e4m3fn
             assert scales.shape == (-(-value.shape[0] // 128), -(-value.shape[1] // 128))
             rows, columns = (torch.arange(size) // 128 for size in value.shape)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -30,10 +31,12 @@ SIZES = {"head_dim": 16, "tie_word_embeddings": True, "hidden_act": "gelu_pytorc
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny Gemma of transformers, with the page's family registered."""
-    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
-    written: dict[str, Any] = {}
-    exec(compile(code, str(PAGE), "exec"), written)
-    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, written["GEMMA"]))
+    family, module = (ModuleType(name) for name in ("gemma", "megatron_rl.modules.gemma"))
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    for target, code in zip((family, module), blocks, strict=True):
+        exec(compile(code, str(PAGE), "exec"), vars(target))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, family.GEMMA))
     monkeypatch.setitem(tiny.VARIANTS, "gemma", ("GemmaConfig", SIZES))
     return tiny.write(tmp_path / "model", "gemma")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_rl.base import block_fp8
 from megatron_rl.config.published import published_config
 from megatron_rl.models import fp8, model_of
 
@@ -51,28 +52,28 @@ def test_an_engine_on_a_cpu_is_sent_what_the_values_and_scales_stand_for(dtype: 
     }
     modules = fp8.quantised_modules(DENSE)
     sent = dict(fp8.stored(weights.items(), modules, rounded=False))
-    assert list(sent) == [names[0], names[0] + fp8.SCALE, *names[1:]]
+    assert list(sent) == [names[0], names[0] + block_fp8.SCALE, *names[1:]]
     rounded = dict(fp8.stored(weights.items(), modules, rounded=True))
     assert list(rounded) == list(names)
     for name in names[1:]:
         assert rounded[name] is weights[name] is sent[name]
     rows, columns = (torch.arange(size) // 128 for size in (300, 200))
-    wanted = sent[names[0]].float() * sent[names[0] + fp8.SCALE][rows[:, None], columns]
+    wanted = sent[names[0]].float() * sent[names[0] + block_fp8.SCALE][rows[:, None], columns]
     assert torch.equal(rounded[names[0]], wanted.to(dtype))
     assert 0.01 < ((rounded[names[0]] - weights[names[0]]).norm() / weights[names[0]].norm()) < 0.04
-    again, _ = fp8.quantise(wanted)
+    again, _ = block_fp8.quantise(wanted)
     assert torch.equal(again.view(torch.uint8), sent[names[0]].view(torch.uint8)), "rounding twice is rounding once"
 
 
 def test_stacked_experts_are_rounded_one_by_one() -> None:
     weight = torch.randn(3, 256, 200, generator=torch.Generator().manual_seed(0))
-    values, scales = fp8.quantise(weight)
+    values, scales = block_fp8.quantise(weight)
     assert (values.shape, scales.shape) == (weight.shape, (3, 2, 2))
     for number, expert in enumerate(weight):
-        own = fp8.quantise(expert)
+        own = block_fp8.quantise(expert)
         assert torch.equal(values[number].view(torch.uint8), own[0].view(torch.uint8))
         assert torch.equal(scales[number], own[1])
-        assert torch.equal(fp8.dequantise(values, scales)[number], fp8.dequantise(*own))
+        assert torch.equal(block_fp8.dequantise(values, scales)[number], block_fp8.dequantise(*own))
 
 
 def test_the_engines_names_of_what_is_in_fp8() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import megatron_rl
+from megatron_rl.base import block_fp8
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.global_tensors import Memory
 from megatron_rl.checkpoint.convert.jobs import Conversion, Identity, Progress, made_by
@@ -96,7 +97,7 @@ class ToHF(Conversion):
         names = {file: [tensor.name for tensor in held] for file, held in plan.files.items()}
         write_index(folder, names, sum(tensor.nbytes for tensor in tensors))
         config = dict(plan.model.hf_config)
-        dtypes = {tensor.dtype for tensor in tensors} - {fp8.DTYPE}
+        dtypes = {tensor.dtype for tensor in tensors} - {block_fp8.DTYPE}
         if self.dtype == "fp8":
             config["quantization_config"] = fp8.quantization_config(plan.model.family, plan.model.description)
             config = with_dtype(config, "bfloat16")
@@ -132,7 +133,7 @@ class ToHF(Conversion):
             return
         values = memory.array(source.shape(name), DTYPES[source.dtype(name)].bits)
         source.read_into(values, name)
-        quantised, scales = fp8.quantise(as_tensor(values, source.dtype(name)))
+        quantised, scales = block_fp8.quantise(as_tensor(values, source.dtype(name)))
         if not scales.isfinite().all():
             raise ValueError(
                 f"{name} in {source.file_of(name)} cannot be stored in FP8: it has values that are not finite"
@@ -162,7 +163,7 @@ class _Plan:
     tensors: dict[str, _Tensor]
 
     def scaled(self, name: str) -> bool:
-        return name + fp8.SCALE in self.tensors
+        return name + block_fp8.SCALE in self.tensors
 
 
 def _planned(task: ToHF) -> _Plan:
@@ -188,8 +189,8 @@ def _made_of(rule: Rule, source: MegatronModel | MergedModel, dtype: str) -> Ite
         name, shape = tensor.name, source.shape(tensor.name)
         if dtype == "fp8" and rule.is_projection:
             yield [
-                _Tensor(name, name, shape, fp8.DTYPE),
-                _Tensor(name + fp8.SCALE, name, fp8.scales_shape(shape), "F32"),
+                _Tensor(name, name, shape, block_fp8.DTYPE),
+                _Tensor(name + block_fp8.SCALE, name, block_fp8.scales_shape(shape), "F32"),
             ]
         else:
             cast = CASTS.get("bf16" if dtype == "fp8" else dtype)
