@@ -31,7 +31,10 @@ CODES = {
     signal.SIGUSR1: {75},
 }
 _LOST = 120.0  # seconds after which a signal counts as lost
+# The tests may run under nohup, which has what they start ignore SIGHUP.
 COMMAND = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 import sys
 import megatron_rl.__main__ as entry
 from megatron_rl.commands import run_recipe
