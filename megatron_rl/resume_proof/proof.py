@@ -111,7 +111,7 @@ def differences(want: Path, own: Path) -> list[str]:
     """What is not the same in two finished runs; [] where nothing differs."""
     found = []
     for name in ("metrics.jsonl", "sft/metrics.jsonl"):
-        before, after = _rows(want, name), _rows(own, name)
+        before, after = untimed_rows(want, name), untimed_rows(own, name)
         for a, b in zip(before, after, strict=False):
             found += [
                 f"{name}, step {a['step']}: {key}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
@@ -145,7 +145,7 @@ def differences(want: Path, own: Path) -> list[str]:
     return found
 
 
-def _rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+def untimed_rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     path = run_dir / name  # a run without a warm-up has no sft/
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [{k: v for k, v in row.items() if k != "time" and not k.startswith(_CLOCK)} for row in rows]
@@ -159,7 +159,7 @@ def compared(run_dir: Path) -> str:
     """How much there was to compare, for people."""
     last = store.newest(run_dir / "checkpoints")
     pieces = len(manifest.read_tensors(last)[1]) if last else 0
-    numbers = sum(len(row) for row in _rows(run_dir))
+    numbers = sum(len(row) for row in untimed_rows(run_dir))
     samples = sum(path.read_bytes().count(b"\n") for path in (run_dir / "samples").glob("*.jsonl"))
     return f"{numbers} metrics, {samples} samples, {pieces} pieces of tensors"
 
