@@ -265,7 +265,7 @@ def pretraining_results() -> Iterator[Result]:
 
 
 def lines(title: str, rows: Iterable[Result]) -> list[str]:
-    """A table in Markdown, as docs/layouts-evidence.md has it."""
+    """A table in Markdown."""
     found = [
         f"| {title} | GPUs | layout | published | predicted | error of the time | |",
         "|---|---|---|---|---|---|---|",
