@@ -9,8 +9,7 @@ all (medians over rounds), and MiB that the rank with the most adds meanwhile:
 copy      every rank copies its own bytes in memory, all at the same time
 send      every rank sends its own bytes to the next one, as one message
 facts     what all ranks learn of all rollouts, 25 bytes each (`ProcessGrid.all_gather_bytes`)
-exchange  `rollout.exchange`, from memory to memory
-gloo      the same as between hosts, through gloo
+exchange  `rollout.exchange`, by gloo
 gather    instead, all rollouts pickled to all ranks (`all_gather_object`)
 """
 
@@ -25,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -39,7 +37,6 @@ from benchmarks.others import told
 from megatron_rl.data.rollout import FACTS, Rollout, Rollouts
 from megatron_rl.data.sample import Sample
 from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, exchange
-from megatron_rl.runtime import peer_memory
 from megatron_rl.runtime.distributed import ALONE, ProcessGrid
 
 GROUPS, COUNT = 4, 8  # of a rank
@@ -88,7 +85,6 @@ def run_rank(rank: int, folder: str, world: int, mib: float, rounds: int, gather
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(minutes=10))
     grid = ProcessGrid(**{**vars(ALONE), "rank": rank, "world": world, "host_group": dist.group.WORLD})
-    grid = replace(grid, near=peer_memory.find(grid)[0])
     rollouts = drawn(rank, world, mib)
     rows = np.random.default_rng(0).permutation(len(rollouts)).reshape(world, -1)
     needs = [([replica], own.tolist()) for replica, own in enumerate(rows)]
@@ -112,7 +108,6 @@ def run_rank(rank: int, folder: str, world: int, mib: float, rounds: int, gather
         "send": send,
         "facts": lambda: grid.all_gather_bytes(facts),
         "exchange": lambda: exchange(grid, rollouts, needs),
-        "gloo": lambda: exchange(replace(grid, near=None), rollouts, needs),
     }
     if gathers:
         works["gather"] = lambda: grid.all_gather([*rollouts.held.values()])

@@ -2,14 +2,14 @@
 
 Who needs which rollouts, who hands each out and how long it is are known to every rank (`Rollouts.facts`), so no rank asks.
 A rank receives what it needs, and sends what it drew to each rank that needs it: neither grows with the number of ranks.
-Ranks that share a host read one another's memory; between hosts gloo sends.
+gloo sends, within a host and between hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,34 +40,29 @@ def exchange(grid: ProcessGrid, rollouts: Rollouts, needs: Sequence[Need]) -> di
     Raises:
         ExchangeError: another rank died, or was later than the process group's timeout; names it.
     """
-    near = grid.near.boards if grid.near is not None else {}
     got: dict[int, Rollout] = {}
     receives: list[_Message] = []
-    sends: list[tuple[_Message, list[int]]] = []  # with the ranks that are sent it: those of other hosts
+    sends: list[tuple[_Message, list[int]]] = []  # with the ranks that are sent it
     for tag, (ranks, wanted) in enumerate(needs):
         by_source: dict[int, list[int]] = {}
         for row, source in zip(wanted, rollouts.facts["source"][list(wanted)].tolist(), strict=True):
             by_source.setdefault(source, []).append(row)
         own = by_source.pop(grid.rank, [])
         if own and any(rank != grid.rank for rank in ranks):
-            message = _Message(tag, grid.rank, own)
-            sends.append((message, [rank for rank in ranks if rank != grid.rank and rank not in near]))
+            sends.append((_Message(tag, grid.rank, own), [rank for rank in ranks if rank != grid.rank]))
         if grid.rank in ranks:
             got |= {row: rollouts.held[row] for row in own}
             receives += [_Message(tag, source, rows) for source, rows in by_source.items()]
 
     sizes, failed = sizes_of(rollouts), list[ExchangeError]()
-    room = (grid.near.reads.take, grid.near.shows.take) if grid.near else (_new_memory, _new_memory)
-    incoming = _buffers([sizes[message.rows] for message in receives], room[0])
-    outgoing = _buffers([sizes[message.rows] for message, _ in sends], room[1])
+    incoming = _buffers([sizes[message.rows] for message in receives])
+    outgoing = _buffers([sizes[message.rows] for message, _ in sends])
     works: list[tuple[dist.Work | None, str, list[int]]] = []
     for (tag, source, rows), (whole, _) in zip(receives, incoming, strict=True):
-        if len(whole) and source not in near:
+        if len(whole):
             with _naming(failure := f"rank {source} did not hand over", rollouts, rows, failed):
                 works.append((dist.irecv(torch.from_numpy(whole), source, grid.host_group, tag), failure, rows))
-    addresses = np.zeros(len(needs), dtype=np.int64)
     for ((tag, _, rows), targets), (whole, parts) in zip(sends, outgoing, strict=True):
-        addresses[tag] = whole.ctypes.data
         for row, part in zip(rows, parts, strict=True):
             flatten(rollouts, row, part)
         for target in targets if len(whole) else ():
@@ -77,7 +72,6 @@ def exchange(grid: ProcessGrid, rollouts: Rollouts, needs: Sequence[Need]) -> di
         with _naming(failure, rollouts, rows, failed):
             assert work is not None  # this rank is in the group
             work.wait()
-    _read_near(grid, rollouts, addresses, list(zip(receives, incoming, strict=True)), failed)
     if failed:
         raise failed[0]
     for (*_, rows), (_, parts) in zip(receives, incoming, strict=True):
@@ -91,45 +85,11 @@ class _Message(NamedTuple):
     rows: list[int]
 
 
-def _read_near(
-    grid: ProcessGrid,
-    rollouts: Rollouts,
-    addresses: np.ndarray,
-    receives: Sequence[tuple[_Message, _Buffer]],
-    failed: list[ExchangeError],
-) -> None:
-    """Reads the messages from ranks of this host in their memory, between two barriers: all have written theirs, and all have
-    read. `addresses`: int64 [needs], of this rank's messages."""
-    if grid.near is None:
-        return
-    grid.near.show(addresses)
-    if not _meet(grid, "hand over what it drew", failed):
-        return
-    for (tag, source, rows), (whole, _) in receives:
-        if len(whole) and source in grid.near.boards:
-            with _naming(f"rank {source} did not hand over", rollouts, rows, failed):
-                grid.near.read(source, int(grid.near.shown(source, len(addresses))[tag]), whole)
-    grid.near.go_on()
-    _meet(grid, "end its reads", failed)
-
-
-def _meet(grid: ProcessGrid, what: str, failed: list[ExchangeError]) -> bool:
-    """Whether all ranks have come; `what`: else, what one of them did not do."""
-    try:
-        grid.barrier()
-    except RuntimeError as error:
-        assert grid.near is not None
-        rank, why = grid.near.behind() or ("of another host", "its log says why")
-        failed.append(ExchangeError(f"rank {rank} did not {what}: {why} ({error})"))
-        return False
-    return True
-
-
 @contextlib.contextmanager
 def _naming(failure: str, rollouts: Rollouts, rows: list[int], failed: list[ExchangeError]) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:
         first = f"rollout {rows[0] % rollouts.count} of {rollouts.sample(rows[0]).id}"
         which = first if len(rows) == 1 else f"{len(rows)} rollouts from {first} on"
         failed.append(ExchangeError(f"{failure} {which}: {error}"))
@@ -143,15 +103,11 @@ def sizes_of(rollouts: Rollouts) -> np.ndarray:
     return -(-sizes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _new_memory(size: int) -> np.ndarray:
-    return np.empty(size, dtype=np.uint8)
-
-
-def _buffers(messages: Sequence[np.ndarray], room: Callable[[int], np.ndarray]) -> list[_Buffer]:
+def _buffers(messages: Sequence[np.ndarray]) -> list[_Buffer]:
     """For messages of rollouts of so many bytes each: a message's bytes, and of these each rollout's. All lie in one piece of
-    memory, which `room` gives: small pieces would be new pages each time."""
+    memory: small pieces would be new pages each time."""
     ends = [0, *np.cumsum([sizes.sum() for sizes in messages], dtype=np.int64).tolist()]
-    memory = room(ends[-1])
+    memory = np.empty(ends[-1], dtype=np.uint8)
     wholes = [memory[begin:end] for begin, end in itertools.pairwise(ends)]
     return [(whole, np.split(whole, np.cumsum(sizes)[:-1])) for whole, sizes in zip(wholes, messages, strict=True)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.actor import ParallelConfig
-from megatron_rl.runtime import device, nvml, peer_memory, rendezvous
+from megatron_rl.runtime import device, nvml, rendezvous
 from megatron_rl.seams import torch_dist
 
 T = TypeVar("T")
@@ -36,8 +36,6 @@ class ProcessGrid:
     replicas: tuple[tuple[int, ...], ...] = ((0,),)  # ranks of every data-parallel replica, by `dp_rank`
     # For what few ranks tell each other; None where the world was there before `initialize`.
     store: dist.Store | None = None
-    near: peer_memory.Neighbours | None = None  # on all ranks, or on none
-    not_near: str | None = None  # why there are none where ranks share a host
 
     @property
     def is_main(self) -> bool:
@@ -170,7 +168,7 @@ def initialize(
     dp_ranks = [0] * world
     dist.all_gather_object(dp_ranks, parallel_state.get_data_parallel_rank(), group=host_group)
     dp = parallel_state.get_data_parallel_world_size()
-    grid = ProcessGrid(
+    return ProcessGrid(
         rank=rank,
         world=world,
         tp=parallel_state.get_tensor_model_parallel_world_size(),
@@ -185,8 +183,6 @@ def initialize(
         store=store and dist.PrefixStore("megatron_rl", store),
         replicas=tuple(tuple(r for r in range(world) if dp_ranks[r] == replica) for replica in range(dp)),
     )
-    near, not_near = peer_memory.find(grid)
-    return replace(grid, near=near, not_near=not_near)
 
 
 def shutdown() -> None:

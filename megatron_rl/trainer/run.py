@@ -123,10 +123,6 @@ def build_run(
             for doubt in scorer.doubts(samples):
                 report.warn(doubt)
     scorer.open(run_dir, grid.rank, grid.world)
-    if grid.not_near is not None:
-        report.note(
-            f"rollouts go from rank to rank through gloo: ranks cannot read one another's memory ({grid.not_near})"
-        )
     if command == "train" and config.rollout.fp8 != "none":
         weight = config.algorithm.correction.weight
         report.note(f"rollouts are drawn with weights in FP8, corrected by algorithm.correction.weight={weight}")

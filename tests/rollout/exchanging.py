@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from megatron_rl.data.rollout import FACTS, Rollout, Rollouts, Segment
 from megatron_rl.data.sample import Sample
 from megatron_rl.rollout import exchange as module
 from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, ExchangeError, Need, exchange, sizes_of
-from megatron_rl.runtime import distributed, peer_memory
+from megatron_rl.runtime import distributed
 from megatron_rl.runtime.distributed import ALONE, ProcessGrid
 from megatron_rl.trainer.sampler import Sampler
 
@@ -68,21 +67,10 @@ def in_world(rank: int, folder: str, world: int, seconds: float, work: Callable[
     work(grid, Path(folder))
 
 
-def with_neighbours(grid: ProcessGrid) -> ProcessGrid:
-    near, problem = peer_memory.find(grid)
-    assert (near is None, problem) == (False, None)
-    return replace(grid, near=near)
-
-
 def every_layout(grid: ProcessGrid, folder: Path) -> None:
-    """Random prompts over engines and replicas of every size: a rank gets the rows that it needs, as they were drawn; from
-    neighbours, through gloo, and on two hosts, as if ranks 0 and 3 were on one and 1 and 2 on the other, from both."""
-    near = with_neighbours(grid).near
-    assert near is not None
-    beside = replace(near, boards={rank: board for rank, board in near.boards.items() if rank + grid.rank == WORLD - 1})
+    """Random prompts over engines and replicas of every size: a rank gets the rows that it needs, as they were drawn."""
     rng = np.random.default_rng(1)
     for seed in range(24):
-        grid = replace(grid, near=(near, None, beside)[seed % 3])
         size, dp = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2, 4]))
         rollouts, everything = rollouts_of(seed, int(rng.integers(1, 9)), grid.rank, grid.world, size)
         trained = rng.permutation(len(rollouts))[: int(rng.integers(len(rollouts) + 1))]
@@ -122,7 +110,6 @@ def bytes_of_worlds(grid: ProcessGrid, folder: Path) -> None:
         isend, irecv, Work = staticmethod(counting("isend")), staticmethod(counting("irecv")), dist.Work
 
     module.dist = Counting  # type: ignore[assignment]
-    grid = replace(grid, near=None)
     for world in (1, 2, 4):
         group = dist.new_group(list(range(world)))
         if grid.rank < world:
@@ -177,7 +164,6 @@ def to_rank_0(grid: ProcessGrid, folder: Path) -> None:
 
 def received_before(grid: ProcessGrid, folder: Path) -> None:
     """A rollout that an earlier exchange brought stays as it was while later ones bring theirs."""
-    grid = with_neighbours(grid)
     kept: list[tuple[Rollout, Rollout]] = []
     for seed in range(0, 8, 2):
         rollouts, everything = rollouts_of(seed, 8, grid.rank, grid.world, 1)
@@ -191,25 +177,9 @@ def received_before(grid: ProcessGrid, folder: Path) -> None:
 def everything(grid: ProcessGrid, folder: Path) -> None:
     every_layout(grid, folder)
     received_before(grid, folder)
-    none_may_read(grid, folder)
     bytes_of_worlds(grid, folder)
     gathered(grid, folder)
     to_rank_0(grid, folder)
-
-
-def none_may_read(grid: ProcessGrid, folder: Path) -> None:
-    """Where one rank may not read another's memory, or has no host that it knows, none does, and every rank knows why."""
-
-    def refused(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    for function, said in (("_read", "rank 1 asked for rank 3's: "), ("_host", "rank 1 does not know its host: ")):
-        real = getattr(peer_memory, function)
-        setattr(peer_memory, function, refused if grid.rank == 1 else real)
-        near, problem = peer_memory.find(grid)
-        setattr(peer_memory, function, real)
-        assert near is None
-        assert (problem or "").startswith(said), problem
 
 
 def one_is_missing(grid: ProcessGrid, folder: Path) -> None:
@@ -220,7 +190,6 @@ def one_is_missing(grid: ProcessGrid, folder: Path) -> None:
         while len([*folder.glob("said_*")]) < grid.world - 1:
             time.sleep(0.05)
 
-    grid = with_neighbours(grid) if (folder / "near").exists() else grid
     dist.barrier()
     if grid.rank == grid.world - 1:
         if (folder / "hangs").exists():
