@@ -72,11 +72,6 @@ class MicroBatch:
         spread = own.new_zeros(len(self.targets)).index_copy(0, self.own, own)
         return reduce_from_tensor_model_parallel_region(spread, group=cp.group)
 
-    def spread(self, per_sequence: np.ndarray) -> Tensor:
-        """One number per sequence of the batch -> float32 [scored tokens] of this micro-batch."""
-        values = torch.as_tensor(np.asarray(per_sequence, dtype=np.float32)[self.rows], device=self.targets.device)
-        return values[self.sequence_ids]
-
     def concatenate(self, per_token: Mapping[int, np.ndarray]) -> Tensor:
         """Arrays by sequence of the batch -> float32 [scored tokens] of this micro-batch."""
         parts = [np.asarray(per_token[row], dtype=np.float32) for row in self.rows]

@@ -1,8 +1,8 @@
 """Advantage estimators, gradient weights, loss aggregation, KL, corrections and presets: pure functions of tensors.
 
 Importing this package loads no torch. What a plug-in takes from here (`advantage_estimator`, `gradient_weight`, `Groups`,
-`Estimate`, `whiten`, `bounded_exp`, `regions`) needs none either; the modules behind the other names are imported with the
-first use of a name.
+`RolloutTokens`, `Estimate`, `whiten`, `bounded_exp`, `regions`) needs none either; the modules behind the other names are
+imported with the first use of a name.
 """
 
 import importlib
@@ -12,6 +12,7 @@ from megatron_rl.methods import Estimate, advantage_estimator, gradient_weight
 from megatron_rl.methods.groups import Groups, whiten
 from megatron_rl.methods.numerics import bounded_exp
 from megatron_rl.methods.ratios import REGIONS, regions
+from megatron_rl.methods.tokens import RolloutTokens
 
 if TYPE_CHECKING:
     from megatron_rl.algorithms.aggregation import (

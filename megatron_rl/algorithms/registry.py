@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.methods import ESTIMATOR, WEIGHT, Estimate, Needs, check_method, get_method, list_methods
 from megatron_rl.methods.groups import Groups
+from megatron_rl.methods.tokens import RolloutTokens, add_rewards
 
 
 class Stateful(Protocol):
@@ -33,8 +34,12 @@ class AdvantageEstimator:
         method = get_method(ESTIMATOR, name)
         self.needs: Needs = method.needs_with(self.params)
         self._function = method.function
+        self._own_params = method.params_of(method.function, self.params)
+        self.has_token_part = method.token_part is not None
+        self._token_part = method.token_part or add_rewards
+        self._token_params = method.params_of(self._token_part, self.params)
         has_state = inspect.isclass(method.function)
-        self._state: Stateful | None = self._function(**self.params) if has_state else None
+        self._state: Stateful | None = self._function(**self._own_params) if has_state else None
 
     def __call__(self, table: RewardTable) -> Estimate:
         """Advantages of the whole batch of a step, over all data-parallel ranks.
@@ -45,7 +50,7 @@ class AdvantageEstimator:
         if unmet := self.unmet(table):
             raise ValueError("; ".join(unmet))
         groups = Groups(table)
-        result = self._state(groups) if self._state is not None else self._function(groups, **self.params)
+        result = self._state(groups) if self._state is not None else self._function(groups, **self._own_params)
         if isinstance(result, Tensor):
             result = Estimate(result)
         if result.advantages.shape != groups.valid.shape:
@@ -57,6 +62,20 @@ class AdvantageEstimator:
             raise ValueError(f"{self.name} returned advantages that are NaN or infinite")
         result.advantages = advantages
         return result
+
+    def token_advantages(self, tokens: RolloutTokens) -> Tensor:
+        """The token part: one advantage per response token of a rollout, float32 [tokens].
+
+        Raises:
+            ValueError: the token part returned another shape, or NaN or infinity.
+        """
+        advantages = self._token_part(tokens, **self._token_params)
+        if advantages.shape != tokens.values.shape[:1]:
+            shape, count = tuple(advantages.shape), len(tokens.values)
+            raise ValueError(f"the token part of {self.name} returned shape {shape} for {count} tokens")
+        if not torch.isfinite(advantages).all():
+            raise ValueError(f"the token part of {self.name} returned advantages that are NaN or infinite")
+        return advantages.float()
 
     def unmet(self, table: RewardTable) -> list[str]:
         """What the table lacks for this method, one sentence each."""

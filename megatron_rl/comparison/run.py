@@ -61,9 +61,10 @@ def compare(
         raise ConfigError(f"--estimator {estimator}: {left_out.get(estimator) or _unknown(estimator, advantages)}")
     per_rollout = advantages[estimator].advantages.flatten()[recorded.rows]
     log_ratio = recorded.log_probs - recorded.old_log_probs
+    by_token = recorded.token_advantages if estimator == RUN else None
     weights, shares = compare_weights(
         log_ratio,
-        per_rollout[recorded.sequence_ids],
+        per_rollout[recorded.sequence_ids] if by_token is None else by_token,
         recorded.sequence_ids,
         list_gradient_weights(),
         ratio=ratio,

@@ -68,8 +68,9 @@ class TrainBatch:
 
     sequences: TokenBatch
     rollout_logprobs: Mapping[int, np.ndarray]  # float32 [sampled tokens], from the engine; of those that this rank has
-    advantages: np.ndarray  # float32 [rollouts]
+    advantages: Mapping[int, np.ndarray]  # float32 [sampled tokens]; of those that this rank has
     group: np.ndarray  # int64 [rollouts]: index of the prompt within the step
+    by_token: bool = False  # a token part made the advantages; False: all tokens of a rollout have the same
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_rl.methods.groups import Groups
+    from megatron_rl.methods.tokens import RolloutTokens
 else:  # for annotations only: importing a method loads no torch
-    Tensor = Groups = object
+    Tensor = Groups = RolloutTokens = object
 
 ESTIMATOR = "advantage estimator"
 WEIGHT = "gradient weight"
@@ -35,6 +36,7 @@ EpsMode = Literal["std_add", "var_add", "var_clamp"]  # see `groups.whiten`
 Over = Literal["sequences", "tokens"]  # what a batch statistic counts
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+TokenPart = Callable[..., Tensor]  # of `RolloutTokens` and keyword-only parameters: one advantage per response token
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class Method:
         function: the method itself; or a class, whose instances are called and keep state between steps.
         defaults: its parameters.
         needs: from the batch; a function of the complete parameters where they decide.
+        token_part: of an estimator that gives each token an advantage of its own; None: all tokens have their rollout's.
     """
 
     kind: str
@@ -131,6 +134,7 @@ class Method:
     function: Callable[..., Any]
     defaults: Params
     needs: Needs | Callable[[Params], Needs]
+    token_part: TokenPart | None = None
 
     @property
     def is_built_in(self) -> bool:
@@ -139,6 +143,10 @@ class Method:
     def needs_with(self, params: Params) -> Needs:
         """What it needs from the batch with these (complete) parameters."""
         return self.needs(params) if callable(self.needs) else self.needs
+
+    def params_of(self, function: Callable[..., Any], params: Params) -> dict[str, Any]:
+        """Those of the parameters that `function`, the method or its token part, takes."""
+        return {name: params[name] for name in _keyword_only(function)}
 
 
 CATALOGUE: dict[tuple[str, str], Method] = {}
@@ -170,9 +178,10 @@ def check_method(kind: str, name: str, params: Params | None = None) -> dict[str
             raise ValueError(unknown_name(f"parameter of the {kind} {name!r}:", key, method.defaults))
     complete = {**method.defaults, **(params or {})}
     try:
-        check_types(method.function, complete)
+        for function in (method.function, *filter(None, [method.token_part])):
+            check_types(function, method.params_of(function, complete))
         if inspect.isclass(method.function):
-            method.function(**complete)
+            method.function(**method.params_of(method.function, complete))
     except ValueError as error:
         raise ValueError(f"{kind} {name!r}: {error}") from error
     return complete
@@ -188,15 +197,20 @@ def advantage_estimator(
     greedy: bool = False,
     lengths: bool = False,
     needs: Callable[[Params], Needs] | None = None,
+    tokens: TokenPart | None = None,
 ) -> Callable[[Function], Function]:
     """Registers a function of `Groups` (and keyword-only parameters) as an advantage estimator.
 
     The function returns advantages [n, m], or an `Estimate`. The arguments say what it needs from the batch, `needs` as a
     function of the parameters; recipes that cannot provide it are refused when loaded. See
     docs/algorithms/adding-an-estimator.md.
+
+    Args:
+        tokens: the token part, a function of `RolloutTokens` that returns one advantage per response token. Its keyword-only
+            parameters are the method's too; one that both name is given to both, and has one default.
     """
     fixed = Needs(group_size=group_size, prompts=prompts, columns=columns, greedy=greedy, lengths=lengths)
-    return _registers(ESTIMATOR, name, needs or fixed)
+    return _registers(ESTIMATOR, name, needs or fixed, tokens)
 
 
 def gradient_weight(name: str | None = None) -> Callable[[Function], Function]:
@@ -208,12 +222,20 @@ def gradient_weight(name: str | None = None) -> Callable[[Function], Function]:
     return _registers(WEIGHT, name, Needs())
 
 
-def _registers(kind: str, name: str | None, needs: Needs | Callable[[Params], Needs]) -> Callable[[Function], Function]:
+def _registers(
+    kind: str, name: str | None, needs: Needs | Callable[[Params], Needs], token_part: TokenPart | None = None
+) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
         key = (kind, name or function.__name__)
         if key in CATALOGUE and CATALOGUE[key].is_built_in:
             raise ValueError(f"the {kind} {key[1]!r} is one of megatron_rl's own; choose another name")
-        CATALOGUE[key] = Method(*key, function, _defaults(f"{kind} {key[1]!r}", function), needs)
+        what = f"{kind} {key[1]!r}"
+        defaults = _defaults(what, function)
+        of_tokens = _defaults(f"{what}, token part", token_part) if token_part is not None else {}
+        for shared in sorted(defaults.keys() & of_tokens.keys()):
+            if defaults[shared] != of_tokens[shared]:
+                raise ValueError(f"{what}: {shared!r} has another default in the token part")
+        CATALOGUE[key] = Method(*key, function, defaults | of_tokens, needs, token_part)
         return function
 
     return register
@@ -226,9 +248,7 @@ def _defaults(what: str, function: Callable[..., Any]) -> dict[str, Any]:
         ValueError: a parameter without default, or without a usable annotation, or whose default does not fit it.
     """
     hints, defaults = hints_of(function), {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is not parameter.KEYWORD_ONLY:
-            continue
+    for name, parameter in _keyword_only(function).items():
         if parameter.default is parameter.empty:
             raise ValueError(f"{what}: parameter {name!r} needs a default value")
         if not all(_is_plain(arm) for arm in arms(hints.get(name))):
@@ -242,6 +262,11 @@ def _defaults(what: str, function: Callable[..., Any]) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
     return defaults
+
+
+def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.items()
+    return {name: parameter for name, parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 def _is_plain(hint: object) -> bool:

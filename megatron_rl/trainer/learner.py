@@ -68,7 +68,7 @@ class Learner:
         """The rollouts that are trained on, with their advantages; tokens only of those in this rank's micro-batches."""
         rows = trained_rows(estimate)
         parts = minibatches(rows // rollouts.count, self.config.trainer.minibatches)
-        return train_batch(rollouts, estimate, self._receive(rollouts, rows, parts))
+        return train_batch(rollouts, estimate, self._receive(rollouts, rows, parts), self.algorithm)
 
     def _receive(self, rollouts: Rollouts, rows: np.ndarray, parts: Sequence[Sequence[int]]) -> dict[int, Rollout]:
         """Those of the rollouts `rows` that are in this rank's micro-batches, by row. `parts`: minibatches of these rows."""
@@ -126,6 +126,8 @@ class Learner:
         if not len(batch):
             return {"actor/updates": 0.0}
         parts, metrics = self._pack(batch)
+        if batch.by_token:
+            metrics = metrics + self.actor.reduce([_token_metrics(tokens) for part in parts for tokens in part.tokens])
         self._add_reference(parts)
         self._add_denominators(parts)
         norms: list[float] = []
@@ -151,7 +153,7 @@ class Learner:
             for part in parts:
                 for tokens in part.tokens:
                     tokens.gradient_weights = self._gradient_weights(part, tokens, clip_range)
-                log.add(part)
+                log.add(part, batch.by_token)
         return (
             metrics.values()
             | variance
@@ -178,7 +180,7 @@ class Learner:
                     part.tokens.append(
                         PolicyTokens(
                             sequence_ids=micro.sequence_ids,
-                            advantages=micro.spread(batch.advantages),
+                            advantages=micro.concatenate(batch.advantages),
                             old_log_probs=None,
                             rollout_log_probs=micro.concatenate(batch.rollout_logprobs),
                         )
@@ -297,6 +299,15 @@ def _entropy_metric(entropy: Tensor | None) -> Metrics:
     assert entropy is not None
     metrics = Metrics()
     metrics.mean("actor/entropy", entropy.detach(), _everything(entropy))
+    return metrics
+
+
+def _token_metrics(tokens: PolicyTokens) -> Metrics:
+    """Of the advantages that a token part made."""
+    metrics, advantages = Metrics(), tokens.advantages
+    metrics.mean("token_advantage/mean", advantages, _everything(advantages))
+    metrics.mean("token_advantage/abs_mean", advantages.abs(), _everything(advantages))
+    metrics.maximum("token_advantage/max", advantages.abs(), _everything(advantages))
     return metrics
 
 

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_rl.actor.packing import MicroBatch
-from megatron_rl.algorithms import StepEstimate
+from megatron_rl.algorithms import Algorithm, StepEstimate
 from megatron_rl.algorithms.aggregation import Denominators
 from megatron_rl.data.batch import TokenBatch, TrainBatch
 from megatron_rl.data.rollout import Rollout, Rollouts
+from megatron_rl.methods.tokens import RolloutTokens
 
 
 @dataclass
@@ -20,7 +22,7 @@ class PolicyTokens:
     """Inputs of the policy loss for one micro-batch besides the new log-probs; all [scored tokens], float32 but the ids."""
 
     sequence_ids: Tensor  # int64: which rollout of the micro-batch a token belongs to
-    advantages: Tensor  # each rollout's on all of its tokens
+    advantages: Tensor
     old_log_probs: Tensor | None  # of the policy before the step's first update; None until that update computes them
     rollout_log_probs: Tensor  # the engine's
     ref_log_probs: Tensor | None = None  # the reference policy's, where the loss has a KL term
@@ -42,18 +44,30 @@ def trained_rows(estimate: StepEstimate) -> np.ndarray:
     return np.flatnonzero(estimate.train.flatten().numpy())
 
 
-def train_batch(rollouts: Rollouts, estimate: StepEstimate, own: Mapping[int, Rollout]) -> TrainBatch:
-    """The rollouts that are trained on, with their advantages. `own`: those whose tokens this rank has, by row."""
+def train_batch(
+    rollouts: Rollouts, estimate: StepEstimate, own: Mapping[int, Rollout], algorithm: Algorithm
+) -> TrainBatch:
+    """The rollouts that are trained on, with an advantage per token. `own`: those whose tokens this rank has, by row."""
     rows = trained_rows(estimate)
     known = {i: own[row] for i, row in enumerate(rows.tolist()) if row in own}
+    advantages = estimate.advantages.flatten().numpy()[rows].astype(np.float32)
     return TrainBatch(
         sequences=TokenBatch.of(
             rollouts.facts["num_tokens"][rows].tolist(), known, {i: rollouts.sample(int(rows[i])) for i in known}
         ),
         rollout_logprobs={i: rollout.logprobs for i, rollout in known.items()},
-        advantages=estimate.advantages.flatten().numpy()[rows].astype(np.float32),
+        advantages={i: _token_advantages(algorithm, advantages[i], rollout) for i, rollout in known.items()},
         group=rows // estimate.train.shape[1],
+        by_token=algorithm.estimator.has_token_part,
     )
+
+
+def _token_advantages(algorithm: Algorithm, advantage: np.float32, rollout: Rollout) -> np.ndarray:
+    """float32 [sampled tokens]: the rollout's advantage on all of its tokens, or what the method's token part makes of it."""
+    if not algorithm.estimator.has_token_part:
+        return np.full(rollout.length, advantage)
+    tokens = RolloutTokens(float(advantage), torch.zeros(rollout.length, 0), torch.zeros(0))
+    return algorithm.estimator.token_advantages(tokens).numpy()
 
 
 def minibatches(group: np.ndarray, count: int) -> list[list[int]]:

@@ -23,6 +23,7 @@ from megatron_rl.trainer.minibatch import Minibatch, trained_rows
 
 TOKEN_ARRAYS = ("log_probs", "old_log_probs", "rollout_log_probs")
 _WRITTEN = (*TOKEN_ARRAYS, "gradient_weights")  # the last for the report only
+_BY_TOKEN = "advantages"  # of steps in which a token part made them
 
 
 @dataclass
@@ -31,16 +32,17 @@ class TokenLog:
 
     rows: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
 
-    def add(self, minibatch: Minibatch) -> None:
-        """Takes the arrays of a minibatch's tokens, cut at the rollouts' ends."""
+    def add(self, minibatch: Minibatch, by_token: bool = False) -> None:
+        """Takes the arrays of a minibatch's tokens, cut at the rollouts' ends; `by_token`: with their advantages."""
+        names = (*_WRITTEN, _BY_TOKEN) if by_token else _WRITTEN
         for micro, known in zip(minibatch.micro_batches, minibatch.tokens, strict=True):
             if not micro.rows:
                 continue
             sizes = torch.bincount(micro.sequence_ids, minlength=len(micro.rows)).tolist()
             cuts = np.cumsum(sizes)[:-1]
-            parts = {name: np.split(getattr(known, name).float().cpu().numpy(), cuts) for name in _WRITTEN}
+            parts = {name: np.split(getattr(known, name).float().cpu().numpy(), cuts) for name in names}
             for local, row in enumerate(micro.rows):
-                self.rows[row] = {name: parts[name][local] for name in _WRITTEN}
+                self.rows[row] = {name: parts[name][local] for name in names}
 
 
 @dataclass
@@ -57,6 +59,7 @@ class RecordedStep:
     old_log_probs: torch.Tensor  # float32 [tokens], of the policy before the step's first update
     rollout_log_probs: torch.Tensor  # float32 [tokens], the engine's
     clip_range: tuple[float, float] | None  # the estimator's (eps_low, eps_high), or None
+    token_advantages: torch.Tensor | None = None  # float32 [tokens], of a token part; None: there was none
 
     @property
     def sequence_ids(self) -> torch.Tensor:
@@ -82,7 +85,7 @@ def write_tokens(path: Path, replica: int, trained: np.ndarray, log: TokenLog) -
         "rows": trained[np.array(chosen, dtype=np.int64)],
         "lengths": np.array([len(log.rows[row][TOKEN_ARRAYS[0]]) for row in chosen], dtype=np.int64),
     }
-    for name in _WRITTEN:
+    for name in dict.fromkeys([*_WRITTEN, *(name for row in chosen for name in log.rows[row])]):
         empty = np.zeros(0, dtype=np.float32)
         arrays[name] = np.concatenate([empty, *(log.rows[row][name] for row in chosen)])
     _save(_part(path, replica), arrays)
@@ -141,16 +144,16 @@ def read_step(path: str | Path) -> RecordedStep:
     path = Path(path)
     arrays = _load(path, ("rewards", "names", "parts"))
     parts = [_load(_part(path, i), ("rows", "lengths", *TOKEN_ARRAYS)) for i in range(int(arrays["parts"]))]
-    tokens: dict[int, list[np.ndarray]] = {}
+    tokens: dict[int, dict[str, np.ndarray]] = {}
     for part in parts:
         ends = np.cumsum(part["lengths"])
         for row, begin, end in zip(part["rows"].tolist(), ends - part["lengths"], ends, strict=True):
-            tokens[row] = [part[name][begin:end] for name in TOKEN_ARRAYS]
+            tokens[row] = {name: part[name][begin:end] for name in part if name not in ("rows", "lengths")}
     rows = sorted(tokens)
-    empty = np.zeros(0, dtype=np.float32)
-    log_probs, old_log_probs, rollout_log_probs = (
-        torch.from_numpy(np.concatenate([empty, *(tokens[row][i] for row in rows)])) for i in range(len(TOKEN_ARRAYS))
-    )
+
+    def packed(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.float32), *(tokens[row][name] for row in rows)]))
+
     names = tuple(str(name) for name in arrays["names"])
     tensors = {name: torch.from_numpy(arrays[name]) for name in arrays if arrays[name].dtype.kind in "fb"}
     clip_range = arrays["clip_range"].tolist()
@@ -167,11 +170,12 @@ def read_step(path: str | Path) -> RecordedStep:
         truncated=tensors["truncated"],
         advantages=tensors["advantages"],
         rows=torch.tensor(rows, dtype=torch.int64),
-        offsets=torch.tensor(np.cumsum([0, *(len(tokens[row][0]) for row in rows)])),
-        log_probs=log_probs,
-        old_log_probs=old_log_probs,
-        rollout_log_probs=rollout_log_probs,
+        offsets=torch.tensor(np.cumsum([0, *(len(tokens[row][TOKEN_ARRAYS[0]]) for row in rows)])),
+        log_probs=packed("log_probs"),
+        old_log_probs=packed("old_log_probs"),
+        rollout_log_probs=packed("rollout_log_probs"),
         clip_range=(clip_range[0], clip_range[1]) if clip_range else None,
+        token_advantages=packed(_BY_TOKEN) if rows and all(_BY_TOKEN in tokens[row] for row in rows) else None,
     )
 
 

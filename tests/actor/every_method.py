@@ -152,7 +152,7 @@ def make_loss(
             None,
             None,
             None,
-            micro.spread(advantages),
+            torch.as_tensor(advantages[micro.rows], dtype=torch.float32)[micro.sequence_ids],
             torch.ones_like(micro.targets, dtype=torch.bool),
             sequence_ids=micro.sequence_ids,
             denominators=whole,

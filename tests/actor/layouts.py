@@ -81,9 +81,13 @@ def make_batch(seed: int = 0, groups: int = 6, group_size: int = 4, given: bool 
     return TrainBatch(
         sequences=sequences,
         rollout_logprobs={i: rng.normal(-5.3, 0.3, size=len(responses[i])).astype(np.float32) for i in range(count)},
-        advantages=rng.normal(size=count).astype(np.float32),
+        advantages=_spread(rng.normal(size=count), [len(ids) for ids in responses]),
         group=np.arange(count) // group_size,
     )
+
+
+def _spread(per_rollout: np.ndarray, lengths: list[int]) -> dict[int, np.ndarray]:
+    return {row: np.full(length, per_rollout[row], dtype=np.float32) for row, length in enumerate(lengths)}
 
 
 def seeing_batch(folder: Path) -> TrainBatch:
@@ -93,7 +97,7 @@ def seeing_batch(folder: Path) -> TrainBatch:
     return TrainBatch(
         sequences=sequences,
         rollout_logprobs={i: rng.normal(-5.3, 0.3, size=count).astype(np.float32) for i, count in sampled.items()},
-        advantages=rng.normal(size=len(sequences)).astype(np.float32),
+        advantages=_spread(rng.normal(size=len(sequences)), [sampled[row] for row in range(len(sequences))]),
         group=np.arange(len(sequences)),
     )
 

@@ -147,10 +147,9 @@ def test_a_micro_batch_without_sequences_still_has_tokens_for_the_model() -> Non
     assert micro.targets.shape == micro.predictors.shape == micro.sequence_ids.shape == (0,)
 
 
-def test_numbers_per_sequence_and_per_token_land_on_their_tokens() -> None:
+def test_numbers_per_token_land_on_their_tokens() -> None:
     prompts, responses = sequences([(2, 3), (1, 1), (4, 2)])
     micro = pack([2, 0], batch_of(prompts, responses), CPU)
-    assert micro.spread(np.array([10.0, 20.0, 30.0])).tolist() == [30, 30, 10, 10, 10]
     own = [np.array([0.1, 0.2, 0.3]), np.array([9.0]), np.array([0.4, 0.5])]
     np.testing.assert_allclose(micro.concatenate(own).numpy(), [0.4, 0.5, 0.1, 0.2, 0.3], rtol=1e-6)
 
@@ -227,7 +226,6 @@ def test_what_is_packed_has_the_dtypes_that_the_model_and_the_loss_take() -> Non
             assert flat.dtype == torch.int64
     numbers = [np.array([1, 2, 3]), np.array([4])]  # integers, as a reward may give
     assert micro.concatenate(numbers).tolist() == [4.0, 1.0, 2.0, 3.0]
-    assert micro.spread([5, 6]).tolist() == [6.0, 5.0, 5.0, 5.0]
-    for flat in (micro.concatenate(numbers), empty.concatenate(numbers), micro.spread([5, 6])):
+    for flat in (micro.concatenate(numbers), empty.concatenate(numbers)):
         assert flat.dtype == torch.float32
     assert len(empty.concatenate(numbers)) == 0

@@ -10,7 +10,13 @@ import pytest
 import torch
 import yaml
 
-from megatron_rl.algorithms import RewardTable, make_advantage_estimator, make_algorithm, make_gradient_weight
+from megatron_rl.algorithms import (
+    RewardTable,
+    RolloutTokens,
+    make_advantage_estimator,
+    make_algorithm,
+    make_gradient_weight,
+)
 from megatron_rl.config.presets import PRESETS
 from megatron_rl.methods import ESTIMATOR, WEIGHT, catalogue, get_method, list_methods
 
@@ -66,9 +72,10 @@ def test_links_and_recipes(page: Path) -> None:
 @pytest.mark.usefixtures("_own_methods")
 def test_adding_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = DOCS / "adding-an-estimator.md"
-    estimator, weight = blocks(page, "python")
+    estimator, tokens, weight = blocks(page, "python")
     assert len([line for line in estimator.splitlines() if line and not line.startswith("#")]) <= 10
-    (tmp_path / "my_methods.py").write_text(estimator + "\n" + weight)
+    assert len([line for line in tokens.splitlines() if line and not line.startswith("#")]) <= 10
+    (tmp_path / "my_methods.py").write_text("\n".join((estimator, tokens, weight)))
     monkeypatch.chdir(tmp_path)
     (recipe,) = blocks(page, "yaml")
     algorithm = make_algorithm(yaml.safe_load(recipe)["algorithm"])
@@ -77,6 +84,10 @@ def test_adding_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert algorithm.estimate(table).advantages.tolist() == [[-0.5, 0.0, 2.0], [0.0, 1.0, 0.0]]
     with pytest.raises(ValueError, match="did you mean 'scale'"):
         make_advantage_estimator("median_baseline", scael=1.0)
+    decayed = make_advantage_estimator("decayed", decay=0.5)
+    values = torch.tensor([[1.0, 5.0], [0.0, 5.0], [2.0, 5.0]])
+    rollout = RolloutTokens(4.0, values, torch.tensor([0.5, 0.0]), ("teacher", "other"))
+    assert decayed.token_advantages(rollout).tolist() == [1.5, 2.0, 5.0]
     gate = make_gradient_weight("sigmoid_gate")
     values = gate(torch.tensor([0.0, 1.0, -1.0, 1e3]), torch.tensor([1.0, 1.0, 1.0, 1.0]))
     assert float(values[0]) == 1.0

@@ -40,8 +40,8 @@ def test_two_ranks_write_one_step(tmp_path: Path) -> None:
         part = Minibatch([pack(rows, batch, torch.device("cpu")) for rows in shares if rows])
         for micro in part.micro_batches:
             scored = {name: micro.targets + 10.0 * scale for scale, name in enumerate(_WRITTEN)}
-            part.tokens.append(PolicyTokens(micro.sequence_ids, torch.zeros(len(micro.targets)), **scored))
-        log.add(part)
+            part.tokens.append(PolicyTokens(micro.sequence_ids, micro.targets * 0.5, **scored))
+        log.add(part, by_token=True)
     truncated = torch.zeros(3, 2, dtype=torch.bool)
     for replica, log in enumerate(logs):
         write_tokens(tmp_path / "rollouts/step_20.npz", replica, trained_rows(result), log)
@@ -60,6 +60,8 @@ def test_two_ranks_write_one_step(tmp_path: Path) -> None:
     assert step.offsets.tolist() == [0, 3, 4, 8, 10]
     assert step.log_probs.tolist() == [1, 1, 1, 2, 3, 3, 3, 3, 4, 4]
     assert step.rollout_log_probs.tolist() == [value + 20 for value in step.log_probs.tolist()]
+    assert step.token_advantages is not None
+    assert step.token_advantages.tolist() == [value * 0.5 for value in step.log_probs.tolist()]
     assert step.sequence_ids.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3]
     assert len(read_step(steps[3]).log_probs) == 0
 

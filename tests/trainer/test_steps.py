@@ -1,6 +1,7 @@
 """The parts of a step that need neither engine nor model."""
 
 import json
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms import make_algorithm
+from megatron_rl.algorithms import (
+    Groups,
+    RolloutTokens,
+    advantage_estimator,
+    make_advantage_estimator,
+    make_algorithm,
+)
 from megatron_rl.config.schema import SupervisedConfig
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.data.rollout import FACTS, Rollout, Rollouts
 from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.statistics import pass_at_k
+from megatron_rl.methods import catalogue
 from megatron_rl.trainer.checkpoints import State
 from megatron_rl.trainer.minibatch import minibatches, train_batch
 from megatron_rl.trainer.supervised import train_stage
@@ -55,13 +63,57 @@ def test_only_rollouts_that_train_reach_the_batch():
     facts = np.zeros(6, dtype=FACTS)
     facts["num_tokens"] = 3
     own = {row: held[row] for row in (0, 4, 5)}
-    batch = train_batch(Rollouts(samples, 2, facts, held), estimate, own)
+    batch = train_batch(Rollouts(samples, 2, facts, held), estimate, own, algorithm)
     assert batch.group.tolist() == [0, 0, 2, 2]
     assert batch.sequences.lengths == [3, 3, 3, 3], "of all"
     tokens = {row: ids.tolist() for row, ids in batch.sequences.tokens.items()}
     assert tokens == {0: [1, 0, 0], 2: [1, 2, 0], 3: [1, 2, 1]}, "only what this rank has received"
     assert list(batch.rollout_logprobs) == [0, 2, 3]
-    assert batch.advantages.tolist() == pytest.approx([2**-0.5, -(2**-0.5), -(2**-0.5), 2**-0.5], rel=1e-5)
+    advantages = {row: values.tolist() for row, values in batch.advantages.items()}
+    assert advantages == {
+        row: pytest.approx([sign * 2**-0.5] * 2, rel=1e-5) for row, sign in ((0, 1), (2, -1), (3, 1))
+    }, "each rollout's on all of its tokens"
+
+
+def test_a_token_part_sees_each_rollout_that_this_rank_has(monkeypatch):
+    monkeypatch.setattr(catalogue, "CATALOGUE", dict(catalogue.CATALOGUE))
+
+    def first_token_only(tokens: RolloutTokens, *, scale: float = 1.0):
+        advantages = tokens.rewards
+        advantages[0] = scale * tokens.advantage
+        return advantages
+
+    @advantage_estimator("raw", tokens=first_token_only)
+    def raw(groups: Groups):
+        return groups.rewards
+
+    algorithm = make_algorithm({"estimator": {"name": "raw", "params": {"scale": 2.0}}})
+    samples, facts = [Sample("t/0", "t", "", [1])], np.zeros(2, dtype=FACTS)
+    rollout = Rollout.single_turn(samples[0], 1, [5, 6, 7], "stop", [0.0] * 3)
+    estimate = algorithm.estimate(RewardTable(torch.tensor([[[1.0], [4.0]]]), ("r",)))
+    batch = train_batch(Rollouts(samples, 2, facts, {}), estimate, {1: rollout}, algorithm)
+    assert batch.by_token
+    assert {row: values.tolist() for row, values in batch.advantages.items()} == {1: [8.0, 0.0, 0.0]}
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [(torch.zeros(2), r"returned shape \(2,\) for 3 tokens"), (torch.tensor([0.0, 1.0, math.nan]), "NaN or infinite")],
+)
+def test_what_a_token_part_may_not_return(result, problem, monkeypatch):
+    monkeypatch.setattr(catalogue, "CATALOGUE", dict(catalogue.CATALOGUE))
+    advantage_estimator("broken", tokens=lambda tokens: result)(lambda groups: groups.rewards)
+    with pytest.raises(ValueError, match=problem):
+        make_advantage_estimator("broken").token_advantages(RolloutTokens(1.0, torch.zeros(3, 0), torch.zeros(0)))
+
+
+def test_a_parameter_of_both_parts_has_one_default():
+    def tokens(rollout: RolloutTokens, *, scale: float = 1.0): ...
+
+    def whole(groups: Groups, *, scale: float = 2.0): ...
+
+    with pytest.raises(ValueError, match="'scale' has another default in the token part"):
+        advantage_estimator("two", tokens=tokens)(whole)
 
 
 @pytest.mark.parametrize(("warming_up", "logged"), [(True, [3, 6, 7]), (False, [3, 4, 6, 7])])
