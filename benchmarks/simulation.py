@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_rl.planning.simulation.engines import EngineSpeed, generate
 from megatron_rl.planning.time.lengths import read_lengths
-from megatron_rl.report.run import read_run
+from megatron_rl.report.run_record import read_run
 
 
 @dataclass(frozen=True)

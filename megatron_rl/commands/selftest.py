@@ -14,8 +14,8 @@ from megatron_rl.commands.run_recipe import machine_here
 from megatron_rl.runtime import exit_codes, streams
 from megatron_rl.runtime.attempts import rank_environment
 from megatron_rl.runtime.spawn import run_ranks
-from megatron_rl.selftest.plan import STEPS, Step
-from megatron_rl.selftest.report import FAILED, LEFT_OUT, OK, Result, page
+from megatron_rl.selftest.results import FAILED, LEFT_OUT, OK, Result, page
+from megatron_rl.selftest.steps import STEPS, Step
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:

@@ -1,7 +1,7 @@
-"""Starting runs elsewhere: what a launch consists of (`plan`), the site's settings (`site`), and NeMo-Run (`nemo`).
+"""Starting runs elsewhere: what a launch consists of (`jobs`), the site's settings (`site`), and NeMo-Run (`nemo`).
 
 Needs neither torch nor, but for `nemo`, NeMo-Run.
 """
 
-from megatron_rl.launch.plan import LaunchError, Task, chain, one, sweep
+from megatron_rl.launch.jobs import LaunchError, Task, chain, one, sweep
 from megatron_rl.launch.site import Site, read_site

@@ -19,9 +19,9 @@ import nemo_run as run
 
 import megatron_rl
 from megatron_rl.base.shipped import find_recipe
-from megatron_rl.launch import nemo, plan
+from megatron_rl.launch import jobs, nemo
+from megatron_rl.launch.jobs import LaunchError, Task
 from megatron_rl.launch.package import name_in
-from megatron_rl.launch.plan import LaunchError, Task
 from megatron_rl.launch.site import read_site
 
 NAMESPACE = "megatron_rl"
@@ -46,41 +46,41 @@ def here() -> run.Config[run.LocalExecutor]:
 def train(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
     """A training run: `recipe`, a YAML file in the work tree; `overrides`, key=value, separated by spaces."""
     what = _Launch(ctx, recipe, overrides)
-    what.start([plan.one("train", *what.arguments)])
+    what.start([jobs.one("train", *what.arguments)])
 
 
 @run.cli.entrypoint(namespace=NAMESPACE, type="experiment")
 def sft(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
     """Supervised fine-tuning: arguments as for `train`."""
     what = _Launch(ctx, recipe, overrides)
-    what.start([plan.one("sft", *what.arguments)])
+    what.start([jobs.one("sft", *what.arguments)])
 
 
 @run.cli.entrypoint(namespace=NAMESPACE, type="experiment")
 def reward_model(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
     """A reward model from preference pairs: arguments as for `train`."""
     what = _Launch(ctx, recipe, overrides)
-    what.start([plan.one("reward-model", *what.arguments)])
+    what.start([jobs.one("reward-model", *what.arguments)])
 
 
 @run.cli.entrypoint(namespace=NAMESPACE, type="experiment")
 def chain(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
     """Convert, train, evaluate and export, in this order: arguments as for `train`."""
     what = _Launch(ctx, recipe, overrides)
-    what.start(plan.chain(*what.arguments))
+    what.start(jobs.chain(*what.arguments))
 
 
 @run.cli.entrypoint(namespace=NAMESPACE, type="experiment")
 def sweep(ctx: run.cli.RunContext, recipe: str, file: str, overrides: str = "") -> None:
     """A training run per line of `file`: the other arguments as for `train`."""
-    lines = plan.read_sweep(Path(file))
+    lines = jobs.read_sweep(Path(file))
     what = _Launch(ctx, recipe, overrides)
     name, words, processes, root, remote = what.arguments
-    what.start(plan.sweep(name, lines, words, processes, root, remote))
+    what.start(jobs.sweep(name, lines, words, processes, root, remote))
 
 
 class _Launch:
-    """NeMo-Run's command line as arguments for the functions of `plan`."""
+    """NeMo-Run's command line as arguments for the functions of `jobs`."""
 
     def __init__(self, ctx: run.cli.RunContext, recipe: str, overrides: str) -> None:
         if not isinstance(ctx.executor, run.SlurmExecutor | run.LocalExecutor):

@@ -22,8 +22,8 @@ from pathlib import Path
 import nemo_run as run
 from invoke.exceptions import UnexpectedExit
 
+from megatron_rl.launch.jobs import LaunchError, Task
 from megatron_rl.launch.package import pack
-from megatron_rl.launch.plan import LaunchError, Task
 from megatron_rl.launch.site import Site
 
 NOTICE = "USR1@180"  # to the ranks, this many seconds before the time limit

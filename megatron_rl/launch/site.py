@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.launch.plan import LaunchError
+from megatron_rl.launch.jobs import LaunchError
 
 _PRINT = """
 set -euo pipefail

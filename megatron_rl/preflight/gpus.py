@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_rl.config.checks import count_gpus
 from megatron_rl.config.schema import Config
-from megatron_rl.preflight.findings import FAILED, WARNING, Problems
+from megatron_rl.preflight.verdict import FAILED, WARNING, Problems
 from megatron_rl.runtime import compilers
 from megatron_rl.runtime.disk import size_text
 

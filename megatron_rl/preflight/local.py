@@ -22,7 +22,7 @@ from megatron_rl.config.algorithm_checks import reward_columns
 from megatron_rl.config.schema import Config, TaskConfig
 from megatron_rl.methods import load_plugins
 from megatron_rl.preflight import gpus
-from megatron_rl.preflight.findings import FAILED, WARNING, Problems
+from megatron_rl.preflight.verdict import FAILED, WARNING, Problems
 from megatron_rl.runtime import fetch
 from megatron_rl.runtime.disk import size_text
 from megatron_rl.runtime.provenance import versions

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megatron_rl.config import ConfigError, Machine, check, load_recipe
 from megatron_rl.config.checks import count_gpus
-from megatron_rl.preflight.findings import FAILED
 from megatron_rl.preflight.local import limits_in_the_way
+from megatron_rl.preflight.verdict import FAILED
 from megatron_rl.runtime import exit_codes, stop
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def main(recipe: str, overrides: Sequence[str], full: bool, minutes: float, as_j
     if problem is not None:
         print(f"megatron-rl: {problem}", file=sys.stderr, flush=True)
         return exit_codes.PREFLIGHT
-    from megatron_rl.preflight.run import preflight, write_report
+    from megatron_rl.preflight.across_ranks import preflight, write_report
 
     extra = []
     try:

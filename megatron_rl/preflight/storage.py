@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from megatron_rl.config.schema import Config
-from megatron_rl.preflight.findings import WARNING, Finding, Measured
 from megatron_rl.preflight.local import checkpoint_bytes, weight_files
+from megatron_rl.preflight.verdict import WARNING, Finding, Measured
 from megatron_rl.runtime.disk import size_text
 
 T = TypeVar("T")

@@ -2,4 +2,4 @@
 
 from megatron_rl.report.findings import Finding, find
 from megatron_rl.report.page import render
-from megatron_rl.report.run import RunRecord, read_run
+from megatron_rl.report.run_record import RunRecord, read_run

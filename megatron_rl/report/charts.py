@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megatron_rl.report.html import script_data
-from megatron_rl.report.run import RunRecord, by_recipe, shown_evaluations
+from megatron_rl.report.run_record import RunRecord, by_recipe, shown_evaluations
 
 COLOURS = (
     *("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f"),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, median
 
-from megatron_rl.report.run import RunRecord
+from megatron_rl.report.run_record import RunRecord
 
 _WINDOW = 10  # steps that "at the end" means
 

@@ -13,7 +13,7 @@ from megatron_rl.report import charts
 from megatron_rl.report.charts import CHARTS, COLOURS, WARM_UP_CHARTS, curves, draw, draw_time
 from megatron_rl.report.findings import find
 from megatron_rl.report.html import document, section, table, text
-from megatron_rl.report.run import RolloutRow, RunRecord, by_prompt, by_recipe, differing_keys, shown_evaluations
+from megatron_rl.report.run_record import RolloutRow, RunRecord, by_prompt, by_recipe, differing_keys, shown_evaluations
 from megatron_rl.report.viewer import STYLE, image_data, turns, viewer
 
 _STYLE = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.report.html import script_data
-from megatron_rl.report.run import RolloutRow, RunRecord, by_prompt
+from megatron_rl.report.run_record import RolloutRow, RunRecord, by_prompt
 
 STYLE = """
 #viewer .bar { display: flex; flex-wrap: wrap; gap: .5rem; align-items: center; margin: .6rem 0 }

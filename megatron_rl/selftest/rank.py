@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from megatron_rl.runtime import exit_codes, stop
-from megatron_rl.selftest.plan import HOPPER, STEPS
+from megatron_rl.selftest.steps import HOPPER, STEPS
 
 
 def main(name: str, folder: Path) -> int:

@@ -20,7 +20,7 @@ from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.samples import write_samples
 from megatron_rl.report import read_run, render
-from megatron_rl.report.run import shown_evaluations
+from megatron_rl.report.run_record import shown_evaluations
 from megatron_rl.rewards import ScoringStats
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.distributed import ProcessGrid

@@ -13,8 +13,8 @@ from megatron_rl.commands import selftest
 from megatron_rl.config import Machine, check, check_machine, load_recipe
 from megatron_rl.runtime.spawn import Outcome
 from megatron_rl.selftest.bench import Bench
-from megatron_rl.selftest.plan import STEPS
-from megatron_rl.selftest.report import FAILED, OK, Result
+from megatron_rl.selftest.results import FAILED, OK, Result
+from megatron_rl.selftest.steps import STEPS
 from tests import warm
 
 GPU_ONLY = {step.name for step in STEPS if step.need}

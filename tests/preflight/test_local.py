@@ -17,9 +17,9 @@ from typing import TypeVar
 import pytest
 
 from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
-from megatron_rl.preflight import gpus, local, run, storage
-from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Measured, Report, merged
-from megatron_rl.preflight.run import _differences
+from megatron_rl.preflight import across_ranks, gpus, local, storage
+from megatron_rl.preflight.across_ranks import _differences
+from megatron_rl.preflight.verdict import FAILED, WARNING, Finding, Measured, Report, merged
 from megatron_rl.runtime import compilers
 from megatron_rl.runtime.attempts import free_port
 
@@ -210,9 +210,9 @@ def test_a_judge_that_starts_later_is_waited_for(
     params = {"urls": f"http://127.0.0.1:{port}/v1", "api_key_env": "JUDGE_KEY"}
     config.rewards["quality"] = RewardConfig(reward="judge", params=params)
     monkeypatch.setenv("JUDGE_KEY", "right")
-    monkeypatch.setattr(run, "_ASK_AGAIN", 0.05)
+    monkeypatch.setattr(across_ranks, "_ASK_AGAIN", 0.05)
     config.launch.endpoint_minutes = 0.001
-    run._await_endpoints(config, Alone(), True)
+    across_ranks._await_endpoints(config, Alone(), True)
     assert [level for level, _ in local.check_endpoints(config)] == [FAILED], "it has not come in that time"
 
     servers: list[HTTPServer] = []
@@ -224,8 +224,8 @@ def test_a_judge_that_starts_later_is_waited_for(
 
     config.launch.endpoint_minutes = None
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(run.time, "sleep", start)
-    run._await_endpoints(config, Alone(), True)
+    monkeypatch.setattr(across_ranks.time, "sleep", start)
+    across_ranks._await_endpoints(config, Alone(), True)
     assert not list(local.check_endpoints(config))
     assert f"no answer yet from rewards.quality (http://127.0.0.1:{port}/v1); waiting, at most 10 min" in (
         capsys.readouterr().err

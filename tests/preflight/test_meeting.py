@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.preflight import run
+from megatron_rl.preflight import across_ranks
 from megatron_rl.preflight.main import RendezvousError, _Ranks
 
 
@@ -42,7 +42,7 @@ def test_the_link_that_lets_nothing_through_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "isend", lambda data, to: SimpleNamespace(wait=gives_up))
     ranks: Any = SimpleNamespace(rank=0, world=2, barrier=lambda: None)
     with pytest.raises(ConnectionError, match=r"^gpu01 -> gpu02: a message .* does not get through within 90 s"):
-        run._links(ranks, ["gpu01", "gpu02"], {})
+        across_ranks._links(ranks, ["gpu01", "gpu02"], {})
     ranks.world = 1024
     with pytest.raises(ConnectionError, match="within 218 s"):
-        run._links(ranks, ["gpu01", "gpu02"], {})
+        across_ranks._links(ranks, ["gpu01", "gpu02"], {})

@@ -21,7 +21,7 @@ from megatron_rl.config.schema import PHASES
 from megatron_rl.report import find, read_run, render
 from megatron_rl.report.charts import CHARTS, COLOURS, _running_mean, draw, draw_time, matching
 from megatron_rl.report.page import chosen_groups
-from megatron_rl.report.run import differing_keys
+from megatron_rl.report.run_record import differing_keys
 from megatron_rl.report.status import RunStatus
 
 VOID = {"meta", "br", "input", "wbr"}

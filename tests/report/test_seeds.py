@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.report import read_run, render
 from megatron_rl.report.charts import Chart, _together, draw
-from megatron_rl.report.run import by_recipe
+from megatron_rl.report.run_record import by_recipe
 
 from .test_report_page import Outline, healthy, write_run
 

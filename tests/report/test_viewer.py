@@ -18,7 +18,7 @@ from PIL import Image
 
 from megatron_rl.base.messages import ConfigError
 from megatron_rl.report import read_run, render
-from megatron_rl.report.run import RolloutRow
+from megatron_rl.report.run_record import RolloutRow
 
 from .test_report_page import healthy, write_run
 
@@ -242,7 +242,7 @@ def test_charts_show_a_step_s_values_and_a_dragged_range_until_a_double_click(pa
 
 
 def test_what_a_page_holds_has_a_limit(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.report.run._ROLLOUTS", 16 * EACH)
+    monkeypatch.setattr("megatron_rl.report.run_record._ROLLOUTS", 16 * EACH)
     read = read_run(page.parent).samples
     assert len(read) == 16
     assert {1, STEPS} <= read.keys()

@@ -125,12 +125,12 @@ def save_before_the_first_update(root: str, layouts: list[Layout]) -> None:
 
 def selftest(folder: Path) -> None:
     """The steps of `megatron-rl selftest` that compare Transformer Engine's layers with torch's and with the plain ones."""
-    from megatron_rl.selftest import layers
+    from megatron_rl.selftest import without_engine
     from megatron_rl.selftest.bench import Bench
 
-    figures = layers.actor(Bench(folder))
+    figures = without_engine.actor(Bench(folder))
     with device.megatron():
-        figures |= layers.attention(Bench(folder))
+        figures |= without_engine.attention(Bench(folder))
     assert len(figures) == 9
 
 

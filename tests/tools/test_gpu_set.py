@@ -65,7 +65,7 @@ def test_every_break_names_steps_and_the_one_that_notices() -> None:
 
 
 def test_what_is_planned_and_self_tested_exists() -> None:
-    from megatron_rl.selftest.plan import STEPS
+    from megatron_rl.selftest.steps import STEPS
 
     assert all((ROOT / "recipes" / f"{name}.yaml").is_file() for name in gpu_set.PLANNED)
     assert {step.name for step in STEPS if not step.need} >= set(gpu_set.SELF_TEST)

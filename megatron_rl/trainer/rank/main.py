@@ -106,7 +106,7 @@ def within_limits(config: Config) -> bool:
 def _fit(config: Config, grid: ProcessGrid) -> bool:
     """Pre-flight, as far as the recipe wants it; what it finds is on the terminal."""
     from megatron_rl.preflight import preflight
-    from megatron_rl.preflight.run import write_report
+    from megatron_rl.preflight.across_ranks import write_report
 
     if config.launch.preflight == "off":
         return True

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight import storage
-from megatron_rl.preflight.findings import FAILED, WARNING, Finding, Measured, Report, merged
 from megatron_rl.preflight.local import FACTS, PER_NODE, PER_RANK, has_endpoints, silent_endpoints, survey
 from megatron_rl.preflight.storage import Ranks
+from megatron_rl.preflight.verdict import FAILED, WARNING, Finding, Measured, Report, merged
 from megatron_rl.runtime import disk
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from megatron_rl.selftest.bench import (
     update,
     weights,
 )
-from megatron_rl.selftest.plan import HOPPER
+from megatron_rl.selftest.steps import HOPPER
 
 # Mean difference of a log-prob that two right implementations have.
 _ROUNDING = {"float32": 1e-5, "bfloat16": 0.03}

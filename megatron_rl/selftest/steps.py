@@ -46,20 +46,20 @@ _OPTIONS: dict[str, tuple[Need, tuple[str, ...]]] = {
 STEPS = (
     Step(
         "versions",
-        "layers.versions",
+        "without_engine.versions",
         "are all parts there, and do they load?",
         "the installation: make clean setup-gpu, and read its last lines; a driver older than 580 cannot load CUDA 13",
     ),
     Step(
         "linear",
-        "layers.linear",
+        "without_engine.linear",
         "does a linear layer of Transformer Engine compute what torch computes, in bf16 and FP8?",
         "cuBLAS or cuDNN of another version than the one that Transformer Engine was compiled with: run make setup-gpu again",
         need="Transformer Engine",
     ),
     Step(
         "attention",
-        "layers.attention",
+        "without_engine.attention",
         "does its attention over packed sequences compute what ours does?",
         "the attention backend: NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 names it; NVTE_FLASH_ATTN=0 or "
         "NVTE_FUSED_ATTN=0 chooses another",
@@ -67,47 +67,49 @@ STEPS = (
     ),
     Step(
         "actor",
-        "layers.actor",
+        "without_engine.actor",
         "do the actor's log-probs equal those of transformers, and with Transformer Engine those of the plain layers?",
         "the weight map (models/) where `transformers` differs, a Transformer Engine layer where the "
         "plain layers do: compare them layer by layer",
     ),
     Step(
         "output-layer",
-        "layers.output_layer",
+        "without_engine.output_layer",
         "does the output layer's gradient, summed in fp32 by the matrix product, equal the one computed in float64?",
         "torch.addmm with out_dtype (actor/head.py `_accumulate`): on a card of another kind or with another torch it may "
         "differ",
     ),
     Step(
         "checkpoint",
-        "training.checkpoint",
+        "whole_runs.checkpoint",
         "does a run that resumes, also from step 0, end where an unbroken one does?",
         "the optimizer's state, with Transformer Engine FusedAdam's: checkpoint/gather.py, checkpoint/store.py",
     ),
     Step(
         "cpu-optimizer",
-        "layers.cpu_optimizer",
+        "without_engine.cpu_optimizer",
         "does the optimizer on the CPU change the weights as the other one does?",
         "copies that were read before they had come (actor/host_adam.py): with CUDA_LAUNCH_BLOCKING=1 they are in order",
     ),
     Step(
         "engine",
-        "training.engine",
+        "whole_runs.engine",
         "does the engine answer the same after sleep, reload and wake, give its memory back, and draw what it scores?",
         _SLEEP,
     ),
-    Step("engine-moe", "training.engine_of_experts", "the same with experts; how long is a reload per tensor?", _SLEEP),
+    Step(
+        "engine-moe", "whole_runs.engine_of_experts", "the same with experts; how long is a reload per tensor?", _SLEEP
+    ),
     Step(
         "rl",
-        "training.rl",
+        "whole_runs.rl",
         "three RL steps: do actor and engine agree after each?",
         "where the sync check failed: rollout.sync_tolerance, which is not calibrated on GPUs, if the mean is just "
         "above it; else docs/mismatch.md",
     ),
     Step(
         "rl-offload",
-        "training.rl",
+        "whole_runs.rl",
         "the same with gradients and optimizer state off the card while the engine generates",
         "actor.offload (actor/offload.py): compare with the step `rl`, which does the same without it",
         need="GPU",
@@ -115,7 +117,7 @@ STEPS = (
     ),
     Step(
         "rl-fp8-rollouts",
-        "training.rl",
+        "whole_runs.rl",
         "the same with the engine's weights in FP8: how far is it from the actor?",
         "vLLM's kernels for blockwise FP8 on this card, or what its reload makes of values and scales (seams/vllm.py, "
         "models/fp8.py); if the mean is just above it, rollout.sync_tolerance, which is not calibrated on GPUs",
@@ -124,21 +126,21 @@ STEPS = (
     ),
     Step(
         "rl-ranks",
-        "training.rl",
+        "whole_runs.rl",
         "three RL steps on two ranks, with tensor and sequence parallelism",
         "NCCL between these cards (NCCL_DEBUG=INFO), or processes that do not see all GPUs: megatron-rl preflight",
         processes=2,
     ),
     Step(
         "rl-images",
-        "training.rl_of_images",
+        "whole_runs.rl_of_images",
         "three RL steps of a model with a vision tower: do actor and engine see the same in images?",
         "the tower, transformers' in the actor (models/vision.py) and vLLM's own in the engine, or its processor of images "
         "(seams/vllm_images.py)",
     ),
     Step(
         "fp8",
-        "layers.fp8",
+        "without_engine.fp8",
         "FP8 updates, blockwise and by tensor: how far are the log-probs from bf16's?",
         "shapes that FP8 does not take (rows or columns that are no multiple of 16 or 128), or the card lacks the recipe",
         need="FP8",

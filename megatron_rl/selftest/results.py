@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from megatron_rl.runtime import provenance
-from megatron_rl.selftest.plan import Step
+from megatron_rl.selftest.steps import Step
 
 OK, FAILED, LEFT_OUT = "ok", "FAILED", "left out"
 Figures = Mapping[str, float | str]
