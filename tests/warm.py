@@ -109,11 +109,13 @@ def run(
         return subprocess.CompletedProcess(list(arguments), code, out.read().decode(), err.read().decode())
 
 
-def run_ranks(command: Sequence[str], processes: int, log_dir: Path, environment: Mapping[str, str]) -> spawn.Outcome:
+def run_ranks(
+    command: Sequence[str], processes: int, log_dir: Path, environment: Mapping[str, str]
+) -> spawn.RanksOutcome:
     """`runtime.spawn.run_ranks`, called in a process of its own, whose ranks are forks."""
     script = Path(__file__).with_name("launcher.py")
     done = run([str(script), json.dumps([list(command), processes, str(log_dir), dict(environment)])], timeout=900)
-    return spawn.Outcome(done.returncode, done.stderr)
+    return spawn.RanksOutcome(done.returncode, done.stderr)
 
 
 @contextlib.contextmanager

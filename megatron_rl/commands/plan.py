@@ -20,7 +20,15 @@ from megatron_rl.config.checks import smallest_world
 from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.registry import created_config
-from megatron_rl.planning.memory import GIB, HOST_PHASES, PHASES, Plan, active_parameters, make_plan, total_parameters
+from megatron_rl.planning.memory import (
+    GIB,
+    HOST_PHASES,
+    PHASES,
+    MemoryPlan,
+    active_parameters,
+    make_plan,
+    total_parameters,
+)
 from megatron_rl.runtime import disk, exit_codes
 
 if TYPE_CHECKING:
@@ -154,7 +162,9 @@ def _fewest_nodes(config: Config, given: HFConfig | None, gpus: int, gib: float)
     return fewest
 
 
-def _exactly(config: Config, given: HFConfig | None, plan: Plan, node: int) -> list[tuple[RankMemory, Plan]]:
+def _exactly(
+    config: Config, given: HFConfig | None, plan: MemoryPlan, node: int
+) -> list[tuple[RankMemory, MemoryPlan]]:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}  # read when torch is imported
     import warnings
 
@@ -167,7 +177,7 @@ def _exactly(config: Config, given: HFConfig | None, plan: Plan, node: int) -> l
     return [(memory, on_rank(plan, memory)) for memory in measure(config, _hf_config(config, given), plan.world, node)]
 
 
-def figures(measured: Sequence[tuple[RankMemory, Plan]]) -> dict[str, object]:
+def figures(measured: Sequence[tuple[RankMemory, MemoryPlan]]) -> dict[str, object]:
     """Each class of ranks, in bytes; of the last two phases they are the host's."""
     names = ("rank", "ranks", "stage", "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
     return {
@@ -179,7 +189,7 @@ def figures(measured: Sequence[tuple[RankMemory, Plan]]) -> dict[str, object]:
     }
 
 
-def table(measured: Sequence[tuple[RankMemory, Plan]]) -> str:
+def table(measured: Sequence[tuple[RankMemory, MemoryPlan]]) -> str:
     """A line per pipeline stage, of those of its ranks that hold most."""
     columns = ("weights", "gradients", "optimizer", "passes")
     widths = _widths()
@@ -202,7 +212,7 @@ def table(measured: Sequence[tuple[RankMemory, Plan]]) -> str:
     return "\n".join(lines)
 
 
-def _fullest(measured: Sequence[tuple[RankMemory, Plan]]) -> list[tuple[RankMemory, Plan]]:
+def _fullest(measured: Sequence[tuple[RankMemory, MemoryPlan]]) -> list[tuple[RankMemory, MemoryPlan]]:
     """Of each pipeline stage the class that holds most, for all of the stage's ranks."""
     found = []
     for _, group in groupby(measured, key=lambda one: one[0].stage):
@@ -218,7 +228,7 @@ def _widths() -> dict[str, int]:
     return {phase: max(len(phase) + 2, 8) for phase in (*PHASES, *HOST_PHASES)}
 
 
-def _there_is(plan: Plan) -> str:
+def _there_is(plan: MemoryPlan) -> str:
     """The line's cells: memory of a GPU, and of the host where it was given."""
     host = "" if plan.host_bytes is None else f"{plan.host_bytes / GIB:.1f}"
     cells = {phase: host if phase in HOST_PHASES else f"{plan.gpu_bytes / GIB:.1f}" for phase in _widths()}
@@ -268,7 +278,7 @@ def _hf_config(config: Config, given: HFConfig | None) -> HFConfig:
     return created_config(config.model.create)
 
 
-def render(config: Config, plan: Plan, source: str = "") -> str:
+def render(config: Config, plan: MemoryPlan, source: str = "") -> str:
     """The table, then what it means, then what does not fit. `source`: a remark on the model."""
     parallel, model, widths = config.actor.parallel, plan.model, _widths()
     total, active = total_parameters(model), active_parameters(model)

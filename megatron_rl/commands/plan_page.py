@@ -9,9 +9,9 @@ import numpy as np
 
 from megatron_rl.commands.simulated import Goodput, Simulated, title
 from megatron_rl.commands.step_time import rate_of
-from megatron_rl.planning.memory import GIB, HOST_PHASES, PHASES, Plan
+from megatron_rl.planning.memory import GIB, HOST_PHASES, PHASES, MemoryPlan
 from megatron_rl.planning.simulation.failures import daly, young
-from megatron_rl.planning.simulation.steps import Job, Run
+from megatron_rl.planning.simulation.steps import SimulatedJob, SimulatedRun
 from megatron_rl.planning.time.step import StepTime
 from megatron_rl.report.html import document, section, table, text
 
@@ -56,7 +56,7 @@ _SHADES = 10
 def render(
     heading: str,
     verdicts: Sequence[str],
-    memory: Sequence[tuple[str, Plan]],
+    memory: Sequence[tuple[str, MemoryPlan]],
     step: StepTime,
     simulated: Simulated | None,
 ) -> str:
@@ -79,7 +79,7 @@ def render(
 
 
 # --------------------------------------------------------------------------------------------------------- memory, time
-def _memory(memory: Sequence[tuple[str, Plan]]) -> Iterator[str]:
+def _memory(memory: Sequence[tuple[str, MemoryPlan]]) -> Iterator[str]:
     names = list(dict.fromkeys(part.name for _, plan in memory for part in plan.components))
     colours = {name: _TURN[i % len(_TURN)] for i, name in enumerate(names)}
     there_is = memory[0][1].gpu_bytes
@@ -175,7 +175,7 @@ def _simulated(simulated: Simulated) -> Iterator[str]:
     )
 
 
-def _timeline(job: Job, run: Run) -> str:
+def _timeline(job: SimulatedJob, run: SimulatedRun) -> str:
     steps = run.steps[:_STEPS]
     end = sum(step.seconds for step in steps)
     engines = range(0, len(steps[0].generation.running), -(-len(steps[0].generation.running) // _ROWS))

@@ -27,7 +27,7 @@ from megatron_rl.runtime.attempts import (
     rank_environment,
     shared_attempt,
 )
-from megatron_rl.runtime.spawn import Graces, Outcome, run_rank, run_ranks
+from megatron_rl.runtime.spawn import Graces, RanksOutcome, run_rank, run_ranks
 from megatron_rl.tasks import asks_hub
 
 IMPORTS = "megatron_rl.trainer.rank.imports"  # what the process does that forks the ranks
@@ -246,7 +246,7 @@ def _rank(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "megatron_rl.trainer.rank.main", *command]
 
 
-def _report(outcome: Outcome) -> int:
+def _report(outcome: RanksOutcome) -> int:
     if outcome.message:
         streams.say(f"megatron-rl: {outcome.message}")
     return outcome.code

@@ -15,7 +15,7 @@ from megatron_rl.runtime import exit_codes, streams
 from megatron_rl.runtime.attempts import rank_environment
 from megatron_rl.runtime.spawn import run_ranks
 from megatron_rl.selftest.results import FAILED, LEFT_OUT, OK, Result, page
-from megatron_rl.selftest.steps import STEPS, Step
+from megatron_rl.selftest.steps import STEPS, SelfTestStep
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     return exit_codes.FAILED if failed else exit_codes.OK
 
 
-def _missing(step: Step, gpus: int) -> str:
+def _missing(step: SelfTestStep, gpus: int) -> str:
     """Why this machine cannot run a step; empty where it can."""
     if step.need and not gpus:
         return f"needs {'a GPU' if step.need == 'GPU' else f'a GPU with {step.need}'}"
@@ -75,7 +75,7 @@ def _missing(step: Step, gpus: int) -> str:
     return ""
 
 
-def _run(step: Step, folder: Path, gpus: int) -> Result:
+def _run(step: SelfTestStep, folder: Path, gpus: int) -> Result:
     folder.mkdir()
     command = [sys.executable, "-m", "megatron_rl.selftest.rank", step.name, str(folder.absolute())]
     begin = time.monotonic()

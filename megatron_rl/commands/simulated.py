@@ -10,10 +10,19 @@ from functools import cache
 import numpy as np
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.planning.memory import OPTIMIZER, WEIGHTS, Plan, total_parameters
+from megatron_rl.planning.memory import OPTIMIZER, WEIGHTS, MemoryPlan, total_parameters
 from megatron_rl.planning.simulation.engines import EngineSpeed
-from megatron_rl.planning.simulation.failures import Day, Failures, Interval, daly, days, goodput, intervals, young
-from megatron_rl.planning.simulation.steps import BEGUN, MODES, Job, Latency, Mode, Run, simulate
+from megatron_rl.planning.simulation.failures import (
+    CheckpointInterval,
+    Day,
+    Failures,
+    daly,
+    days,
+    goodput,
+    intervals,
+    young,
+)
+from megatron_rl.planning.simulation.steps import BEGUN, MODES, Latency, Mode, SimulatedJob, SimulatedRun, simulate
 from megatron_rl.planning.time.generation import Decoding
 from megatron_rl.planning.time.kernels import host_seconds
 from megatron_rl.planning.time.lengths import LogNormal, Recorded, read_lengths
@@ -53,23 +62,23 @@ class Goodput:
 
     failures: Failures
     step_seconds: float
-    intervals: Sequence[Interval]
-    own: Interval | None
+    intervals: Sequence[CheckpointInterval]
+    own: CheckpointInterval | None
     days: Sequence[Day]  # at the best interval
 
     @property
-    def best(self) -> Interval:
+    def best(self) -> CheckpointInterval:
         return max(self.intervals, key=lambda interval: interval.goodput)
 
 
 @dataclass(frozen=True)
 class Simulated:
-    job: Job
-    runs: Mapping[Mode, Run]
+    job: SimulatedJob
+    runs: Mapping[Mode, SimulatedRun]
     goodput: Goodput | None
 
 
-def run(args: argparse.Namespace, config: Config, plan: Plan, predictor: Predictor, step: StepTime) -> Simulated:
+def run(args: argparse.Namespace, config: Config, plan: MemoryPlan, predictor: Predictor, step: StepTime) -> Simulated:
     """Raises:
     ConfigError: an option that cannot be, recorded lengths that are not there.
     """
@@ -97,7 +106,9 @@ def run(args: argparse.Namespace, config: Config, plan: Plan, predictor: Predict
     return Simulated(job, runs, _goodput(args, config, plan, predictor, runs["synchronous"]))
 
 
-def job_of(args: argparse.Namespace, config: Config, plan: Plan, predictor: Predictor, step: StepTime) -> Job:
+def job_of(
+    args: argparse.Namespace, config: Config, plan: MemoryPlan, predictor: Predictor, step: StepTime
+) -> SimulatedJob:
     """The recipe's step with the times that `predict` gives its parts."""
     decoding = Decoding(plan.model, config.rollout, predictor.hardware, plan.cache_tokens)
     prompt, factor = predictor.lengths.prompt, predictor.factors.get(GENERATE, 1.0)
@@ -120,7 +131,7 @@ def job_of(args: argparse.Namespace, config: Config, plan: Plan, predictor: Pred
         judge = Latency(args.judge_seconds, _SPREAD, args.judge_at_once)
     elif step.seconds.get(REWARD):
         judge = Latency(step.seconds[REWARD], 0.0, config.trainer.prompts_per_step * config.rollout.group_size)
-    return Job(
+    return SimulatedJob(
         speed=EngineSpeed(
             lambda running, context: decode_seconds(running, round(context / _NEAR) * _NEAR),
             lambda tokens: factor * decoding.prompt_seconds(tokens, tokens * prompt / 2),
@@ -139,7 +150,9 @@ def job_of(args: argparse.Namespace, config: Config, plan: Plan, predictor: Pred
     )
 
 
-def _goodput(args: argparse.Namespace, config: Config, plan: Plan, predictor: Predictor, run: Run) -> Goodput | None:
+def _goodput(
+    args: argparse.Namespace, config: Config, plan: MemoryPlan, predictor: Predictor, run: SimulatedRun
+) -> Goodput | None:
     if args.mtbf_hours is None:
         return None
     held = sum(part.bytes for part in plan.components if part.name in (WEIGHTS, OPTIMIZER))
@@ -157,13 +170,13 @@ def _goodput(args: argparse.Namespace, config: Config, plan: Plan, predictor: Pr
         failures,
         float(run.seconds.mean()),
         tried,
-        Interval(every, goodput(run.seconds, every, failures)) if every else None,
+        CheckpointInterval(every, goodput(run.seconds, every, failures)) if every else None,
         days(run.seconds, best, failures, _DAYS, args.seed),
     )
 
 
 # ------------------------------------------------------------------------------------------------------------ output
-def title(name: Mode, run: Run) -> str:
+def title(name: Mode, run: SimulatedRun) -> str:
     if name == "partial":
         return f"partial rollouts, {BEGUN:g} x as many begun"
     if name == "one step off":

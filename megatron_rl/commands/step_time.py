@@ -12,7 +12,7 @@ import numpy as np
 from megatron_rl.config import Config, ConfigError, load_recipe
 from megatron_rl.models import Model
 from megatron_rl.planning.memory import make_plan
-from megatron_rl.planning.time.calibrate import Run, calibrated
+from megatron_rl.planning.time.calibrate import MeasuredRun, calibrated
 from megatron_rl.planning.time.hardware import TABLES, Hardware, parse
 from megatron_rl.planning.time.lengths import Lengths, read_lengths
 from megatron_rl.planning.time.step import GENERATE, SYNC, UPDATE, Predictor, StepTime
@@ -80,7 +80,7 @@ def predictor(
     limit = config.rollout.max_tokens
     prompt = config.rollout.max_prompt_tokens / 4 if args.prompt_tokens is None else args.prompt_tokens
     try:
-        run = None if args.calibrate is None else Run.read(Path(args.calibrate))
+        run = None if args.calibrate is None else MeasuredRun.read(Path(args.calibrate))
         if args.response_lengths is not None:
             recorded = read_lengths(args.response_lengths, limit)
             lengths = Lengths.recorded(np.concatenate([tokens.ravel() for tokens in recorded]), prompt)

@@ -49,7 +49,7 @@ from megatron_rl.planning.memory import (
     OPTIMIZER,
     WEIGHTS,
     WEIGHTS_AWAY,
-    Plan,
+    MemoryPlan,
 )
 from megatron_rl.runtime import device, distributed
 from megatron_rl.runtime.host_memory import pinned_bytes
@@ -57,7 +57,7 @@ from megatron_rl.seams.fp8_sizes import weight_bytes
 from megatron_rl.seams.megatron import PER_ELEMENT, Chunk, optimizer_parts, routers, tensors_of
 from megatron_rl.seams.megatron_meta import Attention, Norm, fused_kernels, under_way
 from megatron_rl.seams.meta_fp8 import quantised_layers, quantised_weights
-from megatron_rl.seams.torch_meta import Memory, fake_world, storage_key
+from megatron_rl.seams.torch_meta import StorageCounter, fake_world, storage_key
 from megatron_rl.weights import plan as reshard
 from megatron_rl.weights.inventory import unwrap
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout, unplaced
@@ -89,7 +89,7 @@ class RankMemory:
     weights_away_bytes: int = 0
 
 
-def on_rank(plan: Plan, memory: RankMemory) -> Plan:
+def on_rank(plan: MemoryPlan, memory: RankMemory) -> MemoryPlan:
     """The plan of a layout with what was counted on a rank in the place of the arithmetic for the fullest one."""
     counted: dict[str, int | None] = {
         WEIGHTS: memory.parameter_bytes,
@@ -208,7 +208,7 @@ def _measure_rank(
 @contextmanager
 def built_rank(
     config: Config, hf_config: HFConfig, rank: int, world: int, where: torch.device = META
-) -> Iterator[tuple[Actor, Memory, int]]:
+) -> Iterator[tuple[Actor, StorageCounter, int]]:
     """The actor of one rank, with its optimizer, the count of what it holds, and the most that it held without its optimizer;
     undone at the end.
 
@@ -223,7 +223,7 @@ def built_rank(
         if where == META:
             stack.enter_context(device.without_content())
         stack.callback(parallel_state.destroy_model_parallel)
-        memory = stack.enter_context(Memory(where))
+        memory = stack.enter_context(StorageCounter(where))
         dtype = build.DTYPES[config.model.dtype]
         try:
             grid = distributed.initialize(config.actor.parallel, timeout_minutes=1.0)
@@ -311,7 +311,7 @@ def _optimizer_bytes(actor: Actor, own: int, moments: int = 4) -> list[tuple[int
     return list(zip(state.tolist(), (own + every - every[0]).tolist(), strict=True))
 
 
-def _run_chunk(actor: Actor, chunk: Chunk, micro: MicroBatch, memory: Memory) -> _Chunk:
+def _run_chunk(actor: Actor, chunk: Chunk, micro: MicroBatch, memory: StorageCounter) -> _Chunk:
     """One micro-batch through a chunk, and back where gradients are on, between neighbours that hold the hidden states."""
     whole = unwrap(chunk)
     before = memory.restart()

@@ -185,7 +185,7 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Memory of the fullest GPU by component, and of its host."""
 
     model: Model
@@ -226,7 +226,9 @@ class Plan:
             )
 
 
-def make_plan(config: Config, model: Model, world: int, gpu_bytes: float, host_bytes: float | None = None) -> Plan:
+def make_plan(
+    config: Config, model: Model, world: int, gpu_bytes: float, host_bytes: float | None = None
+) -> MemoryPlan:
     """The plan of a checked recipe on `world` GPUs of `gpu_bytes` each, and as many times `host_bytes` of host memory."""
     parallel = config.actor.parallel
     width = 4 if config.model.dtype == "float32" else 2
@@ -257,7 +259,7 @@ def make_plan(config: Config, model: Model, world: int, gpu_bytes: float, host_b
             estimate=True,
         ),
     ]
-    return Plan(
+    return MemoryPlan(
         model=model,
         world=world,
         gpu_bytes=gpu_bytes,

@@ -14,7 +14,7 @@ from megatron_rl.config.model_checks import uncuttable
 from megatron_rl.config.pipeline_split import stage_layers
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import HFConfig, Model
-from megatron_rl.planning.memory import GENERATE, PHASES, UPDATE, Plan, make_plan
+from megatron_rl.planning.memory import GENERATE, PHASES, UPDATE, MemoryPlan, make_plan
 from megatron_rl.planning.time.step import Predictor, StepTime
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -31,7 +31,7 @@ class Found:
     """A layout that fits, and its step."""
 
     config: Config
-    plan: Plan
+    plan: MemoryPlan
     step: StepTime
 
     @property
@@ -144,19 +144,19 @@ class Space:
         return replace(self.config, actor=actor, rollout=rollout, algorithm=algorithm)
 
     # ------------------------------------------------------------------------------------------------------ search
-    def plan(self, config: Config) -> Plan:
+    def plan(self, config: Config) -> MemoryPlan:
         return make_plan(config, self.model, self.world, self.gpu_bytes)
 
-    def fits(self, plan: Plan) -> bool:
+    def fits(self, plan: MemoryPlan) -> bool:
         return max(map(plan.peak, PHASES)) + self.headroom <= self.gpu_bytes
 
-    def layouts(self, predictor: Predictor) -> list[Layout]:
+    def layouts(self, predictor: Predictor) -> list[TimedLayout]:
         """Those whose weights and gradients fit, by the time that they would take without computing anything again."""
-        made = (Layout(self, predictor, parallel) for parallel in self.parallels())
+        made = (TimedLayout(self, predictor, parallel) for parallel in self.parallels())
         fit = [one for one in made if 6 * predictor.held(one.actors[0]).total + self.headroom <= self.gpu_bytes]
         return sorted(fit, key=lambda one: one.bound)
 
-    def front(self, layouts: Iterable[Layout]) -> list[ActorConfig]:
+    def front(self, layouts: Iterable[TimedLayout]) -> list[ActorConfig]:
         """Actors whose update leaves the headroom and which no other trains faster while it keeps less on the GPU during
         generation. The plan and the recipe check are for those that may still be among the fastest."""
         best, fitting = float("inf"), []
@@ -205,7 +205,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TimedLayout:
     """One of a space's layouts: its actors' times and plans, made once for all headrooms."""
 
     space: Space
@@ -236,7 +236,7 @@ class Layout:
         return min(again, key=lambda number: again[number])
 
     @cached_property
-    def _known(self) -> dict[tuple[int, bool, bool], Plan]:
+    def _known(self) -> dict[tuple[int, bool, bool], MemoryPlan]:
         return {}
 
     def _seconds(self, actor: ActorConfig) -> float:
@@ -246,7 +246,7 @@ class Layout:
     def _offloaded(self, number: int, offload: bool, weights: bool) -> ActorConfig:
         return replace(self.actors[number], offload=offload, offload_weights=weights)
 
-    def _plan(self, number: int, offload: bool = False, weights: bool = False) -> Plan:
+    def _plan(self, number: int, offload: bool = False, weights: bool = False) -> MemoryPlan:
         """Of an actor beside a small engine; its update takes as much whatever is offloaded."""
         if (number, offload, weights) not in self._known:
             engine = replace(self.space.config.rollout, memory_fraction=0.01)

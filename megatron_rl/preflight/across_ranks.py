@@ -17,7 +17,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.preflight import storage
 from megatron_rl.preflight.local import FACTS, PER_NODE, PER_RANK, has_endpoints, silent_endpoints, survey
 from megatron_rl.preflight.storage import Ranks
-from megatron_rl.preflight.verdict import FAILED, WARNING, Finding, Measured, Report, merged
+from megatron_rl.preflight.verdict import FAILED, WARNING, Measured, NodeFinding, Report, merged
 from megatron_rl.runtime import disk
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def preflight(config: Config, ranks: Ranks, full: bool, extra: Sequence[tuple[st
     together = ["shared", "clock", "collectives", *["storage"] * full]
     report = Report(nodes, ranks.world, [*dict.fromkeys([*PER_NODE, *PER_RANK, *FACTS, *together])])
     everything = ranks.all_gather((host, [*extra, *problems], facts))
-    found = [Finding(check, level, node, text) for node, own, _ in everything for check, level, text in own]
+    found = [NodeFinding(check, level, node, text) for node, own, _ in everything for check, level, text in own]
     found += _differences([(node, facts) for node, _, facts in everything])
     found += _shared(Path(config.run_dir), ranks, hosts)
     found += _clocks(ranks, hosts, report.measured)
@@ -95,7 +95,7 @@ def _await_endpoints(config: Config, ranks: Ranks, first_of_node: bool) -> None:
         time.sleep(min(_ASK_AGAIN, limit - waited))
 
 
-def _differences(facts: Sequence[tuple[str, dict[str, dict[str, str]]]]) -> list[Finding]:
+def _differences(facts: Sequence[tuple[str, dict[str, dict[str, str]]]]) -> list[NodeFinding]:
     """Nodes whose facts are not those of the majority (of the first, without a majority)."""
     found = []
     for check in FACTS:
@@ -105,11 +105,11 @@ def _differences(facts: Sequence[tuple[str, dict[str, dict[str, str]]]]) -> list
             usual = Counter(value for _, value in said).most_common(1)[0][0]
             for node, value in said:
                 if value != usual:
-                    found.append(Finding(check, FAILED, node, f"{name} is {value} here and {usual} elsewhere"))
+                    found.append(NodeFinding(check, FAILED, node, f"{name} is {value} here and {usual} elsewhere"))
     return found
 
 
-def _shared(run_dir: Path, ranks: Ranks, hosts: Sequence[str]) -> list[Finding]:
+def _shared(run_dir: Path, ranks: Ranks, hosts: Sequence[str]) -> list[NodeFinding]:
     """Whether run_dir is one folder: a file of every node is seen by all."""
     token = ranks.all_gather(secrets.token_hex(4))[0]
     leaders = {hosts.index(node) for node in hosts}
@@ -131,7 +131,7 @@ def _shared(run_dir: Path, ranks: Ranks, hosts: Sequence[str]) -> list[Finding]:
     if ranks.rank in leaders:
         own.unlink(missing_ok=True)
     return [
-        Finding(
+        NodeFinding(
             "shared",
             FAILED,
             hosts[rank],
@@ -143,20 +143,20 @@ def _shared(run_dir: Path, ranks: Ranks, hosts: Sequence[str]) -> list[Finding]:
     ]
 
 
-def _clocks(ranks: Ranks, hosts: Sequence[str], measured: Measured) -> list[Finding]:
+def _clocks(ranks: Ranks, hosts: Sequence[str], measured: Measured) -> list[NodeFinding]:
     """Differences of the clocks, to about the time that a barrier takes."""
     ranks.barrier()
     times = ranks.all_gather(time.time())
     middle = sorted(times)[len(times) // 2]
     measured["clock_skew_s"] = round(max(times) - min(times), 3)
     return [
-        Finding("clock", WARNING, host, f"its clock is {value - middle:+.0f} s from the others'; is NTP running?")
+        NodeFinding("clock", WARNING, host, f"its clock is {value - middle:+.0f} s from the others'; is NTP running?")
         for host, value in zip(hosts, times, strict=True)
         if abs(value - middle) > _SKEW
     ]
 
 
-def _collectives(ranks: Ranks, hosts: Sequence[str], measured: Measured, full: bool) -> list[Finding]:
+def _collectives(ranks: Ranks, hosts: Sequence[str], measured: Measured, full: bool) -> list[NodeFinding]:
     """A sum over all ranks that is known beforehand; with `full` how fast it is, and each node's way to the next."""
     import torch
     import torch.distributed as dist
@@ -184,7 +184,7 @@ def _collectives(ranks: Ranks, hosts: Sequence[str], measured: Measured, full: b
     seconds, right = min(run[0] for run in runs), all(run[1] for run in runs)
     told = ranks.all_gather((seconds, right))
     found = [
-        Finding("collectives", FAILED, hosts[rank], "an all-reduce of known numbers came out wrong on this node")
+        NodeFinding("collectives", FAILED, hosts[rank], "an all-reduce of known numbers came out wrong on this node")
         for rank, (_, good) in enumerate(told)
         if not good
     ]
@@ -214,7 +214,7 @@ def _wait(work: dist.Work | None, what: str, world: int | None) -> None:
         ) from None
 
 
-def _links(ranks: Ranks, hosts: Sequence[str], measured: Measured) -> list[Finding]:
+def _links(ranks: Ranks, hosts: Sequence[str], measured: Measured) -> list[NodeFinding]:
     """Bandwidth from each node to the next, one pair at a time, by the first rank of each."""
     import torch
     import torch.distributed as dist
@@ -242,7 +242,7 @@ def _links(ranks: Ranks, hosts: Sequence[str], measured: Measured) -> list[Findi
     measured["links_gb_per_s"] = {name: round(speed, 3) for name, speed in speeds.items()}
     median = sorted(speeds.values())[len(speeds) // 2]
     return [
-        Finding("collectives", WARNING, name, f"{speed:.2f} GB/s, {median:.2f} GB/s between other nodes")
+        NodeFinding("collectives", WARNING, name, f"{speed:.2f} GB/s, {median:.2f} GB/s between other nodes")
         for name, speed in speeds.items()
         if speed < _SLOW * median
     ]
@@ -254,4 +254,4 @@ def write_report(report: Report, config: Config, rank: int) -> None:
         try:
             disk.replace(Path(config.run_dir) / "preflight.json", report.json())
         except OSError as error:
-            report.findings.append(Finding("run_dir", FAILED, report.nodes[0], f"preflight.json: {error.strerror}"))
+            report.findings.append(NodeFinding("run_dir", FAILED, report.nodes[0], f"preflight.json: {error.strerror}"))

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.local import checkpoint_bytes, weight_files
-from megatron_rl.preflight.verdict import WARNING, Finding, Measured
+from megatron_rl.preflight.verdict import WARNING, Measured, NodeFinding
 from megatron_rl.runtime.disk import size_text
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Ranks(Protocol):
     def barrier(self) -> None: ...
 
 
-def reading(config: Config, ranks: Ranks, measured: Measured) -> list[Finding]:
+def reading(config: Config, ranks: Ranks, measured: Measured) -> list[NodeFinding]:
     """Reads a part of one of the run's checkpoints, or of the model's weights where there is none, on every rank at once.
 
     What the nodes' memory has of the files is forgotten first, so that the file system is measured. A warning where a resume
@@ -64,7 +64,7 @@ def reading(config: Config, ranks: Ranks, measured: Measured) -> list[Finding]:
         f"to check and up to as long again to load, and a resume has {limit:g} min for each; "
         f"watchdog.phases.load={math.ceil(2 * minutes)}"
     )
-    return [Finding("storage", WARNING, "all nodes", text)]
+    return [NodeFinding("storage", WARNING, "all nodes", text)]
 
 
 def _files(config: Config) -> Sequence[Path]:

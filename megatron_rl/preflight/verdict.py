@@ -22,7 +22,7 @@ class Measured(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Finding:
+class NodeFinding:
     """Something that is not as it should be, on one node (or between nodes)."""
 
     check: str  # what was looked at
@@ -38,7 +38,7 @@ class Report:
     nodes: list[str]
     ranks: int
     checks: list[str]
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[NodeFinding] = field(default_factory=list)
     measured: Measured = field(default_factory=Measured)
     seconds: float = 0.0
 
@@ -69,11 +69,11 @@ class Report:
         return json.dumps({"fit": not self.failed, **asdict(self)}, indent=1)
 
 
-def merged(findings: Sequence[Finding]) -> list[Finding]:
+def merged(findings: Sequence[NodeFinding]) -> list[NodeFinding]:
     """The same finding of several nodes (or ranks of one) in one entry."""
     nodes: dict[tuple[str, str, str], list[str]] = {}
     for finding in findings:
         names = nodes.setdefault((finding.check, finding.level, finding.text), [])
         if finding.node not in names:
             names.append(finding.node)
-    return [Finding(check, level, ", ".join(names), text) for (check, level, text), names in nodes.items()]
+    return [NodeFinding(check, level, ", ".join(names), text) for (check, level, text), names in nodes.items()]

@@ -156,7 +156,7 @@ def _rollouts(runs: Sequence[RunRecord]) -> list[str]:
     return parts
 
 
-def _group_of(run: RunRecord, group: Group, why: Sequence[str]) -> str:
+def _group_of(run: RunRecord, group: PromptGroup, why: Sequence[str]) -> str:
     """One prompt with its responses, folded."""
     columns = list(group.rollouts[0]["rewards"])
     names = (*columns, "advantage", "tokens", "ended by")
@@ -215,7 +215,7 @@ def _duration(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """The rollouts of one prompt in one step, as far as they were written."""
 
     step: int
@@ -232,16 +232,16 @@ class Group:
         return sum(rollout.get("finish_reason") == "length" for rollout in self.rollouts)
 
 
-def groups_of(run: RunRecord) -> list[Group]:
+def groups_of(run: RunRecord) -> list[PromptGroup]:
     """The groups of every step, in order."""
     return [
-        Group(step, rollouts, fmean(run.rewards(rollouts)))
+        PromptGroup(step, rollouts, fmean(run.rewards(rollouts)))
         for step, rows in run.samples.items()
         for rollouts in by_prompt(rows)
     ]
 
 
-def chosen_groups(run: RunRecord) -> list[tuple[Group, list[str]]]:
+def chosen_groups(run: RunRecord) -> list[tuple[PromptGroup, list[str]]]:
     """A handful of groups with why each was chosen, in the order of their steps.
 
     The first of the first, middle and last step; and of all the one with the highest and the lowest reward, the one with the
@@ -264,7 +264,7 @@ def chosen_groups(run: RunRecord) -> list[tuple[Group, list[str]]]:
     most_cut = max(latest, key=lambda group: group.cut)
     if most_cut.cut:
         wanted.append((most_cut, "cut at the token limit"))
-    reasons: dict[int, tuple[Group, list[str]]] = {}
+    reasons: dict[int, tuple[PromptGroup, list[str]]] = {}
     for group, why in wanted:
         reasons.setdefault(id(group), (group, []))[1].append(why)
     return sorted(reasons.values(), key=lambda item: item[0].step)

@@ -33,7 +33,7 @@ _BLAS = "OPENBLAS_NUM_THREADS"  # NumPy's and SciPy's OpenBLAS starts its thread
 
 
 @dataclass(frozen=True)
-class World:
+class RankWorld:
     """What tells a rank from the others: variables of its environment, and the numbers of its open files."""
 
     variables: Mapping[str, str]
@@ -49,7 +49,7 @@ class ForkServer:
         self,
         command: Sequence[str],
         imports: str,
-        worlds: Sequence[World],
+        worlds: Sequence[RankWorld],
         environment: Mapping[str, str],
         files: Sequence[int],
     ) -> None:
@@ -125,7 +125,7 @@ def main() -> None:
     stop.end_at_once()  # there is nothing to save
     report, go, launcher = int(sys.argv[1]), int(sys.argv[2]), os.getppid()
     imports, module, *arguments = sys.argv[3:]
-    worlds = [World(**world) for world in json.loads(_line(go))]
+    worlds = [RankWorld(**world) for world in json.loads(_line(go))]
     is_given = _BLAS in os.environ
     os.environ.setdefault(_BLAS, "1")
     importlib.import_module(imports).import_all()
@@ -177,7 +177,7 @@ def _works_in_a_fork(check: Callable[[], bool]) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def _fork(worlds: Sequence[World], report: int) -> World:
+def _fork(worlds: Sequence[RankWorld], report: int) -> RankWorld:
     """Returns in every rank, with its world; the process itself ends here."""
     pids = []
     for world in worlds:
@@ -191,7 +191,7 @@ def _fork(worlds: Sequence[World], report: int) -> World:
     os._exit(0)
 
 
-def _become(world: World, outputs: set[int], launcher: int, go: int) -> None:
+def _become(world: RankWorld, outputs: set[int], launcher: int, go: int) -> None:
     """Makes a fork what a new process would be; returns once it may begin."""
     os.dup2(world.stdout, 1)
     os.dup2(world.stderr, 2)

@@ -22,7 +22,7 @@ from types import FrameType
 
 from megatron_rl.runtime import collectives, exit_codes, leftovers, memory, postmortem, stop, streams
 from megatron_rl.runtime.attempts import ATTEMPT, END, free_port
-from megatron_rl.runtime.fork_server import Adopted, ForkServer, World
+from megatron_rl.runtime.fork_server import Adopted, ForkServer, RankWorld
 from megatron_rl.runtime.heartbeat import AwakeClock, heartbeats
 from megatron_rl.runtime.logs import OWN_MESSAGE, TAIL, end_of_log, last_lines
 from megatron_rl.runtime.observer import Observer
@@ -36,7 +36,7 @@ _LOOK = 5.0  # seconds between two looks at the ranks' heartbeats
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RanksOutcome:
     """The exit code of the ranks together (a signal as 128 + its number), and a message where it is not 0."""
 
     code: int
@@ -62,7 +62,7 @@ def run_ranks(
     graces: Graces = Graces(),
     files: Sequence[int] = (),
     imports: str | None = None,
-) -> Outcome:
+) -> RanksOutcome:
     """Runs `command` once per rank and waits for all of them. To be called from the main thread.
 
     Every rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, a session of its own, and
@@ -96,7 +96,7 @@ def run_rank(
     log_dir: Path,
     environment: Mapping[str, str] | None = None,
     files: Sequence[int] = (),
-) -> Outcome:
+) -> RanksOutcome:
     """Runs `command` as the one rank of a larger world that `variables` describe, with the logs of `run_ranks`.
 
     Signals are passed on; the process that started this one decides how long a rank may take to obey.
@@ -136,7 +136,7 @@ class _Group:
     def was_stopped(self) -> bool:
         return self._signal is not None
 
-    def run(self, worlds: Sequence[Mapping[str, str]]) -> Outcome:
+    def run(self, worlds: Sequence[Mapping[str, str]]) -> RanksOutcome:
         """Starts one rank for each of `worlds`: RANK, LOCAL_RANK and what else tells it from the others."""
         leftovers.remove_abandoned()  # segments of a killed run may fill the shared memory that this one needs
         with contextlib.ExitStack() as stack:
@@ -195,7 +195,7 @@ class _Group:
             each = []
             for world in worlds:
                 log = stack.enter_context(self._log_file(int(world["RANK"]))).fileno()
-                each.append(World(world, tee.child_end if tee is not None and world["RANK"] == "0" else log, log))
+                each.append(RankWorld(world, tee.child_end if tee is not None and world["RANK"] == "0" else log, log))
             with stop.held_back():
                 server = ForkServer(self._command, imports, each, self._environment, self._files)
             stack.callback(server.close)
@@ -321,31 +321,31 @@ class _Group:
                     _kill_group(process.pid)
 
     # -------------------------------------------------------------------------------------------------------- reporting
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> RanksOutcome:
         if self._failed is not None:
             rank, code = self._failed
             meaning = self._meaning(rank, code)
             if meaning == exit_codes.OUT_OF_MEMORY and code < 0:
                 doing = self._doing(rank) or " before its first heartbeat"
                 why = f"was killed by the system because host memory ran out,{doing} (docs/out-of-memory.md)"
-                return Outcome(meaning, f"rank {rank} {why}")
+                return RanksOutcome(meaning, f"rank {rank} {why}")
             own = self._own_words(rank, code)
-            return Outcome(meaning, self._describe(rank, code) if own is None else own, own is not None)
+            return RanksOutcome(meaning, self._describe(rank, code) if own is None else own, own is not None)
         if self._stalled is not None:
-            return Outcome(exit_codes.STALLED, f"the run hung: {self._stalled}")
+            return RanksOutcome(exit_codes.STALLED, f"the run hung: {self._stalled}")
         codes = {process.returncode for process in self._ranks.values()}
         if exit_codes.REQUEUE in codes:
-            return Outcome(exit_codes.REQUEUE)  # rank 0 has said why, and how to continue
+            return RanksOutcome(exit_codes.REQUEUE)  # rank 0 has said why, and how to continue
         if self._signal is not None and not (self._signal == signal.SIGUSR1 and codes == {0}):
             how = "killed" if self._killed else "stopped"
             code = exit_codes.REQUEUE if self._signal == signal.SIGUSR1 else 128 + self._signal
-            return Outcome(code, f"{how} by {signal.Signals(self._signal).name}")
+            return RanksOutcome(code, f"{how} by {signal.Signals(self._signal).name}")
         if self._killed and codes != {0}:
             late = [str(rank) for rank, process in self._ranks.items() if process.returncode]
-            return Outcome(
+            return RanksOutcome(
                 1, f"rank {', '.join(late)} did not end after rank 0 had, and was killed; see {self._log_dir}"
             )
-        return Outcome(0)
+        return RanksOutcome(0)
 
     def _meaning(self, rank: int, code: int) -> int:
         """The exit code that says why a rank ended, also where a signal ended it; a signal as 128 + its number."""

@@ -44,7 +44,7 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class Memory(TorchDispatchMode):
+class StorageCounter(TorchDispatchMode):
     """Counts bytes of tensors on a kind of device that are made while it is entered, until they are freed."""
 
     @classmethod
@@ -58,7 +58,7 @@ class Memory(TorchDispatchMode):
         self.peak = 0
         self._sizes: dict[int, int] = {}  # of living storages
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> StorageCounter:
         self._resize: Callable[..., object] = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> object:

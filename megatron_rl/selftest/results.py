@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from megatron_rl.runtime import provenance
-from megatron_rl.selftest.steps import Step
+from megatron_rl.selftest.steps import SelfTestStep
 
 OK, FAILED, LEFT_OUT = "ok", "FAILED", "left out"
 Figures = Mapping[str, float | str]
@@ -17,7 +17,7 @@ Figures = Mapping[str, float | str]
 class Result:
     """What a step found: `text` is the failure, or why it was left out."""
 
-    step: Step
+    step: SelfTestStep
     verdict: str
     seconds: float = 0.0
     figures: Figures = field(default_factory=dict)

@@ -12,7 +12,7 @@ HOPPER = (9, 0)  # compute capability
 
 
 @dataclass(frozen=True)
-class Step:
+class SelfTestStep:
     """One question, answered by processes of its own, so that what breaks in one step does not spoil the next."""
 
     name: str
@@ -44,20 +44,20 @@ _OPTIONS: dict[str, tuple[Need, tuple[str, ...]]] = {
 }
 
 STEPS = (
-    Step(
+    SelfTestStep(
         "versions",
         "without_engine.versions",
         "are all parts there, and do they load?",
         "the installation: make clean setup-gpu, and read its last lines; a driver older than 580 cannot load CUDA 13",
     ),
-    Step(
+    SelfTestStep(
         "linear",
         "without_engine.linear",
         "does a linear layer of Transformer Engine compute what torch computes, in bf16 and FP8?",
         "cuBLAS or cuDNN of another version than the one that Transformer Engine was compiled with: run make setup-gpu again",
         need="Transformer Engine",
     ),
-    Step(
+    SelfTestStep(
         "attention",
         "without_engine.attention",
         "does its attention over packed sequences compute what ours does?",
@@ -65,49 +65,49 @@ STEPS = (
         "NVTE_FUSED_ATTN=0 chooses another",
         need="Transformer Engine",
     ),
-    Step(
+    SelfTestStep(
         "actor",
         "without_engine.actor",
         "do the actor's log-probs equal those of transformers, and with Transformer Engine those of the plain layers?",
         "the weight map (models/) where `transformers` differs, a Transformer Engine layer where the "
         "plain layers do: compare them layer by layer",
     ),
-    Step(
+    SelfTestStep(
         "output-layer",
         "without_engine.output_layer",
         "does the output layer's gradient, summed in fp32 by the matrix product, equal the one computed in float64?",
         "torch.addmm with out_dtype (actor/head.py `_accumulate`): on a card of another kind or with another torch it may "
         "differ",
     ),
-    Step(
+    SelfTestStep(
         "checkpoint",
         "whole_runs.checkpoint",
         "does a run that resumes, also from step 0, end where an unbroken one does?",
         "the optimizer's state, with Transformer Engine FusedAdam's: checkpoint/gather.py, checkpoint/store.py",
     ),
-    Step(
+    SelfTestStep(
         "cpu-optimizer",
         "without_engine.cpu_optimizer",
         "does the optimizer on the CPU change the weights as the other one does?",
         "copies that were read before they had come (actor/host_adam.py): with CUDA_LAUNCH_BLOCKING=1 they are in order",
     ),
-    Step(
+    SelfTestStep(
         "engine",
         "whole_runs.engine",
         "does the engine answer the same after sleep, reload and wake, give its memory back, and draw what it scores?",
         _SLEEP,
     ),
-    Step(
+    SelfTestStep(
         "engine-moe", "whole_runs.engine_of_experts", "the same with experts; how long is a reload per tensor?", _SLEEP
     ),
-    Step(
+    SelfTestStep(
         "rl",
         "whole_runs.rl",
         "three RL steps: do actor and engine agree after each?",
         "where the sync check failed: rollout.sync_tolerance, which is not calibrated on GPUs, if the mean is just "
         "above it; else docs/mismatch.md",
     ),
-    Step(
+    SelfTestStep(
         "rl-offload",
         "whole_runs.rl",
         "the same with gradients and optimizer state off the card while the engine generates",
@@ -115,7 +115,7 @@ STEPS = (
         need="GPU",
         overrides=("actor.offload=true",),
     ),
-    Step(
+    SelfTestStep(
         "rl-fp8-rollouts",
         "whole_runs.rl",
         "the same with the engine's weights in FP8: how far is it from the actor?",
@@ -124,33 +124,33 @@ STEPS = (
         need="GPU",
         overrides=("rollout.fp8=blockwise",),
     ),
-    Step(
+    SelfTestStep(
         "rl-ranks",
         "whole_runs.rl",
         "three RL steps on two ranks, with tensor and sequence parallelism",
         "NCCL between these cards (NCCL_DEBUG=INFO), or processes that do not see all GPUs: megatron-rl preflight",
         processes=2,
     ),
-    Step(
+    SelfTestStep(
         "rl-images",
         "whole_runs.rl_of_images",
         "three RL steps of a model with a vision tower: do actor and engine see the same in images?",
         "the tower, transformers' in the actor (models/vision.py) and vLLM's own in the engine, or its processor of images "
         "(seams/vllm_images.py)",
     ),
-    Step(
+    SelfTestStep(
         "fp8",
         "without_engine.fp8",
         "FP8 updates, blockwise and by tensor: how far are the log-probs from bf16's?",
         "shapes that FP8 does not take (rows or columns that are no multiple of 16 or 128), or the card lacks the recipe",
         need="FP8",
     ),
-    Step("speed", "speed.update", "updates of an 8B-shaped stack: share of the card's peak (MFU)", _SPEED),
+    SelfTestStep("speed", "speed.update", "updates of an 8B-shaped stack: share of the card's peak (MFU)", _SPEED),
     *(
-        Step(f"speed-{name}", "speed.update", f"the same with {', '.join(overrides)}", _SPEED, need, overrides)
+        SelfTestStep(f"speed-{name}", "speed.update", f"the same with {', '.join(overrides)}", _SPEED, need, overrides)
         for name, (need, overrides) in _OPTIONS.items()
     ),
-    Step(
+    SelfTestStep(
         "offload",
         "speed.offload",
         "GB/s of the offload, each way",
@@ -158,5 +158,7 @@ STEPS = (
         need="GPU",
         overrides=("actor.offload=true",),
     ),
-    Step("decode", "speed.decode", "tokens/s of the engine, with and without seeds; seconds of a weight sync", _SPEED),
+    SelfTestStep(
+        "decode", "speed.decode", "tokens/s of the engine, with and without seeds; seconds of a weight sync", _SPEED
+    ),
 )

@@ -157,7 +157,7 @@ def test_ranks_do_not_begin_without_their_launcher(tmp_path: Path) -> None:
     os.close(write)
     child = os.fork()
     if child == 0:
-        fork_server._become(fork_server.World({"RANK": "0"}, 1, 2), set(), os.getpid(), read)
+        fork_server._become(fork_server.RankWorld({"RANK": "0"}, 1, 2), set(), os.getpid(), read)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     os.close(read)

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl import cli
 from megatron_rl.commands import selftest
 from megatron_rl.config import Machine, check, check_machine, load_recipe
-from megatron_rl.runtime.spawn import Outcome
+from megatron_rl.runtime.spawn import RanksOutcome
 from megatron_rl.selftest.bench import Bench
 from megatron_rl.selftest.results import FAILED, OK, Result
 from megatron_rl.selftest.steps import STEPS
@@ -53,7 +53,7 @@ def test_the_steps_that_need_no_gpu_are_right_on_a_cpu(page: Path) -> None:
 def test_a_fault_fails_its_step_with_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def faulty(command: Sequence[str], processes: int, log_dir: Path, environment: Mapping[str, str]) -> Outcome:
+    def faulty(command: Sequence[str], processes: int, log_dir: Path, environment: Mapping[str, str]) -> RanksOutcome:
         return warm.run_ranks([*command[:2], "tests.cli.faulty_rank", *command[3:]], processes, log_dir, environment)
 
     monkeypatch.setattr(selftest, "run_ranks", faulty)
@@ -85,9 +85,9 @@ def test_a_step_has_time_to_compile(
     """vLLM alone takes half a minute to import; a node's first run also compiles graphs, Triton's kernels, FP8 products."""
     given = []
 
-    def hangs(command: Sequence[str], processes: int, log_dir: Path, environment: Mapping[str, str]) -> Outcome:
+    def hangs(command: Sequence[str], processes: int, log_dir: Path, environment: Mapping[str, str]) -> RanksOutcome:
         given.append(environment)
-        return Outcome(142, "rank 0 was ended by SIGALRM")
+        return RanksOutcome(142, "rank 0 was ended by SIGALRM")
 
     monkeypatch.setattr(selftest, "run_ranks", hangs)
     monkeypatch.setattr(selftest, "machine_here", lambda: (Machine(gpus=1), None))

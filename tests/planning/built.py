@@ -25,7 +25,7 @@ from megatron_rl.planning import exact
 from megatron_rl.planning.dummy_inputs import Zeros
 from megatron_rl.runtime import distributed
 from megatron_rl.seams.megatron import routers
-from megatron_rl.seams.torch_meta import Memory
+from megatron_rl.seams.torch_meta import StorageCounter
 
 
 def hold(root: str, cases: list[tuple[Config, dict[str, Any]]]) -> None:
@@ -45,7 +45,7 @@ def hold(root: str, cases: list[tuple[Config, dict[str, Any]]]) -> None:
 
 
 def _held(config: Config, grid: distributed.ProcessGrid, case: dict[str, Any]) -> dict[str, int]:
-    with Memory(torch.device("cpu")) as memory:
+    with StorageCounter(torch.device("cpu")) as memory:
         weights = Zeros(model_of(case["model"]), DTYPES[config.model.dtype], torch.device("cpu"))
         actor = Actor(config, grid, ".", weights, case["model"])
         actor.start_optimizer(config.actor.optimizer, total_steps=1)
@@ -60,7 +60,7 @@ def _held(config: Config, grid: distributed.ProcessGrid, case: dict[str, Any]) -
     return found
 
 
-def _tracked(config: Config, actor: Actor, memory: Memory, count: int) -> dict[str, int]:
+def _tracked(config: Config, actor: Actor, memory: StorageCounter, count: int) -> dict[str, int]:
     """Bytes that log-probs, and an update before its optimizer steps, take at the most beside the actor's state."""
     prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_tokens
     sequences = count * actor.grid.dp * config.actor.tokens_per_microbatch // (prompt + response)

@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 import pytest
 
-from megatron_rl.planning.simulation.engines import BLOCK, EngineSpeed, Generation, generate
+from megatron_rl.planning.simulation.engines import BLOCK, EngineSpeed, SimulatedGeneration, generate
 from megatron_rl.planning.time.lengths import LogNormal
 
 WIDE = EngineSpeed(
@@ -15,7 +15,7 @@ WIDE = EngineSpeed(
 )
 
 
-def run(speed: EngineSpeed, lengths: np.ndarray, engines: int = 1, prompt: float = 10.0) -> Generation:
+def run(speed: EngineSpeed, lengths: np.ndarray, engines: int = 1, prompt: float = 10.0) -> SimulatedGeneration:
     return generate(speed, engines, prompt, np.zeros_like(lengths), lengths, range(len(lengths)))
 
 

@@ -35,7 +35,7 @@ from megatron_rl.planning.memory import (
     SYNC,
     UPDATE,
     WEIGHTS,
-    Plan,
+    MemoryPlan,
     active_parameters,
     actor_parameters,
     cache_bytes_per_token,
@@ -160,7 +160,7 @@ def count(cases: list[dict[str, Any]]) -> list[Any]:
     return list(json.loads(answer[0].removeprefix("RESULT ")))
 
 
-def planned(case: dict[str, Any]) -> tuple[Plan, Config]:
+def planned(case: dict[str, Any]) -> tuple[MemoryPlan, Config]:
     config = Config(
         model=ModelConfig(dtype=case["dtype"]), actor=ActorConfig(parallel=ParallelConfig(**case["parallel"]))
     )
@@ -224,7 +224,7 @@ def test_an_engine_repeats_key_value_heads_where_ranks_outnumber_them() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ phases
-def plan_for(name: str, world: int = 8, rollout: RolloutConfig | None = None, **actor: Any) -> Plan:
+def plan_for(name: str, world: int = 8, rollout: RolloutConfig | None = None, **actor: Any) -> MemoryPlan:
     rollout = replace(rollout or RolloutConfig(), max_prompt_tokens=1024, max_tokens=7168)
     config = Config(actor=ActorConfig(**actor), rollout=rollout)
     return make_plan(config, model_of(model_config(name)), world, 79 * GIB)
@@ -296,7 +296,7 @@ def test_a_host_that_is_too_small_is_named_with_the_phase() -> None:
     assert "checkpoint.every=0, actor.offload=false" in problem
 
 
-def part(plan: Plan, name: str) -> float:
+def part(plan: MemoryPlan, name: str) -> float:
     [found] = [part.bytes for part in plan.components if part.name.startswith(name)]
     return found
 

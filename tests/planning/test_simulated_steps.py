@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.planning.simulation.engines import EngineSpeed
-from megatron_rl.planning.simulation.failures import Failures, Interval, daly, days, goodput, intervals, young
-from megatron_rl.planning.simulation.steps import MODES, Job, Latency, Run, simulate
+from megatron_rl.planning.simulation.failures import CheckpointInterval, Failures, daly, days, goodput, intervals, young
+from megatron_rl.planning.simulation.steps import MODES, Latency, SimulatedJob, SimulatedRun, simulate
 from megatron_rl.planning.time.lengths import LogNormal, Recorded, read_lengths
 
 SPEED = EngineSpeed(lambda running, context: 0.02 + 1e-7 * running * context, lambda tokens: tokens / 2e4, 2e5, 256)
@@ -22,7 +22,7 @@ def training(tokens: float) -> Mapping[str, float]:
     return {"old_log_prob": tokens * 1e-5, "update": tokens * 4e-5, "sync": 2.0}
 
 
-JOB = Job(
+JOB = SimulatedJob(
     speed=SPEED,
     engines=8,
     gpus=16,
@@ -66,7 +66,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
         assert one.seconds.tolist() != other.seconds.tolist()
 
 
-def spans_fit(run: Run) -> None:
+def spans_fit(run: SimulatedRun) -> None:
     for step in run.steps:
         assert max(span.begin + span.seconds for span in step.spans) == pytest.approx(step.seconds)
 
@@ -143,7 +143,7 @@ def test_no_checkpoint_in_time_leaves_nothing() -> None:
     assert goodput(np.full(1, 100.0), 10_000, failures) == 0
     late = replace(failures, write=500.0)  # whole 500 s later, and no more often
     assert goodput(np.full(1, 100.0), 1, late) < 0.7 * goodput(np.full(1, 100.0), 1, failures)
-    assert intervals(np.full(1, 100.0), failures)[0] == Interval(1, goodput(np.full(1, 100.0), 1, failures))
+    assert intervals(np.full(1, 100.0), failures)[0] == CheckpointInterval(1, goodput(np.full(1, 100.0), 1, failures))
 
 
 def test_a_runs_recorded_lengths(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
 from megatron_rl.preflight import across_ranks, gpus, local, storage
 from megatron_rl.preflight.across_ranks import _differences
-from megatron_rl.preflight.verdict import FAILED, WARNING, Finding, Measured, Report, merged
+from megatron_rl.preflight.verdict import FAILED, WARNING, Measured, NodeFinding, Report, merged
 from megatron_rl.runtime import compilers
 from megatron_rl.runtime.attempts import free_port
 
@@ -402,10 +402,10 @@ NVRM: Xid (0000:af:00): 95, pid=77, Uncontained ECC error
 
 def test_the_report_is_short_worst_first_and_names_nodes_once() -> None:
     found = [
-        Finding("disks", WARNING, "n1", "TMPDIR is small"),
-        Finding("disks", WARNING, "n2", "TMPDIR is small"),
-        Finding("disks", WARNING, "n1", "TMPDIR is small"),
-        Finding("data", FAILED, "n2", "no file"),
+        NodeFinding("disks", WARNING, "n1", "TMPDIR is small"),
+        NodeFinding("disks", WARNING, "n2", "TMPDIR is small"),
+        NodeFinding("disks", WARNING, "n1", "TMPDIR is small"),
+        NodeFinding("data", FAILED, "n2", "no file"),
     ]
     report = Report(["n1", "n2"], 16, ["data", "disks"], merged(found), {"allreduce_gb_per_s": 41.2}, 3.21)
     first, second, last = report.text().splitlines()

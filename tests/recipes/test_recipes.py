@@ -21,7 +21,7 @@ from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.checks import smallest_world
 from megatron_rl.config.published import FOLDER, published_config, published_names
 from megatron_rl.models import model_of
-from megatron_rl.planning.memory import CHECK, GENERATE, GIB, PHASES, SYNC, UPDATE, Plan, make_plan
+from megatron_rl.planning.memory import CHECK, GENERATE, GIB, PHASES, SYNC, UPDATE, MemoryPlan, make_plan
 
 from . import tiny
 
@@ -140,7 +140,7 @@ def checked(name: str, overrides: list[str] | None = None, world: int | None = N
     )
 
 
-def plan(config: Config, world: int, gib: float = H100_GIB) -> Plan:
+def plan(config: Config, world: int, gib: float = H100_GIB) -> MemoryPlan:
     assert config.model.path is not None
     model = json.loads((Path(config.model.path) / "config.json").read_text("utf-8"))
     return make_plan(config, model_of(model), world, gib * GIB)

@@ -26,7 +26,7 @@ class EngineSpeed:
 
 
 @dataclass(frozen=True)
-class Generation:
+class SimulatedGeneration:
     """One phase of generation. Rows are groups in the order in which they were given."""
 
     seconds: float
@@ -150,7 +150,7 @@ def generate(
     left: np.ndarray,
     order: Sequence[int],
     wanted: int | None = None,
-) -> Generation:
+) -> SimulatedGeneration:
     """Responses to prompts of `prompt` tokens, handed out as `rollout/dispatch.py` does it.
 
     Args:
@@ -198,7 +198,7 @@ def generate(
         schedule(number)
     for worker in workers:
         worker.interrupt(now)
-    return Generation(
+    return SimulatedGeneration(
         seconds=now,
         ends=ends.reshape(groups, count),
         left=np.array(rest, dtype=np.int64).reshape(groups, count),

@@ -53,19 +53,19 @@ def _repeated(seconds: np.ndarray, failures: Failures) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Interval:
+class CheckpointInterval:
     """Steps between checkpoints, and the goodput."""
 
     steps: int
     goodput: float
 
 
-def intervals(seconds: np.ndarray, failures: Failures, most: int = 10_000) -> list[Interval]:
+def intervals(seconds: np.ndarray, failures: Failures, most: int = 10_000) -> list[CheckpointInterval]:
     """Goodput over intervals from the shortest that the disk keeps up with to several times the best, about 10 to a factor of
     ten."""
-    tried, found, best = max(1, math.ceil(failures.write / float(seconds.mean()))), list[Interval](), 0.0
+    tried, found, best = max(1, math.ceil(failures.write / float(seconds.mean()))), list[CheckpointInterval](), 0.0
     while tried <= most or not found:
-        found.append(Interval(tried, goodput(seconds, tried, failures)))
+        found.append(CheckpointInterval(tried, goodput(seconds, tried, failures)))
         best = max(best, found[-1].goodput)
         if found[-1].goodput < 0.9 * best:
             break

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_rl.planning.simulation.engines import EngineSpeed, Generation, generate
+from megatron_rl.planning.simulation.engines import EngineSpeed, SimulatedGeneration, generate
 from megatron_rl.planning.time.lengths import LogNormal, Recorded
 
 Mode = Literal["synchronous", "partial", "one step off"]
@@ -34,7 +34,7 @@ class Latency:
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """What is simulated.
 
     Attributes:
@@ -70,20 +70,20 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """`tokens`: of the sequences that are trained on, prompts included."""
 
     seconds: float
     spans: tuple[Span, ...]
-    generation: Generation
+    generation: SimulatedGeneration
     tokens: float
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     mode: Mode
     gpus: int
-    steps: Sequence[Step]
+    steps: Sequence[SimulatedStep]
     engines_share: float = 1.0  # of the GPUs; one step off: the others train
 
     @property
@@ -119,16 +119,16 @@ class Run:
         return tails / max(1e-30, sum(step.generation.seconds for step in self.steps))
 
 
-def simulate(job: Job, mode: Mode, steps: int, seed: int) -> Run:
+def simulate(job: SimulatedJob, mode: Mode, steps: int, seed: int) -> SimulatedRun:
     """`steps` steps of a job.
 
     Raises:
         ValueError: an engine's cache does not hold the longest sequence.
     """
     if mode == "synchronous":
-        return Run(mode, job.gpus, [_synchronous(job, seed, number) for number in range(steps)])
+        return SimulatedRun(mode, job.gpus, [_synchronous(job, seed, number) for number in range(steps)])
     if mode == "partial":
-        return Run(mode, job.gpus, _partial(job, steps, seed))
+        return SimulatedRun(mode, job.gpus, _partial(job, steps, seed))
     shares = sorted({max(1, job.engines * part // _SPLITS) / job.engines for part in range(1, _SPLITS)} - {1.0})
     if not shares:
         raise ValueError("one step off needs two engines' GPUs: some draw while others train")
@@ -137,7 +137,7 @@ def simulate(job: Job, mode: Mode, steps: int, seed: int) -> Run:
     return _one_step_off(job, best, steps, seed)
 
 
-def _drawn(job: Job, seed: int, number: int) -> tuple[np.ndarray, Sequence[int], np.random.Generator]:
+def _drawn(job: SimulatedJob, seed: int, number: int) -> tuple[np.ndarray, Sequence[int], np.random.Generator]:
     """Responses of a step, and the order in which their groups are begun."""
     rng = np.random.default_rng((seed, number))
     tokens, expected = job.lengths.draw(rng, job.prompts, job.count)
@@ -160,7 +160,9 @@ def _waiting(ends: np.ndarray, seconds: float, reward: Latency | None, rng: np.r
     return max(0.0, last - seconds)
 
 
-def _one_after_the_other(job: Job, generation: Generation, waited: float, tokens: float) -> Step:
+def _one_after_the_other(
+    job: SimulatedJob, generation: SimulatedGeneration, waited: float, tokens: float
+) -> SimulatedStep:
     spans = [Span("generate", 0.0, generation.seconds, idle=generation.idle_share)]
     phases = {"reward": waited} | dict(job.training(tokens))
     at = generation.seconds
@@ -168,20 +170,20 @@ def _one_after_the_other(job: Job, generation: Generation, waited: float, tokens
         if seconds > 0:
             spans.append(Span(name, at, seconds, idle=float(name == "reward")))
             at += seconds
-    return Step(at, tuple(spans), generation, tokens)
+    return SimulatedStep(at, tuple(spans), generation, tokens)
 
 
-def _synchronous(job: Job, seed: int, number: int) -> Step:
+def _synchronous(job: SimulatedJob, seed: int, number: int) -> SimulatedStep:
     lengths, order, rng = _drawn(job, seed, number)
     generation = generate(job.speed, job.engines, job.prompt, np.zeros_like(lengths), lengths, order)
     waited = _waiting(generation.ends.ravel(), generation.seconds, job.reward, rng)
     return _one_after_the_other(job, generation, waited, float(lengths.sum() + lengths.size * job.prompt))
 
 
-def _partial(job: Job, steps: int, seed: int) -> list[Step]:
+def _partial(job: SimulatedJob, steps: int, seed: int) -> list[SimulatedStep]:
     """More groups are begun than are trained on; what is not whole when enough of them are goes on in the next step."""
     drawn = left = np.zeros((0, job.count), dtype=np.int64)
-    under_way, done, number = round(BEGUN * job.prompts), list[Step](), 0
+    under_way, done, number = round(BEGUN * job.prompts), list[SimulatedStep](), 0
     while len(done) < steps + _SETTLING:
         lengths, _, _ = _drawn(replace(job, prompts=under_way - len(left)), seed, number)
         before, left = np.concatenate([drawn, np.zeros_like(lengths)]), np.concatenate([left, lengths])
@@ -198,7 +200,7 @@ def _partial(job: Job, steps: int, seed: int) -> list[Step]:
     return done[_SETTLING:]
 
 
-def _one_step_off(job: Job, share: float, steps: int, seed: int) -> Run:
+def _one_step_off(job: SimulatedJob, share: float, steps: int, seed: int) -> SimulatedRun:
     """Some GPUs draw the next step's responses while the others train on this one's; both wait for each other, and for the
     sync. What trains takes as much longer as it has fewer GPUs."""
     part = replace(job, engines=round(job.engines * share))
@@ -221,5 +223,5 @@ def _one_step_off(job: Job, share: float, steps: int, seed: int) -> Run:
         both = max(drew, at)
         waiting = Span("wait", min(drew, at), abs(drew - at), share if drew < at else 1 - share, 1.0)
         spans += [waiting, Span("sync", both, after)]
-        done.append(Step(both + after, tuple(span for span in spans if span.seconds), generation, tokens))
-    return Run("one step off", job.gpus, done, share)
+        done.append(SimulatedStep(both + after, tuple(span for span in spans if span.seconds), generation, tokens))
+    return SimulatedRun("one step off", job.gpus, done, share)

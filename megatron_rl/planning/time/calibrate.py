@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from megatron_rl.config import Config
-from megatron_rl.planning.memory import Plan
+from megatron_rl.planning.memory import MemoryPlan
 from megatron_rl.planning.time.lengths import Lengths, read_lengths
 from megatron_rl.planning.time.step import REWARD, Predictor
 from megatron_rl.runtime.disk import json_lines
@@ -17,7 +17,7 @@ _UNPREDICTED = ("estimate", "switch", "sync_check")
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """What a run folder says of its steps' time.
 
     Attributes:
@@ -32,7 +32,7 @@ class Run:
     gpus: int
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
+    def read(cls, folder: Path) -> MeasuredRun:
         """Raises:
         ValueError: the folder has no recipe, no steps or no logs.
         """
@@ -58,7 +58,7 @@ def _lengths(folder: Path, rows: Sequence[Mapping[str, float]]) -> Lengths:
     return Lengths.log_normal(mean, round(longest) + 1, prompt=prompt)
 
 
-def calibrated(predictor: Predictor, run: Run, config: Config, plan: Plan) -> Predictor:
+def calibrated(predictor: Predictor, run: MeasuredRun, config: Config, plan: MemoryPlan) -> Predictor:
     """`predictor` with factors that make it give the run's own times for the run's recipe, `config` in the layout of `plan`;
     what is not predicted takes as long as in the run."""
     predicted = replace(predictor, lengths=run.lengths, factors={}).of(config, plan).seconds

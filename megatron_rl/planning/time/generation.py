@@ -11,7 +11,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import Model
 from megatron_rl.planning.memory import active_parameters, cache_bytes_per_token, engine_weight_bytes
 from megatron_rl.planning.time.hardware import Hardware
-from megatron_rl.planning.time.kernels import Group, attention_seconds, memory_seconds
+from megatron_rl.planning.time.kernels import CommGroup, attention_seconds, memory_seconds
 from megatron_rl.planning.time.lengths import BETWEEN, Lengths
 
 _KERNELS = 9, 16  # of a decoding step and layer, in a CUDA graph: dense, with experts
@@ -19,7 +19,7 @@ _SAMPLING = 24  # bytes per logit that sampling reads and writes: fp32, six time
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationTime:
     """A batch's time, of which engines wait for the longest responses: `idle` is the share of their places that are empty,
     mean over the time."""
 
@@ -33,7 +33,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Decoding:
-    """One engine. `cache_tokens`: what its KV cache holds (`planner.Plan.cache_tokens`)."""
+    """One engine. `cache_tokens`: what its KV cache holds (`MemoryPlan.cache_tokens`)."""
 
     model: Model
     rollout: RolloutConfig
@@ -41,8 +41,8 @@ class Decoding:
     cache_tokens: float
 
     @cached_property
-    def _group(self) -> Group:
-        return Group(self.hardware, self.rollout.tensor_parallel)
+    def _group(self) -> CommGroup:
+        return CommGroup(self.hardware, self.rollout.tensor_parallel)
 
     @cached_property
     def _weights(self) -> tuple[float, float]:
@@ -124,7 +124,7 @@ class Decoding:
         largest = NormalDist().inv_cdf((engines - 0.375) / (engines + 0.25)) if engines > 1 else 0.0
         return 1 + largest * math.sqrt(of_group * given) / groups
 
-    def generate(self, responses: float, everywhere: float, lengths: Lengths) -> Generation:
+    def generate(self, responses: float, everywhere: float, lengths: Lengths) -> GenerationTime:
         """`responses` of each engine, `everywhere` of all engines together: the slowest engine ends it.
 
         More than there are places are drawn as places become free; when none are left, those under way are as far as a
@@ -150,7 +150,7 @@ class Decoding:
             running = max(1.0, places * share)
             took = some * lengths.cell * self.step_seconds(running, lengths.prompt + (i + 0.5) * lengths.cell)
             steps, seconds, drawn = steps + some * lengths.cell, seconds + took, drawn + took * places * share
-        return Generation(
+        return GenerationTime(
             seconds=prompt + seconds,
             prompts=prompt,
             steps=steps,

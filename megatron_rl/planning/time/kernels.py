@@ -48,7 +48,7 @@ def host_seconds(hardware: Hardware, moved: float) -> float:
 
 
 @dataclass(frozen=True)
-class Group:
+class CommGroup:
     """Ranks that communicate: every `stride`-th, `size` of them."""
 
     hardware: Hardware

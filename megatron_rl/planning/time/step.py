@@ -14,15 +14,15 @@ from megatron_rl.models import Model
 from megatron_rl.planning.memory import (
     OPTIMIZER,
     WEIGHTS,
+    MemoryPlan,
     Parameters,
-    Plan,
     engine_weight_bytes,
     total_parameters,
     trained_parameters,
 )
-from megatron_rl.planning.time.generation import Decoding, Generation
+from megatron_rl.planning.time.generation import Decoding, GenerationTime
 from megatron_rl.planning.time.hardware import Hardware
-from megatron_rl.planning.time.kernels import Group, host_seconds, memory_seconds
+from megatron_rl.planning.time.kernels import CommGroup, host_seconds, memory_seconds
 from megatron_rl.planning.time.lengths import Lengths
 from megatron_rl.planning.time.training import Cost, Training
 
@@ -56,7 +56,7 @@ class StepTime:
     responses: float
     gpus: int
     bounds: Mapping[str, str]
-    generation: Generation
+    generation: GenerationTime
     update: Cost
     microbatches: int
 
@@ -117,7 +117,7 @@ class Predictor:
             self._held[cut] = trained_parameters(self.model, actor)
         return self._held[cut]
 
-    def of(self, config: Config, plan: Plan) -> StepTime:
+    def of(self, config: Config, plan: MemoryPlan) -> StepTime:
         """A checked recipe in the layout that `plan` is of."""
         decoding = Decoding(self.model, config.rollout, self.hardware, plan.cache_tokens)
         responses = config.trainer.prompts_per_step * config.rollout.group_size
@@ -214,7 +214,7 @@ def _fill(lengths: Lengths, budget: int) -> float:
     return min(1.0, sum(wanted) / (whole * budget)) if len(room) > 1 else 1.0
 
 
-def _bytes(plan: Plan, name: str) -> float:
+def _bytes(plan: MemoryPlan, name: str) -> float:
     return sum(part.bytes for part in plan.components if part.name == name)
 
 
@@ -239,14 +239,14 @@ def _shared(actor: int, engine: int) -> float:
     return min(1.0, engine / actor) if actor == engine or 1 in (actor, engine) else 0.0
 
 
-def sync_seconds(model: Model, config: Config, plan: Plan, hardware: Hardware) -> float:
+def sync_seconds(model: Model, config: Config, plan: MemoryPlan, hardware: Hardware) -> float:
     """The weights' way into the engines: `sync_bytes`, from the rank's own domain where that has all stages, else over the
     network; and three times through memory (packed, received, put in place)."""
     parallel, rollout = config.actor.parallel, config.rollout
     moved = sync_bytes(model, parallel, rollout)
     placed = moved if rollout.sync == "whole" else engine_weight_bytes(model, _unquantised(rollout), 2)
     copy = max(1, parallel.pipeline * max(parallel.tensor, parallel.expert * parallel.expert_tensor))  # ranks
-    near = Group(hardware, copy).near / copy
+    near = CommGroup(hardware, copy).near / copy
     links = max(
         near * moved / (hardware.nvlink * hardware.nvlink_share),
         (1 - near) * moved / (hardware.network * hardware.network_share),

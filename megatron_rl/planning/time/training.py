@@ -10,7 +10,13 @@ from megatron_rl.config.pipeline_split import stage_layers
 from megatron_rl.models import Model
 from megatron_rl.planning.memory import Parameters, trained_parameters
 from megatron_rl.planning.time.hardware import Hardware
-from megatron_rl.planning.time.kernels import Group, attention_seconds, host_seconds, memory_seconds, product_seconds
+from megatron_rl.planning.time.kernels import (
+    CommGroup,
+    attention_seconds,
+    host_seconds,
+    memory_seconds,
+    product_seconds,
+)
 
 WIDTH = 2  # bytes of an activation
 
@@ -97,19 +103,19 @@ class Training:
         """That are trained, on the rank that holds most."""
         return trained_parameters(self.model, self.actor) if self.held is None else self.held
 
-    def _group(self, size: int, stride: int = 1) -> Group:
-        return Group(self.hardware, size, stride)
+    def _group(self, size: int, stride: int = 1) -> CommGroup:
+        return CommGroup(self.hardware, size, stride)
 
     @cached_property
-    def _tensor(self) -> Group:
+    def _tensor(self) -> CommGroup:
         return self._group(self.actor.parallel.tensor)
 
     @cached_property
-    def _context(self) -> Group:
+    def _context(self) -> CommGroup:
         return self._group(self.actor.parallel.context, self.actor.parallel.tensor)
 
     @cached_property
-    def _experts(self) -> Group:
+    def _experts(self) -> CommGroup:
         return self._group(self.actor.parallel.expert * self.actor.parallel.expert_tensor)
 
     # ------------------------------------------------------------------------------------------------------ layers
@@ -292,7 +298,7 @@ class Training:
         return slowest * batches + Cost(bubble=fill, pipeline=sends)
 
     # --------------------------------------------------------------------------------------------------- optimizer
-    def _shared(self) -> tuple[Group, Group]:
+    def _shared(self) -> tuple[CommGroup, CommGroup]:
         """Ranks with the same dense weights, and with the same experts."""
         parallel = self.actor.parallel
         stage = self.world // parallel.pipeline
