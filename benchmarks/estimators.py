@@ -1,6 +1,6 @@
 """How long estimators and the loss take, and against the papers' listings and the grouping of released trainers.
 
-`python -m benchmarks.estimators [--write docs/algorithms/speed.md]`; one core, a minute. The comparisons are written here
+`python -m benchmarks.estimators`; one core, a minute. The comparisons are written here
 from the formulas; they are what the papers' listings and released trainers do, with their loops.
 """
 
@@ -217,9 +217,7 @@ def machine() -> str:
 
 def page() -> str:
     blocks = [
-        "# Speed",
-        f"Made by `python -m benchmarks.estimators --write docs/algorithms/speed.md` on {datetime.date.today()}; "
-        f"{machine()}. CPU time, the least of several calls.",
+        f"{datetime.date.today()}; {machine()}. CPU time, the least of several calls.",
         f"**Estimators**, {PROMPTS} prompts x {ROLLOUTS} rollouts x {REWARDS} rewards, float64. The counterparts are "
         "written from the papers' listings and from how released trainers group rollouts; the advantages agree.",
         markdown_table(("estimator", "ms", "compared with", "its ms", "times"), estimators()),
@@ -234,17 +232,11 @@ def page() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", type=Path, help="file that the page goes to (default: the terminal)")
-    args = parser.parse_args(arguments)
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args(arguments)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the head's tensor-parallel group
-    text = page()
+    print(page())
     dist.destroy_process_group()
-    if args.write is not None:
-        args.write.write_text(text)
-    else:
-        print(text)
     return 0
 
 

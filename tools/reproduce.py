@@ -1,6 +1,6 @@
 """Regenerates the papers' claims that need no large model as pages with tables and figures.
 
-python tools/reproduce.py gdpo|dgpo|shrinkage|awpo|all [--out docs/reproduced]
+python tools/reproduce.py gdpo|dgpo|shrinkage|awpo|all [--out build/reproduced]
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from reproduced.page import PAGES, make_page, write_page
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reproduced"
+FOLDER = Path(__file__).resolve().parents[1] / "build" / "reproduced"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name", choices=(*PAGES, "all"), help="which paper")
     parser.add_argument(
-        "--out", type=Path, default=FOLDER, help="folder for NAME.md and NAME.png (default: docs/reproduced)"
+        "--out", type=Path, default=FOLDER, help="folder for NAME.md and NAME.png (default: build/reproduced)"
     )
     args = parser.parse_args(arguments)
     for name in PAGES if args.name == "all" else [args.name]:

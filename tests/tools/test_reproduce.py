@@ -1,4 +1,4 @@
-"""The pages in docs/reproduced are what the code makes, and say what it computes."""
+"""What docs/reproduced says of the papers' claims is what the code computes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from reproduced import awpo, dgpo, gdpo, shrinkage
-from reproduced.page import PAGES, make_page, markdown_table, write_page
+from reproduced.page import PAGES, make_page, markdown_table
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reproduced"
 
 
-@pytest.mark.parametrize("name", ["gdpo", "dgpo", "awpo"])
-def test_the_committed_page_is_what_the_code_makes(name: str, tmp_path: Path) -> None:
-    page = make_page(name)
-    assert page.text(name) == (FOLDER / f"{name}.md").read_text()
-    write_page(page, name, tmp_path)
-    assert (tmp_path / f"{name}.png").stat().st_size > 5000
-
-
 @pytest.mark.parametrize("name", PAGES)
-def test_every_page_is_committed_with_its_figure(name: str) -> None:
-    assert (FOLDER / f"{name}.md").read_text().startswith("# ")
+def test_the_page_of_claims_shows_every_figure(name: str) -> None:
     assert 0 < (FOLDER / f"{name}.png").stat().st_size < 150_000
-    assert f"[{name}]({name}.md)" in (FOLDER / "README.md").read_text()
+    assert f"({name}.png)" in (FOLDER / "README.md").read_text()
 
 
 def test_gdpo_facts() -> None:
