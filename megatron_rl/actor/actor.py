@@ -18,7 +18,7 @@ from megatron_rl.actor.build import learning_rate
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.actor.offload import ActorMemory
 from megatron_rl.actor.packing import MicroBatch, pack, planned
-from megatron_rl.actor.routing import Pass, as_chosen, expert_load, layer_routings
+from megatron_rl.actor.routing import Pass, as_chosen, expert_load, forget_expert_load, layer_routings
 from megatron_rl.actor.variance import GradientParts
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.actor import OptimizerConfig
@@ -204,7 +204,8 @@ class Actor:
             more: another update follows, and nothing else reads the weights before: with `actor.overlap` they are
                 gathered in its forward pass.
             part_size: where given, the gradient's variance is measured; see `GradientParts`.
-            with_metrics: those of `loss` are added over all ranks, which wait for each other; the same on all ranks.
+            with_metrics: those of `loss` are added over all ranks, which wait for each other; the same on all ranks. An
+                update without them is not counted by `expert_load`.
 
         Raises:
             FloatingPointError: if the gradient norm is not finite; nothing has been changed then.
@@ -230,6 +231,8 @@ class Actor:
             if self._gathers_later and not more:
                 gather_weights(self.ddp_chunks)
         self.optimizer_steps += 1
+        if not with_metrics:  # nor is what its tokens used the experts for
+            forget_expert_load(self._routings)
         variance, count = parts.result(self.grid, grad_norm) if parts is not None else (None, 0)
         return UpdateResult(self.reduce(collected) if with_metrics else Metrics(), grad_norm, rate, variance, count)
 

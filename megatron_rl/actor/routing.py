@@ -99,7 +99,12 @@ def expert_load(routings: Sequence[LayerRouting], layers: int, experts: int) -> 
     counts = torch.zeros(layers, experts, dtype=torch.int64, device=device.device())
     for routing in routings:
         counts[routing.layer - 1] = routing.load
-        routing.load = 0
+    forget_expert_load(routings)
     torch.distributed.all_reduce(counts)
     busiest = counts.amax(dim=1) / counts.double().mean(dim=1)
     return {"experts/load": float(busiest.mean()), "experts/load_max": float(busiest.max())}
+
+
+def forget_expert_load(routings: Sequence[LayerRouting]) -> None:
+    for routing in routings:
+        routing.load = 0

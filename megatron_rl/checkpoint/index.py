@@ -9,13 +9,15 @@ them, and without importing torch, which takes as long as converting two gigabyt
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import re
+import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -32,7 +34,7 @@ BACKEND = {
 # What `pickle` raises on bytes that are no pickle, or a damaged one.
 DAMAGE = (
     *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError),
-    *(OverflowError, MemoryError),
+    *(OverflowError, MemoryError, AssertionError, struct.error),
 )
 _INDEX = "torch.distributed.checkpoint.metadata"
 _OLD_INDEX = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.1 and older had two of them
@@ -48,12 +50,7 @@ _KNOWN = {
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),  # the folder it was written to
 }
-# What a pickle cannot set attributes of: classes written in C.
-_PLAIN: dict[tuple[str, str], type] = {
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("builtins", "set"): set,
-}
+
 # Names of dtypes and memory formats.
 _DTYPES = re.compile(r"bool|b?float\d+\w*|u?int\d+|complex\d+")
 _TORCH_VALUES = re.compile(rf"{_DTYPES.pattern}|(contiguous|preserve)_format|channels_last(_3d)?")
@@ -64,11 +61,36 @@ class UnpickleError(ValueError):
     file and which class. Nothing that it names was called."""
 
 
-class _Fixed(type):
-    """Classes that a pickle can neither change (its BUILD sets attributes, of classes too) nor build on what a call made."""
+class _Unchanged(type):
+    """Classes that a pickle cannot change: its BUILD sets attributes, of classes too."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise AttributeError(f"a pickle cannot set {name!r} of a class")
+
+
+class FlatKey(tuple[Any, ...], metaclass=_Unchanged):
+    """A tuple of a pickle. As a key it may hold no tuple: Python hashes shared ones again and again, so that forty that
+    hold the one before twice take hours, and follows deep ones until the stack overflows."""
+
+    __slots__ = ()
+    __eq__ = tuple.__eq__
+
+    def __hash__(self) -> int:
+        if any(isinstance(value, tuple) for value in self):
+            raise pickle.UnpicklingError("a key is a tuple of tuples")
+        return super().__hash__()
+
+
+# Classes that a pickle cannot set attributes of.
+_PLAIN: dict[tuple[str, str], type] = {
+    ("torch", "Size"): FlatKey,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+}
+
+
+class _Fixed(_Unchanged):
+    """Of what a call made, a pickle cannot change the state either."""
 
     def __call__(cls, *made_from: object) -> Any:
         record = super().__call__()
@@ -98,12 +120,26 @@ class Record(metaclass=_Fixed):
             self.made_from = state if isinstance(state, tuple) else (state,)
 
 
-class Listed(pickle.Unpickler):
-    """`source` says in an error which file it is."""
+class Listed(pickle._Unpickler):
+    """`source` says in an error which file it is. In Python, not C, since here tuples can be replaced."""
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(self, file: BinaryIO, source: str) -> None:
         super().__init__(file)
         self._source = source
+
+
+def _flat(load_tuple: Callable[[Any], None]) -> Callable[[Any], None]:
+    def load(unpickler: Any) -> None:
+        load_tuple(unpickler)
+        unpickler.stack[-1] = FlatKey(unpickler.stack[-1])
+
+    return load
+
+
+for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+    Listed.dispatch[_opcode[0]] = _flat(Listed.dispatch[_opcode[0]])
 
 
 class _Records(Listed):
@@ -208,8 +244,7 @@ def _read(folder: Path) -> Any:
     """The index as records."""
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
-            record = _Records(file, str(path)).load()
+        record = _Records(io.BytesIO(path.read_bytes()), str(path)).load()
     except UnpickleError:
         raise
     except DAMAGE as error:
@@ -219,7 +254,9 @@ def _read(folder: Path) -> Any:
         raise UnpickleError(f"{path} cannot be read: it is not the index of a distributed checkpoint")
     for info in places.values():
         name = getattr(info, "relative_path", None)
-        if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        if not isinstance(name, str):
+            raise UnpickleError(f"{path} is damaged: a {type(name).__name__} in the place of a file's name")
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise UnpickleError(f"{path} points at a file outside the checkpoint: {name!r}")
         if getattr(info, "transform_descriptors", None):
             raise UnpickleError(f"{path}: {name} is stored in transformed form ({METADATA}), which is not read")

@@ -88,8 +88,9 @@ def _port(environment: Mapping[str, str]) -> int:
 
 
 def rank_environment(gpus: int) -> dict[str, str]:
-    """Variables that have to be there before a rank imports torch. Variables that the user has set are not overridden, but
-    for Python's UTF-8 mode: torch and vLLM read their own files in the locale's encoding. PATH gets this Python's programs.
+    """Variables that have to be there before a rank imports torch. Variables that the user has set are not overridden (an
+    empty one counts as unset), but for Python's UTF-8 mode: torch and vLLM read their own files in the locale's encoding.
+    PATH gets this Python's programs.
 
     Raises:
         ConfigError: on a GPU, where the folder for compiled kernels is not safe to use.
@@ -113,7 +114,7 @@ def rank_environment(gpus: int) -> dict[str, str]:
     return {
         "PYTHONUTF8": "1",
         "PATH": compilers.search_path(os.environ),
-        **{name: value for name, value in defaults.items() if name not in os.environ},
+        **{name: value for name, value in defaults.items() if not os.environ.get(name)},
     }
 
 

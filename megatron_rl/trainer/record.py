@@ -8,6 +8,7 @@ are in `samples/`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron_rl.data.rollout import Rollouts
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.trainer.minibatch import Minibatch, trained_rows
 
+_STEP = re.compile(r"step_(\d+)\.npz")
 TOKEN_ARRAYS = ("log_probs", "old_log_probs", "rollout_log_probs")
 _WRITTEN = (*TOKEN_ARRAYS, "gradient_weights")  # the last for the report only
 _BY_TOKEN = "advantages"  # of steps in which a token part made them
@@ -180,6 +182,6 @@ def read_step(path: str | Path) -> RecordedStep:
 
 
 def recorded_steps(run_dir: str | Path) -> dict[int, Path]:
-    """Step -> file, in order, of everything that a run has recorded."""
-    found = {int(path.stem.removeprefix("step_")): path for path in Path(run_dir).glob("rollouts/step_*.npz")}
-    return dict(sorted(found.items()))
+    """Step -> file, in order, of everything that a run has recorded; files of other names are not its own."""
+    files = Path(run_dir).glob("rollouts/step_*.npz")
+    return dict(sorted((int(match[1]), path) for path in files if (match := _STEP.fullmatch(path.name))))

@@ -61,7 +61,7 @@ def preference_step(actor: Actor, pairs: Sequence[Pair], centering: float, is_lo
     result = actor.update(micro_batches, loss, temperature=1.0, with_metrics=is_logged)
     return (
         result.metrics.values()
-        | actor.expert_load()
+        | (actor.expert_load() if is_logged else {})
         | {
             "actor/grad_norm": result.grad_norm,
             "actor/lr": result.learning_rate,

@@ -79,7 +79,7 @@ def _step(actor: Actor, batch: TokenBatch, is_logged: bool) -> dict[str, float]:
     result = actor.update(actor.micro_batches(batch), loss, temperature=1.0, with_metrics=is_logged)
     return (
         result.metrics.values()
-        | actor.expert_load()
+        | (actor.expert_load() if is_logged else {})
         | {
             "actor/grad_norm": result.grad_norm,
             "actor/lr": result.learning_rate,

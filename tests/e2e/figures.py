@@ -367,19 +367,30 @@ def _shrinkage(step: Step) -> Expected:
 
 
 def _awpo(step: Step) -> Mapping[str, float] | None:
+    """Eq. 18 to 22 of the paper. The gate and the thresholds are strict; the record's numbers lie on none of them."""
     section = step.algorithm["estimator"]
     if section["name"] != "awpo":
         return None
-    p = {"reasoning": "judge", "eps_std": 1e-6, "eps_mix": 0.55, "alpha_base": 1.0, "alpha_prio": 1.2} | section[
-        "params"
-    ]
+    p = {"reasoning": "judge", "eps_std": 1e-6, "eps_mix": 0.7, "tau_low": 0.5, "tau_high": 1.5}
+    p |= {"alpha_base": 0.5, "alpha_prio": 1.5} | section["params"]
     names, weights = step.file["names"].tolist(), step.file["weights"]
     kept = [i for i, name in enumerate(names) if name != p["reasoning"]]
     out = sum(weights[i] * step.rewards[:, :, i] for i in kept)
     mixed = sum(weight * step.rewards[:, :, i] for i, weight in enumerate(weights))
     s_out, s_mix, mean = out.std(1), mixed.std(1), out.mean(1)
-    total = s_out + s_mix + p["eps_std"]
-    return {"sigma_out": s_out.mean(), "sigma_mix": s_mix.mean(), "rho": (s_mix / total).mean(), "top": mean.max()}
+    rho = s_mix / (s_out + s_mix + p["eps_std"])
+    top = step.row["awpo/r_out_max"]  # recomputed itself
+    w = np.where((top - mean > 1e-9) & (p["eps_mix"] - rho > 1e-9), rho, 0.0)
+    medium = (mean - p["tau_low"] > 1e-9) & (p["tau_high"] - mean > 1e-9)
+    return {
+        "sigma_out": s_out.mean(),
+        "sigma_mix": s_mix.mean(),
+        "rho": rho.mean(),
+        "top": mean.max(),
+        "w_mix": w.mean(),
+        "gate_open_share": np.mean(w > 0),
+        "difficulty": np.where(medium, p["alpha_prio"], p["alpha_base"]).mean(),
+    }
 
 
 def _awpo_value(name: str) -> Callable[[Step], Expected]:
@@ -394,10 +405,6 @@ def _awpo_top(step: Step) -> Expected:
     if step.before is None or "awpo/r_out_max" not in step.before:
         return float(found["top"]), math.inf
     return max(float(found["top"]), step.before["awpo/r_out_max"])
-
-
-def _awpo_between(low: float, high: float) -> Callable[[Step], Expected]:
-    return lambda step: None if _awpo(step) is None else (low, high)
 
 
 # ----------------------------------------------------------------------------------------------------------------- the update
@@ -610,9 +617,9 @@ TABLE: dict[str, Entry] = {
     "awpo/sigma_out": Recomputed(_awpo_value("sigma_out")),
     "awpo/sigma_mix": Recomputed(_awpo_value("sigma_mix")),
     "awpo/r_out_max": Recomputed(_awpo_top),
-    "awpo/w_mix": Recomputed(_awpo_between(0.0, 1.0)),
-    "awpo/gate_open_share": Recomputed(_awpo_between(0.0, 1.0)),
-    "awpo/difficulty": Recomputed(_awpo_between(0.0, 10.0)),
+    "awpo/w_mix": Recomputed(_awpo_value("w_mix")),
+    "awpo/gate_open_share": Recomputed(_awpo_value("gate_open_share")),
+    "awpo/difficulty": Recomputed(_awpo_value("difficulty")),
     "awpo/clip_radius": Recomputed(lambda step: None if _awpo(step) is None else step.bounds[0]),
     # The update
     "actor/updates": Recomputed(_updates),

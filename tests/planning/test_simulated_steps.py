@@ -150,6 +150,7 @@ def test_a_runs_recorded_lengths(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     for step in (10, 2):
         np.savez(tmp_path / "rollouts" / f"step_{step}.npz", lengths=np.full((2, 4), float(step)))
+    (tmp_path / "rollouts" / "step_x.npz").touch()  # none of the run's
     steps = read_lengths(tmp_path)
     assert [tokens.tolist() for tokens in steps] == [[[2] * 4] * 2, [[10] * 4] * 2]
     tokens, expected = Recorded(tuple(group for step in steps for group in step)).draw(np.random.default_rng(0), 50, 8)

@@ -53,7 +53,10 @@ def test_samples_of_a_stranger(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with 10,000 sampled rollouts; the tokens of the last step's first group are recorded."""
-    folder = write_run(tmp_path_factory.mktemp("viewer") / "run", healthy(STEPS))
+    folder = write_run(
+        tmp_path_factory.mktemp("viewer") / "run",
+        healthy(STEPS, response_length__mean=[1e4 * step for step in range(1, STEPS + 1)]),
+    )
     for step in range(1, STEPS + 1):
         rows = [row(step, number) for number in range(EACH)]
         (folder / "samples" / f"step_{step}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
@@ -239,6 +242,24 @@ def test_charts_show_a_step_s_values_and_a_dragged_range_until_a_double_click(pa
     assert (whole["Reward, weighted sum"]["scale"][0], whole["Reward, weighted sum"]["scale"][-1]) == (0, 1)
     assert (zoomed["Reward, weighted sum"]["scale"][0], zoomed["Reward, weighted sum"]["scale"][-1]) == (0.3, 0.5)
     assert whole["Cut at the token limit"]["scale"][-1] == 0.1  # a share of zero is not drawn to full height
+
+
+@needs_browser
+def test_a_click_opens_a_rollout_in_the_right_pane_and_an_axis_has_short_numbers(page: Path) -> None:
+    script = """
+    viewer.querySelectorAll("button.line")[3].click();
+    const texts = () => [...detail.children].map(one => one.textContent);
+    const opened = texts();
+    chosen.tokens = 1;
+    open();
+    const chart = [...document.querySelectorAll(".chart")].find(one => one.textContent.includes("Response length, tokens"));
+    const axis = [...chart.querySelectorAll("text[text-anchor=end]")].map(one => one.textContent);
+    return [opened, texts()[0], axis];"""
+    opened, of_one, axis = outcome(page, script)
+    facts = "step 1 · p/0 #3 · advantage -0.494 · 3 tokens · stop · right 1"
+    assert opened == [facts, "Prompt", "what is 0? </script>", "Response", "answer-1-3", "Answer", "42"]
+    assert of_one == facts.replace("3 tokens", "1 token")
+    assert axis == ["0", "50k", "100k", "150k", "200k"]
 
 
 def test_what_a_page_holds_has_a_limit(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,13 @@ def test_caches_are_on_the_nodes_own_disk_unless_the_user_names_others(
     assert rank_environment(gpus=8)["FLASHINFER_WORKSPACE_BASE"] == "/local/me/flashinfer"
 
 
+def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP would take all cores for `OMP_NUM_THREADS=`."""
+    for value, expected in (("", "1"), ("2", None)):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert rank_environment(gpus=0).get("OMP_NUM_THREADS") == expected
+
+
 def test_vllm_and_torch_read_these_names(temporary: Path) -> None:
     """Of the libraries that are installed here; FlashInfer's, tilelang's and DeepGEMM's are in their CUDA builds only."""
     script = (

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
+from megatron_rl.actor.actor import Actor, UpdateResult
+from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.model import CreateModelConfig, ModelConfig
 from megatron_rl.config.schema import Config, TaskConfig
+from megatron_rl.data.batch import TokenBatch
 from megatron_rl.data.sample import Sample
 from megatron_rl.runtime.distributed import ALONE
 from megatron_rl.tasks.loading import check_demonstrations
 from megatron_rl.trainer.run import build_run
-from megatron_rl.trainer.sft import demonstration_ids
+from megatron_rl.trainer.sft import _step, demonstration_ids
 from megatron_rl.weights.create import create_model
 
 
@@ -58,3 +64,27 @@ def test_a_demonstration_that_just_fits_is_taken(tmp_path: Path) -> None:
     check_demonstrations([sample], tokenizer, 8)
     with pytest.raises(ValueError, match="has 8 tokens"):
         check_demonstrations([sample], tokenizer, 7)
+
+
+@pytest.mark.parametrize("is_logged", [False, True])
+def test_ranks_add_up_their_experts_loads_only_for_a_logged_step(is_logged: bool) -> None:
+    class Counting:
+        """Stands for an actor with experts, and counts how often its ranks would have to wait for each other."""
+
+        sums = 0
+
+        def micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
+            return []
+
+        def update(self, *arguments: object, **options: object) -> UpdateResult:
+            return UpdateResult(Metrics(), 1.0, 1e-3)
+
+        def expert_load(self) -> dict[str, float]:
+            self.sums += 1
+            return {"experts/load": 1.0}
+
+    actor = Counting()
+    batch = TokenBatch.continuations([([1], np.array([2]))])
+    metrics = _step(cast("Actor", actor), batch, is_logged)
+    assert actor.sums == int(is_logged)
+    assert ("experts/load" in metrics) == is_logged

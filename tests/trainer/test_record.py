@@ -48,6 +48,8 @@ def test_two_ranks_write_one_step(tmp_path: Path) -> None:
     write_step(tmp_path / "rollouts/step_20.npz", list("xyz"), table, truncated, result, len(logs))
     write_tokens(tmp_path / "rollouts/step_3.npz", 0, trained_rows(result), TokenLog())
     write_step(tmp_path / "rollouts/step_3.npz", list("xyz"), table, truncated, result, 1)
+    for name in ("step_x.npz", "step_.npz", "step_4 (copy).npz"):
+        (tmp_path / "rollouts" / name).touch()
     steps = recorded_steps(tmp_path)
     assert list(steps) == [3, 20]
     step = read_step(steps[20])

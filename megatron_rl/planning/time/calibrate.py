@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 from megatron_rl.config import Config
 from megatron_rl.planning.memory import MemoryPlan
-from megatron_rl.planning.time.lengths import Lengths, read_lengths
+from megatron_rl.planning.time.lengths import Lengths, read_lengths, recorded_files
 from megatron_rl.planning.time.step import REWARD, Predictor
 from megatron_rl.runtime.disk import json_lines
 
@@ -50,8 +50,7 @@ class MeasuredRun:
 def _lengths(folder: Path, rows: Sequence[Mapping[str, float]]) -> Lengths:
     """Of the newest file of recorded rollouts; where there is none, log-normal up to the longest."""
     prompt = fmean(row["prompt_length/mean"] for row in rows)
-    recorded = sorted(folder.glob("rollouts/step_*.npz"), key=lambda path: int(path.stem.rpartition("_")[2]))
-    if recorded:
+    if recorded := recorded_files(folder):
         return Lengths.recorded(read_lengths(recorded[-1])[0].ravel(), prompt)
     mean = fmean(row["response_length/mean"] for row in rows)
     longest = max(row["response_length/max"] for row in rows)

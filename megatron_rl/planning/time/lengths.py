@@ -4,6 +4,7 @@ arithmetic `Lengths`, to draw from `LogNormal` and `Recorded`."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -180,14 +181,16 @@ def read_lengths(run: Path, limit: int | None = None) -> Sequence[Tokens]:
     Raises:
         ValueError: there are none.
     """
-    files = [run] if run.is_file() else sorted((run / "rollouts").glob("step_*.npz"), key=_step)
+    files = [run] if run.is_file() else recorded_files(run)
     if not files:
         raise ValueError(f"{run} has no recorded rollouts (rollouts/step_<n>.npz); logging.record_every writes them")
     return [np.minimum(_read(file), limit) if limit is not None else _read(file) for file in files]
 
 
-def _step(file: Path) -> int:
-    return int(file.stem.removeprefix("step_"))
+def recorded_files(run: Path) -> list[Path]:
+    """The `rollouts/step_<n>.npz` of a run's folder, in the order of steps."""
+    steps = {path: re.fullmatch(r"step_(\d+)", path.stem) for path in (run / "rollouts").glob("step_*.npz")}
+    return sorted((path for path, step in steps.items() if step), key=lambda path: int(path.stem.removeprefix("step_")))
 
 
 def _read(file: Path) -> Tokens:
