@@ -84,8 +84,8 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     from megatron_rl.config.schema import Config, RewardConfig
     from megatron_rl.data.sample import Sample
     from megatron_rl.rewards import Scorer
-    from megatron_rl.rollout.engine import Engine
     from megatron_rl.rollout.sampling import Sampling
+    from megatron_rl.rollout.vllm_engine import VllmEngine
     from megatron_rl.runtime import distributed
     from megatron_rl.runtime.step_timer import StepTimer
     from megatron_rl.tasks.loading import Prompts
@@ -98,7 +98,7 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
     config.rollout.max_prompt_tokens, config.rollout.max_tokens, config.rollout.cpu_cache_gib = 16, MAX_TOKENS, 0.5
     create_model(folder / "model", CreateModelConfig(layers=2, hidden_size=64, heads=2, head_dim=32), seed=0)
     grid = distributed.initialize(config.actor.parallel, 10)
-    engine = Engine(config, grid, folder / "model")
+    engine = VllmEngine(config, grid, folder / "model")
     samples = [
         Sample(id=f"t/{i}", task="t", prompt=str(i), prompt_ids=[2 + i % 10, 2 + i // 10]) for i in range(PROMPTS)
     ]
@@ -116,7 +116,7 @@ def _measure(folder: Path, url: str, in_flight: int, rounds: int) -> None:
         for kind, make in (("after", After), ("during", Scorer)):
             scorer = make({"judge": RewardConfig(reward="judge", params=params)})  # a new one: nothing is cached
             sampler = Sampler(config, grid, folder / "model", tokenizer, prompts, scorer, report, StepTimer())
-            sampler._engine = engine  # without an actor, whose weights it would get
+            sampler.use(engine)
             begin = time.perf_counter()
             rollouts = sampler.generate(samples, GROUP, Sampling(1.0, 1.0, MAX_TOKENS), step)
             middle = time.perf_counter()

@@ -95,23 +95,20 @@ class Actor:
             fp8_params = self.config.fp8 is not None and self.config.fp8.param_gather
             measures = config.logging.gradient_variance_every > 0  # it needs this rank's gradients, not yet summed
             overlap = self.config.overlap if self.config.overlap is not None else device.has_gpu() and not measures
-            self.ddp_chunks = build.wrap_for_training(
-                self.chunks, self.config.optimizer.distributed, fp8_params, overlap
-            )
-        self._gathers_later = overlap and self.config.optimizer.distributed
-        self.vocab_shard = VocabShard(
-            start=grid.tp_rank * padded_vocab_size(vocab_size, grid.tp) // grid.tp,
-            vocab_size=vocab_size,
-            group=self.parallel.tp.group,
-        )
+            distributed = self.config.optimizer.distributed
+            self.ddp_chunks = build.wrap_for_training(self.chunks, distributed, fp8_params, overlap)
+        self._gathers_later = overlap and distributed
+        first_row = grid.tp_rank * padded_vocab_size(vocab_size, grid.tp) // grid.tp
+        self.vocab_shard = VocabShard(first_row, vocab_size, self.parallel.tp.group)
         self._replays = self.config.moe.routing_replay != "none"
         self._routings = layer_routings(self.chunks, self._replays)
         self.reference: list[dict[str, Tensor]] | None = None
         self._optimizer: Optimizer | None = None
         self._memory = ActorMemory(self.config, self.ddp_chunks)
         self.optimizer_config = self.config.optimizer
-        self.optimizer_steps = 0  # optimizer steps taken; the learning rate is a function of it
-        self.total_optimizer_steps = 0
+        self.optimizer_steps = self.total_optimizer_steps = (
+            0  # taken, and of the stage: the learning rate follows from both
+        )
 
     # ------------------------------------------------------------------------------------------------ optimizer
     def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
@@ -345,6 +342,11 @@ class Actor:
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, in the same order."""
         return iter_hf_weights(self.chunks, self.family, self.hf_config, self.parallel)
+
+    def iter_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """(PEFT's name, full tensor) of every adapter, likewise."""
+        assert self.adapters is not None
+        return iter_hf_weights(self.chunks, self.adapters.family, self.hf_config, self.parallel)
 
     def weights(self) -> dict[Key, nn.Parameter]:
         """This rank's parameters, by rule, layer and local expert."""

@@ -114,10 +114,12 @@ FACTS = np.dtype(
         ("length", "<i4"),  # sampled tokens
         ("truncated", "?"),  # cut at the token limit
         ("version", "<i8"),  # see `Rollout.version`
-        ("source", "<i4"),  # the rank that hands the rollout to others
+        ("source", "<i4"),  # the rank that hands the rollout to others, or UNANSWERED
     ]
 )
 """What every rank knows of every rollout."""
+UNANSWERED = -1
+"""In the place of a rank: nobody has the rollout, since a served model did not answer (in an evaluation only)."""
 
 
 class Outcome(Protocol):
@@ -186,6 +188,7 @@ class Rollouts:
         return [
             ScoredLength(self.sample(row).id, length, self.finish_reason(row), self.rewards_of(row))
             for row, length in enumerate(self.facts["length"].tolist())
+            if self.facts["source"][row] != UNANSWERED
         ]
 
     def of_prompts(self, chosen: Sequence[int]) -> Rollouts:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-
-import torch.distributed as dist
+from collections.abc import Mapping, Sequence
 
 from megatron_rl.data.sample import Sample
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.runtime.distributed import ProcessGrid
 
 
 def longest_first(samples: Sequence[Sample], lengths: Mapping[str, float]) -> list[int]:
@@ -20,53 +18,51 @@ def longest_first(samples: Sequence[Sample], lengths: Mapping[str, float]) -> li
     return sorted(range(len(samples)), key=lambda place: -lengths.get(samples[place].id, mean))
 
 
-class HandOut:
-    """The prompts of one call of `generate`. Every rank makes one with the same arguments, in the same order of calls.
+class Dispatcher:
+    """Spreads prompts over the engines of a run. Every rank makes one, and begins the same rounds in the same order.
 
-    Engine e begins with every E-th place of `order`, as many as it decodes at a time. What then is left is taken from a
-    counter that all engines share, by the engine's first rank; its other ranks are told. Who draws what thus depends on
+    Args:
+        room: requests that an engine works on at a time.
+    """
+
+    def __init__(self, grid: ProcessGrid, room: int) -> None:
+        self.grid, self._room, self._rounds = grid, room, 0
+
+    def begin(self, order: Sequence[int], count: int) -> DispatchRound:
+        """A round over prompts in this order, each of which is `count` requests."""
+        self._rounds += 1
+        return DispatchRound(self.grid, str(self._rounds), order, self._room, count)
+
+
+class DispatchRound:
+    """The prompts of one call of `generate`.
+
+    Engine e begins with every E-th prompt of `order`, as many as it decodes at a time. What then is left is taken from a
+    counter that all engines share, by the engine's leader, which tells its other ranks. Who draws what thus depends on
     time, and what is drawn does not: seeds belong to rollouts. A single engine has all from the start.
     """
 
-    def __init__(self, engine: Engine, order: Sequence[int], count: int) -> None:
-        self._engine, self._order = engine, order
-        at_once = -(-engine.config.max_concurrent // count)
-        self._given = len(order) if engine.engines == 1 else min(len(order), at_once * engine.engines)
-        engine.handed_out += 1
-        self._name, self._taken, self._told = str(engine.handed_out), 0, list[str]()
+    def __init__(self, grid: ProcessGrid, name: str, order: Sequence[int], room: int, count: int) -> None:
+        self._grid, self._name, self._order, self._room = grid, name, order, room
+        at_once = -(-room // count)
+        self._dispatched = len(order) if grid.engine.count == 1 else min(len(order), at_once * grid.engine.count)
 
     def first(self) -> list[int]:
-        """The places that this rank's engine begins with."""
-        return list(self._order[: self._given][self._engine.index :: self._engine.engines])
+        """The prompts that this rank's engine begins with."""
+        return list(self._order[: self._dispatched][self._grid.engine.index :: self._grid.engine.count])
 
-    def more(self) -> Iterator[int]:
-        """Further places, while the engine has room. Its ranks call it with the same queue."""
-        while self._given < len(self._order) and self._engine.pending < self._engine.config.max_concurrent:
-            number = self._given + self._next()
-            if number >= len(self._order):
-                self._given = len(self._order)
-                return
-            yield self._order[number]
+    def next(self, pending: int) -> int | None:
+        """A further prompt for this rank's engine; None where it has no room beside its `pending` requests, or none is left.
+        The ranks of an engine call it at the same points."""
+        if self._dispatched >= len(self._order) or pending >= self._room:
+            return None
+        number = self._dispatched + self._grid.engine.broadcast(self._count() if self._grid.engine.is_leader else 0)
+        if number < len(self._order):
+            return self._order[number]
+        self._dispatched = len(self._order)
+        return None
 
-    @property
-    def _store(self) -> dist.Store:
-        store = self._engine.grid.store
-        assert store is not None  # `distributed.initialize` has made the world of several engines
-        return store
-
-    def _next(self) -> int:
-        """The counter's next value, the same on every rank of the engine."""
-        self._taken += 1
-        told = f"{self._name}/{self._engine.index}/{self._taken}"
-        if not self._engine.is_leader:
-            return int(self._store.get(told))
-        number = self._store.add(f"{self._name}/next", 1) - 1
-        if self._engine.config.tensor_parallel > 1:
-            self._store.set(told, str(number))
-            self._told.append(told)
-        return number
-
-    def end(self) -> None:
-        """Removes what the engine's first rank has told the others; after all of them have drawn everything."""
-        for told in self._told:
-            self._store.delete_key(told)
+    def _count(self) -> int:
+        """How many were taken from the shared counter before."""
+        assert self._grid.store is not None  # `distributed.initialize` has made the world of several engines
+        return self._grid.store.add(f"{self._name}/next", 1) - 1

@@ -1,40 +1,18 @@
-"""The vLLM engine that lives in the trainer's processes: a queue of requests, scoring, weights, sleep and wake.
-
-Ranks are cut into engines of `rollout.tensor_parallel` consecutive ranks (vLLM's external launcher). All ranks of an engine
-make the same calls with the same arguments, and vLLM's schedulers, being deterministic, stay in step.
+"""What rollouts, scores and weight syncs ask of an engine: `Engine`. One lives in the trainer's processes
+(`rollout.vllm_engine`), another behind a server's URL (`rollout.endpoint_engine`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Literal, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from megatron_rl.config.actor import LoRAConfig
-from megatron_rl.config.schema import Config, RolloutConfig
-from megatron_rl.data.images import ImageReader, PromptImages
-from megatron_rl.models import Model, fp8, model_of, read_hf_config
-from megatron_rl.models.lora import engine_options, targets_of
-from megatron_rl.rollout import environment
+from megatron_rl.data.images import PromptImages
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.runtime import device
-from megatron_rl.runtime.distributed import ProcessGrid
-from megatron_rl.seams import torch_compile, vllm_lora
-from megatron_rl.seams import vllm as seam
-from megatron_rl.seams.vllm_experts import returned
-from megatron_rl.seams.vllm_images import register_images_only
-
-if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
-
-T = TypeVar("T")
-_CPU_BLOCK = 128  # tokens of vLLM's cache on a CPU; prompts share whole blocks, so shorter ones only pay for the search
 
 
 class EngineError(RuntimeError):
@@ -59,7 +37,7 @@ class Completion:
 
     request: Request
     ids: Sequence[int]
-    logprobs: Sequence[float]  # of each of `ids`, under the sampling distribution
+    logprobs: Sequence[float] | None  # of each of `ids`, under the sampling distribution; None: the engine does not say
     finish_reason: str  # stop | length
     version: int  # optimizer steps behind the weights that drew it
     # float32 [tokens - 1], of the request's tokens after the first; [0] unless `scores_tokens`
@@ -67,311 +45,93 @@ class Completion:
     experts: np.ndarray | None = None  # see `Rollout.experts`
 
 
-class Engine:
-    """This rank's part of one vLLM engine: a queue of requests, weights, and the device's memory.
+@dataclass(frozen=True)
+class Failure:
+    """A request that got no response, and why."""
 
-    `folder` is a Hugging Face folder with config and tokenizer; weights come from the actor only. With
-    `actor.lora.sync=adapters` only adapters do, beside the folder's weights. `images`: how many a prompt may have, of a
-    model that reads them, and by what.
+    request: Request
+    reason: str
+
+
+class Engine(Protocol):
+    """A queue of requests that a model answers, and the model's weights.
+
+    Where an engine is several ranks (`runtime.distributed.EngineGroup`), all of them make the same calls with the same
+    arguments in the same order, and get the same answers.
     """
 
-    def __init__(
-        self, config: Config, grid: ProcessGrid, folder: str | Path, images: tuple[int, ImageReader] | None = None
-    ) -> None:
-        self.config, self.grid = config.rollout, grid
-        self.seed = config.seed
-        tp = self.config.tensor_parallel
-        self.index, self.engines = grid.rank // tp, grid.world // tp
-        self.is_leader = grid.rank % tp == 0
-        self.version = 0  # optimizer steps behind the engine's weights
-        self.handed_out = 0  # calls of `generate`, see `HandOut`
-        self._queue: dict[str, Request] = {}
-        environment.prepare()
-        gc.disable()  # as in trainer.main: vLLM's modules are as many again
-        with torch_compile.left_out_of_vllm():
-            from vllm import LLM
+    version: int  # optimizer steps behind the weights
+    room: int  # requests that are worked on at a time; more wait in the queue
+    max_scored: int  # tokens of the longest sequence that `score` takes
+    experts: (
+        np.dtype | None
+    )  # of a token's entry in `Completion.experts`, [layers, experts per token]; None: there are none
 
-        model = model_of(read_hf_config(folder))
-        options = llm_options(config, folder, model, None if images is None else images[0])
-        self.max_scored = max_length(self.config, model) - 1  # longest sequence that `score` takes, in tokens
-        self._in_fp8 = frozenset[str]()
-        if self.config.fp8 != "none":
-            self._in_fp8 = fp8.quantised_modules(model, self.config.fp8_skip)
-        self._parameters_in_fp8 = fp8.vllm_parameters(model, self._in_fp8)
-        self._adapters: LoRAConfig | None = None  # that the engine adds itself
-        if config.actor.lora.sync == "adapters":
-            self._adapters, self._targets = config.actor.lora, targets_of(config.actor.lora, model)
-        self._sees = images is not None
-        if images is not None:
-            register_images_only(images[1].processor)
-        self.experts: np.dtype | None = None  # of a token's entry in `Completion.experts`, [layers, experts per token]
-        if config.actor.moe.routing_replay == "rollout":
-            kind = np.uint8 if model.dims["experts"] <= 256 else np.uint16
-            self.experts = np.dtype((kind, (model.dims["layers"], model.dims["top_k"])))
-        returning = returned(device.has_gpu()) if self.experts is not None else contextlib.nullcontext()
-        self._keeps_prefixes = bool(options["enable_prefix_caching"])
-        gc.freeze()
-        with environment.engine_start(grid), returning:
-            self.llm = LLM(**options)
-        gc.enable()
-        seam.quiet_reload_messages()
-
-    # -------------------------------------------------------------------------------------------------------- queue
     @property
     def pending(self) -> int:
         """Requests that have not ended."""
-        return len(self._queue)
+        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Adds requests to the queue. All ranks of the engine submit the same ones, in the same order."""
-        if not requests:
-            return
-        prompts = [_prompt(request) for request in requests]
-        names = self.llm.enqueue(
-            prompts,
-            [_parameters(request) for request in requests],
-            lora_request=None if self._adapters is None else vllm_lora.request(),
-            use_tqdm=False,
-        )
-        # vLLM adds to a name what makes it unique; its outputs have the name without.
-        self._queue |= {name.partition("-")[0]: request for name, request in zip(names, requests, strict=True)}
+        """Adds requests to the queue. Names of pending requests differ."""
+        ...
 
-    def step(self) -> list[Completion]:
-        """One forward pass of the engine, by all of its ranks together; returns what ended with it."""
-        ended = []
-        for output in self.llm.llm_engine.step() if self._queue else ():
-            if output.finished:
-                request = self._queue.pop(output.request_id)
-                ended.append(_completion(request, output, self.version, self.experts))
-        return ended
-
-    def drain(self) -> Iterator[Completion]:
-        """Steps until the queue is empty; completions in the order in which they end, the same on every rank."""
-        while self._queue:
-            yield from self.step()
+    def step(self) -> Sequence[Completion | Failure]:
+        """Goes on with the queue, and returns what ended with it, each pending request once; nothing where none is pending.
+        It returns soon enough that new requests join those under way."""
+        ...
 
     def score(self, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None] = ()) -> list[np.ndarray]:
-        """Log-probs at temperature 1 of every token but the first, under the engine's current weights.
+        """Log-probs at temperature 1 of every token but the first, under the current weights: float32 [len - 1] each. Nothing
+        else is pending. `images`: of the sequences' prompts.
 
-        Every engine scores all sequences; returns this rank's own engine's answer, float32 [len - 1] each.
+        Raises:
+            EngineError: a sequence got no score.
         """
-        greedy = Sampling(0.0, 1.0, max_tokens=1)
-        seen = dict(enumerate(images))
-        self.submit([Request(("", i), tokens, greedy, None, True, seen.get(i)) for i, tokens in enumerate(sequences)])
-        scores = {completion.request.name: completion.token_scores for completion in self.drain()}
-        return [scores["", i] for i in range(len(sequences))]
+        ...
 
-    # ------------------------------------------------------------------------------------------------------ weights
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces every weight by the (Hugging Face name, full tensor) pairs and drops cached prefixes.
-        `version`: optimizer steps behind these weights; rollouts drawn from them carry it.
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replaces the weights by (Hugging Face name, full tensor) pairs, all of them or, in an engine that adds adapters
+        itself, all adapters by (PEFT's name, full tensor); nothing that was computed with the old ones is used again.
+        `version`: optimizer steps behind them.
+
+        Raises:
+            EngineError: a request is under way, or the engine's weights are not this process's to set.
         """
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self.stored(weights)})
-        self._has_taken(version)
+        ...
 
-    @contextlib.contextmanager
-    def loading_shards(self, wanted: Mapping[str, int], version: int) -> Iterator[seam.ShardLoader]:
-        """While entered, takes this rank's shards of vLLM's parameters; at the end all of them have to be there.
-        `wanted`: elements that come, by parameter; `version`: as of `load_weights`.
-        """
-        with seam.loading_shards(self.llm, wanted, self._parameters_in_fp8) as loader:
-            yield loader
-        self._has_taken(version)
-
-    def load_adapters(self, adapters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces the adapters that the engine adds itself by (PEFT's name, full tensor) pairs. See `load_weights`."""
-        lora = self._adapters
-        assert lora is not None
-        vllm_lora.load(self.llm, adapters, lora.rank, lora.scale, self._targets)
-        self._has_taken(version)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """vLLM's parameters on this rank, as they are loaded."""
-        [shapes] = self.llm.apply_model(seam.loaded_shapes)
-        return shapes
-
-    def _has_taken(self, version: int) -> None:
-        """After new weights: cached prefixes, and what a vision tower saw, are old ones'."""
-        if self._sees:
-            self.llm.llm_engine.reset_encoder_cache()
-        if not (self.llm.reset_prefix_cache() if self._keeps_prefixes else not self._queue):
-            raise EngineError(
-                "vLLM kept its cached prefixes after a weight sync, because a request still holds a part of its cache; "
-                "responses would mix keys and values of old weights with new ones. rollout.async_scheduling=false shows "
-                "whether a batch was still under way"
-            )
-        self.version = version
-
-    def stored(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights as the engine holds them: with `rollout.fp8` as values and scales; on a CPU, which has no kernel for
-        them, as the numbers that these stand for."""
-        return fp8.stored(weights, self._in_fp8, rounded=not device.has_gpu())
-
-    def parameters(self) -> dict[str, Tensor]:
-        """The engine's own parameters on this rank, and views of their parts by Hugging Face name, for diagnosis."""
-        [named] = self.llm.apply_model(lambda model: dict(model.named_parameters()) | seam.parts(model))
-        return _by_hf_name(named)
-
-    def packed_weights(self) -> dict[str, Callable[[], Tensor]]:
-        """CPU: what reads a linear layer's weight back from its kernel's copy on this rank, by Hugging Face name."""
-        [readers] = self.llm.apply_model(seam.weights)
-        return _by_hf_name(readers)
-
-    def stale_layers(self) -> list[str]:
-        """CPU: layers whose kernel's copy of a weight is not the weight that they hold on this rank."""
-        [names] = self.llm.apply_model(seam.stale_layers)
-        return names
-
-    # -------------------------------------------------------------------------------------------------- GPU memory
     def sleep(self) -> None:
-        """GPU: frees the memory of weights and KV cache; the next use must wake and reload. CPU: no effect.
+        """Gives up the device's memory; before the next use `wake` and `load`."""
+        ...
 
-        Weights beside adapters, which no sync brings, go to the host.
-        """
-        if device.has_gpu():
-            self.llm.sleep(level=2 if self._adapters is None else 1)
-
-    def wake_weights(self) -> None:
-        if device.has_gpu():
-            self.llm.wake_up(tags=["weights"])
-
-    def drop_cache(self) -> None:
-        """GPU: of an engine that is awake, keeps the weights only. It generates no more: what wakes it loads new weights."""
-        if device.has_gpu():
-            self.llm.sleep(level=1)
-            self.llm.wake_up(tags=["weights"])
-
-    def wake_cache(self) -> None:
-        if device.has_gpu():
-            self.llm.wake_up(tags=["kv_cache"])
+    def wake(self, part: Literal["weights", "cache"]) -> None:
+        """Takes back memory for the weights, whose values come with `load`, or for what requests need beside them."""
+        ...
 
     def shutdown(self) -> None:
-        """Must come before the process group is destroyed."""
-        seam.shutdown(self.llm)
+        """Ends the engine, and its requests with it. Before the process group is destroyed."""
+        ...
 
 
-def max_length(config: RolloutConfig, model: Model) -> int:
-    """Tokens of the longest sequence: one more than a rollout has, where the model allows it, because scoring a rollout
-    draws one token more, then dropped."""
-    return min(config.max_prompt_tokens + config.max_tokens + 1, model.description.max_positions)
+def drain(engine: Engine) -> Iterator[Completion]:
+    """Steps until nothing is pending; completions in the order in which they end.
+
+    Raises:
+        EngineError: a request failed.
+    """
+    while engine.pending:
+        for ended in engine.step():
+            if isinstance(ended, Failure):
+                raise EngineError(f"the engine has no answer to request {ended.request.name}: {ended.reason}")
+            yield ended
 
 
-def llm_options(config: Config, folder: str | Path, model: Model, most_images: int | None = None) -> dict[str, Any]:
-    """All that `vllm.LLM`, and so `vllm.EngineArgs`, is given on this machine. `most_images`: in a prompt, of a model that
-    reads them."""
-    rollout, replayed = config.rollout, config.actor.moe.routing_replay == "rollout"
-    length = max_length(rollout, model)
-    options: dict[str, object] = {
-        "model": str(folder),
-        "tokenizer": str(folder),
-        "dtype": config.model.dtype,
-        "load_format": "dummy",
-        "tensor_parallel_size": rollout.tensor_parallel,
-        "enable_expert_parallel": rollout.expert_parallel,
-        "distributed_executor_backend": "external_launcher",
-        "max_model_len": length,
-        "max_num_seqs": rollout.max_concurrent,
-        "max_num_batched_tokens": max(8192, length),
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # the recipe decides how to sample, not the model folder
-        # With routing replay the cache's blocks keep the experts.
-        "enable_prefix_caching": device.has_gpu() or replayed or rollout.max_prompt_tokens > _CPU_BLOCK,
-        "disable_log_stats": True,
-        "enable_return_routed_experts": replayed,
-        "seed": config.seed,
-    }
-    options |= gpu_options(rollout, model) if device.has_gpu() else cpu_options(rollout)
-    if config.actor.lora.sync == "adapters":
-        options |= engine_options(config.actor.lora, model)
-    if most_images is not None:
-        options |= images_options(most_images)
-    return options
-
-
-def gpu_options(config: RolloutConfig, model: Model) -> dict[str, object]:
-    """vLLM's options on a GPU."""
-    options: dict[str, object] = {}
-    if model.dims["experts"]:
-        # Other kernels for experts reorder the weights, or keep tensors that are garbage after sleep; Triton's keep them.
-        options["moe_backend"] = "triton"
-    if config.fp8 != "none":  # as if config.json said so
-        modules = fp8.quantised_modules(model, config.fp8_skip)
-        options["hf_overrides"] = {
-            "quantization_config": fp8.quantization_config(model.family, model.description, modules)
-        }
-    return {
-        "gpu_memory_utilization": config.memory_fraction,
-        "enable_sleep_mode": True,
-        "async_scheduling": config.async_scheduling,
-        "enable_flashinfer_autotune": False,  # at each start; no operator that it tunes is used here
-        **options,
-    }
-
-
-def images_options(most: int) -> dict[str, object]:
-    """vLLM's options for a model that reads at most `most` images in a prompt."""
-    return {
-        "limit_mm_per_prompt": {"image": most},
-        "mm_encoder_tp_mode": "data",  # the tower whole on every rank, as the actor has it
-        "mm_device_do_normalize": False,  # by the processor, as for the actor; and load_format=dummy spoils its constants
-        "mm_processor_cache_gb": 1,
-    }
-
-
-def cpu_options(config: RolloutConfig) -> dict[str, object]:
-    """vLLM's options on a CPU."""
-    return {
-        "enforce_eager": True,
-        "worker_cls": "megatron_rl.rollout.cpu_worker.ColocatedCpuWorker",
-        "scheduler_cls": "megatron_rl.seams.vllm_decoding.DecodeScheduler",
-        "kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30),
-        "enable_chunked_prefill": False,  # a prompt read in two parts rewinds its seed, which no CPU generator can
-    }
-
-
-def _by_hf_name(named: dict[str, T]) -> dict[str, T]:
-    """vLLM puts the decoder of a model that reads images a level down."""
-    return {name.removeprefix("language_model."): value for name, value in named.items()}
-
-
-def _prompt(request: Request) -> dict[str, object]:
-    """vLLM repeats an image's token by itself."""
-    if request.images is None:
-        return {"prompt_token_ids": list(request.tokens)}
-    tokens = request.images.collapsed(request.tokens)
-    return {"prompt_token_ids": tokens, "multi_modal_data": {"image": request.images.pictures()}}
-
-
-def _parameters(request: Request) -> SamplingParams:
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        temperature=request.sampling.temperature,
-        top_p=request.sampling.top_p,
-        max_tokens=request.sampling.max_tokens,
-        seed=request.seed,
-        logprobs=0,
-        prompt_logprobs=0 if request.scores_tokens else None,
-        flat_logprobs=True,
-        detokenize=False,
-        skip_clone=True,  # nobody else has them
-    )
-
-
-def _completion(request: Request, output: RequestOutput, version: int, of_experts: np.dtype | None) -> Completion:
-    [drawn] = output.outputs
-    scores: list[float] = []
-    if request.scores_tokens:
-        flat = output.prompt_logprobs
-        scores = [flat.logprobs[flat.start_indices[i]] for i in range(1, len(request.tokens))]
-    own = np.asarray(scores, dtype=np.float32)
-    experts: np.ndarray | None = drawn.routed_experts
-    if of_experts is not None:
-        if experts is None or (experts.dtype, experts.shape[1:]) != of_experts.subdtype:
-            found = "none" if experts is None else f"{experts.dtype} of shape {experts.shape}"
-            raise EngineError(f"vLLM has returned experts that are not a token's {of_experts}: {found}")
-        # Nothing was computed of the last token, and nothing reads what the actor computes of it.
-        experts = np.concatenate([experts, experts[-1:]])
-    return Completion(
-        request, drawn.token_ids, drawn.logprobs.logprobs, str(drawn.finish_reason), version, own, experts
-    )
+def score_by_queue(
+    engine: Engine, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None]
+) -> list[np.ndarray]:
+    """`Engine.score` by requests that score their tokens and draw one more, which is dropped."""
+    greedy = Sampling(0.0, 1.0, max_tokens=1)
+    seen = dict(enumerate(images))
+    engine.submit([Request(("", i), tokens, greedy, None, True, seen.get(i)) for i, tokens in enumerate(sequences)])
+    scores = {completion.request.name: completion.token_scores for completion in drain(engine)}
+    return [scores["", i] for i in range(len(sequences))]

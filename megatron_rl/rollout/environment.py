@@ -1,16 +1,15 @@
-"""The process around vLLM: environment variables before import, names in shared memory."""
+"""The process around vLLM: environment variables before import, shared memory and sockets at its start."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import secrets
 from collections.abc import Iterator
-from multiprocessing import resource_tracker, shared_memory
 
 from megatron_rl.runtime import device, leftovers
 from megatron_rl.runtime.distributed import ProcessGrid
+from megatron_rl.seams.vllm_segments import named_segments
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 # Of `rollout.fp8` on Hopper. By default vLLM 0.32 rounds the scales that it is sent up to powers of two and quantises the
@@ -54,7 +53,7 @@ def engine_start(grid: ProcessGrid) -> Iterator[None]:
     if is_first_here:
         leftovers.remove_abandoned()  # before a rank of this run makes any: a port's segments may be of an earlier run
     grid.barrier()
-    with leftovers.claimed_segments(), _named_segments(), _own_sockets():
+    with leftovers.claimed_segments(), named_segments(leftovers.SHARED_MEMORY), _own_sockets():
         try:
             yield
         except OSError as error:  # Python's semaphores lie in shared memory, too, and their error names no path
@@ -78,33 +77,3 @@ def _own_sockets() -> Iterator[None]:
             yield
         finally:
             del os.environ[_SOCKETS]  # what this process starts later must not look there
-
-
-@contextlib.contextmanager
-def _named_segments() -> Iterator[None]:
-    """What vLLM makes with `shared_memory.SharedMemory` gets this run's prefix; Python's own would be `psm_` and random."""
-    original = shared_memory.SharedMemory
-    shared_memory.SharedMemory = _Segment  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        shared_memory.SharedMemory = original  # type: ignore[misc]
-
-
-class _Segment(shared_memory.SharedMemory):
-    """Named after its run, and free of Python's resource tracker, which warns about names that are gone."""
-
-    def __init__(self, name: str | None = None, create: bool = False, size: int = 0) -> None:
-        if create:
-            name = name or f"{leftovers.run_prefix()}-{secrets.token_hex(8)}"
-        try:
-            super().__init__(name, create, size)
-        except OSError as error:
-            raise OSError(
-                error.errno, f"{error.strerror} ({size} bytes)", str(leftovers.SHARED_MEMORY / str(name))
-            ) from None
-        if create:
-            resource_tracker.unregister(f"/{self.name}", "shared_memory")
-
-    def unlink(self) -> None:
-        (leftovers.SHARED_MEMORY / self.name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Rollouts of prompts, over all engines; written with an engine's `submit` and `step`."""
+"""Rollouts of prompts, over all engines: a loop over the episodes that are open."""
 
 from __future__ import annotations
 
@@ -7,89 +7,96 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from megatron_rl.data.rollout import FACTS, Rollout, Rollouts
+from megatron_rl.data.rollout import FACTS, UNANSWERED, Rollout, Rollouts
 from megatron_rl.data.sample import Sample
-from megatron_rl.rollout.dispatch import HandOut, longest_first
-from megatron_rl.rollout.engine import Engine, EngineError, Request
-from megatron_rl.rollout.sampling import Sampling, rollout_seed
+from megatron_rl.rollout.dispatch import Dispatcher, longest_first
+from megatron_rl.rollout.engine import Engine, EngineError, Failure
+from megatron_rl.rollout.episode import Episode, MakeEpisode
+from megatron_rl.runtime.distributed import ProcessGrid
 
 _DIGEST = 8  # bytes
 
 
 def generate(
     engine: Engine,
+    dispatcher: Dispatcher,
     samples: Sequence[Sample],
     count: int,
-    sampling: Sampling,
-    step: int,
-    on_finished: Callable[[Rollout], None] | None = None,
+    make_episode: MakeEpisode,
+    on_finished: Callable[[Rollout], None] = lambda rollout: None,
+    on_failed: Callable[[Failure], None] | None = None,
     already_drawn: Mapping[tuple[str, int], Rollout] | None = None,
     lengths: Mapping[str, float] | None = None,
 ) -> Rollouts:
-    """`count` rollouts of every sample, over all engines; every rank learns how long each is, and holds its own engine's.
+    """`count` rollouts of every sample, over all engines; every rank learns how long each is, and has its own engine's whole.
 
-    Whole groups are spread over the engines (`HandOut`). Each rollout has a seed of its own (`rollout_seed`), so what is
-    drawn depends neither on the engine nor on what else is in the batch.
+    Whole groups are spread over the engines (`DispatchRound`). What is drawn depends neither on the engine nor on what else
+    is in the batch, because every request has a seed of its own.
 
     Args:
         on_finished: called with each rollout of this rank's engine as it ends, on every rank of the engine in the same order.
+        on_failed: called with each request that the engine has no answer to, whose rollout is then missing; None: an error.
         already_drawn: rollouts that are not drawn again, by sample id and index; the same on every rank.
         lengths: mean tokens of earlier responses, by sample id; the same on every rank.
 
     Raises:
         EngineError: on every rank, where the ranks of an engine did not stay in step, or not every rollout came once.
     """
-    there, place = already_drawn or {}, {sample.id: i for i, sample in enumerate(samples)}
-    held = dict[int, Rollout]()
+    drawn, known, open_episodes = dict[int, Rollout](), already_drawn or {}, dict[tuple[str, int], Episode]()
+    row_of = {(sample.id, index): i * count + index for i, sample in enumerate(samples) for index in range(count)}
 
-    def submit(places: Iterable[int]) -> None:
-        for i in places:
-            requests = []
-            for index in range(count):
-                name = samples[i].id, index
-                if name in there:
-                    held[i * count + index] = there[name]
-                    continue
-                seed = rollout_seed(engine.seed, step, *name) if sampling.temperature > 0 else None
-                requests.append(Request(name, samples[i].prompt_ids, sampling, seed, images=samples[i].images))
-            engine.submit(requests)
+    def begin(prompts: Iterable[int]) -> None:
+        for sample in (samples[i] for i in prompts):
+            names = [(sample.id, index) for index in range(count)]
+            drawn.update({row_of[name]: known[name] for name in names if name in known})
+            episodes = {name: make_episode(sample, name[1]) for name in names if name not in known}
+            open_episodes.update(episodes)
+            engine.submit([episode.first() for episode in episodes.values()])
 
-    hand_out = HandOut(engine, longest_first(samples, lengths or {}), count)
-    submit(hand_out.first())
-    submit(hand_out.more())
-    for completion in engine.drain():
-        sample_id, index = completion.request.name
-        rollout = Rollout.single_turn(
-            samples[place[sample_id]],
-            index,
-            completion.ids,
-            completion.finish_reason,
-            completion.logprobs,
-            completion.version,
-            completion.experts,
-        )
-        held[place[sample_id] * count + index] = rollout
-        if on_finished is not None:
-            on_finished(rollout)
-        submit(hand_out.more())
-    facts = _gather_facts(engine, held, len(samples) * count)
-    hand_out.end()
-    return Rollouts(list(samples), count, facts, held, engine.experts)
+    def go_on() -> None:
+        while (prompt := dispatch.next(engine.pending)) is not None:
+            begin([prompt])
+
+    dispatch = dispatcher.begin(longest_first(samples, lengths or {}), count)
+    begin(dispatch.first())
+    go_on()
+    while open_episodes:
+        for ended in engine.step():
+            name = ended.request.name
+            if isinstance(ended, Failure):
+                if on_failed is None:
+                    raise EngineError(f"the engine has no answer to rollout {name[1]} of {name[0]}: {ended.reason}")
+                del open_episodes[name]
+                on_failed(ended)
+                continue
+            outcome = open_episodes[name].advance(ended)
+            if isinstance(outcome, Rollout):
+                del open_episodes[name]
+                drawn[row_of[name]] = outcome
+                on_finished(outcome)
+            else:
+                engine.submit([outcome])
+        go_on()
+    facts = _gather_facts(dispatcher.grid, drawn, len(samples) * count, complete=on_failed is None)
+    return Rollouts(list(samples), count, facts, drawn, engine.experts)
 
 
-def _gather_facts(engine: Engine, held: Mapping[int, Rollout], rows: int) -> np.ndarray:
-    """FACTS [rows] about the rollouts of all engines. The ranks of an engine take turns as their source."""
-    size = engine.config.tensor_parallel
-    own = [_facts(row, held[row]) for row in sorted(held)[engine.grid.rank % size :: size]]
-    parts = engine.grid.all_gather_bytes(_digest(held) + np.array(own, dtype=FACTS).tobytes())
-    _check_in_step([part[:_DIGEST] for part in parts], size)
-    if (number := sum(len(part) - _DIGEST for part in parts) // FACTS.itemsize) != rows:
+def _gather_facts(grid: ProcessGrid, drawn: Mapping[int, Rollout], rows: int, complete: bool) -> np.ndarray:
+    """FACTS [rows] about the rollouts of all engines. The ranks of an engine take turns as their source. `complete`: one that
+    nobody has is an error."""
+    engine = grid.engine
+    share = [_facts(row, drawn[row]) for row in sorted(drawn)[engine.rank :: engine.size]]
+    parts = grid.all_gather_bytes(_digest(drawn) + np.array(share, dtype=FACTS).tobytes())
+    _check_in_step([part[:_DIGEST] for part in parts], engine.size)
+    number = sum(len(part) - _DIGEST for part in parts) // FACTS.itemsize
+    if number > rows or (complete and number < rows):
         raise EngineError(f"the engines have drawn {number} rollouts, and {rows} were asked for")
     facts = np.zeros(rows, dtype=FACTS)
+    facts["source"] = UNANSWERED
     for rank, part in enumerate(parts):
-        drawn = np.frombuffer(part[_DIGEST:], dtype=FACTS)
-        facts[drawn["row"]] = drawn
-        facts["source"][drawn["row"]] = rank
+        received = np.frombuffer(part[_DIGEST:], dtype=FACTS)
+        facts[received["row"]] = received
+        facts["source"][received["row"]] = rank
     return facts
 
 
@@ -97,10 +104,10 @@ def _facts(row: int, rollout: Rollout) -> tuple[int, int, int, bool, int, int]:
     return row, rollout.num_tokens, rollout.length, rollout.finish_reason == "length", rollout.version, 0
 
 
-def _digest(held: Mapping[int, Rollout]) -> bytes:
-    """Of which rollouts ended with which tokens, in order."""
+def _digest(drawn: Mapping[int, Rollout]) -> bytes:
+    """Tells which rollouts ended with which tokens, in order."""
     digest = hashlib.blake2b(digest_size=_DIGEST)
-    for row, rollout in held.items():
+    for row, rollout in drawn.items():
         digest.update(f"{row} ".encode())
         digest.update(rollout.response_ids.tobytes())
     return digest.digest()

@@ -19,6 +19,28 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class EngineGroup:
+    """The consecutive ranks that are one engine, `rollout.tensor_parallel` of them."""
+
+    index: int = 0  # of this process's engine
+    count: int = 1  # engines of the run
+    size: int = 1  # ranks of an engine
+    rank: int = 0  # of this process in its engine
+    group: dist.ProcessGroup | None = None  # gloo, of its ranks; None: it has one
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def broadcast(self, item: T) -> T:
+        """The leader's item, on every rank of the engine: what only one of them may ask for."""
+        box = [item]
+        if self.group is not None:
+            dist.broadcast_object_list(box, src=self.index * self.size, group=self.group)
+        return box[0]
+
+
+@dataclass(frozen=True)
 class ProcessGrid:
     """This process's ranks and the sizes of the parallel dimensions, and the groups used outside Megatron-Core."""
 
@@ -34,6 +56,7 @@ class ProcessGrid:
     cp_rank: int
     host_group: dist.ProcessGroup | None  # gloo, all ranks: Python objects and numpy arrays
     replicas: tuple[tuple[int, ...], ...] = ((0,),)  # ranks of every data-parallel replica, by `dp_rank`
+    engine: EngineGroup = EngineGroup()
     # For what few ranks tell each other; None where the world was there before `initialize`.
     store: dist.Store | None = None
 
@@ -124,6 +147,7 @@ def initialize(
     timeout_minutes: float,
     gpu_timeout_minutes: float | None = None,
     fp32_scales: bool = True,
+    engine_ranks: int = 1,
 ) -> ProcessGrid:
     """Joins the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and lays Megatron's grid over it.
 
@@ -132,6 +156,7 @@ def initialize(
         gpu_timeout_minutes: after which torch ends a process whose NCCL collective waits; None: the same.
         fp32_scales: of blockwise FP8 on Hopper, as the engine has them; else powers of two. Not for parameters that are
             themselves in FP8: what they stand for is saved and sent in bf16, which is exact with powers of two only.
+        engine_ranks: of every engine; see `EngineGroup`.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     minutes = timeout_minutes
@@ -180,9 +205,19 @@ def initialize(
         cp=parallel_state.get_context_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         host_group=host_group,
+        engine=_engine_group(rank, world, engine_ranks, timeout_minutes),
         store=store and dist.PrefixStore("megatron_rl", store),
         replicas=tuple(tuple(r for r in range(world) if dp_ranks[r] == replica) for replica in range(dp)),
     )
+
+
+def _engine_group(rank: int, world: int, size: int, timeout_minutes: float) -> EngineGroup:
+    """Every rank makes the groups of all engines."""
+    engines = [list(range(world)[first : first + size]) for first in range(0, world, size)]
+    groups: list[dist.ProcessGroup | None] = [None] * len(engines)
+    if size > 1:
+        groups = [dist.new_group(ranks, timedelta(minutes=timeout_minutes), "gloo") for ranks in engines]
+    return EngineGroup(rank // size, len(engines), size, rank % size, groups[rank // size])
 
 
 def shutdown() -> None:

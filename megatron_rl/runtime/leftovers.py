@@ -18,16 +18,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-PREFIX = "megatron_rl-"
+from megatron_rl.seams.vllm_segments import PREFIX, run_prefix
+
 SHARED_MEMORY = Path("/dev/shm")
 _SOCKETS = "mrl-sockets-"
 _LOCK = re.compile(rf"{PREFIX}\d+\.lock")
 _LONGEST = 48  # characters of a temporary folder: a socket's path has at most 107, and the rest of it takes 59
-
-
-def run_prefix() -> str:
-    """The prefix of this run's segments: ranks of one run share the port, other runs on the machine have others."""
-    return f"{PREFIX}{os.environ['MASTER_PORT']}"
 
 
 @contextlib.contextmanager

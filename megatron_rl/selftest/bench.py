@@ -77,7 +77,7 @@ class Bench:
     @cached_property
     def grid(self) -> ProcessGrid:
         parallel = ParallelConfig(tensor=self.tensor, sequence=self.tensor > 1)
-        return distributed.initialize(parallel, timeout_minutes=self.minutes)
+        return distributed.initialize(parallel, timeout_minutes=self.minutes, engine_ranks=self.tensor)
 
     def model(self, shape: CreateModelConfig, experts: int = 0, weights: bool = True) -> Path:
         """A model folder, random, as `created_config` describes it."""

@@ -16,9 +16,10 @@ from megatron_rl.actor.build import DTYPES
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.models import model_of, read_hf_config
-from megatron_rl.rollout.engine import Engine, Request
+from megatron_rl.rollout.engine import Request, drain
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.sync import WeightSync
+from megatron_rl.rollout.sync import make_sync
+from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.runtime import device
 from megatron_rl.selftest.bench import SHAPE, Bench, Figures, sequences
 from megatron_rl.selftest.bench import update as step
@@ -119,8 +120,8 @@ def decode(bench: Bench) -> Figures:
     count, length = (256, 512) if bench.gpu else (8, 32)
     limits = ("rollout.max_prompt_tokens=128", f"rollout.max_tokens={length}", f"rollout.max_concurrent={count}")
     actor, config = _actor(bench, *limits)
-    engine = Engine(config, bench.grid, Path(str(config.model.path)))
-    sync = WeightSync(config, bench.grid, actor, engine)
+    engine = VllmEngine(config, bench.grid, Path(str(config.model.path)))
+    sync = make_sync(config, bench.grid, actor, engine, print)
     figures: Figures = {}
     for _ in range(2):  # the first loads kernels
         begin = time.perf_counter()
@@ -136,7 +137,7 @@ def decode(bench: Bench) -> Figures:
         engine.submit(
             [Request(("", i), ids.tolist(), sampling, None if name == "greedy" else i) for i, ids in enumerate(own)]
         )
-        drawn = sum(len(completion.ids) for completion in engine.drain())
+        drawn = sum(len(completion.ids) for completion in drain(engine))
         figures[f"tokens/s, {name}"] = drawn / (time.perf_counter() - begin)
     engine.shutdown()
     return figures

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.config import Config
 from megatron_rl.config.model import CreateVisionConfig
-from megatron_rl.rollout.engine import Request
+from megatron_rl.rollout.engine import Request, drain
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.runtime import device
 from megatron_rl.selftest.bench import SHAPE, Bench, Figures, Surprise, expect, weights
@@ -73,13 +73,13 @@ def _cycles(bench: Bench, experts: int) -> Figures:
     for _ in range(2):
         run.hand_device_to_actor()
         asleep.append(_free())
-        scored = run.sampler.score_by_actor()
+        scored = run.score_by_actor()
         begin = time.perf_counter()
         run.hand_device_to_engine()
         device.synchronize()
         seconds = time.perf_counter() - begin
         awake.append(_free())
-        difference = run.sampler.sync.check(scored)
+        difference = run.sync.check(scored)
         if _greedy(run) != before:
             raise Surprise("the engine's greedy answers are others after sleep, reload and wake, with the same weights")
     figures |= difference.metrics()
@@ -104,7 +104,7 @@ def _greedy(run: Run) -> list[tuple[int, ...]]:
     """The engine's most likely answers to the first prompts."""
     prompts = [sample.prompt_ids for sample in run.sampler.prompts.train[:8]]
     run.sampler.engine.submit([Request(("", i), ids, Sampling(0.0, 1.0, 32)) for i, ids in enumerate(prompts)])
-    answers = {completion.request.name: tuple(completion.ids) for completion in run.sampler.engine.drain()}
+    answers = {completion.request.name: tuple(completion.ids) for completion in drain(run.sampler.engine)}
     return [answers["", i] for i in range(len(prompts))]
 
 
@@ -114,7 +114,7 @@ def _redrawn(run: Run) -> float:
     engine = run.sampler.engine
     prompts = [list(sample.prompt_ids) for sample in run.sampler.prompts.train[:8]]
     engine.submit([Request(("", i), ids, Sampling(1.0, 1.0, 32), seed=i) for i, ids in enumerate(prompts)])
-    drawn = sorted(engine.drain(), key=lambda completion: completion.request.name)
+    drawn = sorted(drain(engine), key=lambda completion: completion.request.name)
     scored = engine.score([[*completion.request.tokens, *completion.ids] for completion in drawn])
     differences = [
         np.abs(whole[-len(completion.ids) :] - np.asarray(completion.logprobs))

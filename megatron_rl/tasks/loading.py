@@ -33,6 +33,14 @@ class Prompts:
     def everything(self) -> list[list[Sample]]:
         return [self.train, *self.eval.values()]
 
+    @property
+    def images(self) -> tuple[int, ImageReader] | None:
+        """How many images a prompt has at most, and what reads them; None: the model reads text only."""
+        if self.reader is None:
+            return None
+        every = (sample.images for samples in self.everything for sample in samples)
+        return max((len(images.sources) for images in every if images is not None), default=1), self.reader
+
 
 def tasks_to_evaluate(tasks: TasksConfig) -> TasksConfig:
     """The tasks that an evaluation reads: the eval tasks, and the train tasks that a `split` takes its prompts from."""

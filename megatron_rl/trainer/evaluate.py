@@ -16,6 +16,7 @@ from megatron_rl.evaluation.run import Answers, answer_tasks, resume_responses, 
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.trainer import adapters
 from megatron_rl.trainer.run import Run
+from megatron_rl.trainer.shown import fetch_to_rank0
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
@@ -42,7 +43,7 @@ def _answer(
         with run.timer.untimed("evaluate", f"evaluating {task}"):
             rollouts = run.sampler.generate(samples, trainer.eval_rollouts, sampling, seed_step(step), drawn, keep)
             run.sampler.score(rollouts)
-            return rollouts.outcomes(), run.sampler.whole(rollouts, written), 0
+            return rollouts.outcomes(), fetch_to_rank0(run.grid, rollouts, written, run.sampler.tokenizer), 0
 
     return answer_tasks(run.config, run.sampler.prompts.eval, answer)
 
@@ -72,8 +73,8 @@ def evaluate_only(run: Run, resume: str) -> None:
         store.load_model(folder, run.learner.actor.chunks)
     run.start_engine()
     run.report.begin("evaluation", 0, 1)
-    path = run.report.run_dir / kept.FOLDER / f"engine{run.sampler.engine.index}.jsonl"
-    keep = kept.Keeper(path) if run.sampler.engine.is_leader else None
+    path = run.report.run_dir / kept.FOLDER / f"engine{run.grid.engine.index}.jsonl"
+    keep = kept.Keeper(path) if run.grid.engine.is_leader else None
     answers = _answer(run, 0, sys.maxsize, there, keep)
     if keep is not None:
         keep.close()

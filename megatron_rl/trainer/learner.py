@@ -17,9 +17,12 @@ from megatron_rl.algorithms.kl import sequence_kl
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import TokenBatch, TrainBatch
+from megatron_rl.data.images import PromptImages
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.data.rollout import Rollout, Rollouts
 from megatron_rl.rollout.exchange import exchange
+from megatron_rl.rollout.sync import Scored
+from megatron_rl.runtime import device
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.trainer.minibatch import Minibatch, PolicyTokens, minibatches, train_batch, trained_rows
 from megatron_rl.trainer.record import TokenLog
@@ -97,13 +100,42 @@ class Learner:
             old = self.actor.log_probs(micro_batches, temperature)
             with self.actor.as_reference():
                 reference = self.actor.log_probs(micro_batches, temperature)
-            for micro, (log_probs, _), (ref_log_probs, _) in zip(micro_batches, old, reference, strict=False):
+            # Log-probs are on the last pipeline stage only.
+            scored = zip(micro_batches if self._grid.is_last_stage else (), old, reference, strict=True)
+            for micro, (log_probs, _), (ref_log_probs, _) in scored:
                 values = sequence_kl(log_probs, ref_log_probs, micro.sequence_ids, kl.reward_estimator)
                 own.update(zip(micro.rows, values.tolist(), strict=True))
         merged: dict[int, float] = {}
         for part in self._grid.all_gather(own if self._grid.is_loss_rank else {}):
             merged.update(part)
         return torch.tensor([merged[row] for row in range(len(rollouts))], dtype=torch.float64)
+
+    # ------------------------------------------------------------------------------------------------------ sync check
+    def score(self, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None] = ()) -> Scored:
+        """The actor's log-probs of sequences of two tokens or more, at temperature 1, on every rank: its side of the check
+        after a weight sync. `images`: of the sequences' prompts, where these may have some."""
+
+        def log_probs() -> list[np.ndarray]:
+            self.actor.onload_weights()  # before the diagnosis of a sync the engine has the device
+            return self._scores(sequences, images)
+
+        return Scored(sequences, images, self._scores(sequences, images) if sequences else [], log_probs)
+
+    def _scores(self, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None]) -> list[np.ndarray]:
+        """float32 [len - 1] of each sequence."""
+        micro_batches = self.actor.micro_batches(
+            TokenBatch.continuations(((tokens[:1], tokens[1:]) for tokens in sequences), images)
+        )
+        ends = np.cumsum([len(tokens) - 1 for tokens in sequences])
+        scores = np.zeros(ends[-1], dtype=np.float32)
+        by_row = np.split(scores, ends[:-1])
+        computed = self.actor.log_probs(micro_batches, temperature=1.0)  # on the last pipeline stage only
+        for micro, (log_probs, _) in zip(micro_batches if self._grid.is_last_stage else (), computed, strict=True):
+            for local, row in enumerate(micro.rows if self._grid.is_loss_rank else ()):
+                by_row[row][:] = log_probs[micro.sequence_ids == local].cpu().numpy()
+        device.empty_cache()  # the engine takes the device next, and finds what this pass took free
+        self._grid.sum_array(scores)
+        return by_row
 
     # ---------------------------------------------------------------------------------------------------------- update
     def update(

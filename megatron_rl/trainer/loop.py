@@ -11,6 +11,7 @@ from megatron_rl.trainer.record import TokenLog, record_step
 from megatron_rl.trainer.resume import load_checkpoint
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.sft import warm_up
+from megatron_rl.trainer.shown import fetch_to_rank0, remarks_of
 
 
 def train(run: Run, resume: str) -> None:
@@ -80,12 +81,12 @@ def step(run: Run) -> None:
     scored = difference = None
     if number % config.rollout.sync_check_every == 0:
         with run.timer("sync_check"):
-            scored = sampler.score_by_actor(rollouts)
+            scored = run.score_by_actor(rollouts)
     with run.timer("sync"):
         run.hand_device_to_engine()
     if scored is not None:
         with run.timer("sync_check"):
-            difference = sampler.sync.check(scored)
+            difference = run.sync.check(scored)
     run.state = replace(run.state, step=number, position=position)
 
     seconds = run.timer.take()
@@ -97,8 +98,8 @@ def step(run: Run) -> None:
     metrics |= sampler.take_counters() | run.timer.memory.metrics()
     run.report.log(number, metrics)
     if (count := config.logging.samples_per_step) > 0:
-        shown = sampler.whole(rollouts, count)
-        details = sampler.details(rollouts.samples, shown, pieces=log is not None)
+        shown = fetch_to_rank0(run.grid, rollouts, count, sampler.tokenizer)
+        details = remarks_of(sampler.scorer, sampler.tokenizer, rollouts.samples, shown, pieces=log is not None)
         run.report.samples(number, rollouts.samples, shown, estimate.advantages, details)
     if log is not None:
         record_step(run.run_dir / "rollouts" / f"step_{number}.npz", run.grid, rollouts, table, estimate, log)

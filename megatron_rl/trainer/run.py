@@ -12,9 +12,12 @@ from megatron_rl.algorithms import make_algorithm
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.config.schema import Config, SupervisedConfig
 from megatron_rl.data.images import ImageReader
+from megatron_rl.data.rollout import Rollouts
 from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.rewards import Scorer
 from megatron_rl.rollout import environment
+from megatron_rl.rollout.sync import Scored, WeightSync, make_sync
+from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.runtime.disk import next_previous
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.owner import Ownership
@@ -45,6 +48,12 @@ class Run:
     pairs: Pairs | None = None  # of a reward model's run
     state: State = field(default_factory=State)
     actor_has_device: bool = True
+    started_sync: WeightSync | None = None  # from `start_engine` on
+
+    @property
+    def sync(self) -> WeightSync:
+        assert self.started_sync is not None, "start_engine has not been called"
+        return self.started_sync
 
     def start_engine(self) -> None:
         """Starts the colocated engine, gives it the actor's weights, and proves that it computes what the actor does."""
@@ -52,11 +61,18 @@ class Run:
             actor, sampler = self.learner.actor, self.sampler
             actor.offload()  # vLLM wants its whole share of the device free when it starts
             actor.offload_weights()
-            sampler.start_engine(actor)
+            engine = VllmEngine(self.config, self.grid, sampler.folder, sampler.prompts.images)
+            sampler.use(engine)
+            self.started_sync = make_sync(self.config, self.grid, actor, engine, self.report.note)
+            engine.sleep()
             actor.onload_weights()
-            scored = sampler.score_by_actor()
+            scored = self.score_by_actor()
             self.hand_device_to_engine()
-            sampler.sync.check(scored)
+            self.sync.check(scored)
+
+    def score_by_actor(self, rollouts: Rollouts | None = None) -> Scored:
+        """The actor's side of the check after the next sync, over a few rollouts; None: over the recipe's first prompts."""
+        return self.learner.score(*self.sampler.sequences_to_check(rollouts))
 
     def hand_device_to_engine(self) -> None:
         """The device is the engine's from here on, and the engine has the actor's weights.
@@ -67,10 +83,10 @@ class Run:
         """
         actor, sampler = self.learner.actor, self.sampler
         actor.offload()
-        sampler.engine.wake_weights()
-        sampler.sync.push()
+        sampler.engine.wake("weights")
+        self.sync.push()
         actor.offload_weights()
-        sampler.engine.wake_cache()
+        sampler.engine.wake("cache")
         self.actor_has_device = False
 
     def hand_device_to_actor(self) -> None:

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms.shaping import signal_groups
 from megatron_rl.config.schema import Config
+from megatron_rl.data.images import PromptImages
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.data.rollout import Rollout, Rollouts
 from megatron_rl.data.sample import Sample
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards import Scorer, ScoringStats
-from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.exchange import exchange
+from megatron_rl.rollout.dispatch import Dispatcher
+from megatron_rl.rollout.engine import Engine, Failure
+from megatron_rl.rollout.episode import single_turn
 from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.sync import Scored, WeightSync
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.heartbeat import HEARTBEAT
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.tasks import Order, Prompts, make_order
 from megatron_rl.trainer.report import Reporter
+from megatron_rl.trainer.shown import decode
 
 
 class Sampler:
@@ -53,21 +53,12 @@ class Sampler:
         self._counters: dict[str, float] = {}  # of the current step
         self._scored = ScoringStats()  # what slow rewards did in it
         self._lengths: dict[str, float] = {}  # mean tokens of the last responses to a prompt, by sample id
-        self._engine: Engine | None = None  # until `start_engine`
-        self._sync: WeightSync | None = None
+        self._engine: Engine | None = None  # until `use`
 
     # ------------------------------------------------------------------------------------------------------ the engine
-    def start_engine(self, actor: Actor) -> None:
-        """Starts the colocated engine, asleep and without weights."""
-        images = None
-        if self.prompts.reader is not None:
-            every = (sample.images for samples in self.prompts.everything for sample in samples)
-            images = max((len(own.sources) for own in every if own is not None), default=1), self.prompts.reader
-        self._engine = Engine(self.config, self.grid, self.folder, images)
-        self._sync = WeightSync(self.config, self.grid, actor, self._engine)
-        if self._sync.whole_because is not None:
-            self._report.note(f"weights go to the engine whole, not in slices: {self._sync.whole_because}")
-        self._engine.sleep()
+    def use(self, engine: Engine) -> None:
+        """Samples with this engine from here on; it ends with the sampler."""
+        self._engine, self._dispatcher = engine, Dispatcher(self.grid, engine.room)
 
     @property
     def has_engine(self) -> bool:
@@ -75,23 +66,27 @@ class Sampler:
 
     @property
     def engine(self) -> Engine:
-        assert self._engine is not None, "start_engine has not been called"
+        assert self._engine is not None, "no engine has been started"
         return self._engine
 
-    @property
-    def sync(self) -> WeightSync:
-        assert self._sync is not None, "start_engine has not been called"
-        return self._sync
-
-    def score_by_actor(self, rollouts: Rollouts | None = None) -> Scored:
-        """The actor's side of the check after the next sync, over a few rollouts; None: over the recipe's first prompts."""
+    def sequences_to_check(
+        self, rollouts: Rollouts | None = None
+    ) -> tuple[list[Sequence[int]], list[PromptImages | None]]:
+        """What the check after a weight sync compares log-probs of, with its images: tokens of a few rollouts; None: of the
+        recipe's first prompts. The same on every rank."""
         count = self.config.rollout.sync_check_rollouts
         if rollouts is None:
-            samples = self.prompts.train or [s for samples in self.prompts.eval.values() for s in samples]
-            chosen = samples[:count]
-            return self.sync.score([sample.prompt_ids for sample in chosen], [sample.images for sample in chosen])
-        rows = range(len(rollouts))[:: max(1, len(rollouts) // count)][:count]
-        return self.sync.score(self._sequences(rollouts, rows), [rollouts.sample(row).images for row in rows])
+            prompts = self.prompts.train or [s for samples in self.prompts.eval.values() for s in samples]
+            samples, sequences = prompts[:count], [sample.prompt_ids for sample in prompts[:count]]
+        else:
+            rows = range(len(rollouts))[:: max(1, len(rollouts) // count)][:count]
+            samples, sequences = [rollouts.sample(row) for row in rows], self._sequences(rollouts, rows)
+        scored = [
+            (tokens[: self.engine.max_scored], sample.images)
+            for tokens, sample in zip(sequences, samples, strict=True)
+            if len(tokens) > 1
+        ]
+        return [tokens for tokens, _ in scored], [images for _, images in scored]
 
     def _sequences(self, rollouts: Rollouts, rows: Sequence[int]) -> list[list[int]]:
         """The tokens of a few rollouts, on every rank."""
@@ -103,34 +98,6 @@ class Sampler:
                 part[:] = rollouts.held[row].tokens
         self.grid.sum_array(flat)
         return [part.tolist() for part in parts]
-
-    def _to_main(self, rollouts: Rollouts, rows: Sequence[int]) -> dict[int, Rollout]:
-        """Rollouts on rank 0. Experts stay: nothing there replays them, and an evaluation's kept responses have none."""
-        return exchange(self.grid, replace(rollouts, experts=None), [((0,), rows)])
-
-    def whole(self, rollouts: Rollouts, count: int) -> list[Rollout]:
-        """The first `count` rollouts with tokens, text and rewards, on rank 0; [] elsewhere."""
-        rows = range(len(rollouts))[:count]
-        got = self._to_main(rollouts, rows)
-        known = [got[row] for row in rows if self.grid.is_main]
-        self._decode(known)
-        for row, rollout in enumerate(known):
-            rollout.rewards = rollouts.rewards_of(row)
-        return known
-
-    def details(self, samples: Sequence[Sample], rollouts: Sequence[Rollout], pieces: bool) -> list[dict[str, object]]:
-        """Of scored rollouts `remarks`, what rewards say of each; and with `pieces` the text of each response token by
-        itself, where part of a character is U+FFFD."""
-        by_id, found = {sample.id: sample for sample in samples}, list[dict[str, object]]()
-        for rollout in rollouts:
-            sample, tokens = by_id[rollout.sample_id], [[token] for token in rollout.response_ids]
-            one: dict[str, object] = {}
-            if remarks := self.scorer.remarks(rollout.text, sample, rollout.finish_reason, rollout.length):
-                one["remarks"] = remarks
-            if pieces:
-                one["pieces"] = self.tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False)
-            found.append(one)
-        return found
 
     def close(self) -> None:
         self.scorer.close()
@@ -187,6 +154,7 @@ class Sampler:
         step: int,
         already_drawn: Mapping[tuple[str, int], Rollout] | None = None,
         on_drawn: Callable[[Rollout], None] | None = None,
+        on_failed: Callable[[Failure], None] | None = None,
     ) -> Rollouts:
         """`count` rollouts per sample; those of this rank's engine decoded.
 
@@ -195,48 +163,41 @@ class Sampler:
         Args:
             already_drawn: rollouts that are not drawn again, by sample id and index; the same on every rank.
             on_drawn: called with each newly drawn rollout of this rank's engine.
+            on_failed: as for `generate`.
         """
         HEARTBEAT.samples = [sample.id for sample in samples]
-        callbacks = [one for one in (self._scoring_starter(samples), on_drawn) if one is not None]
+        start_scoring = self._scoring_starter(samples)
 
         def on_finished(rollout: Rollout) -> None:
-            for callback in callbacks:
-                callback(rollout)
+            start_scoring(rollout)
+            if on_drawn is not None:
+                on_drawn(rollout)
 
         rollouts = generate(
             self.engine,
+            self._dispatcher,
             samples,
             count,
-            sampling,
-            step,
-            on_finished if callbacks else None,
+            single_turn(sampling, self.config.seed, step),
+            on_finished,
+            on_failed,
             already_drawn,
             self._lengths,
         )
         means = rollouts.facts["length"].reshape(-1, count).mean(1).tolist()
         self._lengths |= {sample.id: mean for sample, mean in zip(samples, means, strict=True)}
-        self._decode([*rollouts.held.values()])
+        decode(self.tokenizer, [*rollouts.held.values()])
         return rollouts
 
-    def _decode(self, rollouts: Sequence[Rollout]) -> None:
-        """Fills in `text`."""
-        if not rollouts:
-            return  # a tokenizer makes one text of no sequences
-        texts = self.tokenizer.batch_decode(
-            [rollout.response_ids for rollout in rollouts], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        for rollout, text in zip(rollouts, texts, strict=True):
-            rollout.text = text
-
     # --------------------------------------------------------------------------------------------------------- scoring
-    def _scoring_starter(self, samples: Sequence[Sample]) -> Callable[[Rollout], None] | None:
-        """Starts the slow rewards of a rollout that has ended; None where no reward is slow."""
+    def _scoring_starter(self, samples: Sequence[Sample]) -> Callable[[Rollout], None]:
+        """Starts the slow rewards of a rollout that has ended, where a reward is slow."""
         if not self.scorer.starts_early:
-            return None
+            return lambda rollout: None
         by_id = {sample.id: sample for sample in samples}
 
         def start(rollout: Rollout) -> None:
-            self._decode([rollout])
+            decode(self.tokenizer, [rollout])
             if self._scores(rollout):
                 key, sample = (rollout.sample_id, rollout.index), by_id[rollout.sample_id]
                 self.scorer.start(key, rollout.text, sample, rollout.finish_reason, rollout.length)
@@ -245,9 +206,9 @@ class Sampler:
 
     def _scores(self, rollout: Rollout) -> bool:
         """Whether this rank scores a rollout that its engine drew. Equal responses to a prompt go to the same rank."""
-        size = self.config.rollout.tensor_parallel
+        engine = self.grid.engine
         text = f"{rollout.sample_id}/{rollout.text}".encode(errors="replace")
-        return zlib.crc32(text) % size == self.grid.rank % size
+        return zlib.crc32(text) % engine.size == engine.rank
 
     def score(self, rollouts: Rollouts) -> None:
         """Fills in the rewards of all rollouts on every rank. The ranks of an engine share the scoring of what it drew."""

@@ -108,9 +108,9 @@ def _held_out_loss(run: Run, held_out: Mapping[str, Sequence[Example]]) -> dict[
 def _generate(run: Run, step: int) -> dict[str, float]:
     """Responses of the engine with the present weights; the device is the actor's again where steps follow."""
     if run.sampler.has_engine:
-        scored = run.sampler.score_by_actor()
+        scored = run.score_by_actor()
         run.hand_device_to_engine()
-        run.sampler.sync.check(scored)
+        run.sync.check(scored)
     else:
         run.start_engine()
     metrics = evaluate(run, step) | run.sampler.take_counters()

@@ -20,7 +20,8 @@ def main(run_dir: Path) -> None:
     from megatron_rl.trainer.run import build_run
 
     config = load_recipe(run_dir / "recipe.yaml")
-    run = build_run(config, distributed.initialize(config.actor.parallel, 5), run_dir)
+    grid = distributed.initialize(config.actor.parallel, 5, engine_ranks=config.rollout.tensor_parallel)
+    run = build_run(config, grid, run_dir)
     run.start_engine()
     actor, engine = run.learner.actor, run.sampler.engine
     tokens = [sample.prompt_ids for sample in run.sampler.prompts.train[:8]]

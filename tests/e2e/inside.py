@@ -72,7 +72,8 @@ def main(run_dir: Path) -> None:
     config = load_recipe(run_dir / "recipe.yaml")
     config.actor.offload = config.actor.offload_weights = True  # as on a GPU
     torch.manual_seed(config.seed)
-    run = build_run(config, distributed.initialize(config.actor.parallel, 5), run_dir)
+    grid = distributed.initialize(config.actor.parallel, 5, engine_ranks=config.rollout.tensor_parallel)
+    run = build_run(config, grid, run_dir)
     run.report.start_over()
     warm_up(run)
     run.checkpoints.export()  # the reference policy, for those who recompute

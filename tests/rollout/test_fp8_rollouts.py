@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import Model, fp8, model_of, read_hf_config
 from megatron_rl.rollout import environment
-from megatron_rl.rollout.engine import gpu_options
+from megatron_rl.rollout.vllm_engine import gpu_options
 from megatron_rl.seams.vllm import ShardLoader
 from tests.ranks import start
 

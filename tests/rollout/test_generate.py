@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +14,14 @@ import torch
 
 from megatron_rl.algorithms import RewardTable, make_algorithm
 from megatron_rl.config.schema import Config
-from megatron_rl.data.rollout import Rollout, Rollouts
+from megatron_rl.data.rollout import Rollout, Rollouts, Segment
 from megatron_rl.data.sample import Sample
-from megatron_rl.rollout.engine import Completion, Request
-from megatron_rl.rollout.generate import EngineError, generate
+from megatron_rl.rollout.dispatch import Dispatcher
+from megatron_rl.rollout.engine import Completion, EngineError, Failure, Request
+from megatron_rl.rollout.episode import single_turn
+from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
+from megatron_rl.runtime.distributed import EngineGroup
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.trainer.learner import Learner
 
@@ -27,15 +30,12 @@ SAMPLES = [Sample(f"t/{i}", "t", "", [10 + i]) for i in range(3)]
 
 
 class Queue:
-    """The first rank of the only engine; draws a token per request, and ends the newest request first."""
+    """The only engine; draws a token per request, and ends the newest request first."""
 
-    index, engines, seed, version, handed_out, experts = 0, 1, 7, 5, 0, None
+    version, room, experts = 5, 8, None
 
-    def __init__(self, others: Sequence[bytes] = ()) -> None:
-        """`others`: what the engine's other ranks report."""
+    def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.config = SimpleNamespace(tensor_parallel=1 + len(others), max_concurrent=8)
-        self.grid = SimpleNamespace(rank=0, all_gather_bytes=lambda own: [own, *others])
 
     @property
     def pending(self) -> int:
@@ -44,18 +44,33 @@ class Queue:
     def submit(self, requests: Sequence[Request]) -> None:
         self.requests += requests
 
-    def drain(self) -> Iterator[Completion]:
-        while self.requests:
-            request = self.requests.pop()
-            drawn = [int(request.tokens[0]) * 10 + request.name[1]]
-            yield Completion(request, drawn, [-0.5], "stop", self.version, np.zeros(0, dtype=np.float32))
+    def step(self) -> list[Completion | Failure]:
+        request = self.requests.pop()
+        drawn = [int(request.tokens[0]) * 10 + request.name[1]]
+        return [Completion(request, drawn, [-0.5], "stop", self.version, np.zeros(0, dtype=np.float32))]
+
+
+def dispatcher(
+    gather: Callable[[bytes], list[bytes]] = lambda data: [data], rank: int = 0, size: int = 1
+) -> Dispatcher:
+    """A rank of the only engine. `gather`: of what its ranks report."""
+    grid: Any = SimpleNamespace(engine=EngineGroup(size=size, rank=rank), all_gather_bytes=gather)
+    return Dispatcher(grid, Queue.room)
+
+
+def generated(engine: Any, samples: Sequence[Sample], count: int, step: int = 3, **more: Any) -> Rollouts:
+    return generate(engine, more.pop("by", dispatcher()), samples, count, single_turn(SAMPLING, 7, step), **more)
 
 
 def test_rollouts_come_by_sample_then_index_with_their_version() -> None:
     engine: Any = Queue()
     seen: list[tuple[str, int]] = []
     there = {("t/1", 0): Rollout.single_turn(SAMPLES[1], 0, [7, 8, 9], "length")}
-    drawn = generate(engine, SAMPLES, 2, SAMPLING, 3, lambda r: seen.append((r.sample_id, r.index)), there)
+
+    def note(rollout: Rollout) -> None:
+        seen.append((rollout.sample_id, rollout.index))
+
+    drawn = generated(engine, SAMPLES, 2, on_finished=note, already_drawn=there)
     wanted = [(s.id, i) for s in SAMPLES for i in range(2)]
     assert [(drawn.held[row].sample_id, drawn.held[row].index) for row in range(6)] == wanted
     assert seen == [name for name in wanted[::-1] if name not in there], "in the order in which they end"
@@ -76,9 +91,7 @@ def test_the_ranks_of_an_engine_take_turns_in_handing_out_what_all_of_them_drew(
             both.wait(10)
             return [parts[0], parts[1]]
 
-        engine: Any = Queue(others=[b""])
-        engine.grid = SimpleNamespace(rank=rank, all_gather_bytes=gather)
-        return generate(engine, SAMPLES, 2, SAMPLING, 3)
+        return generated(Queue(), SAMPLES, 2, by=dispatcher(gather, rank, 2))
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(rank_of, range(2))
@@ -88,8 +101,7 @@ def test_the_ranks_of_an_engine_take_turns_in_handing_out_what_all_of_them_drew(
 
 
 def test_groups_that_are_kept_and_joined_keep_what_is_known_of_them() -> None:
-    engine: Any = Queue()
-    drawn = generate(engine, SAMPLES, 2, SAMPLING, 3)
+    drawn = generated(Queue(), SAMPLES, 2)
     drawn.columns, drawn.rewards = ("r",), np.arange(6.0)[:, None]
     kept = drawn.of_prompts([2]) + drawn.of_prompts([0])
     assert [sample.id for sample in kept.samples] == ["t/2", "t/0"]
@@ -104,23 +116,69 @@ def test_a_seed_belongs_to_its_rollout_and_greedy_decoding_has_none(temperature:
     engine: Any = Queue()
     submitted: list[Request] = []
     engine.submit = lambda requests: (submitted.extend(requests), engine.requests.extend(requests))
-    generate(engine, SAMPLES, 2, Sampling(temperature, 1.0, 4), 3)
+    generate(engine, dispatcher(), SAMPLES, 2, single_turn(Sampling(temperature, 1.0, 4), 7, 3))
     seeds = {request.name: request.seed for request in submitted}
     assert seeds == {(s.id, i): rollout_seed(7, 3, s.id, i) if temperature else None for s in SAMPLES for i in range(2)}
 
 
 def test_ranks_of_an_engine_that_draw_different_tokens_end_the_run() -> None:
-    engine: Any = Queue(others=[b"another "])
     with pytest.raises(EngineError, match="ranks 0 and 1 of engine 0 have drawn different tokens"):
-        generate(engine, SAMPLES, 1, SAMPLING, 1)
+        generated(Queue(), SAMPLES, 1, by=dispatcher(lambda data: [data, b"another "], size=2))
+
+
+class Failing(Queue):
+    """Has no answer to the first rollout of any prompt."""
+
+    def step(self) -> list[Completion | Failure]:
+        if self.requests[-1].name[1] == 0:
+            return [Failure(self.requests.pop(), "HTTP 500")]
+        return super().step()
+
+
+def test_a_request_without_an_answer_ends_the_run_or_leaves_its_rollout_out() -> None:
+    with pytest.raises(EngineError, match="no answer to rollout 0 of t/2: HTTP 500"):
+        generated(Failing(), SAMPLES, 1)
+    failed: list[Failure] = []
+    drawn = generated(Failing(), SAMPLES, 2, on_failed=failed.append)
+    assert [failure.request.name for failure in failed] == [("t/2", 0), ("t/1", 0), ("t/0", 0)]
+    assert sorted(drawn.held) == [1, 3, 5]
+    drawn.columns, drawn.rewards = ("r",), np.zeros((6, 1))
+    assert [(outcome.sample_id, outcome.length) for outcome in drawn.outcomes()] == [(s.id, 1) for s in SAMPLES]
+
+
+class TwoTurns:
+    """An episode whose first turn asks for a second, after tokens that nobody sampled."""
+
+    def __init__(self, sample: Sample, index: int) -> None:
+        self.sample, self.index = sample, index
+        self.segments = [Segment(np.asarray(sample.prompt_ids))]
+
+    def first(self) -> Request:
+        tokens = [int(token) for segment in self.segments for token in segment.ids]
+        return Request((self.sample.id, self.index), tokens, SAMPLING)
+
+    def advance(self, completion: Completion) -> Request | Rollout:
+        logprobs = np.asarray(completion.logprobs, dtype=np.float32)
+        self.segments.append(Segment(np.asarray(completion.ids), logprobs, completion.version))
+        if len(self.segments) > 2:
+            return Rollout(self.sample.id, self.index, self.segments, completion.finish_reason)
+        self.segments.append(Segment(np.array([1, 2])))
+        return self.first()
+
+
+def test_an_episode_may_ask_again_with_what_came_so_far() -> None:
+    engine: Any = Queue()
+    drawn = generate(engine, dispatcher(), SAMPLES[:2], 1, TwoTurns)
+    assert [drawn.held[row].tokens.tolist() for row in (0, 1)] == [[10, 100, 1, 2, 100], [11, 110, 1, 2, 110]]
+    assert drawn.held[0].loss_mask.tolist() == [False, True, False, False, True]
+    assert (drawn.facts["num_tokens"].tolist(), drawn.facts["length"].tolist()) == ([5, 5], [2, 2])
 
 
 def test_rollouts_of_other_weights_than_the_actors_are_refused() -> None:
     actor: Any = SimpleNamespace(optimizer_steps=6, grid=None)
     learner = Learner(Config(), actor, make_algorithm({"preset": "grpo"}), StepTimer())
     table = RewardTable(torch.tensor([[[0.0], [1.0]]]), ("r",))
-    engine: Any = Queue()
-    rollouts = generate(engine, SAMPLES[:1], 2, SAMPLING, 1)
+    rollouts = generated(Queue(), SAMPLES[:1], 2)
     with pytest.raises(ValueError, match=r"optimizer steps \[5\], and the actor is at step 6: .* missed a weight sync"):
         learner.estimate(table, rollouts)
     actor.optimizer_steps = 5

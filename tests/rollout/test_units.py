@@ -14,9 +14,10 @@ from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import model_of
 from megatron_rl.rollout import environment
-from megatron_rl.rollout.engine import gpu_options
 from megatron_rl.rollout.sampling import rollout_seed
-from megatron_rl.rollout.sync import SyncDifference, WeightSync, _holds
+from megatron_rl.rollout.sync import SyncDifference, make_sync
+from megatron_rl.rollout.vllm_engine import gpu_options
+from megatron_rl.rollout.vllm_probe import is_shard
 from megatron_rl.runtime.distributed import ALONE
 from megatron_rl.weights.checksum import Checksums
 
@@ -43,21 +44,21 @@ def test_a_seed_belongs_to_one_rollout():
 )
 def test_what_a_sync_may_differ_by_unless_the_recipe_says(recipe: Config, experts: int, tolerance: float) -> None:
     recipe.rollout.sync = "whole"
-    actor: Any = SimpleNamespace(description=SimpleNamespace(dims={"experts": experts}))
+    actor: Any = SimpleNamespace(model=SimpleNamespace(dims={"experts": experts}))
     engine: Any = None
-    assert WeightSync(recipe, ALONE, actor, engine).tolerance == tolerance
+    assert make_sync(recipe, ALONE, actor, engine, print).tolerance == tolerance
 
 
 def test_an_engine_shard_is_found_along_either_dimension():
     full = torch.arange(48.0).view(6, 8)
-    assert _holds(full, full, 0, 1)
-    assert _holds(full[3:], full, 1, 2)
-    assert _holds(full[:, 4:], full, 1, 2)
-    assert not _holds(full[:3], full, 1, 2)
+    assert is_shard(full, full, 0, 1)
+    assert is_shard(full[3:], full, 1, 2)
+    assert is_shard(full[:, 4:], full, 1, 2)
+    assert not is_shard(full[:3], full, 1, 2)
     padded = torch.zeros(4, 8)
     padded[:2] = full[4:]
-    assert _holds(padded, full, 1, 2)  # a vocabulary of 6 rows, padded to 8 over two ranks
-    assert not _holds(full + 1, full, 0, 1)
+    assert is_shard(padded, full, 1, 2)  # a vocabulary of 6 rows, padded to 8 over two ranks
+    assert not is_shard(full + 1, full, 0, 1)
 
 
 def test_two_kernels_in_bf16_may_differ_much_at_single_tokens():

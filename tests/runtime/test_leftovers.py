@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import shared_memory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.runtime import leftovers
+from megatron_rl.seams import vllm_segments
 
 # A rank in the middle of its engine's start: it has segments and a folder with a socket, says where, and waits.
 OWNER = """
@@ -132,12 +134,10 @@ def test_a_start_whose_names_are_removed_before_it_has_locked_them_makes_them_ag
 def test_a_segment_has_its_runs_name_and_says_where_room_was_missing(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_rl.rollout import environment
-
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", Path("/dev/shm"))
-    with environment._named_segments():
-        segment = environment.shared_memory.SharedMemory(create=True, size=64)
-        attached = environment.shared_memory.SharedMemory(name=segment.name)
+    with vllm_segments.named_segments(leftovers.SHARED_MEMORY):
+        segment = shared_memory.SharedMemory(create=True, size=64)
+        attached = shared_memory.SharedMemory(name=segment.name)
     try:
         assert segment.name.startswith("megatron_rl-23456-")
         assert attached.buf.obj is not None
@@ -148,7 +148,7 @@ def test_a_segment_has_its_runs_name_and_says_where_room_was_missing(
         segment.close()
         segment.unlink()  # as vLLM does when the engine is deleted: the name is gone
     with pytest.raises(OSError, match=r"bytes\): '/dev/shm/megatron_rl-23456-"):
-        environment._Segment(create=True, size=2**60)
+        vllm_segments.NamedSegment(create=True, size=2**60)
 
 
 def test_a_full_shared_memory_is_named_where_the_error_names_nothing(places: tuple[Path, Path]) -> None:

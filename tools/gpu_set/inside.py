@@ -118,14 +118,14 @@ def recipes(only: list[str]) -> Iterator[tuple[str, Config, HFConfig, Model]]:
 
 def vllm_config(config: Config, hf_config: HFConfig, model: Model, folder: str, extra: dict[str, object]) -> Any:
     """vLLM's whole configuration of a recipe's engine, by the options that the engine is started with."""
-    from megatron_rl.rollout import engine, environment
+    from megatron_rl.rollout import environment, vllm_engine
 
     environment.prepare()
     from vllm import EngineArgs
 
     (Path(folder) / "config.json").write_text(json.dumps(dict(hf_config)))
     images = 1 if model.description.vision is not None else None
-    options = engine.llm_options(config, folder, model, images)
+    options = vllm_engine.llm_options(config, folder, model, images)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(config.rollout.tensor_parallel))
     # The model's folder has no tokenizer here.
     return EngineArgs(**options, skip_tokenizer_init=True, **extra).create_engine_config()

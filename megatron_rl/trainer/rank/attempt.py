@@ -55,6 +55,7 @@ class Attempt:
             timeout,
             gpu_timeout_minutes(self.config),
             fp32_scales=not parameters_in_fp8(self.config),
+            engine_ranks=self.config.rollout.tensor_parallel,
         )
         self.grid = grid
         if self.watchdog is None:  # torchrun
@@ -103,7 +104,7 @@ class Attempt:
         """Post-mortem and final message of a rank that met an error; the exit code."""
         from megatron_rl.checkpoint.store import CheckpointError
         from megatron_rl.rewards import RewardError
-        from megatron_rl.rollout.generate import EngineError
+        from megatron_rl.rollout.engine import EngineError
         from megatron_rl.runtime import collectives, memory
         from megatron_rl.trainer.rank.memory import memory_parts, remedies
         from megatron_rl.weights.transfer import SyncError

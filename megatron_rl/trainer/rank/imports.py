@@ -43,6 +43,6 @@ def import_all() -> None:
     for module in _MODULES:
         importlib.import_module(module)
     with torch_compile.left_out_of_vllm():
-        worker = "vllm.v1.worker.gpu_worker" if device.has_gpu() else "megatron_rl.rollout.cpu_worker"
+        worker = "vllm.v1.worker.gpu_worker" if device.has_gpu() else "megatron_rl.seams.vllm_cpu_worker"
         for module in (*_OF_VLLM, worker):
             importlib.import_module(module)

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from megatron_rl.runtime import leftovers
 from megatron_rl.seams import vllm as seam
 from megatron_rl.seams.vllm_decoding import draw_ahead
 from megatron_rl.seams.vllm_experts import ExpertsOnCpu
+from megatron_rl.seams.vllm_segments import run_prefix
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -36,7 +36,7 @@ class ColocatedCpuWorker(CPUWorker):
 
     def init_device(self) -> None:
         # Read for the name only: the process group exists already. The port is unique to the run.
-        self.distributed_init_method = f"env://:{leftovers.run_prefix()}"
+        self.distributed_init_method = f"env://:{run_prefix()}"
         seam.skip_experts_of_other_ranks()
         super().init_device()
         draw_ahead(self.model_runner.sampler.topk_topp_sampler)

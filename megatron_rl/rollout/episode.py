@@ -1,0 +1,56 @@
+"""What a rollout asks of an engine, turn by turn: prompt so far to request, completion to the next request or the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from megatron_rl.data.rollout import Rollout
+from megatron_rl.data.sample import Sample
+from megatron_rl.rollout.engine import Completion, Request
+from megatron_rl.rollout.sampling import Sampling, rollout_seed
+
+
+class Episode(Protocol):
+    """One rollout while it is drawn. Every rank of an engine has the same episodes and advances them in the same order."""
+
+    def first(self) -> Request:
+        """The first turn's; its name is (sample id, index of the rollout), as that of every further request."""
+        ...
+
+    def advance(self, completion: Completion) -> Request | Rollout:
+        """After a turn: the next one's request, or the finished rollout. What only one rank may do between two turns, such as
+        running a tool, the engine's leader does and tells the others (`EngineGroup.broadcast`)."""
+        ...
+
+
+MakeEpisode: TypeAlias = Callable[[Sample, int], Episode]
+"""A prompt and the index of one of its rollouts to the episode."""
+
+
+def single_turn(sampling: Sampling, seed: int, step: int) -> MakeEpisode:
+    """Episodes of one response each, with seeds of their own (`rollout_seed`)."""
+    return lambda sample, index: SingleTurn(sample, index, sampling, seed, step)
+
+
+class SingleTurn:
+    """The response to a prompt is the rollout."""
+
+    def __init__(self, sample: Sample, index: int, sampling: Sampling, seed: int, step: int) -> None:
+        self._sample, self._index, self._sampling = sample, index, sampling
+        self._seed = rollout_seed(seed, step, sample.id, index) if sampling.temperature > 0 else None
+
+    def first(self) -> Request:
+        name = self._sample.id, self._index
+        return Request(name, self._sample.prompt_ids, self._sampling, self._seed, images=self._sample.images)
+
+    def advance(self, completion: Completion) -> Rollout:
+        return Rollout.single_turn(
+            self._sample,
+            self._index,
+            completion.ids,
+            completion.finish_reason,
+            completion.logprobs,
+            completion.version,
+            completion.experts,
+        )
