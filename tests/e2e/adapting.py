@@ -15,9 +15,9 @@ def main(run_dir: Path) -> None:
     import torch
 
     from megatron_rl.config import load_recipe
-    from megatron_rl.rollout import sync
     from megatron_rl.runtime import distributed
     from megatron_rl.trainer.run import build_run
+    from megatron_rl.weights.transfer import SyncError
 
     config = load_recipe(run_dir / "recipe.yaml")
     grid = distributed.initialize(config.actor.parallel, 5, engine_ranks=config.rollout.tensor_parallel)
@@ -31,9 +31,9 @@ def main(run_dir: Path) -> None:
 
     def verdict() -> str:
         try:
-            run.sampler.sync.push()
-            run.sampler.sync.check(run.sampler.sync.score(tokens))
-        except (sync.SyncError, RuntimeError) as error:
+            run.sync.push()
+            run.sync.check(run.learner.score(tokens))
+        except (SyncError, RuntimeError) as error:
             return str(error)
         return "good"
 
@@ -46,18 +46,18 @@ def main(run_dir: Path) -> None:
                 parameter.data.normal_(std=0.05)
         verdicts[f"sync {number}"] = verdict()
         drawn.append(scores())
-    gathered = sync.iter_hf_weights
+    gathered = actor.iter_adapters
 
-    def sending(change: Callable[[str, Any], tuple[str, Any]]) -> Callable[..., Iterator[tuple[str, Any]]]:
-        return lambda *arguments: (change(*each) for each in gathered(*arguments))
+    def sending(change: Callable[[str, Any], tuple[str, Any]]) -> Callable[[], Iterator[tuple[str, Any]]]:
+        return lambda: (change(*each) for each in gathered())
 
     for fault, change in (
         ("another value", lambda name, tensor: (name, tensor * 1.5 if name == WRONG else tensor)),
         ("another name", lambda name, tensor: (name.replace("layers.1.", "layers.7."), tensor)),
     ):
-        sync.iter_hf_weights = sending(change)  # type: ignore[assignment]
+        actor.iter_adapters = sending(change)  # type: ignore[method-assign]
         verdicts[fault] = verdict()
-    sync.iter_hf_weights = gathered
+    actor.iter_adapters = gathered  # type: ignore[method-assign]
     verdicts["at last"] = verdict()
     drawn.append(scores())
     verdicts["scores"] = drawn

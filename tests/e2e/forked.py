@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_rl.runtime.attempts import free_port
 
 if TYPE_CHECKING:
-    from megatron_rl.rollout.engine import Engine
+    from megatron_rl.rollout.vllm_probe import VllmProbe
 
 LAST = "step_2"
 CHECKPOINTS = ("qwen3-tied", "qwen3-tied-TP-2")  # models of which the last checkpoint is evaluated too
@@ -117,27 +117,27 @@ def command(folder: Path, part: str, world: int, name: str, *overrides: str, res
 def compare_syncs() -> None:
     """From here on every weight sync is done in slices, then with whole tensors, and the log says what the engine holds
     otherwise after the second."""
-    from megatron_rl.rollout.sync import WeightSync
+    from megatron_rl.rollout.sync import SlicedSync, WholeSync
+    from megatron_rl.rollout.vllm_probe import VllmProbe
 
-    push = WeightSync.push
+    push = SlicedSync.push
 
-    def both(self: WeightSync) -> None:
+    def both(self: SlicedSync) -> None:
         push(self)
-        if self.transfer is not None:
-            sliced, transfer = held(self.engine), self.transfer
-            self.transfer = None
-            push(self)
-            self.transfer, whole = transfer, held(self.engine)
-            differ = sorted(name for name in {**sliced, **whole} if not torch.equal(sliced[name], whole[name]))
-            print(f"slices and whole tensors: {len(whole)} weights, {len(differ)} differ {differ[:3]}", flush=True)
+        probe = VllmProbe(self.engine, self.grid)
+        sliced = held(probe)
+        WholeSync.push(self)  # type: ignore[arg-type]
+        whole = held(probe)
+        differ = sorted(name for name in {**sliced, **whole} if not torch.equal(sliced[name], whole[name]))
+        print(f"slices and whole tensors: {len(whole)} weights, {len(differ)} differ {differ[:3]}", flush=True)
 
-    WeightSync.push = both  # type: ignore[method-assign]
+    SlicedSync.push = both  # type: ignore[method-assign]
 
 
-def held(engine: Engine) -> dict[str, Tensor]:
+def held(probe: VllmProbe) -> dict[str, Tensor]:
     """All that an engine on a CPU holds, and computes with."""
-    found = {name: tensor.clone() for name, tensor in engine.parameters().items()}
-    return found | {f"packed {name}": read() for name, read in engine.packed_weights().items()}
+    found = {name: tensor.clone() for name, tensor in probe.parameters().items()}
+    return found | {f"packed {name}": read() for name, read in probe.packed_weights().items()}
 
 
 def fork(function: Callable[..., int | None], *arguments: object) -> int:

@@ -99,18 +99,21 @@ def main(run_dir: Path) -> None:
 
 def damage_sync(run: Any) -> dict[str, str]:
     """What the sync says about each kind of damage, and `good` in between and at the end."""
-    from megatron_rl.rollout.engine import EngineError, Request
+    from megatron_rl.rollout.engine import EngineError, Request, drain
     from megatron_rl.rollout.sampling import Sampling
-    from megatron_rl.rollout.sync import WeightSync
+    from megatron_rl.rollout.sync import WholeSync, make_sync
+    from megatron_rl.rollout.vllm_probe import VllmProbe
     from megatron_rl.weights.transfer import SyncError
 
     tokens = [sample.prompt_ids for sample in run.sampler.prompts.train[:4]]
+    actor, engine = run.learner.actor, run.sampler.engine
+    probe = VllmProbe(engine, run.grid)
 
     def verdict() -> str:
-        scored = run.sampler.sync.score(tokens)
+        scored = run.learner.score(tokens)
         run.learner.actor.offload_weights()  # a diagnosis brings them back
         try:
-            return f"good: {run.sampler.sync.check(scored)}"
+            return f"good: {run.sync.check(scored)}"
         except SyncError as error:
             return str(error)
         finally:
@@ -123,51 +126,48 @@ def damage_sync(run: Any) -> dict[str, str]:
     def without(weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         return ((name, tensor) for name, tensor in weights if name != KEPT)
 
-    whole, transfer = run.learner.actor.iter_hf_weights, run.sampler.sync.transfer
-    faults = {}
-    run.sampler.sync.transfer = None  # every tensor goes whole; faults of slices are in tests/rollout
+    whole, faults = actor.iter_hf_weights, {}
+    sync = WholeSync(run.config, run.grid, actor, engine, probe)  # faults of slices are in tests/rollout
     for fault, send in (("sent", corrupted), ("not sent", without)):
-        run.learner.actor.iter_hf_weights = lambda send=send: send(whole())
+        actor.iter_hf_weights = lambda send=send: send(whole())
         try:
-            run.sampler.sync.push()
+            sync.push()
         except SyncError as error:
             faults[fault] = str(error)
-    run.learner.actor.iter_hf_weights, run.sampler.sync.transfer = whole, transfer
-    run.sampler.sync.push()
+    actor.iter_hf_weights = whole
+    run.sync.push()
     faults["pushed again"] = verdict()
     for name, (layer, first) in PACKED.items():
         if run.grid.is_main:  # one rank of the engine only, which has the rows of the tokens that occur
-            run.sampler.engine.llm.apply_model(
-                lambda model, layer=layer, first=first: spoil(model.get_submodule(layer), first)
-            )
+            engine.llm.apply_model(lambda model, layer=layer, first=first: spoil(model.get_submodule(layer), first))
         faults[name] = verdict()
-        run.sampler.sync.push()
+        run.sync.push()
     if run.grid.rank == 1:  # one rank of the engine only
-        run.sampler.engine.parameters()[KEPT].data.mul_(1.5)
+        probe.parameters()[KEPT].data.mul_(1.5)
     faults["kept"] = verdict()
-    run.sampler.engine.parameters()[KEPT].data.fill_(float("nan"))
+    probe.parameters()[KEPT].data.fill_(float("nan"))
     faults["not a number"] = verdict()
-    run.sampler.sync.push()
+    run.sync.push()
     faults["pushed at last"] = verdict()
-    engine = run.sampler.engine
     score = engine.score
     wrong = iter([0.01])  # the first time only
     engine.score = lambda *given: [one + next(wrong, 0.0) for one in score(*given)]
     faults["once"] = verdict()
     engine.score = score
-    shapes = engine.shapes
-    engine.shapes = lambda: {**shapes(), KEPT: (1,)}
-    faults["another layout"] = str(WeightSync(run.config, run.grid, run.learner.actor, engine).whole_because)
-    engine.shapes = shapes
+    shapes, notes = engine.shard_shapes, []
+    engine.shard_shapes = lambda: {**shapes(), KEPT: (1,)}
+    assert isinstance(make_sync(run.config, run.grid, actor, engine, notes.append), WholeSync)
+    [faults["another layout"]] = notes
+    engine.shard_shapes = shapes
     run.config.rollout.sync = "whole"
-    faults["whole"] = f"in slices: {WeightSync(run.config, run.grid, run.learner.actor, engine).transfer}"
+    faults["whole"] = type(make_sync(run.config, run.grid, actor, engine, notes.append)).__name__
     engine.submit([Request(("", 0), tokens[0], Sampling(1.0, 1.0, max_tokens=4), seed=1)])
     engine.step()
     try:
-        run.sampler.sync.push()
+        run.sync.push()
     except EngineError as error:
         faults["a request under way"] = str(error)
-    list(engine.drain())
+    list(drain(engine))
     return faults
 
 

@@ -41,14 +41,14 @@ def install(phase: str) -> None:
     from megatron_rl.actor.actor import Actor
     from megatron_rl.checkpoint.saver import Saver
     from megatron_rl.rewards import Scorer
-    from megatron_rl.rollout.sync import WeightSync
+    from megatron_rl.rollout.sync import SlicedSync
     from megatron_rl.runtime import leftovers
-    from megatron_rl.trainer import sampler
+    from megatron_rl.trainer.sampler import Sampler
 
     if phase == "generate":
-        stop_in(sampler, "generate", lambda engine, samples, count, sampling, step, *more: step == 1)
+        stop_in(Sampler, "generate", lambda self, samples, count, sampling, step, *more, **named: step == 1)
     elif phase == "evaluate":
-        stop_in(sampler, "generate", lambda engine, samples, count, sampling, step, *more: step < -1)
+        stop_in(Sampler, "generate", lambda self, samples, count, sampling, step, *more, **named: step < -1)
     elif phase == "reward":
         stop_in(Scorer, "score", after=1)  # after the evaluation before the first step
     elif phase == "old_log_prob":
@@ -60,7 +60,7 @@ def install(phase: str) -> None:
     elif phase == "engine start":
         stop_in(leftovers, "remove_segments")
     elif phase == "sync":
-        stop_in(WeightSync, "push", after=2)  # after the start's, and that of the checkpoint before the first step
+        stop_in(SlicedSync, "push", after=2)  # after the start's, and that of the checkpoint before the first step
     else:
         raise ValueError(phase)
 

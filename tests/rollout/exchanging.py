@@ -19,7 +19,7 @@ from megatron_rl.rollout import exchange as module
 from megatron_rl.rollout.exchange import BYTES_PER_TOKEN, ExchangeError, Need, exchange, sizes_of
 from megatron_rl.runtime import distributed
 from megatron_rl.runtime.distributed import ALONE, ProcessGrid
-from megatron_rl.trainer.sampler import Sampler
+from megatron_rl.trainer.shown import fetch_to_rank0
 
 WORLD = 4
 COUNT = 3  # rollouts per prompt
@@ -155,9 +155,10 @@ def to_rank_0(grid: ProcessGrid, folder: Path) -> None:
     rollouts, everything = rollouts_of(1, 5, grid.rank, grid.world, 2)
     for rollout in rollouts.held.values():
         rollout.experts = None
-    sampler: Any = SimpleNamespace(grid=grid)
-    got = Sampler._to_main(sampler, rollouts, range(4))
-    assert [got[row].tokens.tolist() for row in sorted(got)] == (
+    rollouts.rewards = np.zeros((len(rollouts), 0))
+    tokenizer: Any = SimpleNamespace(batch_decode=lambda sequences, **options: [""] * len(sequences))
+    got = fetch_to_rank0(grid, rollouts, 4, tokenizer)
+    assert [rollout.tokens.tolist() for rollout in got] == (
         [everything[row].tokens.tolist() for row in range(4)] if grid.is_main else []
     )
 
