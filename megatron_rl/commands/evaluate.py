@@ -203,11 +203,11 @@ def _ask(config: Config, urls: list[str], name: str | None, gpus: int) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     with hold_run_folder(config):
         from megatron_rl.evaluation.harnessed import evaluate_by_harness
-        from megatron_rl.evaluation.served import evaluate_served
         from megatron_rl.runtime.distributed import ALONE
+        from megatron_rl.trainer.evaluate import evaluate_endpoint
         from megatron_rl.trainer.report import Reporter
 
         log = Reporter(config, Path(config.run_dir), ALONE, "evaluate")
         if config.evaluation.harness.name is not None:
             return evaluate_by_harness(log, urls, name, gpus)
-        return evaluate_served(log, urls, name)
+        return evaluate_endpoint(log, urls, name)

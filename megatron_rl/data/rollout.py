@@ -175,6 +175,11 @@ class Rollouts:
         """bool [samples, count]: those that were cut at the token limit."""
         return torch.from_numpy(self.facts["truncated"].copy()).view(len(self.samples), self.count)
 
+    @property
+    def unanswered(self) -> int:
+        """Rollouts that nobody has; see UNANSWERED."""
+        return int((self.facts["source"] == UNANSWERED).sum())
+
     def sample(self, row: int) -> Sample:
         return self.samples[row // self.count]
 

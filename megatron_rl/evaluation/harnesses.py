@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.config.schema import Config
 
 if TYPE_CHECKING:  # the recipe check reads this without torch
-    from megatron_rl.evaluation.endpoint import Server
+    from megatron_rl.rollout.endpoint_engine import Server
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2] / ".venv-eval"
 

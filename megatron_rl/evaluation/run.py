@@ -1,13 +1,16 @@
-"""What evaluations have in common, by an engine (`trainer.evaluate`) or a served model (`evaluation.served`)."""
+"""What evaluations have in common, by an engine (`trainer.evaluate`) or by a harness (`evaluation.harnessed`)."""
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from rich.console import Console
 
 from megatron_rl.config.schema import Config
@@ -18,7 +21,9 @@ from megatron_rl.evaluation.output import results_table, write_results
 from megatron_rl.evaluation.samples import write_responses
 from megatron_rl.evaluation.statistics import Interval
 from megatron_rl.evaluation.summary import TaskSummary, metrics_of, overall, summarize
-from megatron_rl.rewards import ScoringStats
+from megatron_rl.rewards import RewardError, ScoringStats
+from megatron_rl.runtime import exit_codes
+from megatron_rl.runtime.http import EndpointError
 
 
 class Log(Protocol):
@@ -60,6 +65,26 @@ class Answers:
     def metrics(self) -> dict[str, float]:
         """The metrics of docs/metrics.md, Evaluation."""
         return metrics_of(self.summaries, self.across())
+
+
+def guarded(log: Log, evaluate: Callable[[], int]) -> int:
+    """The exit code of an evaluation, or of what ended it, which is told."""
+    try:
+        code = evaluate()
+    except np.linalg.LinAlgError:  # a ValueError, and no recipe's fault: the traceback says more
+        log.close()
+        raise
+    except (ValueError, OSError, EndpointError, RewardError) as error:
+        log.close()
+        print(f"megatron-rl: {error}", file=sys.stderr)
+        return exit_codes.BAD_INPUT if isinstance(error, ValueError) else exit_codes.FAILED
+    except KeyboardInterrupt:
+        log.close()
+        print("megatron-rl: stopped; the same command continues with the responses that are there", file=sys.stderr)
+        return 128 + signal.SIGINT
+    log.summary()
+    log.close()
+    return code
 
 
 def answer_tasks(config: Config, tasks: Mapping[str, Sequence[Sample]], answer: Answer) -> Answers:

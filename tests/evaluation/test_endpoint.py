@@ -1,4 +1,7 @@
-"""The endpoint door, against a server that answers by a rule and misbehaves on purpose; the real server is in tests/e2e."""
+"""The endpoint as an engine, and evaluations with it, against a server that answers by a rule and misbehaves on purpose.
+
+The real server is in tests/e2e.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +24,16 @@ from transformers import AutoTokenizer
 from megatron_rl.cli import main
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import EndpointConfig
+from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation import response_log as kept
-from megatron_rl.evaluation.endpoint import Server, complete, find_server
+from megatron_rl.rollout.dispatch import Dispatcher
+from megatron_rl.rollout.endpoint_engine import EndpointEngine, Server, find_server
+from megatron_rl.rollout.engine import EngineError, Failure
+from megatron_rl.rollout.episode import single_turn
+from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.sampling import Sampling, rollout_seed
+from megatron_rl.runtime.distributed import ALONE
 from megatron_rl.runtime.http import EndpointError
 from megatron_rl.weights.create import create_model
 
@@ -37,9 +48,28 @@ def echo(request: dict[str, Any], attempt: int) -> tuple[int, dict[str, Any]]:
     return answer(request, [request["prompt"][0], 7])
 
 
-def ask(rule: Rule, config: EndpointConfig = ONCE, count: int = 2, sampling: Sampling = DRAWN) -> Any:
-    with serving(rule) as server:
-        return server, complete(Server((server.url,), "tiny"), config, SAMPLES, count, sampling, seed=5, step=-1)
+@contextmanager
+def engine_of(url: str, config: EndpointConfig = ONCE) -> Iterator[EndpointEngine]:
+    engine = EndpointEngine(Server((url,), "tiny", room=64), config)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def ask(
+    rule: Rule,
+    config: EndpointConfig = ONCE,
+    count: int = 2,
+    sampling: Sampling = DRAWN,
+    on_finished: Callable[[Rollout], None] = lambda rollout: None,
+) -> Any:
+    failed: list[Failure] = []
+    with serving(rule) as server, engine_of(server.url, config) as engine:
+        dispatcher = Dispatcher(ALONE, engine.room)
+        turns = single_turn(sampling, 5, -1)
+        drawn = generate(engine, dispatcher, SAMPLES, count, turns, on_finished, failed.append)
+        return server, ([drawn.held[row] for row in sorted(drawn.held)], failed)
 
 
 def test_each_request_has_the_tokens_and_the_seed_of_its_rollout() -> None:
@@ -76,7 +106,7 @@ def broken_for_one(request: dict[str, Any], attempt: int) -> tuple[int, dict[str
 def test_what_stays_unanswered_is_named_and_nothing_else_is_lost() -> None:
     _, (rollouts, failed) = ask(broken_for_one)
     assert {rollout.sample_id for rollout in rollouts} == {"sums/0", "sums/1", "sums/3"}
-    assert [(one.sample_id, one.index) for one in failed] == [("sums/2", 0), ("sums/2", 1)]
+    assert sorted(failure.request.name for failure in failed) == [("sums/2", 0), ("sums/2", 1)]
     assert "HTTP 500" in failed[0].reason
 
 
@@ -102,8 +132,33 @@ def test_a_full_disk_is_said_as_it_is() -> None:
     def keep(_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with serving(echo) as server, pytest.raises(OSError, match="No space left"):
-        complete(Server((server.url,), "tiny"), ONCE, SAMPLES, 2, DRAWN, seed=5, step=-1, keep=keep)
+    with pytest.raises(OSError, match="No space left"):
+        ask(echo, on_finished=keep)
+
+
+def test_the_tokens_of_a_sequence_are_scored() -> None:
+    def score(request: dict[str, Any], attempt: int) -> tuple[int, dict[str, Any]]:
+        assert (request["prompt_logprobs"], request["max_tokens"]) == (0, 1)
+        entries = [None, *({str(token): {"logprob": -token / 8}} for token in request["prompt"][1:])]
+        return answer(request, [1], prompt_logprobs=entries)
+
+    with serving(score) as server, engine_of(server.url) as engine:
+        scores = engine.score([[1, 2, 3], [4, 8]])
+        assert [row.tolist() for row in scores] == [[-0.25, -0.375], [-1.0]]
+        assert engine.max_scored == 63
+    with (
+        serving(echo) as server,
+        engine_of(server.url) as engine,
+        pytest.raises(ValueError, match="log-probs of a prompt"),
+    ):
+        engine.score([[1, 2]])
+
+
+def test_a_servers_weights_are_its_own() -> None:
+    with engine_of("http://127.0.0.1:9/v1") as engine:
+        for ask_for in (lambda: engine.load([], 1), engine.sleep, lambda: engine.wake("cache")):
+            with pytest.raises(EngineError, match="serves 'tiny' with weights of its own"):
+                ask_for()
 
 
 def test_the_server_is_looked_at_before_it_is_asked() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from megatron_rl.config.schema import EvaluationConfig, HarnessConfig
 from megatron_rl.evaluation import harnessed
-from megatron_rl.evaluation.endpoint import Server
 from megatron_rl.evaluation.harnesses import HARNESSES, Job
+from megatron_rl.rollout.endpoint_engine import Server
 
 from .server import serving
 

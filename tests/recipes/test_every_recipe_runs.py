@@ -1,6 +1,6 @@
 """Every recipe of recipes/ runs: its own algorithm, rewards, prompts and settings, on a tiny model and tiny data.
 
-One training step with the evaluations around it, the checkpoint and the export; or an evaluation through a door. What is
+One training step with the evaluations around it, the checkpoint and the export; or an evaluation. What is
 changed in a recipe stands in `tiny.overrides`. A recipe's model is a small one of the same family under the same name.
 """
 

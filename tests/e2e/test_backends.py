@@ -1,4 +1,4 @@
-"""One trained model through the three doors of `megatron-rl evaluate`: its checkpoint, its export, a vLLM server."""
+"""One trained model through the three backends of `megatron-rl evaluate`: its checkpoint, its export, a vLLM server."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def interrupted_and_continued(folder: Path, *arguments: str) -> Evaluated:
 
 
 @pytest.fixture(scope="module")
-def doors(straight: Finished, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Evaluated]:
-    folder, run = tmp_path_factory.mktemp("doors"), straight.run_dir
+def backends(straight: Finished, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Evaluated]:
+    folder, run = tmp_path_factory.mktemp("backends"), straight.run_dir
     options = ("--generation-config", "vllm", "--max-model-len", "64")
     seeded = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192")
     server = VllmServer(run / "export", folder / "server.log", *options, *seeded)
     try:
         found = {
             "checkpoint": evaluated(folder / "a", "--model", str(run / "checkpoints" / f"step_{STEPS}"), *SAMPLED),
-            "folder": interrupted_and_continued(folder / "b", "--model", str(run / "export"), *SAMPLED),
+            "engine": interrupted_and_continued(folder / "b", "--model", str(run / "export"), *SAMPLED),
         }
         asking = ("--model", str(run / "export"), "--endpoint", server.url())
         found["endpoint"] = evaluated(folder / "c", *asking, *SAMPLED)
@@ -58,10 +58,10 @@ def doors(straight: Finished, tmp_path_factory: pytest.TempPathFactory) -> dict[
         server.stop()
 
 
-def test_sampled_with_one_seed_all_doors_draw_the_same_responses(doors: dict[str, Any]) -> None:
-    results = {door: doors[door] for door in ("checkpoint", "folder", "endpoint")}
-    for door, (content, _, _) in results.items():
-        assert content["model"]["door"] == door
+def test_sampled_with_one_seed_all_backends_draw_the_same_responses(backends: dict[str, Any]) -> None:
+    results = {backend: backends[backend] for backend in ("checkpoint", "engine", "endpoint")}
+    for backend, (content, _, _) in results.items():
+        assert content["model"]["backend"] == backend
         assert content["failed_requests"] == 0
     metrics = [content["metrics"] for content, _, _ in results.values()]
     assert metrics[0] == metrics[1] == metrics[2]
@@ -71,13 +71,13 @@ def test_sampled_with_one_seed_all_doors_draw_the_same_responses(doors: dict[str
     assert len(set(texts[0])) > 16, "the responses were sampled"
 
 
-def test_an_interrupted_evaluation_draws_only_what_is_missing(doors: dict[str, Any]) -> None:
-    assert "continuing an interrupted evaluation: 40 responses" in doors["folder"][2]
-    assert "continuing" not in doors["checkpoint"][2]
+def test_an_interrupted_evaluation_draws_only_what_is_missing(backends: dict[str, Any]) -> None:
+    assert "continuing an interrupted evaluation: 40 responses" in backends["engine"][2]
+    assert "continuing" not in backends["checkpoint"][2]
 
 
-def test_greedy_a_server_answers_as_the_run_itself_did(doors: dict[str, Any], straight: Finished) -> None:
-    content, records, _ = doors["greedy"]
+def test_greedy_a_server_answers_as_the_run_itself_did(backends: dict[str, Any], straight: Finished) -> None:
+    content, records, _ = backends["greedy"]
     last = rows(straight.run_dir)[-1]
     assert content["metrics"]["eval/held_out/avg@1"]["value"] == last["eval/held_out/avg@1"]
     own = samples(straight.run_dir, f"eval_held_out_step_{STEPS}.jsonl")
