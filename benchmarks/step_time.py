@@ -146,6 +146,7 @@ def rl(row: RL) -> tuple[float, StepTime]:
     total = row.tokens_per_s * row.gpus * row.seconds / (row.prompts * 32)
     lengths = Lengths.log_normal(total - PROMPT, row.limit - PROMPT, spread=0.6, prompt=PROMPT)
     config = Config(
+        run_dir="",
         actor=ActorConfig(
             parallel=ParallelConfig(tensor, pipeline, 1, context, expert, sequence=tensor > 1),
             tokens_per_microbatch=row.limit,

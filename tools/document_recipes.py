@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
-
+from megatron_rl.base.typed_params import fields, unwrap
 from megatron_rl.config import Config
-from megatron_rl.config.keys import choices, entry_type, fields, meaning, unwrap
+from megatron_rl.config.keys import choices, entry_type, meaning
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 TABLE = re.compile(r"\| key \| default \| meaning \|\n(?:\|.*\n)+")
@@ -43,7 +42,7 @@ def default(field: dataclasses.Field[Any]) -> Any:
 
 def shown(value: Any) -> str:
     """A default as YAML writes it."""
-    if value is MISSING:
+    if value is dataclasses.MISSING:
         return "required"
     if isinstance(value, dict):
         return f"`{{{', '.join(f'{name}: {item}' for name, item in value.items())}}}`"

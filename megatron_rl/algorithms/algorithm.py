@@ -15,7 +15,8 @@ from megatron_rl.algorithms.kl import kl_divergence
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.algorithms.registry import make_advantage_estimator, make_gradient_weight
 from megatron_rl.algorithms.shaping import add_column, complete_groups, overlong_penalty, signal_groups, with_valid
-from megatron_rl.config.algorithm import AlgorithmConfig, check_algorithm
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.algorithm_checks import check_algorithm
 from megatron_rl.config.load import algorithm_config
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.methods import load_plugins

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_rl.base.messages import nearest
 
-_HERE = Path(__file__).resolve().parent
+_HERE = Path(__file__).resolve().parents[1]  # the package
 _FOLDER = "recipes"
 
 

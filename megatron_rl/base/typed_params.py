@@ -1,68 +1,45 @@
-"""Values that a recipe sets, held against the annotations that declare them: types, `Literal` choices, ranges."""
+"""Checks values that a recipe sets against the annotations that declare them, with pydantic, and says what is refused."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import inspect
-import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from megatron_rl.base.messages import did_you_mean, show, unknown_name
 
 Params: TypeAlias = Mapping[str, Any]  # by name; `check_types` holds the values against annotations
-_WORDS: dict[object, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    type(None): "null",
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+
+STRICT = ConfigDict(strict=True, extra="forbid", revalidate_instances="always")  # no text as a number, no 1 as true
+_KINDS = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "none_required": "null",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "dataclass_type": "a section with keys of its own",
+}
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("greater than", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("less than", "lt"),
 }
 
 
-@dataclass(frozen=True)
-class Range:
-    """Bounds of a number, for `Annotated[float, Range(low=0)]`: `low` and `high` are allowed, `above` and `below` are not."""
-
-    low: float | None = None
-    high: float | None = None
-    above: float | None = None
-    below: float | None = None
-    finite: bool = False
-
-    def broken(self, value: float) -> str | None:
-        """The first bound that `value` breaks, in words; None where it keeps all. A NaN breaks every bound."""
-        return next((words for words, holds in self._bounds(value) if not holds), None)
-
-    def __str__(self) -> str:
-        return " and ".join(words for words, _ in self._bounds(0))
-
-    def _bounds(self, value: float) -> Iterator[tuple[str, bool]]:
-        if self.low is not None:
-            yield f"at least {_number(self.low)}", value >= self.low
-        if self.above is not None:
-            yield f"greater than {_number(self.above)}", value > self.above
-        if self.high is not None:
-            yield f"at most {_number(self.high)}", value <= self.high
-        if self.below is not None:
-            yield f"less than {_number(self.below)}", value < self.below
-        if self.finite:
-            yield "a finite number", math.isfinite(value)
-
-
-NonNegative = Annotated[float, Range(low=0)]
-Positive = Annotated[float, Range(above=0)]
-
-
-def _number(bound: float) -> str:
-    return f"{bound:,.0f}" if abs(bound) >= 1000 else f"{bound:g}"
-
-
-def check_params(function: Callable[..., object], params: Mapping[str, object], of: str) -> None:
+def check_params(function: Callable[..., object], params: Params, of: str) -> None:
     """`check_types`, and no parameter that `function` does not take.
 
     Raises:
@@ -75,18 +52,119 @@ def check_params(function: Callable[..., object], params: Mapping[str, object], 
     check_types(function, params)
 
 
-def check_types(function: Callable[..., object], params: Mapping[str, object]) -> None:
-    """Null is allowed where it is the default, and anything where the annotation is not a plain type.
+def check_types(function: Callable[..., object], params: Params) -> None:
+    """Null is allowed where it is the default, and anything where the annotation is not made of plain types.
 
     Raises:
         ValueError: naming the first parameter whose value is of another type or out of its range, the value and the type.
     """
     hints, signature = hints_of(function), inspect.signature(function).parameters
     for name, value in params.items():
-        hint = hints.get(name, object)
-        if not _fits(value, hint) and (value is not None or signature[name].default is not None):
-            near = did_you_mean(value, typing.get_args(hint)) if typing.get_origin(hint) is Literal else ""
-            raise ValueError(f"{name} = {show(value)}, must be {_words(hint)}{near}")
+        if name not in hints or not is_plain(hints[name]) or (value is None and signature[name].default is None):
+            continue
+        try:
+            _adapter(function, name).validate_python(value)
+        except ValidationError as error:
+            raise ValueError("\n".join(refusals(error, hints[name], name))) from None
+
+
+def refusals(error: ValidationError, hint: object, key: str) -> Iterator[str]:
+    """A sentence per value of the type `hint` at `key`, or below it, that pydantic refuses: where, what it must be, value."""
+    found: dict[str, tuple[object, list[ErrorDetails]]] = {}
+    for each in error.errors(include_url=False):
+        parts, inner = locate(hint, each["loc"])
+        found.setdefault(join(key, parts), (inner, []))[1].append(each)
+    for where, (inner, errors) in found.items():
+        yield f"`{where}` {must_be(errors, inner)}"
+
+
+def must_be(errors: Sequence[ErrorDetails], hint: object) -> str:
+    """What a value of the type `hint` must be and is not, in words after its key. `errors`: one for each type it may have."""
+    value, words = errors[0]["input"], []
+    near = ""
+    for error in errors:
+        kind, context = error["type"], error.get("ctx", {})
+        if kind == "value_error":
+            return str(context["error"])
+        if kind == "missing":
+            return "must be set"
+        if kind == "string_unicode":
+            return f"holds bytes that are no text in UTF-8: {value!a:.80}"
+        if kind == "literal_error":
+            known = next(typing.get_args(arm) for arm in arms(hint) if typing.get_origin(arm) is Literal)
+            words.append(f"one of {', '.join(map(str, known))}")
+            near = did_you_mean(value, known) if isinstance(value, str) else ""
+        elif kind in _BOUNDS:
+            bound, name = _BOUNDS[kind]
+            words.append(f"{bound} {_number(context[name])}")
+        elif kind == "finite_number":
+            words.append("a finite number")
+        elif kind in ("too_short", "too_long"):
+            words.append(f"a list of {context.get('min_length', context.get('max_length'))} values")
+        else:
+            words.append(_KINDS.get(kind) or f"something else ({error['msg']})")
+    if errors[-1]["type"] in _KINDS:
+        words += ["null"] * (types.NoneType in arms(hint))
+        near = "; put it in quotes" if "text" in words and isinstance(value, bool | int | float) else near
+        return f"must be {' or '.join(words)}, not {show(value)}{near}"
+    return f"must be {' or '.join(words)}; it is {show(value)}{near}"
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,.0f}" if abs(bound) >= 1000 else f"{bound:g}"
+
+
+# ----------------------------------------------------------------------------------------------- reading declarations
+def locate(hint: object, path: Sequence[int | str]) -> tuple[list[int | str], object]:
+    """How far a path leads within a type, and the type that stands there; not into unions, nor into unknown keys."""
+    for number, part in enumerate(path):
+        inner = unwrap(hint)[0]
+        if part == "[key]":  # pydantic's, of a mapping's name
+            return [*path[:number]], hint
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            hint = fields(inner).get(str(part))
+        elif typing.get_origin(inner) in (list, dict):
+            hint = typing.get_args(inner)[-1]
+        else:
+            return [*path[:number]], hint
+    return [*path], hint
+
+
+def join(key: str, path: Sequence[int | str]) -> str:
+    """A dotted key, with list entries in brackets."""
+    for part in path:
+        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
+    return key
+
+
+@cache
+def fields(section: Callable[..., object]) -> dict[str, object]:
+    """Names and types of a dataclass's fields, ranges included."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    return {each.name: hints[each.name] for each in dataclasses.fields(typing.cast(Any, section))}
+
+
+def unwrap(hint: object) -> tuple[object, bool]:
+    """`X | None` as (X, True), any other type as (X, False); without ranges."""
+    rest = [arm for arm in arms(hint) if arm is not types.NoneType]
+    inner = rest[0] if len(rest) == 1 else hint
+    return (typing.get_args(inner)[0] if typing.get_origin(inner) is Annotated else inner), len(rest) < len(arms(hint))
+
+
+def arms(hint: object) -> tuple[object, ...]:
+    """The alternatives of `X | Y`; of any other type, the type itself."""
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if union else (hint,)
+
+
+def is_plain(hint: object) -> bool:
+    """Whether YAML can hold all values of a type: numbers, text, true, false, null, choices, lists and mappings of them."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return is_plain(inner[0])
+    if origin in (list, dict) or len(arms(hint)) > 1:
+        return all(map(is_plain, inner))
+    return origin is Literal or hint in (bool, int, float, str, types.NoneType, Any)
 
 
 def hints_of(function: Callable[..., object]) -> dict[str, object]:
@@ -104,45 +182,7 @@ def hints_of(function: Callable[..., object]) -> dict[str, object]:
     return hints
 
 
-def arms(hint: object) -> tuple[object, ...]:
-    """The alternatives of `X | Y`; of any other type, the type itself."""
-    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    return typing.get_args(hint) if union else (hint,)
-
-
-def _fits(value: object, hint: object) -> bool:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if len(arms(hint)) > 1:
-        return any(_fits(value, arm) for arm in arms(hint))
-    if origin is Annotated:
-        ranges = [bounds for bounds in inner[1:] if isinstance(bounds, Range)]
-        in_range = isinstance(value, int | float) and all(bounds.broken(value) is None for bounds in ranges)
-        return _fits(value, inner[0]) and (in_range or not ranges)
-    if origin is Literal:
-        return value in inner
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint in (bool, str, type(None)):
-        return isinstance(value, hint)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
-    return True
-
-
-def _words(hint: object) -> str:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if len(arms(hint)) > 1:
-        return " or ".join(_words(arm) for arm in arms(hint))
-    if origin is Annotated:
-        return " ".join([_words(inner[0]), *(str(each) for each in inner[1:] if isinstance(each, Range))])
-    if origin is Literal:
-        return f"one of {', '.join(inner)}"
-    if origin is list:
-        return "a list"
-    if origin is dict:
-        return "a mapping"
-    return _WORDS.get(hint, "something else")
+@cache
+def _adapter(function: Callable[..., object], name: str) -> TypeAdapter[object]:
+    hint: Any = hints_of(function)[name]
+    return TypeAdapter(hint, config=STRICT)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megatron_rl.base.typed_params import Range
-from megatron_rl.config.keys import Count, CountOrNone, NonNegative, Positive, Ranks, Tokens, key
+from pydantic import Field
+
+from megatron_rl.config.keys import Count, CountOrNone, NonNegative, Positive, Ranks, Section, Tokens, key
 
 Schedule = Literal["constant", "linear", "cosine"]
 
 
 @dataclass
-class ParallelConfig:
+class ParallelConfig(Section):
     tensor: Ranks = key(1)
     pipeline: Ranks = key(
         1,
@@ -44,12 +45,12 @@ class ParallelConfig:
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Section):
     lr: Positive = key(1e-6)
     min_lr: NonNegative = key(0.0, "where `linear` and `cosine` end")
     schedule: Schedule = key("constant", "over all optimizer steps of the run")
-    warmup_steps: Annotated[int, Range(low=0)] = key(0, "optimizer steps of linear warm-up")
-    betas: list[Annotated[float, Range(0, below=1)]] = key([0.9, 0.95])
+    warmup_steps: Annotated[int, Field(ge=0)] = key(0, "optimizer steps of linear warm-up")
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = key([0.9, 0.95])
     eps: Positive = key(1e-8)
     weight_decay: NonNegative = key(0.0, "decoupled, as in AdamW; of all parameters, norms and biases included")
     clip_grad: NonNegative = key(1.0, "largest gradient norm")
@@ -67,7 +68,7 @@ class OptimizerConfig:
 
 
 @dataclass
-class FP8Config:
+class FP8Config(Section):
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = key(
         "blockwise", "compute capability from 8.9, 8.9, 9.0, 10.0"
     )
@@ -84,7 +85,7 @@ Recomputed = Literal["layernorm", "core_attn", "mlp", "moe", "moe_act"]
 
 
 @dataclass
-class MoEConfig:
+class MoEConfig(Section):
     """Mixtures of experts. The router computes in fp32 and has no auxiliary loss; with Transformer Engine all experts of a
     rank are one grouped matrix product, and routing and permutation are fused kernels."""
 
@@ -102,7 +103,7 @@ class MoEConfig:
 
 
 @dataclass
-class LoRAConfig:
+class LoRAConfig(Section):
     """With a `rank`, only adapters beside linear layers are trained: [lora.md](lora.md)."""
 
     rank: CountOrNone = key(0, "of the adapters; 0: there are none, and every parameter is trained")
@@ -113,7 +114,7 @@ class LoRAConfig:
         "up_proj, down_proj; `all-linear`: all of them",
     )
     experts: bool = key(False, "the experts' linear layers are among them")
-    dropout: Annotated[float, Range(0, below=1)] = key(
+    dropout: Annotated[float, Field(ge=0, lt=1)] = key(
         0.0,
         "share of the adapters' inputs that updates leave out at random, and they alone: [lora.md](lora.md#dropout)",
     )
@@ -135,7 +136,7 @@ class LoRAConfig:
 
 
 @dataclass
-class ActorConfig:
+class ActorConfig(Section):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     tokens_per_microbatch: Tokens = key(

@@ -1,12 +1,14 @@
-"""What the chosen estimator needs from the rest of a recipe, and which reward columns it makes the recipe compute."""
+"""What must hold between the keys of `algorithm`, and what its estimator needs from the rest of a recipe."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from megatron_rl.config.algorithm import check_algorithm
+from megatron_rl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from megatron_rl.config.schema import Config
-from megatron_rl.methods import ESTIMATOR, Needs, check_method, get_method, load_plugins
+from megatron_rl.config.validate import problems
+from megatron_rl.methods import ESTIMATOR, WEIGHT, Needs, check_method, get_method, load_plugins
 
 
 def _needs(config: Config) -> Needs:
@@ -46,3 +48,40 @@ def check_method_choice(config: Config) -> Iterator[str]:
             yield f"`algorithm.signal_rewards` names {name!r}; the rewards computed here are {', '.join(columns)}"
     if algorithm.signal_rewards is not None and not algorithm.drop_no_signal_groups:
         yield "`algorithm.signal_rewards` has no effect while `algorithm.drop_no_signal_groups` is false"
+
+
+def check_algorithm(config: AlgorithmConfig) -> None:
+    """Checks a complete section on its own: names, parameters, and options that would do nothing.
+
+    The user's methods must be registered first (`load_plugins(config.plugins)`).
+
+    Raises:
+        ValueError: naming the key, its value and the remedy.
+    """
+    for problem in problems(config, "algorithm"):
+        raise ValueError(problem)
+    check_method(ESTIMATOR, config.estimator.name, config.estimator.params)
+    check_method(WEIGHT, config.weight.name, config.weight.params)
+    _check_correction(config.correction)
+    if config.max_length is not None and config.aggregation != "seq-mean-token-sum-norm":
+        raise ValueError(
+            f"algorithm.max_length ({config.max_length}) has no effect with aggregation {config.aggregation!r}; "
+            "remove it, or use seq-mean-token-sum-norm"
+        )
+    if config.resample_rounds and not config.drop_no_signal_groups:
+        raise ValueError(
+            f"algorithm.resample_rounds ({config.resample_rounds}) replaces dropped groups; "
+            "it needs algorithm.drop_no_signal_groups=true"
+        )
+
+
+def _check_correction(config: CorrectionConfig) -> None:
+    for index, each in enumerate(config.filters):
+        where = f"algorithm.correction.filters[{index}]"
+        if each.low is None and each.high is None:
+            raise ValueError(f"{where} has neither low nor high, so it would drop nothing; set at least one")
+        for name in ("low", "high"):
+            if getattr(each, name) is not None and math.isnan(getattr(each, name)):
+                raise ValueError(f"{where}.{name} is not a number; set one, or null for no bound")
+        if each.low is not None and each.high is not None and not each.low < each.high:
+            raise ValueError(f"{where}: low ({each.low}) must be less than high ({each.high})")

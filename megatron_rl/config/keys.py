@@ -1,7 +1,7 @@
-"""How a recipe key is declared: default, meaning, and the types with ranges that several keys share.
+"""How a recipe key is declared: type with range or choices, default, meaning; and the types that several keys share.
 
-A range's upper bound is far above any real run: it catches extra zeros, which would otherwise show hours later, when memory
-runs out, or never.
+Pydantic reads the declarations (`validate`). A range's upper bound is far above any real run: it catches extra zeros, which
+would otherwise show hours later, when memory runs out, or never.
 """
 
 from __future__ import annotations
@@ -9,60 +9,59 @@ from __future__ import annotations
 import copy
 import dataclasses
 import typing
-from collections.abc import Iterator
-from dataclasses import Field, field
-from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from megatron_rl.base.messages import did_you_mean
-from megatron_rl.base.typed_params import Range, arms
+from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+
+from megatron_rl.base.messages import LARGEST, shorten, show
+from megatron_rl.base.typed_params import STRICT, join
 
 T = TypeVar("T")
-_MEANING = "meaning"
+MOST_LEVELS = 50  # of sections, mappings and lists in one another
 
-Count = Annotated[int, Range(1, 1e6)]
-CountOrNone = Annotated[int, Range(0, 1e6)]
-Pixels = Annotated[int, Range(1, 1e8)]
-Steps = Annotated[int, Range(1, 1e9)]
-StepsOrNone = Annotated[int, Range(0, 1e9)]
-Tokens = Annotated[int, Range(1, 1e9)]
-Ranks = Annotated[int, Range(1, 1e5)]
-Minutes = Annotated[float, Range(0.001, 1e6)]  # 0.06 s to two years
-Wait = Annotated[float, Range(0, 1e6)]  # minutes
-Finite = Annotated[float, Range(finite=True)]
-Positive = Annotated[float, Range(above=0, finite=True)]
-NonNegative = Annotated[float, Range(low=0, finite=True)]
-Share = Annotated[float, Range(0, 1)]
-PositiveShare = Annotated[float, Range(above=0, high=1)]
+Count = Annotated[int, Field(ge=1, le=1e6)]
+CountOrNone = Annotated[int, Field(ge=0, le=1e6)]
+Pixels = Annotated[int, Field(ge=1, le=1e8)]
+Steps = Annotated[int, Field(ge=1, le=1e9)]
+StepsOrNone = Annotated[int, Field(ge=0, le=1e9)]
+Tokens = Annotated[int, Field(ge=1, le=1e9)]
+Ranks = Annotated[int, Field(ge=1, le=1e5)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Minutes = Annotated[float, Field(ge=0.001, le=1e6)]  # 0.06 s to two years
+Wait = Annotated[float, Field(ge=0, le=1e6)]  # minutes
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
 
-def key(default: T, meaning: str = "") -> T:
-    """A field of a section: its default, and what docs/recipes.md says of it (Markdown)."""
-    metadata = {_MEANING: meaning}
+class Section:
+    """A section of recipes. Values are not converted (strict), and unknown keys are refused."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        cast(dict[str, Any], handler.resolve_ref_schema(schema))["strict"] = False  # a mapping describes one
+        return schema
+
+
+def key(default: T = dataclasses.MISSING, meaning: str = "") -> T:  # type: ignore[assignment]
+    """A field of a section: its default, none where it must be set, and what docs/recipes.md says of it (Markdown)."""
+    metadata = {"description": meaning}  # pydantic's name
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def meaning(of: Field[object]) -> str:
-    return str(of.metadata.get(_MEANING, ""))
-
-
-# ----------------------------------------------------------------------------------------------- reading declarations
-@cache
-def fields(section: type) -> dict[str, object]:
-    """Names and types of a section's keys, ranges included."""
-    hints = typing.get_type_hints(section, include_extras=True)
-    return {each.name: hints[each.name] for each in dataclasses.fields(section)}
-
-
-def unwrap(hint: object) -> tuple[object, bool]:
-    """`X | None` as (X, True), any other type as (X, False); without ranges, choices as text."""
-    inner = next(arm for arm in arms(hint) if arm is not type(None))
-    optional = len(arms(hint)) > 1
-    if typing.get_origin(inner) is Annotated:
-        inner = typing.get_args(inner)[0]
-    return (str if typing.get_origin(inner) is Literal else inner), optional
+def meaning(of: dataclasses.Field[Any]) -> str:
+    """What docs/recipes.md says of a key."""
+    return str(of.metadata.get("description", ""))
 
 
 def choices(hint: object) -> tuple[str, ...]:
@@ -75,37 +74,27 @@ def entry_type(hint: object) -> object:
     return typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
 
 
-def problems(section: object, path: str = "") -> Iterator[str]:
-    """A sentence per value of a section, and of those in it, that is not among its choices or out of its range."""
-    cls: type = type(section)
-    for name, hint in fields(cls).items():
-        yield from _problems(getattr(section, name), hint, f"{path}.{name}" if path else name)
-
-
-def _problems(value: object, hint: object, where: str) -> Iterator[str]:
-    inner = unwrap(hint)[0]
-    if value is None or inner is Any:
-        return
-    if dataclasses.is_dataclass(value):
-        yield from problems(value, where)
-    elif isinstance(value, dict):
+def _plain(value: object, path: tuple[int | str, ...] = ()) -> object:
+    """The value of a key whose own parameters are checked elsewhere: what YAML holds, not nested too deeply."""
+    where = f"`{join('', path)}` in it " if path else ""
+    if isinstance(value, Mapping | list) and len(path) > MOST_LEVELS:
+        raise ValueError(f"is nested more than {MOST_LEVELS} levels deep")
+    if isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _problems(item, entry_type(inner), f"{where}.{name}")
+            if not isinstance(name, str):
+                raise ValueError(f"has the name {name!r}, which is not text; put it in quotes")
+            _plain(name, path)
+            _plain(item, (*path, name))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _problems(item, typing.get_args(inner)[0], f"{where}[{index}]")
-    elif (words := broken(value, hint)) is not None:
-        yield f"`{where}` must be {words}"
+            _plain(item, (*path, index))
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"{where}must be from -2^63 to 2^63 - 1; it is {show(value)}")
+    elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"{where}holds bytes that are no text in UTF-8: {shorten(value)!a}")
+    elif not (value is None or isinstance(value, bool | int | float | str)):
+        raise ValueError(f"{where}must be text, a number, a list or a mapping, not {show(value)}")
+    return value
 
 
-def broken(value: object, hint: object) -> str | None:
-    """Which choices or bound a value of the right type breaks, in words after "must be"; None where it keeps them."""
-    for arm in arms(hint):
-        if typing.get_origin(arm) is Literal and value not in typing.get_args(arm):
-            known = typing.get_args(arm)
-            return f"one of {', '.join(known)}; it is {value!r}{did_you_mean(value, known)}"
-        if typing.get_origin(arm) is Annotated:
-            for each in typing.get_args(arm)[1:]:
-                if (words := each.broken(value)) is not None:
-                    return f"{words}; it is {value!r}"
-    return None
+Params = Annotated[dict[str, Any], AfterValidator(_plain)]

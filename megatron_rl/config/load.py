@@ -14,20 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.base import shipped
 from megatron_rl.base.messages import ConfigError, leaves, shorten, show
 from megatron_rl.base.plugins import MOST_VALUES, MOST_YAML_BYTES, expanded, read_text
+from megatron_rl.base.typed_params import fields, locate, unwrap
 from megatron_rl.config.algorithm import AlgorithmConfig, MethodConfig
-from megatron_rl.config.conform import MOST_LEVELS, Tree, conform, type_at
 from megatron_rl.config.inactive import inactive
-from megatron_rl.config.keys import entry_type, fields, unwrap
+from megatron_rl.config.keys import MOST_LEVELS, Section, choices, entry_type
 from megatron_rl.config.presets import get_preset
 from megatron_rl.config.schema import Config, RewardConfig, SupervisedConfig, TaskConfig
+from megatron_rl.config.validate import Tree, check_source, validated
 
-Section = typing.TypeVar("Section")
+S = typing.TypeVar("S", bound=Section)
 
 # Keys that name something, and the key with that thing's parameters: parameters go with the name they were written for.
 _NAMED: dict[object, tuple[tuple[str, str], ...]] = {
@@ -35,7 +36,6 @@ _NAMED: dict[object, tuple[tuple[str, str], ...]] = {
     RewardConfig: (("reward", "params"),),
     TaskConfig: (("source", "params"), ("name", "params"), ("demonstrations", "demonstration_params")),
 }
-_SCHEMAS: dict[object, DictConfig] = {}  # of sections, made once: that takes as long as the rest of resolving a recipe
 _LONGEST_CHAIN = 100  # recipes, each the base of the previous one
 # PyYAML's own errors, and those its constructors do not catch: numbers of thousands of digits, impossible dates, deep
 # nesting, and text that does not fit its tag (`!!timestamp x`), which raises one of several.
@@ -89,8 +89,9 @@ def algorithm_config(section: Mapping[str, object]) -> AlgorithmConfig:
     Raises:
         ConfigError: on an unknown key or a value of the wrong type.
     """
-    tree = conform({"algorithm": section}, "algorithm")
-    return _resolve(AlgorithmConfig, _merged([_Layer("algorithm", tree)])["algorithm"], "algorithm")
+    tree = {"algorithm": copy.deepcopy(dict(section))}
+    check_source(tree, "algorithm")
+    return _resolve(AlgorithmConfig, _merged([_Layer("algorithm", tree)])["algorithm"], "algorithm", "algorithm")
 
 
 def to_yaml(config: Config) -> str:
@@ -136,7 +137,8 @@ def _read(path: Path, chain: tuple[Path, ...], seen: set[Path] | None = None) ->
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{name}: `base` must be the path of a recipe, or a list of them, not {show(bases)}")
     layers = [layer for base in bases for layer in _read(_base(path.parent, base), (*chain, real), seen)]
-    return [*layers, _Layer(name, conform(tree, name))]
+    check_source(tree, name)
+    return [*layers, _Layer(name, tree)]
 
 
 def _found(path: Path) -> Path:
@@ -192,15 +194,16 @@ def _parse_overrides(overrides: Sequence[str]) -> _Layer:
         parts = key.split(".")
         if not equals or not all(parts) or key != key.strip() or len(parts) > MOST_LEVELS:
             raise ConfigError(f"{source}: overrides have the form section.key=value")
-        tree: object = _parse_value(text, type_at(parts), source)
+        tree: Any = _parse_value(text, unwrap(locate(Config, parts)[1])[0], source)
         for part in reversed(parts):
             tree = {part: tree}
-        _deep_update(merged, conform(tree, source))
+        check_source(tree, source)
+        _deep_update(merged, tree)
     return _Layer("override", merged)
 
 
 def _parse_value(text: str, hint: object, source: str) -> object:
-    if hint is str and text[:1] not in ("'", '"'):
+    if (hint is str or choices(hint)) and text[:1] not in ("'", '"'):
         return None if text in ("null", "~") else text
     if not text.strip():
         raise ConfigError(f"{source} has no value; for none write null, for empty text ''")
@@ -342,16 +345,40 @@ def _deep_update(under: Tree, over: Mapping[str, object]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- resolving
-def _resolve(section: type[Section], tree: Tree, source: str) -> Section:
-    if section not in _SCHEMAS:
-        _SCHEMAS[section] = OmegaConf.structured(section)
+def _resolve(section: type[S], tree: Tree, source: str, key: str = "") -> S:
+    return validated(section, _interpolated(section, tree, source) if _asks(tree) else tree, source, key)
+
+
+def _asks(value: object) -> bool:
+    """Whether there is an interpolation in it, or a `${` that is protected from being one."""
+    if isinstance(value, dict | list):
+        return any(map(_asks, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and "${" in value
+
+
+def _interpolated(section: type[Section], tree: Tree, source: str) -> object:
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(_SCHEMAS[section], tree))
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{source}: `{error.full_key}` must be set") from None
+        return OmegaConf.to_container(OmegaConf.create(_complete(section, tree)), resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{source}: `{error.full_key}`: {_first_line(error)}") from None
-    return typing.cast(Section, config)
+
+
+def _complete(hint: object, value: Any) -> Any:
+    """With the schema's defaults, which interpolations may ask for."""
+    hint = unwrap(hint)[0]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(hint, type) and issubclass(hint, Section):
+        section = typing.cast(Any, hint)
+        defaults = {each.name: _default(each) for each in dataclasses.fields(section)}
+        tree = {name: _complete(inner, {**defaults, **value}[name]) for name, inner in fields(section).items()}
+        return {name: item for name, item in tree.items() if item is not dataclasses.MISSING}
+    return {name: _complete(entry_type(hint), item) for name, item in value.items()}
+
+
+def _default(of: dataclasses.Field[Any]) -> Any:
+    value = of.default_factory() if callable(of.default_factory) else of.default
+    return dataclasses.asdict(value) if isinstance(value, Section) else value  # type: ignore[call-overload]
 
 
 def _escape(value: Any) -> Any:

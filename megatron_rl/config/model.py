@@ -5,47 +5,50 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron_rl.base.typed_params import Range
-from megatron_rl.config.keys import Count, Pixels, Ranks, Tokens, key
+from pydantic import Field
+
+from megatron_rl.config.keys import Count, Pixels, Ranks, Section, Tokens, key
 
 
 @dataclass
-class CreateVisionConfig:
+class CreateVisionConfig(Section):
     """A small vision tower: the model is then a Qwen2.5-VL, whose head_dim is hidden_size / heads, and prompts may have
     images."""
 
-    layers: Annotated[int, Range(1, 1e4)] = key(
+    layers: Annotated[int, Field(ge=1, le=1e4)] = key(
         2, "the last one attends over the whole image, those before it in windows"
     )
     hidden_size: Count = key(64)
     heads: Ranks = key(2, "attention heads")
-    ffn_size: Annotated[int, Range(1, 1e7)] = key(128)
-    patch: Annotated[int, Range(1, 1e3)] = key(4, "rows and columns of pixels of a patch; four patches are one token")
-    window: Annotated[int, Range(1, 1e5)] = key(16, "rows and columns of pixels of a window")
+    ffn_size: Annotated[int, Field(ge=1, le=1e7)] = key(128)
+    patch: Annotated[int, Field(ge=1, le=1e3)] = key(
+        4, "rows and columns of pixels of a patch; four patches are one token"
+    )
+    window: Annotated[int, Field(ge=1, le=1e5)] = key(16, "rows and columns of pixels of a window")
 
 
 @dataclass
-class CreateModelConfig:
+class CreateModelConfig(Section):
     """A small, randomly initialised Qwen3 model with a character tokenizer, made at start-up. For runs without
     downloads."""
 
-    layers: Annotated[int, Range(1, 1e4)] = key(2)
+    layers: Annotated[int, Field(ge=1, le=1e4)] = key(2)
     hidden_size: Count = key(128)
     heads: Ranks = key(4, "query heads")
     kv_heads: Ranks = key(2, "key/value heads")
     head_dim: Ranks = key(32)
-    ffn_size: Annotated[int, Range(1, 1e7)] = key(256)
-    vocab_size: Annotated[int, Range(1, 1e8)] = key(64, "rows of the embedding; the tokens are padded to it")
+    ffn_size: Annotated[int, Field(ge=1, le=1e7)] = key(256)
+    vocab_size: Annotated[int, Field(ge=1, le=1e8)] = key(64, "rows of the embedding; the tokens are padded to it")
     characters: str = key("0123456789+-*/=#.,() ", "what the tokenizer knows")
     words: list[str] = key([], "strings that are one token each, e.g. `<think>`; the longest that fits counts")
     max_positions: Tokens = key(512, "longest sequence")
     tie_embeddings: bool = key(False, "output layer = embedding")
-    init_std: Annotated[float, Range(above=0, high=100)] = key(0.02, "standard deviation of the initial weights")
+    init_std: Annotated[float, Field(gt=0, le=100)] = key(0.02, "standard deviation of the initial weights")
     vision: CreateVisionConfig | None = key(None, "the section below; null: the model reads text only")
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Section):
     path: str | None = key(
         None,
         "Hugging Face folder: `config.json`, `*.safetensors`, tokenizer; or a Megatron checkpoint that [`convert "

@@ -13,12 +13,12 @@ from megatron_rl.base.shipped import missing
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.actor_checks import check_actor_model, check_adapter
 from megatron_rl.config.evaluation_checks import runs_harness
-from megatron_rl.config.keys import problems
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.pipeline_split import stage_layers
 from megatron_rl.config.published import published_config
 from megatron_rl.config.rollout_checks import check_rollout_model
 from megatron_rl.config.schema import Config
+from megatron_rl.config.validate import problems
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.classifier import is_classifier
 from megatron_rl.models.lora import check_lora

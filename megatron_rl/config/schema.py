@@ -7,11 +7,10 @@ This module imports no torch, so that recipes can be checked on a login node or 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypeAlias, get_args
 
-from omegaconf import MISSING
+from pydantic import Field
 
-from megatron_rl.base.typed_params import Range
 from megatron_rl.config.actor import ActorConfig, OptimizerConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.keys import (
@@ -20,8 +19,11 @@ from megatron_rl.config.keys import (
     Finite,
     Minutes,
     NonNegative,
+    Params,
     PositiveShare,
     Ranks,
+    Section,
+    Seed,
     Share,
     Steps,
     StepsOrNone,
@@ -34,7 +36,7 @@ from megatron_rl.config.model import ModelConfig
 
 # ------------------------------------------------------------------------------------------------- tasks and rewards
 @dataclass
-class ColumnsConfig:
+class ColumnsConfig(Section):
     """Which column of a file or dataset is what; `a.b` is the key b of the object in column a. Absent ones are
     left out."""
 
@@ -55,18 +57,17 @@ class ColumnsConfig:
 
 
 @dataclass
-class TaskConfig:
+class TaskConfig(Section):
     """Where prompts come from. `source` decides which of the other keys apply."""
 
     source: str = key(
-        MISSING,
-        "`jsonl`, `parquet`, `huggingface` (your data), `reasoning_gym`, `tool_world`, `bars` (generated), `split` (eval "
-        "only: part of a train task), or a generator of your own: `path/file.py:function`, `package.module:function`",
+        meaning="`jsonl`, `parquet`, `huggingface` (your data), `reasoning_gym`, `tool_world`, `bars` (generated), `split` "
+        "(eval only: part of a train task), or a generator of your own: `path/file.py:function`, `package.module:function`",
     )
     name: str | None = key(None, "reasoning_gym: the dataset, e.g. `chain_sum`, `countdown`, `knights_knaves`")
-    params: dict[str, Any] = key({}, "generated: the generator's own parameters")
+    params: Params = key({}, "generated: the generator's own parameters")
     size: Steps | None = key(None, "generated: number of items (required); your data: at most so many, the first ones")
-    seed: Annotated[int, Range(0, 2**32 - 1)] = key(1, "generated: the generator's; split: of the drawing")
+    seed: Seed = key(1, "generated: the generator's; split: of the drawing")
     path: str | None = key(
         None,
         "jsonl, parquet: a file, a folder of such files, or a pattern (`data/train-*.parquet`); huggingface: a "
@@ -82,7 +83,7 @@ class TaskConfig:
         "{prompt}", "text around the prompt: `{prompt}`, any metadata key, `{key:compact}` without white space"
     )
     chat: bool = key(False, "apply the tokenizer's chat template. No special tokens are added otherwise")
-    chat_params: dict[str, Any] = key({}, "keyword arguments of the chat template, e.g. `{enable_thinking: false}`")
+    chat_params: Params = key({}, "keyword arguments of the chat template, e.g. `{enable_thinking: false}`")
     weight: float | None = key(
         None,
         "this task's share of the training prompts, relative to the other tasks' weights; null for all: every "
@@ -90,37 +91,36 @@ class TaskConfig:
     )
     exclude: list[str] = key([], "names of evaluation tasks whose prompts are removed from this training task")
     demonstrations: str | None = key(None, "SFT targets: `chain_sum_steps`, `tool_world`, `column:<key>` of your data")
-    demonstration_params: dict[str, Any] = key({}, "the writer's parameters")
+    demonstration_params: Params = key({}, "the writer's parameters")
 
 
 @dataclass
-class TasksConfig:
+class TasksConfig(Section):
     train: dict[str, TaskConfig] = field(default_factory=dict)
     eval: dict[str, TaskConfig] = field(default_factory=dict)
 
 
 @dataclass
-class ConditionConfig:
+class ConditionConfig(Section):
     """A reward counts only where another one is high enough, and is 0 elsewhere (GDPO Eq. 8); both before
     weighting."""
 
-    column: str = key(MISSING, "the other reward")
+    column: str = key(meaning="the other reward")
     at_least: Finite = key(1.0, "its threshold, inclusive")
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(Section):
     """One named column of the reward table. The section `rewards` maps column name to this."""
 
     reward: str = key(
-        MISSING,
-        "a registered reward (`puzzle`, `math`, `format`, `length`, `style`, `chain_sum_steps`, `tool_format`, "
+        meaning="a registered reward (`puzzle`, `math`, `format`, `length`, `style`, `chain_sum_steps`, `tool_format`, "
         "`tool_correctness`, `tool_exec`, `tool_outcome`, `api_bank`, `code_pass_rate`, `code_bug`, `judge`, `rubric`, "
         "`pairwise`, `reward_model`: [rewards](rewards/README.md)), or your own: "
         "`package.module:factory`, `path/file.py:factory`",
     )
     weight: Finite = key(1.0, "in the weighted sum that scalar estimators see")
-    params: dict[str, Any] = key({}, "the reward's parameters; its docstring lists them")
+    params: Params = key({}, "the reward's parameters; its docstring lists them")
     tasks: list[str] | None = key(None, "only for prompts of these tasks, 0 elsewhere; null: all")
     condition: ConditionConfig | None = key(None, "the section below; null: always counts")
     when_needed: bool = key(False, "computed only where the estimator asks for a column of this name (`awpo`: `judge`)")
@@ -128,7 +128,7 @@ class RewardConfig:
 
 # ---------------------------------------------------------------------------------------------------------- rollout
 @dataclass
-class RolloutConfig:
+class RolloutConfig(Section):
     tensor_parallel: Ranks = key(1, "processes per engine; processes / this many engines share the prompts")
     expert_parallel: bool = key(
         False,
@@ -146,13 +146,13 @@ class RolloutConfig:
         "further modules that stay in bf16: patterns (`*`: any characters) of whole names, such as `model.layers.0.*`, "
         "`*.self_attn.*`, `*.mlp.experts`",
     )
-    group_size: Annotated[int, Range(1, 1e5)] = key(8, "rollouts per prompt")
+    group_size: Annotated[int, Field(ge=1, le=1e5)] = key(8, "rollouts per prompt")
     max_prompt_tokens: Tokens = key(512)
     max_tokens: Tokens = key(512, "new tokens per rollout")
-    temperature: Annotated[float, Range(above=0, high=2)] = key(1.0, "of training rollouts and the actor's log-probs")
+    temperature: Annotated[float, Field(gt=0, le=2)] = key(1.0, "of training rollouts and the actor's log-probs")
     too_long: Literal["error", "drop"] = key("error", "prompts above the limit: an error, or left out")
     memory_fraction: PositiveShare = key(0.6, "GPU: share of the device's memory for the engine while it is awake")
-    cpu_cache_gib: Annotated[float, Range(0.001, 1e6)] = key(1.0, "CPU: KV cache per process")
+    cpu_cache_gib: Annotated[float, Field(ge=0.001, le=1e6)] = key(1.0, "CPU: KV cache per process")
     max_concurrent: Count = key(512, "sequences decoded together by one engine")
     async_scheduling: bool = key(
         True,
@@ -167,7 +167,7 @@ class RolloutConfig:
         1, "steps between comparisons of log-probs after a weight sync; also before the first step"
     )
     sync_check_rollouts: Count = key(4, "rollouts compared")
-    sync_tolerance: Annotated[float, Range(above=0, high=1e6)] | None = key(
+    sync_tolerance: Annotated[float, Field(gt=0, le=1e6)] | None = key(
         None,
         "largest mean difference of a log-prob; the 99th percentile may be 10 times it. null: 3e-5 in fp32; in bf16 "
         "0.05, with experts 0.1; with `fp8` or `actor.fp8` 0.2",
@@ -176,11 +176,11 @@ class RolloutConfig:
 
 # ---------------------------------------------------------------------------------------------------------- trainer
 @dataclass
-class SupervisedConfig:
+class SupervisedConfig(Section):
     """A stage without rollouts."""
 
     steps: StepsOrNone = key(0, "0: none, unless `epochs` is set")
-    epochs: Annotated[float, Range(above=0, high=1e5)] | None = key(
+    epochs: Annotated[float, Field(gt=0, le=1e5)] | None = key(
         None, "passes over the examples, rounded up to whole steps; `steps` then follows from them"
     )
     batch_size: Count = key(64, "demonstrations, or pairs, per step")
@@ -207,14 +207,14 @@ class RewardModelConfig(SupervisedConfig):
 
 
 @dataclass
-class TrainerConfig:
+class TrainerConfig(Section):
     steps: Steps = key(100, "RL steps")
     prompts_per_step: Count = key(64, "a multiple of `minibatches`")
     minibatches: Count = key(1, "optimizer steps per batch of rollouts and epoch; groups are never split")
     epochs: Count = key(1, "passes over each batch")
     eval_every: StepsOrNone = key(10, "0: only before the first and after the last step")
     eval_rollouts: Count = key(1, "k, rollouts per held-out prompt; 1: greedy")
-    eval_temperature: Annotated[float, Range(0, 2)] = key(0.0, "above 0 where k > 1")
+    eval_temperature: Annotated[float, Field(ge=0, le=2)] = key(0.0, "above 0 where k > 1")
     eval_top_p: PositiveShare = key(
         1.0, "nucleus sampling in evaluations; training always draws from the whole distribution"
     )
@@ -225,11 +225,11 @@ class TrainerConfig:
 
 # ------------------------------------------------------------------------------------------------------- evaluation
 @dataclass
-class ServerConfig:
+class ServerConfig(Section):
     """How HTTP servers are asked: those of judges, of reward models, of a served model."""
 
     max_in_flight: Count = key(256, "requests at a time, over all servers")
-    request_seconds: Annotated[float, Range(0.001, 1e8)] = key(60.0, "longest time of a request")
+    request_seconds: Annotated[float, Field(ge=0.001, le=1e8)] = key(60.0, "longest time of a request")
     retries: CountOrNone = key(4, "further requests after a failed one, each to the next server")
     backoff_seconds: NonNegative = key(0.5, "before the first retry; doubles up to 30 s. A `Retry-After` is obeyed")
     api_key_env: str | None = key(None, "name of the environment variable with the key; null: no key is sent")
@@ -239,13 +239,13 @@ class ServerConfig:
 class EndpointConfig(ServerConfig):
     """How a served model is asked (`megatron-rl evaluate --endpoint`)."""
 
-    request_seconds: Annotated[float, Range(0.001, 1e8)] = key(3600.0, "longest time of a request")
+    request_seconds: Annotated[float, Field(ge=0.001, le=1e8)] = key(3600.0, "longest time of a request")
     retries: CountOrNone = key(5, "further requests after a failed one, each to the next server")
     max_failed_share: Share = key(0.0, "the command fails where more than this share of the requests stays unanswered")
 
 
 @dataclass
-class HarnessConfig:
+class HarnessConfig(Section):
     """Another project's package that asks and grades in place of `tasks.eval` ([evaluation.md](evaluation.md#harnesses))."""
 
     name: Literal["bfcl", "evalplus", "lm_eval"] | None = key(None, "which; `--harness` sets it; null: none")
@@ -257,11 +257,11 @@ class HarnessConfig:
 
 
 @dataclass
-class EvaluationConfig:
+class EvaluationConfig(Section):
     """Which metrics of the responses to held-out prompts are reported; `trainer.eval_...` sets how they are drawn."""
 
-    pass_k: list[int] | None = key(None, "every k of `pass@k`; null: 1, 2, 4, ... and `trainer.eval_rollouts`")
-    confidence: Annotated[float, Range(above=0.5, high=0.9999)] = key(0.95, "of the intervals")
+    pass_k: list[Count] | None = key(None, "every k of `pass@k`; null: 1, 2, 4, ... and `trainer.eval_rollouts`")
+    confidence: Annotated[float, Field(gt=0.5, le=0.9999)] = key(0.95, "of the intervals")
     length_limit: Tokens | None = key(None, "tokens; `exceed_share` is the share of longer responses; null: none")
     format_reward: str | None = key(None, "a column; `format_ratio` is the share of responses where it is 1 or more")
     bug_reward: str | None = key(None, "a column; `bug_ratio` is the share of responses where it is below 1")
@@ -276,7 +276,7 @@ class EvaluationConfig:
 
 # ---------------------------------------------------------------------------------------------------------- outputs
 @dataclass
-class CheckpointConfig:
+class CheckpointConfig(Section):
     every: StepsOrNone = key(0, "steps between checkpoints, also at the first, the last and Ctrl-C; 0: none")
     sft_every: StepsOrNone = key(
         100,
@@ -296,7 +296,7 @@ class CheckpointConfig:
 
 
 @dataclass
-class LoggingConfig:
+class LoggingConfig(Section):
     tensorboard: bool = key(True)
     wandb: str | None = key(
         None, "`project` or `entity/project`; needs the package: [run-folder.md](run-folder.md#weights--biases)"
@@ -313,8 +313,8 @@ class LoggingConfig:
 
 
 @dataclass
-class LaunchConfig:
-    processes: Annotated[int, Range(1, 4096)] | None = key(
+class LaunchConfig(Section):
+    processes: Annotated[int, Field(ge=1, le=4096)] | None = key(
         None, "local processes; null: one per GPU, on a CPU the smallest number that fits the layout"
     )
     timeout_minutes: Minutes = key(
@@ -331,30 +331,31 @@ class LaunchConfig:
 
 
 # What a run is doing at any moment has one of these names.
-PHASES = (
-    *("start", "load", "generate", "reward", "switch", "estimate", "old_log_prob", "ref_log_prob", "update"),
-    *("checkpoint", "sync", "sync_check", "evaluate", "export"),
-)
+Phase: TypeAlias = Literal[
+    "start", "load", "generate", "reward", "switch", "estimate", "old_log_prob", "ref_log_prob", "update", "checkpoint",
+    "sync", "sync_check", "evaluate", "export",
+]  # fmt: skip
+PHASES: tuple[Phase, ...] = get_args(Phase)
+_MINUTES: dict[Phase, float] = {"start": 40.0, "generate": 40.0, "evaluate": 60.0, "update": 40.0, "checkpoint": 40.0}
 
 
 @dataclass
-class WatchdogConfig:
+class WatchdogConfig(Section):
     """Deadlines of the phases of a run. Past one, every rank leaves its stacks and the run ends with exit code 76."""
 
     enabled: bool = key(True, "false: heartbeats only, for a debugger")
     default_minutes: Minutes = key(20.0, "a phase that is not named below, and the time between two phases")
-    phases: dict[str, Minutes] = key(
-        {"start": 40.0, "generate": 40.0, "evaluate": 60.0, "update": 40.0, "checkpoint": 40.0},
-        "minutes per phase; further ones: `load`, `reward`, `switch`, `estimate`, `old_log_prob`, `ref_log_prob`, "
-        "`sync`, `sync_check`, `export`",
+    phases: dict[Phase, Minutes] = key(
+        _MINUTES,
+        f"minutes per phase; further ones: {', '.join(f'`{name}`' for name in PHASES if name not in _MINUTES)}",
     )
     first_time_minutes: Wait = key(20.0, "more for a phase's first time in a process: compilation, cold file caches")
 
 
 @dataclass
-class Config:
-    run_dir: str = key(MISSING, "the run's folder, see [run-folder.md](run-folder.md); `~` is your home")
-    seed: Annotated[int, Range(0, 2**32 - 1)] = key(0, "model initialisation, order of prompts, sampling")
+class Config(Section):
+    run_dir: str = key(meaning="the run's folder, see [run-folder.md](run-folder.md); `~` is your home")
+    seed: Seed = key(0, "model initialisation, order of prompts, sampling")
     model: ModelConfig = field(default_factory=ModelConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)

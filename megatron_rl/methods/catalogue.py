@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+from pydantic import Field
+
 from megatron_rl.base.messages import unknown_name
 from megatron_rl.base.plugins import is_module_name, load_file
-from megatron_rl.base.typed_params import Params, Range, arms, check_types, hints_of
+from megatron_rl.base.typed_params import Params, check_types, hints_of, is_plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +31,8 @@ ESTIMATOR = "advantage estimator"
 WEIGHT = "gradient weight"
 
 # Types of parameters that several methods have.
-Ddof = Annotated[int, Range(low=0, high=1)]  # 1: sample, 0: population variance
-EpsLow = Annotated[float, Range(low=0, below=1)]
+Ddof = Annotated[int, Field(ge=0, le=1)]  # 1: sample, 0: population variance
+EpsLow = Annotated[float, Field(ge=0, lt=1)]
 EpsMode = Literal["std_add", "var_add", "var_clamp"]  # see `groups.whiten`
 Over = Literal["sequences", "tokens"]  # what a batch statistic counts
 
@@ -251,7 +252,7 @@ def _defaults(what: str, function: Callable[..., Any]) -> dict[str, Any]:
     for name, parameter in _keyword_only(function).items():
         if parameter.default is parameter.empty:
             raise ValueError(f"{what}: parameter {name!r} needs a default value")
-        if not all(_is_plain(arm) for arm in arms(hints.get(name))):
+        if not is_plain(hints.get(name)):
             raise ValueError(
                 f"{what}: parameter {name!r} needs an annotation: float, int, bool, str or Literal, or one of them "
                 "with `| None`"
@@ -267,12 +268,6 @@ def _defaults(what: str, function: Callable[..., Any]) -> dict[str, Any]:
 def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters.items()
     return {name: parameter for name, parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
-
-
-def _is_plain(hint: object) -> bool:
-    if typing.get_origin(hint) is Annotated:
-        return _is_plain(typing.get_args(hint)[0])
-    return hint in (float, int, bool, str, type(None)) or typing.get_origin(hint) is Literal
 
 
 def load_plugins(plugins: Iterable[str]) -> None:

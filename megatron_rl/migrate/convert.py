@@ -10,8 +10,8 @@ from typing import Any, cast
 import yaml
 
 from megatron_rl.base.messages import ConfigError, show
+from megatron_rl.base.typed_params import fields, unwrap
 from megatron_rl.config import elsewhere
-from megatron_rl.config.keys import fields, unwrap
 from megatron_rl.config.schema import Config
 from megatron_rl.migrate import common, nemo_rl, trl, verl
 from megatron_rl.migrate.draft import Draft

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, ClassVar
 
-from megatron_rl.base.typed_params import NonNegative, Range
+from pydantic import Field
+
+from megatron_rl.base.typed_params import NonNegative
 from megatron_rl.rewards.kinds import UNIT, PooledReward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.sandbox import Limits, run_program
@@ -31,7 +33,7 @@ _FENCE = re.compile(
 _WHOLE, _DECIMAL = re.compile(r"[+-]?[0-9]+"), re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 _PYTHON = ("python", "python3", "py")
 _RUNS_KEPT = 4096  # reports of programs
-Count = Annotated[int, Range(low=1)]
+Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)

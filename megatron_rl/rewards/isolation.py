@@ -31,13 +31,14 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, BinaryIO, Unpack
 
-from megatron_rl.base.typed_params import Range
+from pydantic import Field
+
 from megatron_rl.rewards import sandbox_child
 from megatron_rl.rewards.kinds import ANY, Bounds, Declared, PooledReward, SampleMapping, Score, ScoreFunction
 
 _START_SECONDS = 120.0  # imports of the helper, on a busy machine
 _MEMORY_BYTES = 4 << 30
-Timeout = Annotated[float, Range(low=0.01)]
+Timeout = Annotated[float, Field(ge=0.01)]
 _HEADER = struct.Struct("<Id")  # bytes of the request, its deadline in seconds
 
 

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from megatron_rl.base.typed_params import Range
+from pydantic import Field
+
 from megatron_rl.config.keys import Finite
 from megatron_rl.config.schema import ServerConfig
 from megatron_rl.rewards.kinds import Bounds, Remark, Reward, SampleMapping, Score
@@ -28,7 +29,7 @@ class Nonsense(ValueError):
 
 
 Reply: TypeAlias = Mapping[str, Any]  # a server's JSON, not checked yet
-Budget = Annotated[int, Range(low=1)] | None
+Budget = Annotated[int, Field(ge=1)] | None
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class AnswerRules:
 
     unanswered: Literal["drop", "neutral", "stop"] = "drop"
     neutral: Finite = 0.5
-    step_seconds: Annotated[float, Range(low=0.1)] = 600.0
+    step_seconds: Annotated[float, Field(ge=0.1)] = 600.0
     max_requests_per_run: Budget = None
     max_tokens_per_run: Budget = None
 

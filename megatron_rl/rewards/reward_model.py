@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from megatron_rl.base.typed_params import Range
+from pydantic import Field
+
 from megatron_rl.config.keys import Finite
 from megatron_rl.config.schema import ServerConfig
 from megatron_rl.data.sample import Message, Prompt
@@ -46,8 +47,8 @@ def reward_model(
     model: str | None = None,
     path: str | None = None,
     squash: Literal["none", "sigmoid"] = "none",
-    batch_size: Annotated[int, Range(low=1)] = 16,
-    max_tokens: Annotated[int, Range(low=1)] | None = None,
+    batch_size: Annotated[int, Field(ge=1)] = 16,
+    max_tokens: Annotated[int, Field(ge=1)] | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> Reward:
     """The model's one output for the conversation of prompt and response: any real number, or in (0, 1) with `sigmoid`.

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from megatron_rl.base.typed_params import Params, Range, check_params
+from pydantic import Field
+
+from megatron_rl.base.typed_params import Params, check_params
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.tasks.row_mapping import Item
 
@@ -24,12 +26,12 @@ _WHITE = (255, 255, 255)
 class BarsParams:
     """Of the source `bars`."""
 
-    bars: Annotated[int, Range(1, len(COLOURS))] = 3  # of as many colours
-    longest: Annotated[int, Range(1, 9)] = 6  # units of the longest bar, and of the image's width
-    min_terms: Annotated[int, Range(1, len(COLOURS))] = 2
-    max_terms: Annotated[int, Range(1, len(COLOURS))] = 3
-    unit: Annotated[int, Range(1, 64)] = 4  # pixels
-    height: Annotated[int, Range(4, 64)] = 8  # pixels; a bar has a row of so many to itself
+    bars: Annotated[int, Field(ge=1, le=len(COLOURS))] = 3  # of as many colours
+    longest: Annotated[int, Field(ge=1, le=9)] = 6  # units of the longest bar, and of the image's width
+    min_terms: Annotated[int, Field(ge=1, le=len(COLOURS))] = 2
+    max_terms: Annotated[int, Field(ge=1, le=len(COLOURS))] = 3
+    unit: Annotated[int, Field(ge=1, le=64)] = 4  # pixels
+    height: Annotated[int, Field(ge=4, le=64)] = 8  # pixels; a bar has a row of so many to itself
     shuffled: bool = True  # the order of the colours; false: as in `COLOURS`
     aligned: bool = True  # every bar begins at the left; false: anywhere in its row
     blank: bool = False  # leave the bars out: what can be answered without seeing

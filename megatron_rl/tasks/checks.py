@@ -134,7 +134,7 @@ def _check_reasoning_gym(config: TaskConfig, in_template: list[str]) -> None:
     try:
         check_dataset_params(files[config.name], config.params, config.seed, config.size)
     except ValueError as error:
-        raise ValueError(f"params: {config.name} refuses {error}") from None
+        raise ValueError(f"params: {config.name}: {error}") from None
     for field in in_template:
         if not has_field(files[config.name], field):
             raise ValueError(f"prompt: no item of {config.name} has a field {field!r}; {{prompt}} is the question")

@@ -19,7 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from megatron_rl.base.typed_params import Params, Range, check_params
+from pydantic import Field
+
+from megatron_rl.base.typed_params import Params, check_params
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.data.sample import Call
 from megatron_rl.tasks.row_mapping import Item
@@ -80,7 +82,7 @@ class WorldParams:
     max_calls: int = 2
     min_terms: int = 1
     max_terms: int = 3
-    plain: Annotated[float, Range(0, 1)] = 0.1
+    plain: Annotated[float, Field(ge=0, le=1)] = 0.1
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import torch
+from pydantic import Field
 
 from megatron_rl.algorithms import (
     RewardTable,
@@ -20,7 +21,6 @@ from megatron_rl.algorithms import (
     make_algorithm,
     make_gradient_weight,
 )
-from megatron_rl.base.typed_params import Range
 from megatron_rl.config.load import algorithm_config
 from megatron_rl.config.presets import PRESETS, get_preset
 from megatron_rl.methods import ESTIMATOR, WEIGHT, catalogue, check_method, get_method, load_plugins
@@ -95,19 +95,19 @@ def test_names_and_defaults_are_the_contract() -> None:
             "unknown parameter of the advantage estimator 'grpo': 'dof'; did you mean 'ddof'",
         ),
         (ESTIMATOR, "rloo", {"eps": 1}, "'eps'; there is none"),
-        (ESTIMATOR, "grpo", {"ddof": 2}, "ddof = 2, must be a whole number at least 0 and at most 1"),
-        (ESTIMATOR, "grpo", {"ddof": 1.0}, "ddof = 1.0, must be a whole number"),
-        (ESTIMATOR, "grpo", {"ddof": True}, "ddof = true, must be a whole number"),
-        (ESTIMATOR, "grpo", {"eps": "1e-6"}, "eps = '1e-6', must be a number at least 0"),
+        (ESTIMATOR, "grpo", {"ddof": 2}, "`ddof` must be at most 1; it is 2"),
+        (ESTIMATOR, "grpo", {"ddof": 1.0}, "`ddof` must be an integer, not 1.0"),
+        (ESTIMATOR, "grpo", {"ddof": True}, "`ddof` must be an integer, not true"),
+        (ESTIMATOR, "grpo", {"eps": "1e-6"}, "`eps` must be a number, not '1e-6'"),
         (ESTIMATOR, "grpo", {"eps": float("nan")}, "nan"),
         (ESTIMATOR, "gdpo", {"over": "token"}, "did you mean 'tokens'"),
-        (ESTIMATOR, "gdpo", {"batch_norm": 1}, "batch_norm = 1, must be true or false"),
+        (ESTIMATOR, "gdpo", {"batch_norm": 1}, "`batch_norm` must be true or false, not 1"),
         (ESTIMATOR, "awpo", {"tau_low": 2.0}, "tau_low .2.0. must not exceed tau_high"),
-        (ESTIMATOR, "awpo", {"r_out_max": "peak"}, "r_out_max = 'peak', must be a number or null"),
+        (ESTIMATOR, "awpo", {"r_out_max": "peak"}, "`r_out_max` must be a number or null, not 'peak'"),
         (WEIGHT, "clipp", {}, "did you mean 'clip'"),
-        (WEIGHT, "clip", {"eps_low": 1.0}, "eps_low = 1.0, must be a number at least 0 and less than 1"),
-        (WEIGHT, "clip", {"dual_clip": 1.0}, "dual_clip = 1.0, must be a number greater than 1 or null"),
-        (WEIGHT, "dgpo", {"n": 0}, "n = 0, must be a whole number at least 1"),
+        (WEIGHT, "clip", {"eps_low": 1.0}, "`eps_low` must be less than 1; it is 1.0"),
+        (WEIGHT, "clip", {"dual_clip": 1.0}, "`dual_clip` must be greater than 1; it is 1.0"),
+        (WEIGHT, "dgpo", {"n": 0}, "`n` must be at least 1; it is 0"),
         (WEIGHT, "none", {"eps_low": 0.2}, "unknown parameter"),
     ],
 )
@@ -201,7 +201,7 @@ def test_own_methods_must_be_well_formed() -> None:
 def test_own_methods_declare_choices_and_ranges_as_the_built_in_ones_do() -> None:
     @advantage_estimator()
     def bounded(
-        groups: Any, *, mode: Literal["mean", "median"] = "mean", share: Annotated[float, Range(low=0)] = 0.5
+        groups: Any, *, mode: Literal["mean", "median"] = "mean", share: Annotated[float, Field(ge=0)] = 0.5
     ) -> torch.Tensor:
         return groups.rewards
 
@@ -212,17 +212,17 @@ def test_own_methods_declare_choices_and_ranges_as_the_built_in_ones_do() -> Non
                 raise ValueError(f"decay ({decay}) would grow")
 
     for params, words in (
-        ({"mode": "meen"}, "mode = 'meen', must be one of mean, median; did you mean 'mean'"),
-        ({"share": -1.0}, "share = -1.0, must be a number at least 0"),
+        ({"mode": "meen"}, "`mode` must be one of mean, median; it is 'meen'; did you mean 'mean'"),
+        ({"share": -1.0}, "`share` must be at least 0; it is -1.0"),
     ):
         with pytest.raises(ValueError, match=words):
             check_method(ESTIMATOR, "bounded", params)
     with pytest.raises(ValueError, match="would grow"):
         check_method(ESTIMATOR, "Remembering", {"decay": 2.0})
-    with pytest.raises(ValueError, match=r"half = 2.0, must be a number at most 1"):
+    with pytest.raises(ValueError, match=r"`half` must be at most 1; it is 2.0"):
 
         @gradient_weight()
-        def wrong(log_ratio: Any, advantages: Any, *, half: Annotated[float, Range(high=1)] = 2.0) -> Any:
+        def wrong(log_ratio: Any, advantages: Any, *, half: Annotated[float, Field(le=1)] = 2.0) -> Any:
             return log_ratio
 
 

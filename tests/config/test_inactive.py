@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
+from megatron_rl.base.typed_params import STRICT, fields, unwrap
 from megatron_rl.cli import main
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.inactive import ONLY
-from megatron_rl.config.keys import broken, choices, entry_type, fields, unwrap
+from megatron_rl.config.keys import choices, entry_type
 
 QUICKSTART = "recipes/cpu/quickstart.yaml"
 
@@ -98,10 +100,18 @@ def other(hint: object, default: object) -> str:
     if typing.get_origin(inner) is list:
         items = typing.get_args(inner)[0]
         return f"[{(choices(items) or ('x',))[0]}]"
-    if words := choices(hint if not isinstance(hint, type) else inner):
+    if words := choices(inner):
         return next(word for word in words if word != default)
     candidates: dict[object, list[Any]] = {bool: [not default], int: [3, 7, 1], float: [1e-9, 0.25, 3.0], str: ["x"]}
-    return str(next(value for value in candidates[inner] if value != default and not broken(value, hint))).lower()
+    return str(next(value for value in candidates[inner] if value != default and fits(value, hint))).lower()
+
+
+def fits(value: object, hint: Any) -> bool:
+    try:
+        TypeAdapter(hint, config=STRICT).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def at(config: object, key: str) -> Any:

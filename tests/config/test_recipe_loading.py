@@ -70,20 +70,11 @@ def test_interpolations_are_resolved_and_typed(recipe) -> None:
         recipe("trainer.steps=${model.dtype}")
 
 
-def test_an_old_runs_removed_keys_are_passed_over_where_they_ask_for_what_is_done_anyway(recipe) -> None:
-    assert recipe("logging.samples_every=1", "algorithm.overlong.max_length=null") == recipe()
-
-
 # ------------------------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("trainer.step=5", "unknown key `trainer.step` (set to 5); did you mean `trainer.steps`?"),
-        (
-            "actor.logprob_chunk_tokens=2048",
-            "unknown key `actor.logprob_chunk_tokens` (set to 2048); remove it, or set `actor.logits_mib`",
-        ),
-        ("logging.samples_every=10", "remove it: every step has a sample file, unless `logging.samples_per_step` is 0"),
         ("trainer.group_size=5", "did you mean `rollout.group_size`?"),
         ("sft.lr=1", "did you mean `sft.optimizer.lr`?"),
         ("tasks.train.sums.szie=3", "`tasks.train.sums.szie` (set to 3); did you mean `tasks.train.sums.size`?"),

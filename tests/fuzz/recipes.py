@@ -18,8 +18,9 @@ from unittest import mock
 import yaml
 
 from megatron_rl import cli
+from megatron_rl.base.typed_params import fields, unwrap
 from megatron_rl.config import load_recipe
-from megatron_rl.config.keys import entry_type, fields, unwrap
+from megatron_rl.config.keys import entry_type
 from megatron_rl.config.schema import Config
 from tests.fuzz.loop import deadline, run
 

@@ -11,9 +11,10 @@ import yaml
 from document_migrate import PAGE, page
 
 from megatron_rl.base.messages import ConfigError
+from megatron_rl.base.typed_params import fields, unwrap
 from megatron_rl.cli import main
 from megatron_rl.config import Config, elsewhere, load_recipe
-from megatron_rl.config.keys import entry_type, fields, unwrap
+from megatron_rl.config.keys import entry_type
 from megatron_rl.migrate import migrate
 
 VERL = r"""

@@ -162,7 +162,9 @@ def count(cases: list[dict[str, Any]]) -> list[Any]:
 
 def planned(case: dict[str, Any]) -> tuple[MemoryPlan, Config]:
     config = Config(
-        model=ModelConfig(dtype=case["dtype"]), actor=ActorConfig(parallel=ParallelConfig(**case["parallel"]))
+        run_dir="",
+        model=ModelConfig(dtype=case["dtype"]),
+        actor=ActorConfig(parallel=ParallelConfig(**case["parallel"])),
     )
     return make_plan(config, model_of(case["model"]), case["world"], 80 * GIB), config
 
@@ -226,7 +228,7 @@ def test_an_engine_repeats_key_value_heads_where_ranks_outnumber_them() -> None:
 # ------------------------------------------------------------------------------------------------------------ phases
 def plan_for(name: str, world: int = 8, rollout: RolloutConfig | None = None, **actor: Any) -> MemoryPlan:
     rollout = replace(rollout or RolloutConfig(), max_prompt_tokens=1024, max_tokens=7168)
-    config = Config(actor=ActorConfig(**actor), rollout=rollout)
+    config = Config(run_dir="", actor=ActorConfig(**actor), rollout=rollout)
     return make_plan(config, model_of(model_config(name)), world, 79 * GIB)
 
 
@@ -268,7 +270,7 @@ def test_a_frozen_tower_has_no_gradients_and_no_optimizer_state() -> None:
 
 def test_experts_that_are_replayed_are_kept_for_the_tokens_of_the_engines_cache() -> None:
     config = Config(
-        rollout=RolloutConfig(tensor_parallel=4), actor=ActorConfig(moe=MoEConfig(routing_replay="rollout"))
+        run_dir="", rollout=RolloutConfig(tensor_parallel=4), actor=ActorConfig(moe=MoEConfig(routing_replay="rollout"))
     )
     plan = make_plan(config, model_of(model_config("Qwen3-30B-A3B")), 8, 79 * GIB)
     assert plan.cache_tokens > 1e6
@@ -278,14 +280,15 @@ def test_experts_that_are_replayed_are_kept_for_the_tokens_of_the_engines_cache(
 def test_a_reference_takes_the_weights_place_while_it_is_scored() -> None:
     model, weights = model_of(model_config("Qwen3-8B")), 2 * 8_190_735_360
     plain, penalised = (
-        make_plan(Config(algorithm=AlgorithmConfig(kl=KLConfig(coef=coef))), model, 8, 79 * GIB) for coef in (0, 0.1)
+        make_plan(Config(run_dir="", algorithm=AlgorithmConfig(kl=KLConfig(coef=coef))), model, 8, 79 * GIB)
+        for coef in (0, 0.1)
     )
     assert penalised.peak(OLD) - plain.peak(OLD) == penalised.peak(OFFLOAD) == weights
     assert penalised.peak(UPDATE) == plain.peak(UPDATE)
 
 
 def test_a_host_that_is_too_small_is_named_with_the_phase() -> None:
-    config = Config(actor=ActorConfig(offload=True), checkpoint=CheckpointConfig(every=10))
+    config = Config(run_dir="", actor=ActorConfig(offload=True), checkpoint=CheckpointConfig(every=10))
     plan = make_plan(config, model_of(model_config("Qwen3-8B")), 8, 79 * GIB, host_bytes=16 * GIB)
     copied = (2 + 12) * 8_190_735_360 / 8
     assert plan.peak(CHECKPOINT) == pytest.approx(plan.peak(OFFLOAD) + copied)

@@ -173,10 +173,10 @@ def test_arguments_may_be_text() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"cpu_seconds": 1.5}, "cpu_seconds = 1.5, must be a whole number"),
-        ({"cpu_seconds": 0}, "cpu_seconds = 0, must be a whole number at least 1"),
-        ({"max_tests": 0}, "max_tests = 0, must be a whole number at least 1"),
-        ({"total_seconds": -1}, "total_seconds = -1, must be a number at least 0"),
+        ({"cpu_seconds": 1.5}, "`cpu_seconds` must be an integer, not 1.5"),
+        ({"cpu_seconds": 0}, "`cpu_seconds` must be at least 1; it is 0"),
+        ({"max_tests": 0}, "`max_tests` must be at least 1; it is 0"),
+        ({"total_seconds": -1}, "`total_seconds` must be at least 0; it is -1"),
     ],
 )
 def test_bad_parameters(params: dict[str, Any], message: str) -> None:

@@ -149,7 +149,7 @@ def test_the_outcome_is_form_and_calls_together() -> None:
 
 @pytest.mark.parametrize("name", ["tool_format", "tool_correctness", "tool_exec", "tool_outcome"])
 def test_an_unknown_parser_is_named(name: str) -> None:
-    with pytest.raises(ValueError, match="parser = 'qwen', must be one of toolrl, hermes, llama"):
+    with pytest.raises(ValueError, match=r"`parser` must be one of toolrl, hermes, llama.*; it is 'qwen'"):
         make_reward(name, parser="qwen")
 
 

@@ -176,7 +176,7 @@ def test_an_episode_may_ask_again_with_what_came_so_far() -> None:
 
 def test_rollouts_of_other_weights_than_the_actors_are_refused() -> None:
     actor: Any = SimpleNamespace(optimizer_steps=6, grid=None)
-    learner = Learner(Config(), actor, make_algorithm({"preset": "grpo"}), StepTimer())
+    learner = Learner(Config(run_dir=""), actor, make_algorithm({"preset": "grpo"}), StepTimer())
     table = RewardTable(torch.tensor([[[0.0], [1.0]]]), ("r",))
     rollouts = generated(Queue(), SAMPLES[:1], 2)
     with pytest.raises(ValueError, match=r"optimizer steps \[5\], and the actor is at step 6: .* missed a weight sync"):

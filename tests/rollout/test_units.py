@@ -34,12 +34,12 @@ def test_a_seed_belongs_to_one_rollout():
 @pytest.mark.parametrize(
     ("recipe", "experts", "tolerance"),
     [
-        (Config(model=ModelConfig(dtype="float32")), 0, 3e-5),
-        (Config(model=ModelConfig(dtype="bfloat16")), 0, 0.05),
-        (Config(model=ModelConfig(dtype="bfloat16")), 8, 0.1),
-        (Config(actor=ActorConfig(fp8=FP8Config())), 8, 0.2),
-        (Config(rollout=RolloutConfig(fp8="blockwise")), 0, 0.2),
-        (Config(rollout=RolloutConfig(sync_tolerance=0.7, fp8="blockwise")), 0, 0.7),
+        (Config(run_dir="", model=ModelConfig(dtype="float32")), 0, 3e-5),
+        (Config(run_dir="", model=ModelConfig(dtype="bfloat16")), 0, 0.05),
+        (Config(run_dir="", model=ModelConfig(dtype="bfloat16")), 8, 0.1),
+        (Config(run_dir="", actor=ActorConfig(fp8=FP8Config())), 8, 0.2),
+        (Config(run_dir="", rollout=RolloutConfig(fp8="blockwise")), 0, 0.2),
+        (Config(run_dir="", rollout=RolloutConfig(sync_tolerance=0.7, fp8="blockwise")), 0, 0.7),
     ],
 )
 def test_what_a_sync_may_differ_by_unless_the_recipe_says(recipe: Config, experts: int, tolerance: float) -> None:

@@ -212,7 +212,7 @@ def test_a_rank_that_never_came_and_one_on_a_dead_node_are_both_named() -> None:
 
 
 def test_nccl_ends_no_process_before_the_watchdog_has_spoken() -> None:
-    config = Config()
+    config = Config(run_dir="")
     slowest = max(config.watchdog.phases.values()) + config.watchdog.first_time_minutes
     assert attempt.gpu_timeout_minutes(config) > slowest > config.launch.timeout_minutes
     config.launch.timeout_minutes = 1440.0

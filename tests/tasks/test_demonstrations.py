@@ -43,7 +43,7 @@ def test_misspelled_or_misplaced() -> None:
         make_writer("chain_sum_step", {})
     with pytest.raises(ValueError, match=r"unknown parameter of .* 'shares'; did you mean 'share'"):
         make_writer("chain_sum_steps", {"shares": 0.4})
-    with pytest.raises(ValueError, match=r"share = 1\.4, must be a number at least 0 and at most 1"):
+    with pytest.raises(ValueError, match=r"`share` must be at most 1; it is 1\.4"):
         make_writer("chain_sum_steps", {"share": 1.4})
     with pytest.raises(ValueError, match="takes no demonstration_params"):
         make_writer("column:text", {"share": 0.4})

@@ -167,7 +167,7 @@ def test_an_evaluation_reads_train_tasks_only_where_a_split_takes_its_prompts_fr
     needed = tasks_to_evaluate(trained)
     assert needed.train.keys() == {"all"}
     check_tasks(needed)
-    config = Config(tasks=trained)
+    config = Config(run_dir="", tasks=trained)
     held = load_prompts(config, printable, pytest.fail, training=False)
     assert held.train == []
     assert held.eval == load_tasks(tasks(path), printable).eval

@@ -121,11 +121,14 @@ def test_templates_can_name_the_tools(printable: PreTrainedTokenizerFast) -> Non
         ({"params": {"tool": 3}}, r"params: .*unknown parameter of tool_world 'tool'; did you mean 'tools'"),
         ({"params": {"tools": 9}}, "params: tools = 9, must be a whole number from 1 to 8"),
         ({"params": {"tools": 2, "max_calls": 3}}, "max_calls = 3, must be a whole number from 1 to 2"),
-        ({"params": {"plain": 2}}, "plain = 2, must be a number at least 0 and at most 1"),
+        ({"params": {"plain": 2}}, "`plain` must be at most 1; it is 2"),
         ({"params": {"tools": 8}}, "with all 8 tools listed none is missing; set plain to 0"),
         ({"name": "chain_sum"}, "name: has no effect with source: tool_world"),
         ({"source": "bars", "params": {"bar": 3}}, r"t\.params: unknown parameter of bars 'bar'; did you mean 'bars'"),
-        ({"demonstrations": "tool_world", "demonstration_params": {"sloppy": 2}}, "sloppy = 2, must be a number"),
+        (
+            {"demonstrations": "tool_world", "demonstration_params": {"sloppy": 2}},
+            "`sloppy` must be at most 1; it is 2",
+        ),
     ],
 )
 def test_a_generated_task_with_a_mistake(keys: dict[str, Any], message: str) -> None:

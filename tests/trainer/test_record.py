@@ -76,7 +76,7 @@ def test_gradient_weights_are_what_the_update_multiplied_with(kl: float, entropy
     )
     actor: Any = SimpleNamespace(grid=None)
     timer: Any = None
-    learner = Learner(Config(), actor, algorithm, timer)
+    learner = Learner(Config(run_dir=""), actor, algorithm, timer)
     log_ratios = torch.tensor([0.0, 0.1, 0.5, 0.5, -0.5])  # outside the bounds from the third on
     advantages = torch.tensor([2.0, 2.0, 2.0, -1.0, -1.0])
     old = torch.full((5,), -1.0)

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from megatron_rl.base.typed_params import NonNegative, Positive, Range
+from pydantic import Field
+
+from megatron_rl.base.typed_params import NonNegative, Positive
 from megatron_rl.methods.catalogue import Estimate, Groups, Needs, advantage_estimator
 from megatron_rl.methods.numerics import safe_divide
 
-Radius = Annotated[float, Range(low=0, below=1)]
+Radius = Annotated[float, Field(ge=0, lt=1)]
 
 
 @advantage_estimator("awpo", needs=lambda params: Needs(columns=(params["reasoning"],), other_columns=1))

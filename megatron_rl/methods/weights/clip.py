@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from megatron_rl.base.typed_params import NonNegative, Range
+from pydantic import Field
+
+from megatron_rl.base.typed_params import NonNegative
 from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
 from megatron_rl.methods.numerics import above, bounded_exp
 from megatron_rl.methods.ratios import high_positive, left_negative
@@ -23,7 +25,7 @@ def clip(
     *,
     eps_low: EpsLow = 0.2,
     eps_high: NonNegative = 0.2,
-    dual_clip: Annotated[float, Range(above=1)] | None = None,
+    dual_clip: Annotated[float, Field(gt=1)] | None = None,
 ) -> Tensor:
     """w, but 0 in LN and HP; with `dual_clip` c also where A < 0 and w > c, where the objective is held at c A."""
     stop = left_negative(log_ratio, advantages, eps_low) | high_positive(log_ratio, advantages, eps_high)

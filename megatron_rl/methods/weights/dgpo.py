@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from megatron_rl.base.typed_params import NonNegative, Range
+from pydantic import Field
+
+from megatron_rl.base.typed_params import NonNegative
 from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
 from megatron_rl.methods.numerics import bounded_exp
 from megatron_rl.methods.ratios import high_positive, left_negative
 
-Exponent = Annotated[int, Range(low=1)]
+Exponent = Annotated[int, Field(ge=1)]
 
 
 @gradient_weight("dgpo")
