@@ -217,9 +217,9 @@ class Actor:
             for chunk in self.ddp_chunks:
                 chunk.zero_grad_buffer()
             self._started_optimizer().zero_grad()
-        parts = GradientParts(self.ddp_chunks, micro_batches, part_size) if part_size is not None else None
-        with parts.measuring() if parts is not None else contextlib.nullcontext():
-            collected = self._run(micro_batches, backward_from, forward_only=False, parts=parts)
+        gradient_parts = GradientParts(self.ddp_chunks, micro_batches, part_size) if part_size is not None else None
+        with gradient_parts.measuring() if gradient_parts is not None else contextlib.nullcontext():
+            collected = self._run(micro_batches, backward_from, forward_only=False, gradient_parts=gradient_parts)
         rate = learning_rate(self.optimizer_config, self.optimizer_steps, self.total_optimizer_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -230,7 +230,7 @@ class Actor:
         self.optimizer_steps += 1
         if not with_metrics:  # nor is what its tokens used the experts for
             forget_expert_load(self._routings)
-        variance, count = parts.result(self.grid, grad_norm) if parts is not None else (None, 0)
+        variance, count = gradient_parts.result(self.grid, grad_norm) if gradient_parts is not None else (None, 0)
         return UpdateResult(self.reduce(collected) if with_metrics else Metrics(), grad_norm, rate, variance, count)
 
     def _step(self) -> float:
@@ -260,7 +260,7 @@ class Actor:
         micro_batches: Sequence[MicroBatch],
         finish: Callable[..., Any],
         forward_only: bool,
-        parts: GradientParts | None = None,
+        gradient_parts: GradientParts | None = None,
     ) -> list[Any]:
         """Megatron's pipeline schedule over the micro-batches; what `finish` reports, on the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -271,8 +271,8 @@ class Actor:
 
         def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Chunk) -> tuple[Tensor, Callable[..., Any]]:
             number, micro = next(iterator)
-            if parts is not None:
-                parts.start()
+            if gradient_parts is not None:
+                gradient_parts.start()
             if drops:
                 begin_pass(self._seed, self.optimizer_steps, self.grid.dp_rank, self.grid.cp_rank, number)
             return self.forward(model, micro, updates=not forward_only), partial(finish, number, micro)

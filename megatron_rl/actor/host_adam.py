@@ -15,11 +15,11 @@ from megatron_rl.runtime import device
 from megatron_rl.runtime.calls import processors
 from megatron_rl.seams.megatron_hybrid import STATE, HostOptimizer
 
-_PIECE = 2**24  # elements of a weight that are on their way at a time
+_BLOCK = 2**24  # elements of a weight that are on their way at a time
 
 
 @dataclass
-class _Piece:
+class _Block:
     """A part of a weight, its gradient, and its state on the host; all 1-D, of equal length."""
 
     options: dict[str, Any]  # of its group
@@ -30,31 +30,31 @@ class _Piece:
 
 
 class HostAdam(HostOptimizer):
-    """Gradients come to the host and new weights leave it piece by piece, through two buffers of pinned memory, while another
-    piece is computed; the device keeps nothing of the state.
+    """Gradients come to the host and new weights leave it block by block, through two buffers of pinned memory, while another
+    block is computed; the device keeps nothing of the state.
 
-    The arithmetic is that of `torch.optim.AdamW` with `fused=True` on fp32 masters, whatever the pieces.
+    The arithmetic is that of `torch.optim.AdamW` with `fused=True` on fp32 masters, whatever the blocks.
     """
 
     _buffers: tuple[Tensor, Tensor] | None = None  # fp32
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        pieces = list(self._pieces())
-        buffers = self._staging(max((len(piece.weight) for piece in pieces), default=0))
-        arrived = _fetch(pieces[0], buffers[0]) if pieces else None
+        blocks = list(self._blocks())
+        buffers = self._staging(max((len(block.weight) for block in blocks), default=0))
+        arrived = _fetch(blocks[0], buffers[0]) if blocks else None
         with _all_processors():
-            for number, piece in enumerate(pieces):
-                buffer = buffers[number % 2][: len(piece.weight)]
+            for number, block in enumerate(blocks):
+                buffer = buffers[number % 2][: len(block.weight)]
                 if arrived is not None:
                     arrived.synchronize()
-                if number + 1 < len(pieces):  # the other buffer has been sent by then: copies are in order
-                    arrived = _fetch(pieces[number + 1], buffers[1 - number % 2])
-                _update(piece, buffer)
-                new = buffer.view(piece.weight.dtype)[: len(piece.weight)]  # in the gradient's place
-                piece.weight.copy_(new.copy_(piece.state[0]), non_blocking=True)
+                if number + 1 < len(blocks):  # the other buffer has been sent by then: copies are in order
+                    arrived = _fetch(blocks[number + 1], buffers[1 - number % 2])
+                _update(block, buffer)
+                new = buffer.view(block.weight.dtype)[: len(block.weight)]  # in the gradient's place
+                block.weight.copy_(new.copy_(block.state[0]), non_blocking=True)
 
-    def _pieces(self) -> Iterator[_Piece]:
+    def _blocks(self) -> Iterator[_Block]:
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.decoupled_grad is None:
@@ -62,8 +62,8 @@ class HostAdam(HostOptimizer):
                 state = self.state[weight]
                 state["step"] = state["step"] + 1
                 tensors = [weight.detach(), weight.decoupled_grad, *(state[name] for name in STATE)]
-                for parts in zip(*(tensor.view(-1).split(_PIECE) for tensor in tensors), strict=True):
-                    yield _Piece(group, int(state["step"]), parts[0], parts[1], list(parts[2:]))
+                for parts in zip(*(tensor.view(-1).split(_BLOCK) for tensor in tensors), strict=True):
+                    yield _Block(group, int(state["step"]), parts[0], parts[1], list(parts[2:]))
 
     def _staging(self, elements: int) -> tuple[Tensor, Tensor]:
         """Host memory for so many fp32 numbers, twice."""
@@ -73,23 +73,23 @@ class HostAdam(HostOptimizer):
         return self._buffers
 
 
-def _fetch(piece: _Piece, buffer: Tensor) -> torch.cuda.Event | None:
+def _fetch(block: _Block, buffer: Tensor) -> torch.cuda.Event | None:
     """Starts to copy the gradient; what is returned tells when it is there, None that it is."""
-    buffer[: len(piece.gradient)].copy_(piece.gradient, non_blocking=True)
+    buffer[: len(block.gradient)].copy_(block.gradient, non_blocking=True)
     return torch.cuda.current_stream().record_event() if device.has_gpu() else None
 
 
-def _update(piece: _Piece, gradient: Tensor) -> None:
+def _update(block: _Block, gradient: Tensor) -> None:
     """AdamW in place on the state."""
-    master, first, second = piece.state
-    options, (beta1, beta2) = piece.options, piece.options["betas"]
+    master, first, second = block.state
+    options, (beta1, beta2) = block.options, block.options["betas"]
     adamw(
         [master],
         [gradient],
         [first],
         [second],
         [],
-        [torch.tensor(piece.step - 1.0)],
+        [torch.tensor(block.step - 1.0)],
         fused=True,
         amsgrad=False,
         beta1=beta1,

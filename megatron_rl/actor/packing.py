@@ -105,13 +105,13 @@ def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
                 f"a sequence of {lengths[i]} tokens does not fit `actor.tokens_per_microbatch` ({budget}); raise it to at "
                 f"least rollout.max_prompt_tokens + rollout.max_tokens"
             )
-        place = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
-        if place is None:
+        target = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
+        if target is None:
             bins.append([i])
             room.append(budget - lengths[i])
         else:
-            bins[place].append(i)
-            room[place] -= lengths[i]
+            bins[target].append(i)
+            room[target] -= lengths[i]
     return [sorted(indices) for indices in bins]
 
 
@@ -133,19 +133,19 @@ def even_attention(shares: Sequence[Sequence[int]], lengths: Sequence[int]) -> l
         if cost.max() <= 1.05 * cost.mean():
             break
         for share in np.argsort(-cost, kind="stable")[:2]:
-            own, others = np.flatnonzero(owner == share), np.flatnonzero(owner != share)
-            place = owner[others]
-            more_tokens = tokens[others] - tokens[own][:, None]
-            more_cost = squares[others] - squares[own][:, None]
-            change = more_cost * (cost[share] - cost[place] + more_cost)
-            fits = (load[share] + more_tokens <= most) & (load[place] - more_tokens <= most)
+            mine, others = np.flatnonzero(owner == share), np.flatnonzero(owner != share)
+            owners = owner[others]
+            more_tokens = tokens[others] - tokens[mine][:, None]
+            more_cost = squares[others] - squares[mine][:, None]
+            change = more_cost * (cost[share] - cost[owners] + more_cost)
+            fits = (load[share] + more_tokens <= most) & (load[owners] - more_tokens <= most)
             i, j = divmod(int(np.where(fits, change, 0).argmin()), len(others))
             if not fits[i, j] or change[i, j] >= 0:
                 continue
             for loads, more in ((load, more_tokens[i, j]), (cost, more_cost[i, j])):
                 loads[share] += more
-                loads[place[j]] -= more
-            owner[own[i]], owner[others[j]] = place[j], share
+                loads[owners[j]] -= more
+            owner[mine[i]], owner[others[j]] = owners[j], share
             break
         else:
             break
@@ -207,16 +207,16 @@ def pack(
     A rank's token count is padded to `multiple` with a sequence that nothing reads; with context parallelism each sequence
     is also padded at its end, where causal attention hides it, to what can be cut evenly.
     """
-    pieces = 2 * cp if cp > 1 else 1
-    multiple = math.lcm(multiple * cp, pieces)
+    cp_chunks = 2 * cp if cp > 1 else 1
+    multiple = math.lcm(multiple * cp, cp_chunks)
     tokens, predictors, sequence_ids, lengths = [], [], [], []
     start = 0
     for local, row in enumerate(rows):
         length, scored = batch.lengths[row], np.flatnonzero(batch.loss_mask[row])
-        tokens += [batch.tokens[row], np.zeros(-length % pieces, dtype=np.int64)]
+        tokens += [batch.tokens[row], np.zeros(-length % cp_chunks, dtype=np.int64)]
         predictors.append(start + scored - batch.shift)
         sequence_ids.append(np.full(len(scored), local))
-        lengths.append(length + -length % pieces)
+        lengths.append(length + -length % cp_chunks)
         start += lengths[-1]
     padding = -start % multiple if start else multiple
     if padding:
@@ -233,15 +233,15 @@ def pack(
     place = np.full(sum(lengths), -1)
     place[here] = np.arange(len(here))
     predictor = place[join(predictors)]
-    own = np.flatnonzero(predictor >= 0)
+    predicted_here = np.flatnonzero(predictor >= 0)
     return MicroBatch(
         rows=list(rows),
         tokens=tensor(join(tokens)[here]),
         positions=tensor(np.concatenate(_positions(rows, batch, lengths), axis=-1)[..., here]),
         offsets=tensor(np.concatenate([[0], np.cumsum(lengths)]), torch.int32),
         longest=max(lengths),
-        predictors=tensor(predictor[own]),
-        own=tensor(own),
+        predictors=tensor(predictor[predicted_here]),
+        own=tensor(predicted_here),
         targets=tensor(join([batch.tokens[row][batch.loss_mask[row]] for row in rows])),
         sequence_ids=tensor(join(sequence_ids)),
         experts=_experts(rows, batch, lengths)[here] if batch.experts and rows else None,
@@ -268,13 +268,13 @@ def _images(
     first: dict[PromptImages, int] = {}  # of each prompt's image tokens among those of all prompts
     slots, sources, start, count = list[np.ndarray](), list[np.ndarray](), 0, 0
     for row, length in zip(rows, lengths, strict=False):
-        if (own := batch.images.get(row)) is not None:
-            places = own.slots
-            if own not in first:
-                first[own] = count
+        if (images := batch.images.get(row)) is not None:
+            places = images.slots
+            if images not in first:
+                first[images] = count
                 count += len(places)
             slots.append(start + places)
-            sources.append(first[own] + np.arange(len(places)))
+            sources.append(first[images] + np.arange(len(places)))
         start += length
     if not first:
         return None
@@ -288,10 +288,10 @@ def _experts(rows: Sequence[int], batch: TokenBatch, lengths: Sequence[int]) -> 
     Args:
         lengths: of each sequence, padded, and of padding behind them.
     """
-    parts = []
+    experts = []
     for row, length in zip(rows, lengths, strict=False):
         own, tokens = batch.experts[row], batch.lengths[row]
         if len(own) != tokens:
             raise ValueError(f"sequence {row} has {tokens} tokens, and experts of {len(own)}")
-        parts.append(np.resize(own, (length, *own.shape[1:])))
-    return np.resize(np.concatenate(parts), (sum(lengths), *parts[0].shape[1:]))
+        experts.append(np.resize(own, (length, *own.shape[1:])))
+    return np.resize(np.concatenate(experts), (sum(lengths), *experts[0].shape[1:]))

@@ -227,8 +227,8 @@ class Algorithm:
             sequence_ids=sequence_ids,
         )
         config = self.config
-        given = mask.bool()
-        corrected = self.correct(old_log_probs, rollout_log_probs, given, sequence_ids)
+        valid = mask.bool()
+        corrected = self.correct(old_log_probs, rollout_log_probs, valid, sequence_ids)
         live = corrected.mask
         precise = torch.promote_types(log_probs.dtype, torch.float32)
         log_probs = torch.where(live, log_probs.to(precise), 0.0)
@@ -253,7 +253,7 @@ class Algorithm:
         metrics.total("loss/objective", weighted_sum(objective.double(), share), parts)
         if rollout_log_probs is not None:
             metrics += correction_metrics(
-                old_log_probs, rollout_log_probs, given, sequence_ids, corrected, config.correction.cap
+                old_log_probs, rollout_log_probs, valid, sequence_ids, corrected, config.correction.cap
             )
         loss = self._regularised(loss, metrics, log_probs, ref_log_probs, entropy, live, coefficients)
         return loss.to(precise), metrics

@@ -51,10 +51,10 @@ def compare(
     except ValueError as error:
         remedy = "" if plugins is not None else "; go to the folder that the run was started in, or name it: --plugins"
         raise ConfigError(f"{error}{remedy}") from None
-    given = parameters(params)
+    method_params = parameters(params)
     try:
         number, recorded = choose_step(run_dir, step)
-        advantages, left_out = estimators_of(recorded, given)
+        advantages, left_out = estimators_of(recorded, method_params)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if estimator not in advantages:
@@ -68,7 +68,7 @@ def compare(
         recorded.sequence_ids,
         list_gradient_weights(),
         ratio=ratio,
-        params=given,
+        params=method_params,
     )
     console = Console(soft_wrap=True)
     console.width = max(console.width, 125)  # a narrower table would cut names
@@ -81,7 +81,7 @@ def compare(
     if not bool((log_ratio != 0).any()):
         console.print("Every ratio is 1: the run made one update per batch, and all weights are 1.")
     path = plot or run_dir / f"compare_step_{number}.png"
-    draw(path, advantages, weights, recorded, per_rollout, number, given)
+    draw(path, advantages, weights, recorded, per_rollout, number, method_params)
     console.print(f"plot: {path}")
 
 
@@ -102,7 +102,7 @@ def parameters(texts: Sequence[str]) -> dict[str, dict[str, object]]:
     Raises:
         ConfigError: it is none, or the method or parameter is unknown or its value not allowed; with the nearest name.
     """
-    found: dict[str, dict[str, object]] = {}
+    by_method: dict[str, dict[str, object]] = {}
     for text in texts:
         place, is_value, value = text.partition("=")
         name, _, key = place.rpartition(".")
@@ -113,12 +113,12 @@ def parameters(texts: Sequence[str]) -> dict[str, dict[str, object]]:
             raise ConfigError(
                 f"--params {text}: {unknown_name('method', name, [*_names()[ESTIMATOR], *_names()[WEIGHT]])}"
             )
-        found.setdefault(name, {})[key] = yaml.safe_load(value)
+        by_method.setdefault(name, {})[key] = yaml.safe_load(value)
         try:
-            check_method(kind, name, found[name])
+            check_method(kind, name, by_method[name])
         except ValueError as error:
             raise ConfigError(f"--params {text}: {error}") from None
-    return found
+    return by_method
 
 
 def _names() -> dict[str, tuple[str, ...]]:

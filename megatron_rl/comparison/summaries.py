@@ -56,14 +56,14 @@ def summarize_advantages(
     advantages = advantages.double()
     seen = advantages[valid]
     scale = groups.count / (groups.count - 1).clamp(min=1)
-    own = torch.where(valid, advantages, 0.0)
-    covariance = (own * groups.centred.values).sum(1) / groups.count.clamp(min=1) * scale
+    masked = torch.where(valid, advantages, 0.0)
+    covariance = (masked * groups.centred.values).sum(1) / groups.count.clamp(min=1) * scale
     signal = float(covariance[groups.present].mean())
     tokens = table.lengths.double() if table.lengths is not None else torch.ones_like(advantages)
-    squares = float((own.square() * tokens)[valid].mean())
+    squares = float((masked.square() * tokens)[valid].mean())
     silent = ((advantages == 0) | ~valid).all(1)[groups.present]
     return AdvantageSummary(
-        advantages=own,
+        advantages=masked,
         spread=float(seen.std(correction=0)),
         largest=float(seen.abs().max()),
         silent=float(silent.double().mean()),

@@ -65,8 +65,8 @@ def put_lengths(draft: Draft, prompt: int, response: int, tokens: int | None) ->
 
 def put_data(draft: Draft, group: str, files: object, columns: dict[str, str], chat: bool) -> list[str]:
     """A task per file of a list, or for one name; returns the files."""
-    found = [str(file) for file in files] if isinstance(files, list) else [str(files)] if files is not None else []
-    for number, file in enumerate(found):
+    paths = [str(file) for file in files] if isinstance(files, list) else [str(files)] if files is not None else []
+    for number, file in enumerate(paths):
         suffix = Path(file).suffix
         source = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(suffix, "huggingface")
         name = ("data" if group == "train" else "held_out") + (f"_{number + 1}" if number else "")
@@ -76,9 +76,9 @@ def put_data(draft: Draft, group: str, files: object, columns: dict[str, str], c
         if chat:
             task["chat"] = True
         draft.put(f"tasks.{group}.{name}", task)
-    if group == "train" and draft.prompts is None and found:
-        draft.prompts = rows_of(found)
-    return found
+    if group == "train" and draft.prompts is None and paths:
+        draft.prompts = rows_of(paths)
+    return paths
 
 
 def put_kl(draft: Draft, coef: float | None, kind: str | None) -> None:

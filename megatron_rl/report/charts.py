@@ -87,20 +87,20 @@ WARM_UP_CHARTS = (
 def matching(chart: Chart, runs: Sequence[RunRecord]) -> list[str]:
     """The metrics of the chart that some run has. Of evaluations only the scores, of reward columns not the statistics."""
     present = sorted({name for run in runs for name in run.metrics()})
-    found = []
+    names = []
     for pattern in chart.metrics:
         if pattern == "eval/*":
-            found += [name for name in shown_evaluations(present) if "@" in name.rpartition("/")[2]]
+            names += [name for name in shown_evaluations(present) if "@" in name.rpartition("/")[2]]
         elif pattern == "reward/*":
-            found += [
+            names += [
                 name for name in present if name.startswith("reward/") and name not in ("reward/mean", "reward/std")
             ]
         elif pattern.endswith("*"):
             named = (name for name in present if name.startswith(pattern[:-1]))
-            found += sorted(named, key=lambda name: (len(name), name))  # numbers at their ends in order
+            names += sorted(named, key=lambda name: (len(name), name))  # numbers at their ends in order
         elif pattern in present:
-            found.append(pattern)
-    return found
+            names.append(pattern)
+    return names
 
 
 @dataclass(frozen=True)

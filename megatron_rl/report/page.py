@@ -41,25 +41,25 @@ _LONG = 700  # characters of a text that are seen at once
 def render(runs: Sequence[RunRecord]) -> str:
     """The page for one run, or for several side by side."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    parts = [f"<h1>{text(title)}</h1>", *_heads(runs)]
+    sections = [f"<h1>{text(title)}</h1>", *_heads(runs)]
     top = [section("Findings", _findings(runs)), section("Numbers", [_numbers(runs)])]
-    parts += ['<div class="top">', *(f"<div>{''.join(one)}</div>" for one in top), "</div>"]
+    sections += ['<div class="top">', *(f"<div>{''.join(one)}</div>" for one in top), "</div>"]
     drawn = [drawing for chart in CHARTS if (drawing := draw(chart, runs))]
-    parts += section("Curves", [_HELP, *curves(drawn, 0)] if drawn else [])
+    sections += section("Curves", [_HELP, *curves(drawn, 0)] if drawn else [])
     times = [draw_time(run, f"{_TIME}: {run.name}" if len(runs) > 1 else _TIME) for run in runs]
-    parts += section("Where the time went", curves([drawing for drawing in times if drawing], 1))
+    sections += section("Where the time went", curves([drawing for drawing in times if drawing], 1))
     warm_ups = [warm_up for run in runs if (warm_up := run.warm_up()) is not None]
     warmed = [drawing for chart in WARM_UP_CHARTS if (drawing := draw(chart, warm_ups))]
-    parts += section("The warm-up before RL", curves(warmed, 2, steps="warm-up"))
-    parts.append(charts.script())
+    sections += section("The warm-up before RL", curves(warmed, 2, steps="warm-up"))
+    sections.append(charts.script())
     if len(runs) > 1:
-        parts += section("Where the recipes differ", [_differences(runs)])
-    parts += section("Rollouts", _rollouts(runs))
-    parts += section("All sampled rollouts", viewer(runs))
+        sections += section("Where the recipes differ", [_differences(runs)])
+    sections += section("Rollouts", _rollouts(runs))
+    sections += section("All sampled rollouts", viewer(runs))
     recipes = [(run.name, yaml.safe_dump(run.recipe, sort_keys=False)) for run in runs]
     folded = "<details><summary>{}</summary><pre>{}</pre></details>"
-    parts += section("Recipes", [folded.format(text(name), text(recipe)) for name, recipe in recipes])
-    return document(title, charts.STYLE + STYLE + _STYLE, parts)
+    sections += section("Recipes", [folded.format(text(name), text(recipe)) for name, recipe in recipes])
+    return document(title, charts.STYLE + STYLE + _STYLE, sections)
 
 
 def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
@@ -92,14 +92,14 @@ def _algorithm(run: RunRecord) -> str:
 
 
 def _findings(runs: Sequence[RunRecord]) -> list[str]:
-    parts = []
+    lists = []
     for run in runs:
         items = "".join(
             f'<li><span class="tag {finding.level}">{finding.level}</span> {text(finding.text)}</li>'
             for finding in find(run)
         )
-        parts.append(_named(run, f'<ul class="findings">{items or "<li>nothing to point at</li>"}</ul>', len(runs)))
-    return parts
+        lists.append(_named(run, f'<ul class="findings">{items or "<li>nothing to point at</li>"}</ul>', len(runs)))
+    return lists
 
 
 def _numbers(runs: Sequence[RunRecord]) -> str:
@@ -176,24 +176,24 @@ def _group_of(run: RunRecord, group: PromptGroup, why: Sequence[str]) -> str:
     images = "".join(
         f'<img src="{data}" alt="">' for name in first.get("images", ()) if (data := image_data(run.path, name))
     )
-    asked = images + "".join(
+    prompt = images + "".join(
         (f'<div class="role">{text(role)}</div>' if role else "") + _long(said) for role, said in turns(first["prompt"])
     )
     facts = f"reward {_number(group.reward)}, up to {group.longest} tokens, {len(group.rollouts)} rollouts"
     return (
         f'<details class="group"><summary>Step {group.step}: {text(", ".join(why))} '
         f'<span class="sub">{facts}</span></summary>'
-        f'{asked}<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div></details>'
+        f'{prompt}<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div></details>'
     )
 
 
-def _long(given: str) -> str:
+def _long(content: str) -> str:
     """A text, cut with a button for the rest where it is long."""
-    if len(given) <= _LONG:
-        return f"<pre>{text(given)}</pre>"
+    if len(content) <= _LONG:
+        return f"<pre>{text(content)}</pre>"
     return (
-        f'<pre>{text(given[:_LONG])}</pre><details class="more"><summary>… show all {len(given):,} characters</summary>'
-        f"<pre>{text(given[_LONG:])}</pre></details>"
+        f'<pre>{text(content[:_LONG])}</pre><details class="more"><summary>… show all {len(content):,} characters</summary>'
+        f"<pre>{text(content[_LONG:])}</pre></details>"
     )
 
 
@@ -252,19 +252,19 @@ def chosen_groups(run: RunRecord) -> list[tuple[PromptGroup, list[str]]]:
         return []
     steps = sorted({group.step for group in groups})
     first_of = {group.step: group for group in reversed(groups)}
-    wanted = [(first_of[steps[0]], "first step")]
+    chosen = [(first_of[steps[0]], "first step")]
     if len(steps) > 2:
-        wanted.append((first_of[steps[len(steps) // 2]], "middle"))
+        chosen.append((first_of[steps[len(steps) // 2]], "middle"))
     if len(steps) > 1:
-        wanted.append((first_of[steps[-1]], "last step"))
+        chosen.append((first_of[steps[-1]], "last step"))
     latest = groups[::-1]  # max takes the first of equal ones
-    wanted.append((max(latest, key=lambda group: group.reward), "highest reward"))
-    wanted.append((min(latest, key=lambda group: group.reward), "lowest reward"))
-    wanted.append((max(latest, key=lambda group: group.longest), "longest response"))
+    chosen.append((max(latest, key=lambda group: group.reward), "highest reward"))
+    chosen.append((min(latest, key=lambda group: group.reward), "lowest reward"))
+    chosen.append((max(latest, key=lambda group: group.longest), "longest response"))
     most_cut = max(latest, key=lambda group: group.cut)
     if most_cut.cut:
-        wanted.append((most_cut, "cut at the token limit"))
+        chosen.append((most_cut, "cut at the token limit"))
     reasons: dict[int, tuple[PromptGroup, list[str]]] = {}
-    for group, why in wanted:
+    for group, why in chosen:
         reasons.setdefault(id(group), (group, []))[1].append(why)
     return sorted(reasons.values(), key=lambda item: item[0].step)

@@ -174,14 +174,14 @@ def _in_queue(job: str) -> bool | None:
     if shutil.which("squeue") is None:
         return None
     try:
-        asked = subprocess.run(
+        queue = subprocess.run(
             ["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, errors="replace", timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if asked.returncode:
-        return False if "Invalid job id" in asked.stderr else None
-    return bool(asked.stdout.strip())
+    if queue.returncode:
+        return False if "Invalid job id" in queue.stderr else None
+    return bool(queue.stdout.strip())
 
 
 def _read_way_on(status: RunStatus, attempt: Path, recipe_file: Path) -> None:

@@ -115,7 +115,7 @@ def turns(prompt: str | Sequence[Mapping[str, object]]) -> list[tuple[str, str]]
     """Role and text of each turn; a prompt of text is one turn without a role. What a turn has besides is JSON behind it."""
     if isinstance(prompt, str):
         return [("", prompt)]
-    found = list[tuple[str, str]]()
+    spoken = list[tuple[str, str]]()
     for message in prompt:
         content = message.get("content")
         said = [content] if isinstance(content, str) and content else []
@@ -123,8 +123,8 @@ def turns(prompt: str | Sequence[Mapping[str, object]]) -> list[tuple[str, str]]
         if content and not isinstance(content, str):
             more["content"] = content
         said += [json.dumps(more, ensure_ascii=False, indent=1)] if more else []
-        found.append((str(message.get("role", "")), "\n".join(said)))
-    return found
+        spoken.append((str(message.get("role", "")), "\n".join(said)))
+    return spoken
 
 
 def image_data(run: Path, name: str) -> str:
@@ -136,13 +136,13 @@ def image_data(run: Path, name: str) -> str:
 
 def _images(runs: Sequence[RunRecord]) -> dict[str, str]:
     """By file name; as many as the page may hold, those of the latest steps first."""
-    found, size = dict[str, str](), 0
+    encoded, size = dict[str, str](), 0
     steps = sorted(((step, run) for run in runs for step in run.samples), key=lambda one: -one[0])
     for step, run in steps:
         for name in dict.fromkeys(name for row in run.samples[step] for name in row.get("images", ())):
-            if name not in found and (data := image_data(run.path, name)) and size + len(data) <= _IMAGE_BYTES:
-                found[name], size = data, size + len(data)
-    return found
+            if name not in encoded and (data := image_data(run.path, name)) and size + len(data) <= _IMAGE_BYTES:
+                encoded[name], size = data, size + len(data)
+    return encoded
 
 
 def _rewards(run: RunRecord, rows: Sequence[RolloutRow]) -> dict[int, float]:
@@ -171,7 +171,7 @@ def _token_values(run: Path, step: int, rows: Sequence[RolloutRow]) -> list[Mapp
     if not file.is_file() or not any("pieces" in row for row in rows):
         return [{} for _ in rows]
     with np.load(file, allow_pickle=False) as arrays:
-        place = {sample: i for i, sample in enumerate(arrays["samples"].tolist())}
+        prompt_index = {sample: i for i, sample in enumerate(arrays["samples"].tolist())}
         count = arrays["rewards"].shape[1]
     known: dict[int, dict[str, list[float]]] = {}
     for part in sorted(file.with_suffix(".tokens").glob("*.npz")):
@@ -186,7 +186,7 @@ def _token_values(run: Path, step: int, rows: Sequence[RolloutRow]) -> list[Mapp
                 }
                 if weight is not None:
                     known[row]["weight"] = [float(f"{one:.4g}") for one in weight[begin:end]]
-    found = [known.get(place.get(row.get("sample", ""), -1) * count + row.get("rollout", 0), {}) for row in rows]
+    found = [known.get(prompt_index.get(row.get("sample", ""), -1) * count + row.get("rollout", 0), {}) for row in rows]
     return [
         values if len(row.get("pieces", ())) == len(values.get("ratio", ())) else {}
         for row, values in zip(rows, found, strict=True)

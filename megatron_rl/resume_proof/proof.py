@@ -107,42 +107,46 @@ def _phase(run_dir: Path) -> str:
     return f"{beat['phase']} of step {beat['step']}"
 
 
-def differences(want: Path, own: Path) -> list[str]:
+def differences(want: Path, killed: Path) -> list[str]:
     """What is not the same in two finished runs; [] where nothing differs."""
-    found = []
+    unequal = []
     for name in ("metrics.jsonl", "sft/metrics.jsonl"):
-        before, after = untimed_rows(want, name), untimed_rows(own, name)
+        before, after = untimed_rows(want, name), untimed_rows(killed, name)
         for a, b in zip(before, after, strict=False):
-            found += [
+            unequal += [
                 f"{name}, step {a['step']}: {key}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
             ]
         if len(before) != len(after):
-            found.append(f"{name} has {len(after)} rows, not {len(before)}")
-    names = {path.name for folder in (want, own) for path in (folder / "samples").glob("*.jsonl")}
-    found += [
-        f"samples/{name}" for name in sorted(names) if _bytes(want / "samples" / name) != _bytes(own / "samples" / name)
+            unequal.append(f"{name} has {len(after)} rows, not {len(before)}")
+    names = {path.name for folder in (want, killed) for path in (folder / "samples").glob("*.jsonl")}
+    unequal += [
+        f"samples/{name}"
+        for name in sorted(names)
+        if _bytes(want / "samples" / name) != _bytes(killed / "samples" / name)
     ]
     last = store.newest(want / "checkpoints")
     if last is None:
-        return [*found, "there is no checkpoint to compare"]
-    other = own / "checkpoints" / last.name
+        return [*unequal, "there is no checkpoint to compare"]
+    other = killed / "checkpoints" / last.name
     if damage := manifest.verify(other):
-        return [*found, *damage]
+        return [*unequal, *damage]
     saved, again = (
         {(piece.name, piece.start): piece.digest for piece in manifest.read_tensors(folder)[1]}
         for folder in (last, other)
     )
     changed = sorted(key for key in saved.keys() | again.keys() if saved.get(key) != again.get(key))
-    found += [f"{last.name}: tensor {name} at {list(start)}" for name, start in changed]
+    unequal += [f"{last.name}: tensor {name} at {list(start)}" for name, start in changed]
     own_facts = ("metrics_bytes", "run")  # of each run folder
     states = [{k: v for k, v in store.read_state(folder).items() if k not in own_facts} for folder in (last, other)]
     if states[0] != states[1]:
-        found.append(f"{last.name}/state.json")
+        unequal.append(f"{last.name}/state.json")
     weights = {path.name for path in (want / "export").glob("*.safetensors")}
-    found += [
-        f"export/{name}" for name in sorted(weights) if _bytes(want / "export" / name) != _bytes(own / "export" / name)
+    unequal += [
+        f"export/{name}"
+        for name in sorted(weights)
+        if _bytes(want / "export" / name) != _bytes(killed / "export" / name)
     ]
-    return found
+    return unequal
 
 
 def untimed_rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

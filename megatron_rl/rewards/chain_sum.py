@@ -47,14 +47,14 @@ def score_working(working: str, expression: str) -> float:
         return 0.0
     running: int | None = int(first)
     correct = 0
-    for step, wanted in zip_longest(written, expected):
+    for step, target in zip_longest(written, expected):
         match = _STEP.fullmatch(step) if step else None
         if match is None:
             running = None
             continue
         left, operator, term, result = int(match[1]), match[2], int(match[3]), int(match[4])
         total = left + term if operator == "+" else left - term
-        if wanted is not None and left == running and (operator, term) == (wanted[0], int(wanted[1])):
+        if target is not None and left == running and (operator, term) == (target[0], int(target[1])):
             correct += total == result
         running = result
     return correct / max(len(expected), len(written))

@@ -139,15 +139,15 @@ def run_tests(code: str, tests: Tests, limits: Limits, total_seconds: float) -> 
     """
     deadline = time.monotonic() + total_seconds
     passed, clean = 0, True
-    for given, expected in zip(tests.inputs, tests.outputs, strict=True):
+    for case, expected in zip(tests.inputs, tests.outputs, strict=True):
         if time.monotonic() > deadline:
             clean = False
             break
         if tests.function is None:
-            outcome = run_program(code, stdin=given, limits=limits)
+            outcome = run_program(code, stdin=case, limits=limits)
             passed += outcome.status == "ok" and same_output(outcome.stdout, expected)
         else:
-            outcome = run_program(code, function=tests.function, arguments=given, limits=limits)
+            outcome = run_program(code, function=tests.function, arguments=case, limits=limits)
             passed += outcome.status == "ok" and same_result(outcome.value, expected)
         clean = clean and outcome.status == "ok"
         if outcome.status == "syntax":

@@ -26,9 +26,9 @@ def doubtful_golds(golds: Sequence[tuple[str, str]], same: Callable[[str, str], 
             prose.append((key, gold))
         elif not _is_literal(normalize(gold_answer(gold))):
             compared.setdefault(gold, key)
-    found = []
+    doubts = []
     if prose:
-        found.append(
+        doubts.append(
             f"{len(prose)} of {len(golds)} gold texts are sentences: lenient grading takes a number in them for the answer, "
             f"strict grading wants the whole text: {_named(prose)}; name the column with the answer alone, or set gold_after"
         )
@@ -50,8 +50,8 @@ def doubtful_golds(golds: Sequence[tuple[str, str]], same: Callable[[str, str], 
         (refused, "are refused when they are given themselves"),
     ):
         if bad:
-            found.append(f"{len(bad)} of {of} that are expressions {what}: {_named(bad)}")
-    return found
+            doubts.append(f"{len(bad)} of {of} that are expressions {what}: {_named(bad)}")
+    return doubts
 
 
 def wrong_answers(gold: str) -> list[str]:

@@ -83,15 +83,15 @@ def read_template(path: str | None) -> str:
     return TEMPLATE if path is None else read_places(path, _PLACES, required=("completion",))
 
 
-def read_places(path: str, places: Sequence[str], required: Sequence[str]) -> str:
+def read_places(path: str, fields: Sequence[str], required: Sequence[str]) -> str:
     """A template's text. ValueError for a file that is missing, names an unknown place, or lacks a required one."""
     try:
         text = shipped.find_file(Path(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"template: cannot read {path}: {error}") from None
-    unknown = sorted(set(_PLACE.findall(text)) - set(places))
+    unknown = sorted(set(_PLACE.findall(text)) - set(fields))
     if unknown:
-        raise ValueError(f"template: {path} has the unknown places {unknown}; there are {', '.join(places)}")
+        raise ValueError(f"template: {path} has the unknown places {unknown}; there are {', '.join(fields)}")
     for place in required:
         if f"{{{place}}}" not in text:
             raise ValueError(f"template: {path} has no place {{{place}}}: the judge would not see what it grades")
@@ -147,7 +147,7 @@ def read_score(text: str) -> float | None:
     if not ended and "<think>" in text:
         return None
     text = (after if ended else text)[-_LONGEST_REPLY:]
-    decoder, found = json.JSONDecoder(), None
+    decoder, last_score = json.JSONDecoder(), None
     start = text.find("{")
     while start >= 0:
         following = start + 1
@@ -156,9 +156,9 @@ def read_score(text: str) -> float | None:
         except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict) and (score := _number(value.get("score"))) is not None:
-            found, following = score, end  # what is nested in it is not the score
+            last_score, following = score, end  # what is nested in it is not the score
         start = text.find("{", following)
-    return None if found is None else nearest_tier(found)
+    return None if last_score is None else nearest_tier(last_score)
 
 
 def nearest_tier(score: float) -> float:

@@ -147,17 +147,17 @@ def _as_power(found: re.Match[str]) -> str:
 
 def _without_unit(text: str) -> str:
     r"""A number's unit or the things it counts, at the end: `12 \text{ apples}`, `5 m/s`, `3 cm^2`."""
-    if (found := _TEXT_UNIT.search(text)) is not None:
-        words = _WORD.findall(re.sub(r"\\(?:text|mathrm|textrm|mbox|rm)\s*\{", " ", found[1]))
+    if (unit := _TEXT_UNIT.search(text)) is not None:
+        words = _WORD.findall(re.sub(r"\\(?:text|mathrm|textrm|mbox|rm)\s*\{", " ", unit[1]))
         if not any(map(_NOT_UNITS.fullmatch, words)):
-            return text[: found.start(1)].strip()
-    elif (found := _PLAIN_UNIT.search(text)) is not None:
-        words = _WORD.findall(found[1])
+            return text[: unit.start(1)].strip()
+    elif (unit := _PLAIN_UNIT.search(text)) is not None:
+        words = _WORD.findall(unit[1])
         # 12x and 2ab are products: a word of three letters counts behind a number alone, with a blank between.
-        alone = found[1][0].isspace() and re.fullmatch(r"[+-]?[\d,.\s]+", text[: found.start(1)]) is not None
+        alone = unit[1][0].isspace() and re.fullmatch(r"[+-]?[\d,.\s]+", text[: unit.start(1)]) is not None
         known = all(_PLAIN_UNITS.fullmatch(word) or (len(word) > 2 and alone) for word in words)
         if known and not any(map(_NOT_UNITS.fullmatch, words)):
-            return text[: found.start(1)].strip()
+            return text[: unit.start(1)].strip()
     return text
 
 
@@ -184,15 +184,15 @@ def elements(text: str) -> tuple[str, list[str]] | None:
 
 def _split(text: str) -> list[str] | None:
     """Parts between the commas outside all brackets; None where brackets do not match."""
-    parts, depth, start = [], 0, 0
+    items, depth, start = [], 0, 0
     for index, character in enumerate(text):
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
         if depth < 0:
             return None
         if character == "," and depth == 0:
-            parts.append(text[start:index])
+            items.append(text[start:index])
             start = index + 1
-    return [*parts, text[start:]] if depth == 0 else None
+    return [*items, text[start:]] if depth == 0 else None
 
 
 def number(text: str) -> Fraction | None:

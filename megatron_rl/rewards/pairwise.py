@@ -110,15 +110,15 @@ _ELEMENTS = {
 COLUMNS = ("length", *_ELEMENTS)
 
 
-def difference(own: str, other: str) -> dict[str, float]:
+def difference(response: str, other: str) -> dict[str, float]:
     """The style features of Arena-Hard 2.0.
 
     `length` is (a - b) / (a + b) of the two lengths, the others (a - b) / (a + b + 1) of elements per length; code blocks
     have no elements. Its lengths are tokens of GPT-4o's encoding, which has to be downloaded; these are characters.
     """
-    lengths = len(own), len(other)
+    lengths = len(response), len(other)
     found = {"length": (lengths[0] - lengths[1]) / max(1, sum(lengths))}
-    prose = [_BLOCK.sub("", text) for text in (own, other)]
+    prose = [_BLOCK.sub("", text) for text in (response, other)]
     for name, element in _ELEMENTS.items():
         a, b = (len(element.findall(text)) / max(1, length) for text, length in zip(prose, lengths, strict=True))
         found[name] = (a - b) / (a + b + 1)

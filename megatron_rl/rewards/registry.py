@@ -32,13 +32,13 @@ class _Entry:
         return dict(own + [item for kind in self.settings for item in inspect.signature(kind).parameters.items()])
 
     def make(self, params: Mapping[str, object]) -> ScoreFunction:
-        own, first = dict(params), []
+        arguments, first = dict(params), []
         for kind in self.settings:
-            fields = {key: own.pop(key) for key in inspect.signature(kind).parameters if key in own}
+            fields = {key: arguments.pop(key) for key in inspect.signature(kind).parameters if key in arguments}
             check_types(kind, fields)
             first.append(kind(**fields))
-        check_types(self.factory, own)
-        return self.factory(*first, **own)
+        check_types(self.factory, arguments)
+        return self.factory(*first, **arguments)
 
 
 _ENTRIES: dict[str, _Entry] = {}

@@ -44,17 +44,17 @@ def grade(completion: str, gold: Sequence[Call], rationale: str, parser: ParserN
         return 0.0
     thinking = completion.partition("<think>")[2].partition("</think>")[0].split()
     reasons = _overlap(thinking, rationale.split()) if rationale else float(bool(thinking))
-    wanted, named = [call["name"] for call in gold], [call["name"] for call in calls]
+    gold_names, named = [call["name"] for call in gold], [call["name"] for call in calls]
     pairs = _pairs(gold, calls)
-    tools = _ratio(_common_order(wanted, named), len(wanted) + len(named))
+    tools = _ratio(_common_order(gold_names, named), len(gold_names) + len(named))
     agree = sum(_agreement(want, have) for want, have in pairs)
     strategy = float(len(calls) <= len(gold) and not any(equal(*two) for two in itertools.combinations(calls[:200], 2)))
     total = PATH * reasons + TOOLS * tools + PARAMETERS * _ratio(agree, 2 * len(gold)) + STRATEGY * strategy
-    missing, invented = Counter(wanted) - Counter(named), Counter(named) - Counter(wanted)
-    if any(name not in wanted for name in invented):
+    missing, invented = Counter(gold_names) - Counter(named), Counter(named) - Counter(gold_names)
+    if any(name not in gold_names for name in invented):
         total = min(total, 0.25)
     if missing:
-        total = min(total, 0.25 if missing == Counter(wanted) else 0.5)
+        total = min(total, 0.25 if missing == Counter(gold_names) else 0.5)
     if any(_agreement(want, have) < 1 for want, have in pairs):
         total = min(total, 0.75)
     return nearest_tier(total)

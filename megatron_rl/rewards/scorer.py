@@ -179,22 +179,24 @@ class Scorer:
             if other is not None and len(other) != count:
                 raise ValueError(f"{len(other)} {what} for {count} completions")
         rollouts = [self._open.pop(key, None) for key in keys or ()] or [None] * count
-        self._stats.early += sum(future.done() for one in rollouts if one for future in one.futures.values())
+        self._stats.early += sum(
+            future.done() for scoring in rollouts if scoring for future in scoring.futures.values()
+        )
         scorings = [
-            one
+            scoring
             or self._start(
                 completions[i],
                 samples[i],
                 finish_reasons[i] if finish_reasons else None,
                 num_tokens[i] if num_tokens else None,
             )
-            for i, one in enumerate(rollouts)
+            for i, scoring in enumerate(rollouts)
         ]
         try:
             return self._finish(scorings)
         except BaseException:
-            for one in scorings:
-                one.cancel()
+            for scoring in scorings:
+                scoring.cancel()
             raise
 
     def _start(self, completion: str, sample: Sample, finish_reason: str | None, num_tokens: int | None) -> _Scoring:
@@ -241,16 +243,16 @@ class Scorer:
     def _finish(self, scorings: Sequence[_Scoring]) -> list[dict[str, float]]:
         began = time.monotonic()
         for name in self._inline:
-            self._compute(name, [one for one in scorings if not one.row.keys() >= set(self._columns[name])])
+            self._compute(name, [scoring for scoring in scorings if not scoring.row.keys() >= set(self._columns[name])])
         for name, reward in self._remote.items():  # waits for each no longer than its `step_seconds`
-            futures = [one.futures[name] for one in scorings if name in one.futures]
+            futures = [scoring.futures[name] for scoring in scorings if name in scoring.futures]
             left = began + reward.rules.step_seconds - time.monotonic()
             if futures and wait(futures, max(0.0, left)).not_done:
                 reward.expire()
-        for one in scorings:
-            for name, future in one.futures.items():
-                one.row |= self._result(name, future, one.sample)
-        return [self._conditioned(one.row) for one in scorings]
+        for scoring in scorings:
+            for name, future in scoring.futures.items():
+                scoring.row |= self._result(name, future, scoring.sample)
+        return [self._conditioned(scoring.row) for scoring in scorings]
 
     def _compute(self, name: str, scorings: Sequence[_Scoring]) -> None:
         """Fills in the columns of an inline reward."""

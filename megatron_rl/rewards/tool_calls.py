@@ -46,24 +46,26 @@ def call_remarks(
     """What is right and what wrong: names, parameter names and values of gold calls and those they are matched with."""
     table = _table(gold, calls, same_name)
     pairs = {i: j for i, j in _PAIRS[matching](table) if table[i][j]}
-    found: list[Remark] = [] if gold or calls else [("no call, and none is wanted", True)]
+    remarks: list[Remark] = [] if gold or calls else [("no call, and none is wanted", True)]
     for i, want in enumerate(gold):
         left = (j for j, call in enumerate(calls) if call["name"] == want["name"] and j not in pairs.values())
         if (pair := pairs.get(i, next(left, None))) is None:
-            found.append((f"{want['name']} is not called", False))
+            remarks.append((f"{want['name']} is not called", False))
             continue
         pairs[i], have = pair, calls[pair]["parameters"]
         wanted = "" if calls[pair]["name"] == want["name"] else f", wanted {want['name']}"
-        found.append((f"{calls[pair]['name']}{wanted}", not wanted))
+        remarks.append((f"{calls[pair]['name']}{wanted}", not wanted))
         for key, value in want["parameters"].items():
             if key not in have:
-                found.append((f"  {key} is missing, wanted {_shown(value)}", False))
+                remarks.append((f"  {key} is missing, wanted {_shown(value)}", False))
             elif equal(value, have[key]):
-                found.append((f"  {key}: {_shown(have[key])}", True))
+                remarks.append((f"  {key}: {_shown(have[key])}", True))
             else:
-                found.append((f"  {key}: {_shown(have[key])}, wanted {_shown(value)}", False))
-        found += [(f"  {key} is no parameter that is wanted", False) for key in have if key not in want["parameters"]]
-    return found + [(f"{call['name']} is not wanted", False) for j, call in enumerate(calls) if j not in pairs.values()]
+                remarks.append((f"  {key}: {_shown(have[key])}, wanted {_shown(value)}", False))
+        remarks += [(f"  {key} is no parameter that is wanted", False) for key in have if key not in want["parameters"]]
+    return remarks + [
+        (f"{call['name']} is not wanted", False) for j, call in enumerate(calls) if j not in pairs.values()
+    ]
 
 
 def _shown(value: object) -> str:

@@ -102,18 +102,18 @@ def hermes_calls(completion: str) -> list[Call] | None:
     return calls
 
 
-def calls_apart(said: str) -> tuple[str, str]:
+def calls_apart(content: str) -> tuple[str, str]:
     """A Llama message's text and its calls, either of which may be empty.
 
     The calls are what follows `<|python_tag|>`. That is a special token: where completions are decoded without those, a
     message that begins with an object, or a list of them, is calls.
     """
-    said = said.rstrip()
-    while said.endswith(_END_TAGS):
-        said = said[: said.rindex("<")].rstrip()
-    text, tagged, called = said.partition(PYTHON_TAG)
-    if not tagged and _STARTS_CALL.match(said.lstrip()):
-        return "", said
+    content = content.rstrip()
+    while content.endswith(_END_TAGS):
+        content = content[: content.rindex("<")].rstrip()
+    text, tagged, called = content.partition(PYTHON_TAG)
+    if not tagged and _STARTS_CALL.match(content.lstrip()):
+        return "", content
     return text, called
 
 

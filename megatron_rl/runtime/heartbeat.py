@@ -208,7 +208,7 @@ class Heartbeat:
     def record(self) -> Beat:
         top = self._stack[-1]
         now = self.clock.read()
-        left = min(entry.deadline for entry in self._current()) - now
+        seconds_left = min(entry.deadline for entry in self._current()) - now
         return {
             "rank": self.rank,
             "world": self.world,
@@ -223,7 +223,7 @@ class Heartbeat:
             "steps": self.steps,
             "phase": top.phase,
             "seconds": round(now - top.since, 3),
-            "left": None if left == float("inf") else round(left, 3),
+            "left": None if seconds_left == float("inf") else round(seconds_left, 3),
             "entered": self.entered,
             **self.facts,
         }

@@ -51,7 +51,7 @@ def pinned_bytes(sizes: Sequence[int]) -> int:
 
 def _laid_out(sizes: Sequence[int], blocks: list[int], used: list[int]) -> list[tuple[int, int]]:
     """The block of each size, and where in it; adds to `blocks`, their bytes, and to `used`, the bytes of each in use."""
-    places: dict[int, tuple[int, int]] = {}
+    slots: dict[int, tuple[int, int]] = {}
     aligned = [max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT for size in sizes]
     missing = sum(aligned)
     for i in sorted(range(len(sizes)), key=lambda i: -aligned[i]):
@@ -60,7 +60,7 @@ def _laid_out(sizes: Sequence[int], blocks: list[int], used: list[int]) -> list[
         if number == len(blocks):
             blocks.append(max(1 << (size - 1).bit_length(), 1 << (missing.bit_length() - 1)))
             used.append(0)
-        places[i] = number, used[number]
+        slots[i] = number, used[number]
         used[number] += size
         missing -= size
-    return [places[i] for i in range(len(sizes))]
+    return [slots[i] for i in range(len(sizes))]

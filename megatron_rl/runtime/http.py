@@ -86,15 +86,15 @@ def check_key(name: str | None) -> None:
 
 def _check_url(url: str) -> None:
     try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        split = urlsplit(url)
+        good = split.scheme in ("http", "https") and bool(split.hostname) and split.port != 0
     except ValueError:
         good = False
     if not good:
         raise ValueError(f"urls: {url!r} is not a URL such as http://localhost:8000/v1")
-    if parts.username or parts.password or parts.query or parts.fragment:
+    if split.username or split.password or split.query or split.fragment:
         raise ValueError(
-            f"urls: {parts.scheme}://{parts.hostname}: leave out user, password, query and fragment; keys go by api_key_env"
+            f"urls: {split.scheme}://{split.hostname}: leave out user, password, query and fragment; keys go by api_key_env"
         )
 
 

@@ -54,15 +54,15 @@ class PhaseMemory:
     def metrics(self) -> dict[str, float]:
         """`memory/host_peak_gib`, `memory/device_peak_gib` since the start, and the same per phase since the last call."""
         self._note()
-        found = {"memory/host_peak_gib": self.overall["host"]}
+        values = {"memory/host_peak_gib": self.overall["host"]}
         if "device" in self.overall:
-            found["memory/device_peak_gib"] = self.overall["device"]
+            values["memory/device_peak_gib"] = self.overall["device"]
         for phase, peaks in self.peaks.items():
-            found[f"memory/{phase}/host_peak_gib"] = peaks["host"]
+            values[f"memory/{phase}/host_peak_gib"] = peaks["host"]
             if "device" in peaks:
-                found[f"memory/{phase}/device_peak_gib"] = peaks["device"]
+                values[f"memory/{phase}/device_peak_gib"] = peaks["device"]
         self.peaks = {}
-        return found
+        return values
 
 
 def _raise_to(peaks: dict[str, float], others: Mapping[str, float]) -> None:
@@ -130,7 +130,9 @@ def in_use() -> dict[str, float]:
 
 
 def oom_kills(
-    own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup"), machine: Path = Path("/proc/vmstat")
+    membership: Path = Path("/proc/self/cgroup"),
+    groups: Path = Path("/sys/fs/cgroup"),
+    machine: Path = Path("/proc/vmstat"),
 ) -> int:
     """How often the kernel has killed a process of this container or job for its memory; 0 where it does not tell.
 
@@ -138,7 +140,7 @@ def oom_kills(
     Without a cgroup that counts, the machine's own number is taken (/proc/vmstat).
     """
     with contextlib.suppress(OSError):
-        for folder, version in cgroups(own, groups):
+        for folder, version in cgroups(membership, groups):
             if (kills := _oom_kill(folder / ("memory.events" if version == 2 else "memory.oom_control"))) is not None:
                 return kills
     return _oom_kill(machine) or 0

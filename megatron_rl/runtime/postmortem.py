@@ -65,16 +65,16 @@ def stacks_file(beats: Path, rank: int) -> Path:
 
 def take_stacks(folder: Path, beats: Path, silent: Iterable[Beat]) -> None:
     """Has the `silent` ranks of this machine write their stacks, and copies them into the post-mortem's folder."""
-    asked = [
+    dumps = [
         stacks_file(beats, beat["rank"])
         for beat in silent
         if process.send(beat["pid"], beat["started"], beat["space"], STACKS_SIGNAL)
     ]
     until = time.monotonic() + _STACKS_SECONDS
-    while time.monotonic() < until and not all(path.is_file() and path.stat().st_size for path in asked):
+    while time.monotonic() < until and not all(path.is_file() and path.stat().st_size for path in dumps):
         time.sleep(0.05)
-    time.sleep(0.1 if asked else 0.0)  # one that has begun is finished
-    for path in asked:
+    time.sleep(0.1 if dumps else 0.0)  # one that has begun is finished
+    for path in dumps:
         if path.is_file() and path.stat().st_size:  # a process that is stopped, or waits in the kernel, writes none
             shutil.copyfile(path, folder / f"{path.stem}.txt")
 
@@ -251,10 +251,10 @@ def _together(facts: Sequence[Beat]) -> list[tuple[str, str]]:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> `0-2, 5`."""
-    parts: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            parts.append([number])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+            runs.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in runs)

@@ -25,13 +25,13 @@ def started(pid: int) -> int | None:
 
 def session(leader: int) -> dict[int, bytes]:
     """pid -> command, its words separated by zeros, of the processes of a session that have not ended."""
-    found = {}
+    command_lines = {}
     for folder in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(folder.name))
         if fields is not None and int(fields[3]) == leader:
             with contextlib.suppress(OSError):  # it has ended meanwhile
-                found[int(folder.name)] = (folder / "cmdline").read_bytes()
-    return found
+                command_lines[int(folder.name)] = (folder / "cmdline").read_bytes()
+    return command_lines
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -30,13 +30,13 @@ _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
 def versions() -> dict[str, str]:
     """Of Python, this package and the ones it computes with, as their installed metadata says; absent ones are left out."""
-    found = {"python": platform.python_version(), "megatron-rl": megatron_rl.__version__}
+    by_package = {"python": platform.python_version(), "megatron-rl": megatron_rl.__version__}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            by_package[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def git_state() -> tuple[dict[str, str | list[str]], str]:

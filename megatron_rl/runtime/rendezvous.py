@@ -60,15 +60,15 @@ def listen(address: str, port: int, one_machine: bool) -> socket.socket:
         OSError: it cannot; EADDRINUSE is in the message where the port is taken.
     """
     found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, place = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    if not one_machine and _is_loopback(str(place[0])) and not (_is_loopback(address) or address == "localhost"):
-        return _everywhere(f"{address} is {place[0]} here, which other machines cannot reach", port)
+    family, _, _, _, endpoint = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    if not one_machine and _is_loopback(str(endpoint[0])) and not (_is_loopback(address) or address == "localhost"):
+        return _everywhere(f"{address} is {endpoint[0]} here, which other machines cannot reach", port)
     try:
-        return _bound(family, (str(place[0]), port))
+        return _bound(family, (str(endpoint[0]), port))
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-    return _everywhere(f"{address} ({place[0]}) is no address of this machine", port)
+    return _everywhere(f"{address} ({endpoint[0]}) is no address of this machine", port)
 
 
 def _everywhere(why: str, port: int) -> socket.socket:
@@ -76,16 +76,16 @@ def _everywhere(why: str, port: int) -> socket.socket:
     return _bound(socket.AF_INET, ("", port))
 
 
-def _bound(family: int, place: tuple[str, int]) -> socket.socket:
+def _bound(family: int, endpoint: tuple[str, int]) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(place)
+        bound.bind(endpoint)
         bound.listen(socket.SOMAXCONN)
     except OSError as error:
         bound.close()
         name = errno.errorcode.get(error.errno or 0, "")
-        raise OSError(error.errno, f"{name}: {error.strerror}: cannot listen at {place[0]}:{place[1]}") from None
+        raise OSError(error.errno, f"{name}: {error.strerror}: cannot listen at {endpoint[0]}:{endpoint[1]}") from None
     return bound
 
 

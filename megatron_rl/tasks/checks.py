@@ -184,20 +184,20 @@ def _fill(item: Item, config: TaskConfig) -> None:
 
 def _check_data(config: TaskConfig, in_template: list[str]) -> None:
     """Rows: the columns of the first ones, where reading them needs no network and no missing library."""
-    own = ":" in config.source
-    if own and config.size is None:
+    is_plugin = ":" in config.source
+    if is_plugin and config.size is None:
         raise ValueError("size: is missing; say how many items to generate")
-    if not own and config.path is None:
+    if not is_plugin and config.path is None:
         what = "the dataset's name, or its folder" if config.source == "huggingface" else f"the {config.source} file"
         raise ValueError(f"path: is missing; give {what}")
     try:
         rows = _first_rows(config)
     except ValueError as error:
-        raise ValueError(f"{'source' if own else 'path'}: {error}") from error
+        raise ValueError(f"{'source' if is_plugin else 'path'}: {error}") from error
     if rows is None:
         return
     if not rows:
-        raise ValueError(f"source: {config.source} yields nothing" if own else f"path: {config.path} is empty")
+        raise ValueError(f"source: {config.source} yields nothing" if is_plugin else f"path: {config.path} is empty")
     columns = config.columns
     defaults = ColumnsConfig()
     needed = {"columns.prompt": columns.prompt}

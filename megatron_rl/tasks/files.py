@@ -33,33 +33,33 @@ def files_of(path: str, suffix: str) -> list[Path]:
     """
     if not path.strip():
         raise ValueError("the path is empty")
-    found = _found(path, suffix)
-    for file in found:
+    files = _found(path, suffix)
+    for file in files:
         try:
             require_regular(file)
         except OSError as error:
             raise ValueError(f"cannot read {file}: {error.strerror}") from None
-    return found
+    return files
 
 
 def _found(path: str, suffix: str) -> list[Path]:
     try:
-        place = Path(path).expanduser()
-        place.exists()
+        location = Path(path).expanduser()
+        location.exists()
     except (OSError, RuntimeError) as error:  # a name that is too long, a user that does not exist
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if place.is_dir():
-        found, lacking = sorted(place.glob(f"*{suffix}")), f"the folder has no {suffix} file"
-    elif place.exists():
-        return [place]
+    if location.is_dir():
+        matching, lacking = sorted(location.glob(f"*{suffix}")), f"the folder has no {suffix} file"
+    elif location.exists():
+        return [location]
     elif any(character in path for character in "*?["):
-        fixed = next(parent for parent in place.parents if not any(c in str(parent) for c in "*?["))
-        found, lacking = sorted(fixed.glob(str(place.relative_to(fixed)))), "no file matches the pattern"
+        fixed = next(parent for parent in location.parents if not any(c in str(parent) for c in "*?["))
+        matching, lacking = sorted(fixed.glob(str(location.relative_to(fixed)))), "no file matches the pattern"
     else:
-        raise ValueError(f"cannot read {path}: No such file or directory{missing(place)}")
-    if not found:
+        raise ValueError(f"cannot read {path}: No such file or directory{missing(location)}")
+    if not matching:
         raise ValueError(f"{path}: {lacking}")
-    return found
+    return matching
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
@@ -157,24 +157,24 @@ def _load_dataset(config: TaskConfig) -> Iterable[Row]:
     import datasets
 
     assert config.path is not None
-    place = Path(config.path).expanduser()
-    if place.is_dir() and is_saved_to_disk(place):
+    location = Path(config.path).expanduser()
+    if location.is_dir() and is_saved_to_disk(location):
         for key in ("subset", "revision"):
             if getattr(config, key) is not None:
                 raise ValueError(f"{key}: {config.path} was written by save_to_disk and has no {key}; remove it")
-        saved = datasets.load_from_disk(str(place))
+        saved = datasets.load_from_disk(str(location))
         if not isinstance(saved, datasets.DatasetDict):
             return saved
         if config.split not in saved:
             raise ValueError(f"split: {config.path} has no split {config.split!r}, only {', '.join(saved)}")
         return saved[config.split]
-    name = str(place) if place.is_dir() else config.path
+    name = str(location) if location.is_dir() else config.path
     try:
         return datasets.load_dataset(name, config.subset, split=config.split, revision=config.revision)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # hub, names, formats
         said = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {said[0] if said else ''}"
-        raise ValueError(f"cannot load the dataset {config.path}: {reason}{_remedy(config, place)}") from error
+        raise ValueError(f"cannot load the dataset {config.path}: {reason}{_remedy(config, location)}") from error
 
 
 def _remedy(config: TaskConfig, place: Path) -> str:

@@ -23,16 +23,16 @@ def mark_images(prompt: Prompt, images: Sequence[Source], reader: ImageReader | 
             "it has images, which only a model with a vision tower reads, sampled by the run's own engine; remove "
             "columns.images, or set model.path to such a model"
         )
-    own = reader.vision.image_text
+    image_text = reader.vision.image_text
     if isinstance(prompt, str):
-        return prompt.replace(MARK, own) if MARK in prompt else own * len(images) + prompt
+        return prompt.replace(MARK, image_text) if MARK in prompt else image_text * len(images) + prompt
     contents = [message.get("content") for message in prompt]
     if any(isinstance(content, list) for content in contents):
         return prompt
     if any(isinstance(content, str) and MARK in content for content in contents):
-        return [_replaced(message, own) for message in prompt]
+        return [_replaced(message, image_text) for message in prompt]
     user = next((i for i, message in enumerate(prompt) if message.get("role") == "user"), len(prompt) - 1)
-    first = {**prompt[user], "content": own * len(images) + str(prompt[user].get("content") or "")}
+    first = {**prompt[user], "content": image_text * len(images) + str(prompt[user].get("content") or "")}
     return [*prompt[:user], first, *prompt[user + 1 :]]
 
 

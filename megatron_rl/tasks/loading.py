@@ -103,16 +103,16 @@ def hold_out(name: str, config: TaskConfig, samples: list[Sample]) -> tuple[list
             f"{config.of}; at least one must be held out, and at least one left"
         )
     drawn = set(random.Random(f"held out, seed {config.seed}").sample(prompts, count))
-    held: dict[str, Sample] = {}
-    left = []
+    held_out: dict[str, Sample] = {}
+    remaining = []
     for sample in samples:
         key = _key_of(sample)
         if key not in drawn:
-            left.append(sample)
-        elif key not in held:
+            remaining.append(sample)
+        elif key not in held_out:
             index = sample.id.rpartition("/")[2]
-            held[key] = replace(sample, id=f"{name}/{index}", task=name)
-    return list(held.values()), left
+            held_out[key] = replace(sample, id=f"{name}/{index}", task=name)
+    return list(held_out.values()), remaining
 
 
 def load_task(name: str, config: TaskConfig, tokenizer: Tokenizer, reader: ImageReader | None = None) -> list[Sample]:
@@ -140,13 +140,13 @@ def _load(
     """`load_task` without the held-out prompts."""
     try:
         with _no_collection():
-            kept = _kept_items(config, held_out)
-            texts = [mark_images(prompt, item.images, reader) for _, item, prompt in kept]
-            tools = [item.tools for _, item, _ in kept]
+            items = _kept_items(config, held_out)
+            texts = [mark_images(prompt, item.images, reader) for _, item, prompt in items]
+            tools = [item.tools for _, item, _ in items]
             token_ids = _tokenize(list(zip(texts, tools, strict=True)), config, tokenizer)
             placed = [
                 place_images(f"{name}/{index}", ids, item.images, reader)
-                for (index, item, _), ids in zip(kept, token_ids, strict=True)
+                for (index, item, _), ids in zip(items, token_ids, strict=True)
             ]
             samples = [
                 Sample(
@@ -160,7 +160,7 @@ def _load(
                     metadata=item.metadata if item.tools is None else {**item.metadata, "tools": item.tools},
                     images=images,
                 )
-                for (index, item, prompt), (ids, images) in zip(kept, placed, strict=True)
+                for (index, item, prompt), (ids, images) in zip(items, placed, strict=True)
             ]
             if config.demonstrations is not None:
                 _demonstrate(samples, config)
@@ -195,8 +195,8 @@ def filter_by_length(samples: Sequence[Sample], max_prompt_tokens: int, too_long
     Raises:
         ValueError: a prompt that does not fit under `error`, or none that fits.
     """
-    kept = [sample for sample in samples if len(sample.prompt_ids) <= max_prompt_tokens]
-    dropped = len(samples) - len(kept)
+    short_enough = [sample for sample in samples if len(sample.prompt_ids) <= max_prompt_tokens]
+    dropped = len(samples) - len(short_enough)
     if dropped and too_long == "error":
         worst = max(samples, key=lambda sample: len(sample.prompt_ids))
         raise ValueError(
@@ -204,9 +204,9 @@ def filter_by_length(samples: Sequence[Sample], max_prompt_tokens: int, too_long
             f"tokens (the longest, {worst.id}, has {len(worst.prompt_ids)}); raise rollout.max_prompt_tokens, or set "
             "rollout.too_long=drop to leave them out"
         )
-    if not kept:
+    if not short_enough:
         raise ValueError(f"no prompt has at most rollout.max_prompt_tokens = {max_prompt_tokens} tokens; raise it")
-    return kept, dropped
+    return short_enough, dropped
 
 
 def _key(prompt: Prompt, images: Sequence[Source]) -> str:
@@ -281,14 +281,14 @@ def _demonstrate(samples: list[Sample], config: TaskConfig) -> None:
     assert config.demonstrations is not None
     write = make_writer(config.demonstrations, config.demonstration_params)
     for sample in samples:
-        own = {
+        parameters = {
             "prompt": sample.prompt,
             "tool_calls": sample.tool_calls,
             "answer": sample.answer,
             config.columns.answer: sample.answer,
         }
         try:
-            sample.demonstration = write(sample.id, {**sample.metadata, **own})
+            sample.demonstration = write(sample.id, {**sample.metadata, **parameters})
         except ValueError as error:
             raise ValueError(f"demonstration of {sample.id}: {error}") from error
 

@@ -113,18 +113,18 @@ def _registered(path: Path) -> tuple[ast.Module, ast.ClassDef | None]:
 @cache
 def _config_class(path: Path) -> Callable[..., Any] | None:
     """The class that the file registers for its parameters; None where it cannot be made on its own."""
-    tree, wanted = _registered(path)
-    if wanted is None:
+    tree, config_class = _registered(path)
+    if config_class is None:
         return None
     names: dict[str, Any] = {"__name__": __name__}  # dataclasses look for the module
     for node in tree.body:
-        if node is wanted or _is_plain(node):
+        if node is config_class or _is_plain(node):
             try:
                 exec(compile(ast.Module([node], []), str(path), "exec", dont_inherit=True), names)
             except (NameError, AttributeError, ImportError):
-                if node is wanted:
+                if node is config_class:
                     return None
-    return names.get(wanted.name)
+    return names.get(config_class.name)
 
 
 def _is_plain(node: ast.stmt) -> bool:

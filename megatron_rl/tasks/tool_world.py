@@ -158,14 +158,14 @@ def _ask(tool: Tool, params: WorldParams, rng: random.Random) -> tuple[str, str,
     values: dict[str, object] = {}
     for parameter in tool.parameters[: params.parameters]:
         if parameter.type == "int":
-            said, values[parameter.name], steps = _sum(rng, rng.randint(params.min_terms, params.max_terms))
+            value, values[parameter.name], steps = _sum(rng, rng.randint(params.min_terms, params.max_terms))
             working = " ".join([working, *steps])
         elif parameter.type == "bool":
             values[parameter.name] = is_on = rng.random() < 0.5
-            said = "on" if is_on else "off"
+            value = "on" if is_on else "off"
         else:
-            values[parameter.name] = said = rng.choice(parameter.options)
-        request += parameter.phrase.format(said)
+            values[parameter.name] = value = rng.choice(parameter.options)
+        request += parameter.phrase.format(value)
     return request, working, {"name": tool.name, "parameters": values}
 
 

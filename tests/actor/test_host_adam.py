@@ -41,7 +41,7 @@ def test_an_update_is_the_other_optimizers_bit_for_bit(root: Path, dtype: str) -
             for group in part.optimizer.param_groups:
                 group["weight_decay"] = 0.1
                 group["fused"] = True  # torch's fused kernel, whose last bit is another than that of its loop
-        with mock.patch.object(host_adam, "_PIECE", 1024):
+        with mock.patch.object(host_adam, "_BLOCK", 1024):
             metrics = [ranks.learn(actor, seed=1)]
             ranks.check_gradients_are_not_copied(actor)
             actor.offload()
