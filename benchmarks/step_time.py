@@ -20,7 +20,8 @@ from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import RolloutConfig, TrainerConfig
 from megatron_rl.models import Model, model_of
 from megatron_rl.models.hf_config import HFConfig
-from megatron_rl.planning.memory import GIB, make_plan
+from megatron_rl.planning.components import GIB
+from megatron_rl.planning.memory import make_plan
 from megatron_rl.planning.time.generation import Decoding
 from megatron_rl.planning.time.hardware import TABLES
 from megatron_rl.planning.time.lengths import Lengths

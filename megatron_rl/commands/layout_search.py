@@ -15,7 +15,7 @@ import yaml
 from megatron_rl.commands import step_time
 from megatron_rl.config import ConfigError, check, load_recipe
 from megatron_rl.config.load import as_tree, changes
-from megatron_rl.planning.memory import GIB, PHASES, MemoryPlan
+from megatron_rl.planning.components import GIB, PHASES, MemoryPlan
 from megatron_rl.planning.search import Found, Space, pareto
 from megatron_rl.planning.time.step import Predictor
 from megatron_rl.runtime import disk, exit_codes

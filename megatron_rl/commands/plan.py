@@ -20,15 +20,8 @@ from megatron_rl.config.checks import smallest_world
 from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.registry import created_config
-from megatron_rl.planning.memory import (
-    GIB,
-    HOST_PHASES,
-    PHASES,
-    MemoryPlan,
-    active_parameters,
-    make_plan,
-    total_parameters,
-)
+from megatron_rl.planning.components import GIB, HOST_PHASES, PHASES, MemoryPlan
+from megatron_rl.planning.memory import active_parameters, make_plan, total_parameters
 from megatron_rl.runtime import disk, exit_codes
 
 if TYPE_CHECKING:
@@ -302,7 +295,7 @@ def render(config: Config, plan: MemoryPlan, source: str = "") -> str:
         cells = "".join(
             f"{part.bytes / GIB:{width}.1f}" if phase in part.phases else " " * width for phase, width in widths.items()
         )
-        lines.append(f"{part.name + (' *' if part.estimate else ''):42s}{cells}".rstrip())
+        lines.append(f"{part.part.value + (' *' if part.estimate else ''):42s}{cells}".rstrip())
     lines.append(f"{'sum':42s}" + "".join(f"{plan.peak(phase) / GIB:{width}.1f}" for phase, width in widths.items()))
     lines.append(f"{'there is':42s}" + _there_is(plan))
     lines.append("* estimates, not measured on a GPU; weights, gradients, optimizer state and cache are counted")

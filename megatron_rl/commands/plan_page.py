@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rl.commands.simulated import Goodput, Simulated, title
 from megatron_rl.commands.step_time import rate_of
-from megatron_rl.planning.memory import GIB, HOST_PHASES, PHASES, MemoryPlan
+from megatron_rl.planning.components import GIB, HOST_PHASES, PHASES, MemoryPlan
 from megatron_rl.planning.simulation.failures import daly, young
 from megatron_rl.planning.simulation.steps import SimulatedJob, SimulatedRun
 from megatron_rl.planning.time.step import StepTime
@@ -80,7 +80,7 @@ def render(
 
 # --------------------------------------------------------------------------------------------------------- memory, time
 def _memory(memory: Sequence[tuple[str, MemoryPlan]]) -> Iterator[str]:
-    names = list(dict.fromkeys(part.name for _, plan in memory for part in plan.components))
+    names = list(dict.fromkeys(one.part.value for _, plan in memory for one in plan.components))
     colours = {name: _TURN[i % len(_TURN)] for i, name in enumerate(names)}
     there_is = memory[0][1].gpu_bytes
     limits = dict.fromkeys(PHASES, there_is) | dict.fromkeys(HOST_PHASES, memory[0][1].host_bytes)
@@ -90,7 +90,8 @@ def _memory(memory: Sequence[tuple[str, MemoryPlan]]) -> Iterator[str]:
         for phase, limit in limits.items():
             held = [part for part in plan.components if phase in part.phases]
             pieces = [
-                (part.bytes / most, colours[part.name], f"{part.name}: {part.bytes / GIB:.1f} GiB") for part in held
+                (part.bytes / most, colours[part.part.value], f"{part.part.value}: {part.bytes / GIB:.1f} GiB")
+                for part in held
             ]
             figure = f"{plan.peak(phase) / GIB:.1f} {'GiB' if limit is None else f'of {limit / GIB:.0f} GiB'}"
             bar = _bar(pieces, limit=None if limit is None else min(1.0, limit / most))
@@ -100,7 +101,7 @@ def _memory(memory: Sequence[tuple[str, MemoryPlan]]) -> Iterator[str]:
         yield "</div>"
     yield _legend(colours)
     rows = [
-        [part.name, *(f"{part.bytes / GIB:.1f}" if phase in part.phases else "" for phase in limits)]
+        [part.part.value, *(f"{part.bytes / GIB:.1f}" if phase in part.phases else "" for phase in limits)]
         for part in memory[0][1].components
     ]
     yield f"<details><summary>GiB, {text(memory[0][0])}</summary>{table(['', *limits], rows, len(limits))}</details>"

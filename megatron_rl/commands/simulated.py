@@ -10,7 +10,8 @@ from functools import cache
 import numpy as np
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.planning.memory import OPTIMIZER, WEIGHTS, MemoryPlan, total_parameters
+from megatron_rl.planning.components import MemoryPlan, Part
+from megatron_rl.planning.memory import total_parameters
 from megatron_rl.planning.simulation.engines import EngineSpeed
 from megatron_rl.planning.simulation.failures import (
     CheckpointInterval,
@@ -155,7 +156,7 @@ def _goodput(
 ) -> Goodput | None:
     if args.mtbf_hours is None:
         return None
-    held = sum(part.bytes for part in plan.components if part.name in (WEIGHTS, OPTIMIZER))
+    held = plan.bytes_of(Part.WEIGHTS, Part.OPTIMIZER)
     state = (2 + (8 if config.actor.optimizer.moments == "bfloat16" else 12)) * total_parameters(plan.model)
     failures = Failures(
         between=args.mtbf_hours * 3600 / args.nodes,

@@ -15,7 +15,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
@@ -34,28 +34,14 @@ from megatron_rl.config.actor import ActorConfig, FP8Config, Recomputed
 from megatron_rl.config.pipeline_split import stage_layers
 from megatron_rl.config.schema import Config
 from megatron_rl.models import HFConfig, Model, model_of
-from megatron_rl.modules import layers
+from megatron_rl.modules.layers import PackedAttention, SequenceParallelRMSNorm
+from megatron_rl.planning.components import MemoryPlan, Part
 from megatron_rl.planning.dummy_inputs import Zeros, largest_micro_batch, whole_windows
-from megatron_rl.planning.memory import (
-    ACTIVATIONS,
-    AWAY,
-    BUCKETS,
-    CHECKED,
-    FORWARD,
-    FP8_COPIES,
-    GRADIENTS,
-    HEAD,
-    LOADING,
-    OPTIMIZER,
-    WEIGHTS,
-    WEIGHTS_AWAY,
-    MemoryPlan,
-)
 from megatron_rl.runtime import device, distributed
 from megatron_rl.runtime.host_memory import pinned_bytes
 from megatron_rl.seams.fp8_sizes import weight_bytes
 from megatron_rl.seams.megatron import PER_ELEMENT, Chunk, optimizer_parts, routers, tensors_of
-from megatron_rl.seams.megatron_meta import Attention, Norm, fused_kernels, under_way
+from megatron_rl.seams.megatron_meta import fused_kernels, under_way
 from megatron_rl.seams.meta_fp8 import quantised_layers, quantised_weights
 from megatron_rl.seams.torch_meta import StorageCounter, fake_world, storage_key
 from megatron_rl.weights import plan as reshard
@@ -91,23 +77,23 @@ class RankMemory:
 
 def on_rank(plan: MemoryPlan, memory: RankMemory) -> MemoryPlan:
     """The plan of a layout with what was counted on a rank in the place of the arithmetic for the fullest one."""
-    counted: dict[str, int | None] = {
-        WEIGHTS: memory.parameter_bytes,
-        GRADIENTS: memory.gradient_bytes,
-        OPTIMIZER: memory.optimizer_bytes,
-        FP8_COPIES: memory.fp8_bytes,
-        LOADING: memory.load_bytes,
-        FORWARD: memory.forward_bytes,
-        ACTIVATIONS: memory.update_bytes,
-        CHECKED: memory.check_bytes,
-        BUCKETS: memory.sync_bytes,
-        AWAY: memory.optimizer_away_bytes,
-        WEIGHTS_AWAY: memory.weights_away_bytes,
+    counted: dict[Part, int | None] = {
+        Part.WEIGHTS: memory.parameter_bytes,
+        Part.GRADIENTS: memory.gradient_bytes,
+        Part.OPTIMIZER: memory.optimizer_bytes,
+        Part.FP8_COPIES: memory.fp8_bytes,
+        Part.LOADING: memory.load_bytes,
+        Part.FORWARD: memory.forward_bytes,
+        Part.ACTIVATIONS: memory.update_bytes,
+        Part.SYNC_CHECK: memory.check_bytes,
+        Part.BUCKETS: memory.sync_bytes,
+        Part.HOST_OPTIMIZER: memory.optimizer_away_bytes,
+        Part.HOST_WEIGHTS: memory.weights_away_bytes,
     }
     components = tuple(
-        part if (found := counted.get(part.name)) is None else replace(part, bytes=found, estimate=False)
-        for part in plan.components
-        if part.name != HEAD  # its workspace is part of what the passes were seen to take
+        component if (size := counted.get(component.part)) is None else replace(component, bytes=size, estimate=False)
+        for component in plan.components
+        if component.part is not Part.HEAD  # its workspace is part of what the passes were seen to take
     )
     return replace(plan, components=components)
 
@@ -184,7 +170,7 @@ def _measure_rank(
             held = _with_fp8_weights(held, actor, config.actor.fp8)
         if fused:
             actor.config.fp8 = config.actor.fp8  # for rows that pad a micro-batch
-            stack.enter_context(_fused_kernels(actor, config.actor))
+            stack.enter_context(_fused(actor, config.actor))
             if actor.description.vision is not None and actor.grid.pp_rank == 0:
                 whole_windows(actor.chunks[0], config, actor.model)
         for chunk in actor.chunks:
@@ -346,19 +332,12 @@ def _evenly(router: nn.Module, inputs: object, output: tuple[Tensor, Tensor]) ->
     return probabilities, torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, turns, True)
 
 
-@contextmanager
-def _fused_kernels(actor: Actor, config: ActorConfig) -> Iterator[None]:
-    """Layers keep for the backward pass what Transformer Engine's kernels keep. `config`: with what needs them."""
+def _fused(actor: Actor, config: ActorConfig) -> AbstractContextManager[None]:
+    """The actor's layers keep for the backward pass what Transformer Engine's kernels keep. `config`: with what needs
+    them."""
     again = config.recompute == "selective" and "moe_act" in config.recompute_modules
     in_fp8 = (None, 0) if config.fp8 is None else (config.fp8.recipe, config.fp8.bf16_ends)
-    attention, norm = layers.PackedAttention.forward, layers.SequenceParallelRMSNorm.forward
-    layers.PackedAttention.forward = lambda self, query, key, value, *_, **__: Attention.apply(query, key, value)  # type: ignore[method-assign]
-    layers.SequenceParallelRMSNorm.forward = lambda self, x: Norm.apply(x, self.weight)  # type: ignore[method-assign]
-    try:
-        with fused_kernels(actor.chunks, again, *in_fp8):
-            yield
-    finally:
-        layers.PackedAttention.forward, layers.SequenceParallelRMSNorm.forward = attention, norm  # type: ignore[method-assign]
+    return fused_kernels(actor.chunks, PackedAttention, SequenceParallelRMSNorm, again, *in_fp8)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_rl.base.block_fp8 import BLOCK
 from megatron_rl.config.actor import ActorConfig, ParallelConfig
@@ -26,19 +26,23 @@ from megatron_rl.planning.activations import (
     fp8_weights,
     head_workspace,
 )
+from megatron_rl.planning.components import (
+    CHECK,
+    CHECKPOINT,
+    GENERATE,
+    GIB,
+    HOST_PHASES,
+    LOAD,
+    OLD,
+    PHASES,
+    SYNC,
+    UPDATE,
+    Component,
+    MemoryPlan,
+    Parameters,
+    Part,
+)
 from megatron_rl.weights.plan import BUCKET_BYTES
-
-GIB = 2**30
-LOAD, GENERATE, OLD, UPDATE, SYNC, CHECK = "load", "generate", "old_log_probs", "update", "sync", "sync_check"
-PHASES = (LOAD, GENERATE, OLD, UPDATE, SYNC, CHECK)
-OFFLOAD, CHECKPOINT = HOST_PHASES = ("offload", "checkpoint")  # whose peaks are memory of the host
-# Components that `exact` counts
-WEIGHTS, GRADIENTS, OPTIMIZER = "actor: weights", "actor: gradients (fp32)", "actor: optimizer state"
-ACTIVATIONS, HEAD = "actor: activations", "actor: output layer's workspace"
-LOADING, FORWARD, CHECKED = "load: weights laid out anew", "actor: forward pass", "sync check: the actor's forward pass"
-BUCKETS = "sync: two buckets"
-FP8_COPIES = "actor: FP8 copies of the weights"
-AWAY, WEIGHTS_AWAY = "host: optimizer state", "host: weights, pinned"
 
 # CUDA context, NCCL's buffers, cuBLAS workspaces, the allocator's fragmentation, CUDA graphs kept through vLLM's sleep.
 RESERVE_GIB = 5.0
@@ -47,26 +51,6 @@ ENGINE_WORKSPACE_GIB = 3.0
 
 
 # --------------------------------------------------------------------------------------------------------- parameters
-@dataclass(frozen=True)
-class Parameters:
-    """Parameters by how their optimizer state is sharded and whether a matrix product reads them in FP8."""
-
-    linear: int = 0  # attention and dense feed-forward matrices
-    other: int = 0  # embedding, output layer, norms, biases, router
-    expert: int = 0  # the experts' matrices
-
-    @property
-    def dense(self) -> int:
-        return self.linear + self.other
-
-    @property
-    def total(self) -> int:
-        return self.linear + self.other + self.expert
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(self.linear + other.linear, self.other + other.other, self.expert + other.expert)
-
-
 def _on_rank(rule: Rule, dims: Dims, tensor: int, copies: int) -> Parameters:
     """`copies` of a rule's parameter, each as one of `tensor` ranks holds it."""
     count = copies * math.prod(shard_shape(rule, dims, tensor))
@@ -173,59 +157,6 @@ def _sync_layers(model: Model, rollout: RolloutConfig, stages: int, dtype_bytes:
 
 
 # --------------------------------------------------------------------------------------------------------------- plan
-@dataclass(frozen=True)
-class Component:
-    """One line of the table: bytes on the fullest rank, in the phases that need them."""
-
-    name: str
-    bytes: float
-    phases: tuple[str, ...]
-    knobs: tuple[str, ...]  # recipe keys that make it smaller
-    estimate: bool = False
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Memory of the fullest GPU by component, and of its host."""
-
-    model: Model
-    world: int
-    gpu_bytes: float
-    components: tuple[Component, ...]
-    parameters: Parameters  # on the fullest rank of the actor
-    data_parallel: int
-    engines: int
-    cache_tokens: float  # KV cache of one engine, tokens
-    longest: int  # tokens of the longest sequence
-    host_bytes: float | None = None  # of the host's memory, for each of its GPUs; None: not known, so not checked
-
-    def peak(self, phase: str) -> float:
-        return sum(component.bytes for component in self.components if phase in component.phases)
-
-    @property
-    def full_length_sequences(self) -> float:
-        """Sequences of full length that one engine holds at once."""
-        return self.cache_tokens / self.longest
-
-    def problems(self) -> Iterator[str]:
-        """A sentence per reason why it does not fit, with the keys that would help, the largest part first."""
-        for phase in (*PHASES, *HOST_PHASES):
-            there_is = self.host_bytes if phase in HOST_PHASES else self.gpu_bytes
-            if there_is is not None and (over := self.peak(phase) - there_is) > 0:
-                parts = sorted(
-                    (part for part in self.components if phase in part.phases and part.knobs),
-                    key=lambda part: -part.bytes,
-                )
-                knobs = list(dict.fromkeys(knob for part in parts[:3] for knob in part.knobs))
-                where = " of the host's memory, for each GPU," if phase in HOST_PHASES else ""
-                yield f"phase {phase} needs {over / GIB:.1f} GiB{where} more than there is; what helps: {', '.join(knobs)}"
-        if self.full_length_sequences < 1:
-            yield (
-                f"the engine's KV cache holds {max(0, self.cache_tokens):.0f} tokens, less than one sequence of "
-                f"{self.longest}; raise rollout.memory_fraction or rollout.tensor_parallel, or lower rollout.max_tokens"
-            )
-
-
 def make_plan(
     config: Config, model: Model, world: int, gpu_bytes: float, host_bytes: float | None = None
 ) -> MemoryPlan:
@@ -249,10 +180,10 @@ def make_plan(
         *_actor_state(config, model, trained, weights, fp8_bytes, optimizer, width),
         *_actor_passes(config, model, replicas // parallel.context, width),
         *_engine(config, model, engine_weights, cache, width),
-        Component("reserve: CUDA, NCCL, fragmentation", RESERVE_GIB * GIB, PHASES, (), estimate=True),
+        Component(Part.RESERVE, RESERVE_GIB * GIB, PHASES, (), estimate=True),
         *_host(config, model, weights, float(trained.total * width), on_host, cache_tokens),
         Component(
-            "host: the checkpoint's copy",
+            Part.HOST_CHECKPOINT,
             checkpoint_bytes(config, trained, world, width),
             (CHECKPOINT,),
             ("checkpoint.every=0",) if config.checkpoint.every else (),
@@ -296,42 +227,42 @@ def _actor_state(
     weights_in = (LOAD, OLD, UPDATE, SYNC, CHECK) if actor.offload_weights else PHASES
     offload = () if actor.offload else ("actor.offload=true",)
     yield Component(
-        WEIGHTS, weights, weights_in, (*["actor.offload_weights=true"] * (not actor.offload_weights), *split)
+        Part.WEIGHTS, weights, weights_in, (*["actor.offload_weights=true"] * (not actor.offload_weights), *split)
     )
     # Without `param_gather` they come on top of the bf16 weights, from the first forward pass on, and are not offloaded.
     param_gather = () if actor.fp8 is None or actor.fp8.recipe == "mxfp8" else ("actor.fp8.param_gather=true",)
-    yield Component(FP8_COPIES, fp8_bytes, tuple(phase for phase in PHASES if phase != LOAD), param_gather)
+    yield Component(Part.FP8_COPIES, fp8_bytes, tuple(phase for phase in PHASES if phase != LOAD), param_gather)
     if _keeps_reference(config):  # while it is scored, the actor's own weights are set aside on the device
-        yield Component("actor: weights set aside for the reference", trained.total * width, (OLD,), split)
-    yield Component(GRADIENTS, 4 * trained.total, state_in, (*offload, *split))
+        yield Component(Part.SET_ASIDE, trained.total * width, (OLD,), split)
+    yield Component(Part.GRADIENTS, 4 * trained.total, state_in, (*offload, *split))
     cpu = "actor.optimizer.device=cpu"
-    yield Component(OPTIMIZER, optimizer, state_in, (*offload, *[cpu] * actor.optimizer.distributed, "more nodes"))
+    yield Component(Part.OPTIMIZER, optimizer, state_in, (*offload, *[cpu] * actor.optimizer.distributed, "more nodes"))
     if actor.optimizer.distributed:  # its buffer of weights and the weights themselves, before there is an optimizer
-        yield Component(LOADING, max(0.0, trained.total * width - optimizer), (LOAD,), split, estimate=True)
+        yield Component(Part.LOADING, max(0.0, trained.total * width - optimizer), (LOAD,), split, estimate=True)
 
 
 def _actor_passes(config: Config, model: Model, data_parallel: int, width: int) -> Iterator[Component]:
     tokens = ("actor.tokens_per_microbatch", *["model.max_pixels"] * (model.description.vision is not None))
     again = ("actor.recompute=full",) if config.actor.recompute != "full" else ()
-    yield Component(ACTIVATIONS, activations(model, config, width), (UPDATE,), (*again, *tokens), estimate=True)
-    yield Component(HEAD, head_workspace(model, config), (UPDATE,), ("actor.logits_mib",), estimate=True)
+    yield Component(Part.ACTIVATIONS, activations(model, config, width), (UPDATE,), (*again, *tokens), estimate=True)
+    yield Component(Part.HEAD, head_workspace(model, config), (UPDATE,), ("actor.logits_mib",), estimate=True)
     yield Component(
-        FORWARD, forward_workspace(model, config, width), (OLD,), (*tokens, "actor.logits_mib"), estimate=True
+        Part.FORWARD, forward_workspace(model, config, width), (OLD,), (*tokens, "actor.logits_mib"), estimate=True
     )
     checked = check_workspace(model, config, data_parallel, width)
-    yield Component(CHECKED, checked, (CHECK,), (*tokens, "rollout.sync_check_rollouts"), estimate=True)
+    yield Component(Part.SYNC_CHECK, checked, (CHECK,), (*tokens, "rollout.sync_check_rollouts"), estimate=True)
 
 
 def _engine(config: Config, model: Model, weights: float, cache: float, width: int) -> Iterator[Component]:
     rollout = config.rollout
     knobs = ("rollout.tensor_parallel", *["rollout.fp8=blockwise"] * (rollout.fp8 == "none"))
-    yield Component("engine: weights", weights, (GENERATE, SYNC), knobs)
-    yield Component("engine: workspace", ENGINE_WORKSPACE_GIB * GIB, (GENERATE,), (), estimate=True)
-    yield Component("engine: KV cache", max(0.0, cache), (GENERATE,), ("rollout.memory_fraction",))
-    yield Component(BUCKETS, _sync_buckets(model, rollout, width), (SYNC,), ())
+    yield Component(Part.ENGINE_WEIGHTS, weights, (GENERATE, SYNC), knobs)
+    yield Component(Part.ENGINE_WORKSPACE, ENGINE_WORKSPACE_GIB * GIB, (GENERATE,), (), estimate=True)
+    yield Component(Part.CACHE, max(0.0, cache), (GENERATE,), ("rollout.memory_fraction",))
+    yield Component(Part.BUCKETS, _sync_buckets(model, rollout, width), (SYNC,), ())
     if rollout.sync == "sliced":
         layers = _sync_layers(model, rollout, config.actor.parallel.pipeline, width)
-        yield Component("sync: layers made anew", layers, (SYNC,), ())
+        yield Component(Part.SYNC_LAYERS, layers, (SYNC,), ())
 
 
 def _keeps_reference(config: Config) -> bool:
@@ -345,13 +276,13 @@ def _host(
     """What stays in the host's memory from its first use on."""
     actor = config.actor
     on_gpu = ("actor.offload=false",) if actor.optimizer.device == "gpu" else ("actor.optimizer.device=gpu",)
-    yield Component(AWAY, optimizer, HOST_PHASES, (*on_gpu, "more nodes"))
-    yield Component(WEIGHTS_AWAY, weights * actor.offload_weights, HOST_PHASES, ("actor.offload_weights=false",))
-    yield Component("host: the reference policy", trained * _keeps_reference(config), HOST_PHASES, _split(model))
+    yield Component(Part.HOST_OPTIMIZER, optimizer, HOST_PHASES, (*on_gpu, "more nodes"))
+    yield Component(Part.HOST_WEIGHTS, weights * actor.offload_weights, HOST_PHASES, ("actor.offload_weights=false",))
+    yield Component(Part.HOST_REFERENCE, trained * _keeps_reference(config), HOST_PHASES, _split(model))
     # vLLM keeps the experts of the tokens in its cache, a byte each.
     replay = actor.moe.routing_replay == "rollout"
     chosen = replay * max(0.0, cache_tokens) * model.dims["layers"] * model.dims.get("top_k", 0)
-    yield Component("host: experts of the cache's tokens", chosen, HOST_PHASES, ("rollout.memory_fraction",))
+    yield Component(Part.HOST_EXPERTS, chosen, HOST_PHASES, ("rollout.memory_fraction",))
 
 
 def checkpoint_bytes(config: Config, trained: Parameters, world: int, width: int) -> float:

@@ -14,7 +14,8 @@ from megatron_rl.config.model_checks import uncuttable
 from megatron_rl.config.pipeline_split import stage_layers
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import HFConfig, Model
-from megatron_rl.planning.memory import GENERATE, PHASES, UPDATE, MemoryPlan, make_plan
+from megatron_rl.planning.components import GENERATE, PHASES, UPDATE, MemoryPlan, Part
+from megatron_rl.planning.memory import make_plan
 from megatron_rl.planning.time.step import Predictor, StepTime
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -189,7 +190,7 @@ class Space:
     def with_engine(self, predictor: Predictor, actor: ActorConfig, engine: RolloutConfig) -> Iterator[Found]:
         """With the largest shares of the GPU for the engine."""
         least = self.plan(self.recipe(actor, replace(engine, memory_fraction=0.01)))
-        own = sum(part.bytes for part in least.components if part.name.startswith("engine: "))
+        own = least.bytes_of(Part.ENGINE_WEIGHTS, Part.ENGINE_WORKSPACE, Part.CACHE)
         share = math.floor((self.gpu_bytes - self.headroom - (least.peak(GENERATE) - own)) / self.gpu_bytes * 100)
         fitting = 0
         while share > 0 and fitting < _SHARES:

@@ -211,6 +211,10 @@ def _grouped(
     return forward
 
 
+def _normed(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: cast(Tensor, Norm.apply(x, weight))
+
+
 def _normed_inside(norm: nn.Module, product: nn.Module) -> None:
     """Has `product` norm its own input, as Transformer Engine's fused module does: who computes it again, computes both."""
     compute = norm.forward
@@ -220,10 +224,16 @@ def _normed_inside(norm: nn.Module, product: nn.Module) -> None:
 
 @contextlib.contextmanager
 def fused_kernels(
-    chunks: Sequence[Chunk], activation_recomputed: bool, recipe: str | None = None, bf16_ends: int = 0
+    chunks: Sequence[Chunk],
+    attention: type[nn.Module],
+    norm: type[nn.Module],
+    activation_recomputed: bool,
+    recipe: str | None = None,
+    bf16_ends: int = 0,
 ) -> Iterator[None]:
-    """Norms before products, rotary embeddings, SwiGLU, the tokens' way to their experts and back, and the experts, for
-    chunks that are used nowhere else. `activation_recomputed`: the experts' (`moe_act`). `recipe`: of products in FP8."""
+    """Attention, norms, rotary embeddings, SwiGLU, the tokens' way to their experts and back, and the experts, for chunks
+    that are used nowhere else. `attention`, `norm`: the classes of the plain layers. `activation_recomputed`: the experts'
+    (`moe_act`). `recipe`: of products in FP8."""
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -238,6 +248,11 @@ def fused_kernels(
     if recipe is not None:
         quantise(in_fp8, recipe)
     exact = {id(getattr(layer.mlp, "experts", None)) for layer in layers if layer not in in_fp8}
+    for plain in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(plain, attention):
+            plain.forward = lambda query, key, value, *_, **__: Attention.apply(query, key, value)
+        elif isinstance(plain, norm):
+            plain.forward = _normed(cast(Tensor, plain.weight))
     for layer in layers:
         _normed_inside(layer.input_layernorm, layer.self_attention.linear_qkv)
         layer.recompute_input_layernorm = False

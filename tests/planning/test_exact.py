@@ -15,22 +15,8 @@ from megatron_rl.config import load_recipe
 from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import Config
 from megatron_rl.models import model_of
-from megatron_rl.planning.memory import (
-    ACTIVATIONS,
-    AWAY,
-    BUCKETS,
-    FORWARD,
-    FP8_COPIES,
-    GIB,
-    GRADIENTS,
-    HEAD,
-    LOADING,
-    OPTIMIZER,
-    WEIGHTS,
-    actor_parameters,
-    checkpoint_bytes,
-    make_plan,
-)
+from megatron_rl.planning.components import GIB, Part
+from megatron_rl.planning.memory import actor_parameters, checkpoint_bytes, make_plan
 from tests.actor.processes import spawn
 from tests.recipes.test_recipes import header, runnable
 
@@ -253,9 +239,9 @@ def test_kinds_of_optimizer_take_what_the_arithmetic_says(counted: dict[str, lis
         assert not isinstance(ranks, str), f"{overrides}: {ranks}"
         said = parts(load_recipe(RECIPES / name, [*overrides, "actor.offload=true"]), model, world)
         [found] = {(rank["optimizer_bytes"], rank["optimizer_away_bytes"], rank["load_bytes"]) for rank in ranks}
-        assert found[0] == pytest.approx(said.get(OPTIMIZER, 0), rel=0.02)
-        assert said[AWAY] <= found[1] < 1.15 * said[AWAY]
-        assert said.get(LOADING, 0) == pytest.approx(found[2], rel=0.02, abs=GIB / 16)
+        assert found[0] == pytest.approx(said.get(Part.OPTIMIZER, 0), rel=0.02)
+        assert said[Part.HOST_OPTIMIZER] <= found[1] < 1.15 * said[Part.HOST_OPTIMIZER]
+        assert said.get(Part.LOADING, 0) == pytest.approx(found[2], rel=0.02, abs=GIB / 16)
         sizes.append(found[0])
         loads.append(found[2])
     assert sizes[1] == pytest.approx(sizes[0] * 8 / 12, rel=1e-4)
@@ -269,18 +255,18 @@ def test_the_arithmetic_is_near_what_is_counted_of_every_recipe(counted: dict[st
         assert not isinstance(ranks, str), f"{name}: {ranks}"
         sizes = parts(load_recipe(RECIPES / name), model, world)
         fullest = max(ranks, key=lambda rank: rank["parameters"])
-        assert fullest["parameter_bytes"] == sizes[WEIGHTS], name
-        assert fullest["fp8_bytes"] == sizes.get(FP8_COPIES, 0), name
-        assert fullest["gradient_bytes"] == pytest.approx(sizes[GRADIENTS], rel=0.02), name
-        assert fullest["optimizer_bytes"] == pytest.approx(sizes[OPTIMIZER], rel=0.02), name
+        assert fullest["parameter_bytes"] == sizes[Part.WEIGHTS], name
+        assert fullest["fp8_bytes"] == sizes.get(Part.FP8_COPIES, 0), name
+        assert fullest["gradient_bytes"] == pytest.approx(sizes[Part.GRADIENTS], rel=0.02), name
+        assert fullest["optimizer_bytes"] == pytest.approx(sizes[Part.OPTIMIZER], rel=0.02), name
         most = max(rank["update_bytes"] for rank in ranks)
         if "vision_config" in model:  # the arithmetic leaves out a tower's passes
-            assert sizes[WEIGHTS] + sizes[GRADIENTS] + sizes[OPTIMIZER] + most < 70 * GIB, name
+            assert sizes[Part.WEIGHTS] + sizes[Part.GRADIENTS] + sizes[Part.OPTIMIZER] + most < 70 * GIB, name
             continue
-        assert sizes[ACTIVATIONS] + sizes[HEAD] == pytest.approx(most, rel=0.1), name
-        assert sizes.get(LOADING, 0) == pytest.approx(fullest["load_bytes"], rel=0.02, abs=GIB / 16), name
-        assert 0.5 < sizes[FORWARD] / max(rank["forward_bytes"] for rank in ranks) < 1.3, name
-        assert all(rank["sync_bytes"] <= sizes[BUCKETS] for rank in ranks), name
+        assert sizes[Part.ACTIVATIONS] + sizes[Part.HEAD] == pytest.approx(most, rel=0.1), name
+        assert sizes.get(Part.LOADING, 0) == pytest.approx(fullest["load_bytes"], rel=0.02, abs=GIB / 16), name
+        assert 0.5 < sizes[Part.FORWARD] / max(rank["forward_bytes"] for rank in ranks) < 1.3, name
+        assert all(rank["sync_bytes"] <= sizes[Part.BUCKETS] for rank in ranks), name
 
 
 def test_the_arithmetic_is_near_what_is_counted_of_every_way_to_recompute(counted: dict[str, list[Any]]) -> None:
@@ -288,11 +274,11 @@ def test_the_arithmetic_is_near_what_is_counted_of_every_way_to_recompute(counte
         assert not isinstance(ranks, str), f"{name} {overrides}: {ranks}"
         sizes = parts(load_recipe(RECIPES / name, overrides), model, world)
         most = max(rank["update_bytes"] for rank in ranks)
-        assert sizes[ACTIVATIONS] + sizes[HEAD] == pytest.approx(most, rel=0.1), (name, overrides)
+        assert sizes[Part.ACTIVATIONS] + sizes[Part.HEAD] == pytest.approx(most, rel=0.1), (name, overrides)
 
 
 def parts(config: Config, model: dict[str, Any], world: int) -> dict[str, float]:
-    return {part.name: part.bytes for part in make_plan(config, model_of(model), world, 79 * GIB).components}
+    return {one.part: one.bytes for one in make_plan(config, model_of(model), world, 79 * GIB).components}
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,8 @@ from megatron_rl.config import load_recipe
 from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import model_of
-from megatron_rl.planning.memory import GIB, make_plan
+from megatron_rl.planning.components import GIB
+from megatron_rl.planning.memory import make_plan
 from megatron_rl.planning.simulation.engines import EngineSpeed, generate
 from megatron_rl.planning.time.generation import Decoding
 from megatron_rl.planning.time.hardware import TABLES

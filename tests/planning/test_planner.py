@@ -19,23 +19,21 @@ from megatron_rl.config.published import published_config, published_names
 from megatron_rl.config.schema import CheckpointConfig, Config, RolloutConfig
 from megatron_rl.models import model_of
 from megatron_rl.planning.activations import activation_bytes_per_token
-from megatron_rl.planning.memory import (
-    BUCKETS,
+from megatron_rl.planning.components import (
     CHECK,
     CHECKPOINT,
-    FP8_COPIES,
     GENERATE,
     GIB,
-    GRADIENTS,
     LOAD,
     OFFLOAD,
     OLD,
-    OPTIMIZER,
     PHASES,
     SYNC,
     UPDATE,
-    WEIGHTS,
     MemoryPlan,
+    Part,
+)
+from megatron_rl.planning.memory import (
     active_parameters,
     actor_parameters,
     cache_bytes_per_token,
@@ -190,11 +188,11 @@ def test_parameters_of_a_rank_are_those_of_the_model_that_is_built(
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_gradients_and_optimizer_state_take_the_planned_bytes(number: int, built: list[list[dict[str, int]]]) -> None:
     plan, _ = planned(CASES[number])
-    sizes = {part.name: part.bytes for part in plan.components}
+    sizes = {one.part: one.bytes for one in plan.components}
     fullest = max(built[number], key=lambda rank: rank["parameters"])
     # Megatron starts every tensor at a multiple of 64 elements and makes shards equal: under 2 % of even a tiny model.
-    assert 1 <= fullest["gradient_bytes"] / sizes["actor: gradients (fp32)"] < 1.02
-    assert fullest["optimizer_bytes"] == pytest.approx(sizes["actor: optimizer state"], rel=0.02)
+    assert 1 <= fullest["gradient_bytes"] / sizes[Part.GRADIENTS] < 1.02
+    assert fullest["optimizer_bytes"] == pytest.approx(sizes[Part.OPTIMIZER], rel=0.02)
 
 
 @pytest.mark.parametrize("pipeline", [2, 8])
@@ -255,7 +253,7 @@ def test_an_optimizer_on_the_cpu_is_the_hosts_in_every_phase() -> None:
     state = 12 * 8_190_735_360 / 8
     for phase in (GENERATE, OLD, UPDATE, SYNC, CHECK):
         assert here.peak(phase) - there.peak(phase) == pytest.approx(state)
-    assert all(component.name != OPTIMIZER for component in there.components)
+    assert all(component.part is not Part.OPTIMIZER for component in there.components)
     assert [plan.peak(OFFLOAD) for plan in (there, here)] == [pytest.approx(state), 0]
 
 
@@ -263,9 +261,9 @@ def test_a_frozen_tower_has_no_gradients_and_no_optimizer_state() -> None:
     name = "Qwen2.5-VL-3B-Instruct"
     trained, frozen = plan_for(name), plan_for(name, freeze_vision_tower=True)
     tower = PUBLISHED[name] - PUBLISHED["Qwen2.5-3B"]  # its decoder
-    assert part(trained, GRADIENTS) - part(frozen, GRADIENTS) == 4 * tower
-    assert part(trained, OPTIMIZER) - part(frozen, OPTIMIZER) == pytest.approx(12 * tower / 8)
-    assert part(trained, WEIGHTS) == part(frozen, WEIGHTS)
+    assert trained.bytes_of(Part.GRADIENTS) - frozen.bytes_of(Part.GRADIENTS) == 4 * tower
+    assert trained.bytes_of(Part.OPTIMIZER) - frozen.bytes_of(Part.OPTIMIZER) == pytest.approx(12 * tower / 8)
+    assert trained.bytes_of(Part.WEIGHTS) == frozen.bytes_of(Part.WEIGHTS)
 
 
 def test_experts_that_are_replayed_are_kept_for_the_tokens_of_the_engines_cache() -> None:
@@ -299,34 +297,29 @@ def test_a_host_that_is_too_small_is_named_with_the_phase() -> None:
     assert "checkpoint.every=0, actor.offload=false" in problem
 
 
-def part(plan: MemoryPlan, name: str) -> float:
-    [found] = [part.bytes for part in plan.components if part.name.startswith(name)]
-    return found
-
-
 def test_a_sync_takes_two_buckets_each_way_and_whole_tensors_more() -> None:
-    assert part(plan_for("Qwen3-8B"), BUCKETS) == 4 * 256 * 2**20
+    assert plan_for("Qwen3-8B").bytes_of(Part.BUCKETS) == 4 * 256 * 2**20
     # Sixteen experts' share of each of 8 stages' layers, in bf16 and in FP8: gate, up and down are 1536 x 4096 each.
     collected = 8 * 16 * 3 * 1536 * 4096 * 3
     rollout = RolloutConfig(tensor_parallel=8, expert_parallel=True, fp8="blockwise")
     found = plan_for("Qwen3-235B-A22B", 128, rollout, parallel=ParallelConfig(pipeline=8, expert=16))
-    assert part(found, BUCKETS) == GIB
-    assert part(found, "sync: layers made anew") == collected
+    assert found.bytes_of(Part.BUCKETS) == GIB
+    assert found.bytes_of(Part.SYNC_LAYERS) == collected
     whole = RolloutConfig(sync="whole")
     experts = 3 * 128 * 1536 * 4096 * 2
-    gathered = part(plan_for("Qwen3-235B-A22B", 128, whole), BUCKETS)
+    gathered = plan_for("Qwen3-235B-A22B", 128, whole).bytes_of(Part.BUCKETS)
     assert experts < gathered < 2 * experts + GIB
-    assert part(plan_for("Qwen3-8B", 8, whole), BUCKETS) == 3 * 151_936 * 4096 * 2
+    assert plan_for("Qwen3-8B", 8, whole).bytes_of(Part.BUCKETS) == 3 * 151_936 * 4096 * 2
 
 
 def test_the_sync_check_runs_the_actor_beside_its_state_before_the_engine_wakes() -> None:
     small, large = (plan_for("Qwen3-8B", tokens_per_microbatch=tokens) for tokens in (8192, 32768))
     actors = sum(part.bytes for part in small.components if part.phases == PHASES)
-    assert small.peak(CHECK) == pytest.approx(actors + part(small, "sync check"))
+    assert small.peak(CHECK) == pytest.approx(actors + small.bytes_of(Part.SYNC_CHECK))
     # Of four rollouts each of eight data-parallel ranks scores one at most, of 8,192 tokens.
-    assert part(small, "sync check") == part(large, "sync check")
+    assert small.bytes_of(Part.SYNC_CHECK) == large.bytes_of(Part.SYNC_CHECK)
     dims = small.model.dims
-    assert part(small, "sync check") == 8192 * 2 * (3 * dims["hidden"] + 3 * dims["ffn"])
+    assert small.bytes_of(Part.SYNC_CHECK) == 8192 * 2 * (3 * dims["hidden"] + 3 * dims["ffn"])
 
 
 def test_fp8_copies_come_on_top_unless_the_parameters_are_fp8() -> None:
@@ -334,8 +327,8 @@ def test_fp8_copies_come_on_top_unless_the_parameters_are_fp8() -> None:
     bf16, linear = plan_for("Qwen3-8B"), actor_parameters(model_of(model_config("Qwen3-8B"))).linear
     held = 2 * linear + 2 * 4 * linear // 128**2
     inside, beside = (plan_for("Qwen3-8B", fp8=FP8Config(param_gather=gather)) for gather in (True, False))
-    assert part(inside, WEIGHTS) - part(bf16, WEIGHTS) == held - 2 * linear
-    assert (part(beside, WEIGHTS), part(beside, FP8_COPIES)) == (part(bf16, WEIGHTS), held)
+    assert inside.bytes_of(Part.WEIGHTS) - bf16.bytes_of(Part.WEIGHTS) == held - 2 * linear
+    assert (beside.bytes_of(Part.WEIGHTS), beside.bytes_of(Part.FP8_COPIES)) == (bf16.bytes_of(Part.WEIGHTS), held)
     assert beside.peak(SYNC) == bf16.peak(SYNC) + held
     assert beside.peak(LOAD) == bf16.peak(LOAD)  # they come with the first forward pass
 
@@ -363,7 +356,7 @@ def test_full_recomputation_keeps_one_input_per_layer() -> None:
     [activations] = [
         part.bytes
         for part in plan_for("Qwen3-8B", recompute="full", tokens_per_microbatch=tokens).components
-        if part.name == "actor: activations"
+        if part.part is Part.ACTIVATIONS
     ]
     hidden = model.dims["hidden"]
     inputs = 2 * tokens * hidden * model.dims["layers"]
@@ -372,7 +365,7 @@ def test_full_recomputation_keeps_one_input_per_layer() -> None:
 
 def test_recomputation_of_some_layers_or_parts_lies_between_all_and_none() -> None:
     def activations(**actor: Any) -> float:
-        return next(p.bytes for p in plan_for("Qwen3-8B", **actor).components if p.name == "actor: activations")
+        return next(p.bytes for p in plan_for("Qwen3-8B", **actor).components if p.part is Part.ACTIVATIONS)
 
     dims, tokens, none = model_of(model_config("Qwen3-8B")).dims, 8192, activations(tokens_per_microbatch=8192)
     full = activations(recompute="full", tokens_per_microbatch=tokens)

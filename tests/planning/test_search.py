@@ -15,7 +15,8 @@ from megatron_rl.config import Machine, load_recipe
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.published import published_config
 from megatron_rl.models import model_of
-from megatron_rl.planning.memory import GIB, make_plan
+from megatron_rl.planning.components import GIB
+from megatron_rl.planning.memory import make_plan
 from megatron_rl.planning.search import Found, Space
 from megatron_rl.planning.time.hardware import TABLES
 from megatron_rl.planning.time.lengths import Lengths

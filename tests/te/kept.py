@@ -14,8 +14,9 @@ from megatron_rl.config import load_recipe
 from megatron_rl.config.schema import Config
 from megatron_rl.models import model_of
 from megatron_rl.planning import exact
+from megatron_rl.planning.components import GIB, Part
 from megatron_rl.planning.dummy_inputs import largest_micro_batch
-from megatron_rl.planning.memory import FP8_COPIES, GIB, WEIGHTS, make_plan
+from megatron_rl.planning.memory import make_plan
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import Chunk, routers
 from megatron_rl.seams.transformer_engine import parts
@@ -59,9 +60,9 @@ def check(recipe: str) -> None:
         with device.plain_layers():
             counted, [chunk], _ = exact._measure_rank(config, model, 0, case.tensor, True, exact.META)
         assert 0.97 < chunk.kept / kept < 1.03, (recipe, case, chunk.kept, kept)
-        planned = {part.name: part.bytes for part in make_plan(config, model_of(model), case.tensor, GIB).components}
-        assert parameters == counted.parameter_bytes == planned[WEIGHTS], (recipe, case)
-        assert copies == counted.fp8_bytes == planned.get(FP8_COPIES, 0), (recipe, case)
+        planned = {one.part: one.bytes for one in make_plan(config, model_of(model), case.tensor, GIB).components}
+        assert parameters == counted.parameter_bytes == planned[Part.WEIGHTS], (recipe, case)
+        assert copies == counted.fp8_bytes == planned.get(Part.FP8_COPIES, 0), (recipe, case)
 
 
 def _config(recipe: str, case: Case) -> Config:

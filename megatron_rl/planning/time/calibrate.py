@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from megatron_rl.config import Config
-from megatron_rl.planning.memory import MemoryPlan
+from megatron_rl.planning.components import MemoryPlan
 from megatron_rl.planning.time.lengths import Lengths, read_lengths, recorded_files
 from megatron_rl.planning.time.step import REWARD, Predictor
 from megatron_rl.runtime.disk import json_lines

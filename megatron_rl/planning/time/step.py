@@ -11,15 +11,8 @@ from megatron_rl.config import Config
 from megatron_rl.config.actor import ActorConfig, ParallelConfig
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models import Model
-from megatron_rl.planning.memory import (
-    OPTIMIZER,
-    WEIGHTS,
-    MemoryPlan,
-    Parameters,
-    engine_weight_bytes,
-    total_parameters,
-    trained_parameters,
-)
+from megatron_rl.planning.components import MemoryPlan, Parameters, Part
+from megatron_rl.planning.memory import engine_weight_bytes, total_parameters, trained_parameters
 from megatron_rl.planning.time.generation import Decoding, GenerationTime
 from megatron_rl.planning.time.hardware import Hardware
 from megatron_rl.planning.time.kernels import CommGroup, host_seconds, memory_seconds
@@ -123,8 +116,8 @@ class Predictor:
         responses = config.trainer.prompts_per_step * config.rollout.group_size
         generation = decoding.generate(responses / plan.engines, responses, self.lengths)
         batches, forward, update = self._training(config, plan.world)
-        host = host_seconds(self.hardware, _bytes(plan, OPTIMIZER)) if config.actor.offload else 0.0
-        weights_host = host_seconds(self.hardware, _bytes(plan, WEIGHTS)) if config.actor.offload_weights else 0.0
+        host = host_seconds(self.hardware, plan.bytes_of(Part.OPTIMIZER)) if config.actor.offload else 0.0
+        weights_host = host_seconds(self.hardware, plan.bytes_of(Part.WEIGHTS)) if config.actor.offload_weights else 0.0
         seconds = {GENERATE: generation.seconds, REWARD: self.reward_seconds}
         bounds = {GENERATE: generation.bound, REWARD: "the reward", OLD: forward.largest, UPDATE: update.largest}
         scored = _scored_share(config)
@@ -212,10 +205,6 @@ def _fill(lengths: Lengths, budget: int) -> float:
     # The last bin of so few sequences is as empty as chance has it.
     whole = len(room) - 1 + (1 - room[-1] / budget) if len(room) > 1 else 1.0
     return min(1.0, sum(wanted) / (whole * budget)) if len(room) > 1 else 1.0
-
-
-def _bytes(plan: MemoryPlan, name: str) -> float:
-    return sum(part.bytes for part in plan.components if part.name == name)
 
 
 def sync_bytes(model: Model, parallel: ParallelConfig, rollout: RolloutConfig) -> float:

@@ -8,7 +8,8 @@ from functools import cached_property
 from megatron_rl.config.actor import ActorConfig
 from megatron_rl.config.pipeline_split import stage_layers
 from megatron_rl.models import Model
-from megatron_rl.planning.memory import Parameters, trained_parameters
+from megatron_rl.planning.components import Parameters
+from megatron_rl.planning.memory import trained_parameters
 from megatron_rl.planning.time.hardware import Hardware
 from megatron_rl.planning.time.kernels import (
     CommGroup,
