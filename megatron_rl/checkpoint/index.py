@@ -1,9 +1,9 @@
-"""The index `.metadata` of a distributed checkpoint: which tensors it has, and where their chunks lie. Needs no torch.
+"""The index `.metadata` of a distributed checkpoint: which tensors it has, and where their chunks lie.
 
 It is a pickle of torch's classes: unpickled freely, it could run any code. Every name in it is compared with a list, and what
 a listed name gives is a stand-in made here, never torch's or Python's own class: pickle sets attributes of whatever it has at
-hand, classes included. Torch's objects are made of the stand-ins afterwards, of checked values. Conversion does without
-them, and without importing torch, which takes as long as converting two gigabytes.
+hand, classes included. Torch's objects are made of the stand-ins afterwards, of checked values. Who only reads tensors
+(`inspect`, conversion to Hugging Face) does without them, and without importing torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pickle
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
@@ -300,70 +300,24 @@ def unknown(source: str, name: str) -> UnpickleError:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- writing
 def write(folder: Path, tensors: Mapping[str, GlobalTensor], objects: Mapping[str, tuple[str, int, int]]) -> None:
-    """Writes `.metadata`.
+    """Writes `.metadata`, by torch's classes.
 
     Args:
         objects: what is no tensor, by name: file, offset, length.
     """
-    entries, places = [], []
+    import torch
+    from torch.distributed.checkpoint import metadata as dcp
+
+    from megatron_rl.seams.torch_dist import StorageInfo
+
+    entries: dict[str, dcp.STORAGE_TYPES] = {name: dcp.BytesStorageMetadata() for name in objects}
+    places = {dcp.MetadataIndex(name): StorageInfo(*place) for name, place in objects.items()}
     for name, tensor in tensors.items():
-        layout = _named("torch.serialization", "_get_layout") + tuple_of(text("torch.strided")) + b"R"
-        memory = _named(_INDEX, "_MEM_FORMAT_ENCODING") + tuple_of(number(0)) + b"R"
-        properties = tuple_of(_named("torch", tensor.dtype), layout, b"\x89", memory, b"\x89")
-        chunks = [
-            _made(_INDEX, "ChunkStorageMetadata", offsets=_size(c.start), sizes=_size(c.size)) for c in tensor.chunks
-        ]
-        entry = {
-            "properties": _named(_INDEX, "TensorProperties") + b")\x81" + properties + b"b",
-            "size": _size(tensor.shape),
-            "chunks": b"](" + b"".join(chunks) + b"e",
-        }
-        entries.append((text(name), _made(_INDEX, "TensorStorageMetadata", **entry)))
-        places += [_place(name, _size(c.start), c.file, c.offset, c.length) for c in tensor.chunks]
-    for name, (file, offset, length) in objects.items():
-        entries.append((text(name), _named(_INDEX, "BytesStorageMetadata") + b")\x81"))
-        places.append(_place(name, b"N", file, offset, length))
-    parts = {"state_dict_metadata": _dict(entries), "planner_data": b"N", "storage_data": _dict(places)}
-    data = _made(_INDEX, "Metadata", **parts, storage_meta=b"N", version=b"N")
-    (folder / METADATA).write_bytes(b"\x80\x02" + data + b".")
-
-
-def _place(name: str, start: bytes, file: str, offset: int, length: int) -> tuple[bytes, bytes]:
-    where = {"relative_path": text(file), "offset": number(offset), "length": number(length)}
-    return (
-        _made(_INDEX, "MetadataIndex", fqn=text(name), offset=start, index=b"N"),
-        _made("torch.distributed.checkpoint.filesystem", "_StorageInfo", **where),
-    )
-
-
-# Pickles, by protocol 2: each of these returns the code that leaves one object.
-def number(value: int) -> bytes:
-    return pickle.dumps(value, 2)[2:-1]
-
-
-def text(value: str) -> bytes:
-    data = value.encode()
-    return b"X" + len(data).to_bytes(4, "little") + data
-
-
-def tuple_of(*items: bytes) -> bytes:
-    return b"(" + b"".join(items) + b"t"
-
-
-def _named(module: str, name: str) -> bytes:
-    return f"c{module}\n{name}\n".encode()
-
-
-def _size(values: Sequence[int]) -> bytes:
-    return _named("torch", "Size") + tuple_of(tuple_of(*map(number, values))) + b"R"
-
-
-def _dict(items: Iterable[tuple[bytes, bytes]]) -> bytes:
-    return b"}(" + b"".join(key + value for key, value in items) + b"u"
-
-
-def _made(module: str, name: str, **state: bytes) -> bytes:
-    """An object without its constructor, by its attributes."""
-    return _named(module, name) + b")\x81" + _dict((text(key), value) for key, value in state.items()) + b"b"
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(c.start), torch.Size(c.size)) for c in tensor.chunks]
+        properties = dcp.TensorProperties(dtype=getattr(torch, tensor.dtype))
+        entries[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        for chunk in tensor.chunks:
+            index = dcp.MetadataIndex(name, torch.Size(chunk.start))
+            places[index] = StorageInfo(chunk.file, chunk.offset, chunk.length)
+    (folder / METADATA).write_bytes(pickle.dumps(dcp.Metadata(entries, storage_data=places)))

@@ -35,6 +35,11 @@ def torchs_index(tensors: int = 2, chunks: int = 2) -> dcp.Metadata:
     return metadata
 
 
+def text(value: str) -> bytes:
+    """Its code in a pickle of protocol 2."""
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
 def write(folder: Path, data: bytes) -> Path:
     (folder / index.METADATA).write_bytes(data)
     return folder
@@ -56,9 +61,9 @@ def test_torchs_objects_come_out(tmp_path: Path) -> None:
 
 NAMES = sorted({*index._KNOWN, *index._PLAIN, ("torch", "float32")})
 STATES = [
-    b"N}" + index.text("__truediv__") + b"Ns\x86",  # of slots, which are set one by one
-    b"}" + index.text("__doc__") + b"Ns",
-    b"N}" + index.text("__setstate__") + b"Ns\x86",
+    b"N}" + text("__truediv__") + b"Ns\x86",  # of slots, which are set one by one
+    b"}" + text("__doc__") + b"Ns",
+    b"N}" + text("__setstate__") + b"Ns\x86",
 ]
 
 
@@ -78,9 +83,9 @@ def test_no_class_or_function_is_changed(module: str, name: str, state: bytes, t
 
 def test_what_a_call_has_made_keeps_its_state(tmp_path: Path) -> None:
     """A member of an enumeration is one for the whole process."""
-    member = b"ctorch.distributed.checkpoint.planner\nWriteItemType\n" + index.tuple_of(index.number(2)) + b"R"
+    member = b"ctorch.distributed.checkpoint.planner\nWriteItemType\n" + b"(K\x02t" + b"R"
     sound = pickle.dumps(torchs_index(), 2)
-    write(tmp_path, sound[:2] + member + b"}" + index.text("_value_") + index.number(1) + b"sb0" + sound[2:])
+    write(tmp_path, sound[:2] + member + b"}" + text("_value_") + b"K\x01" + b"sb0" + sound[2:])
     with pytest.raises(index.UnpickleError, match="what a call has made"):
         index.read_metadata(tmp_path)
     assert WriteItemType(2).value == 2
@@ -98,7 +103,7 @@ def test_nor_by_the_state_of_a_layer(names: tuple[str, str]) -> None:
     """Transformer Engine unpickles it freely afterwards."""
     if names[0].startswith("transformer_engine"):
         pytest.importorskip("transformer_engine")
-    data = b"\x80\x02" + f"c{names[0]}\n{names[1]}\n".encode() + b"N}" + index.text("__defaults__") + b"Ns\x86b."
+    data = b"\x80\x02" + f"c{names[0]}\n{names[1]}\n".encode() + b"N}" + text("__defaults__") + b"Ns\x86b."
     state = {"layer._extra_state": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
     with pytest.raises(index.UnpickleError, match=r"layer\._extra_state cannot be read"):
         unpickle._check_extra_states(state, "model")
@@ -110,17 +115,18 @@ def test_nor_by_the_state_of_a_layer(names: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (index.text("__0_0.distcp"), index.text("../0_0.distcp")),
-        (index.text("bfloat16"), index.text("Tensor")),
-        (index.number(64), index.text("x")),
-        (index.number(64), b"G\x00\x00\x00\x00\x00\x00\x00\x00"),
+        (text("__0_0.distcp"), text("../0_0.distcp")),
+        (text("bfloat16"), text("Tensor")),
+        (b"K@", text("x")),
+        (b"K@", b"G\x00\x00\x00\x00\x00\x00\x00\x00"),
     ],
     ids=["path", "dtype", "text", "float"],
 )
 def test_values_are_checked_before_torch_has_them(old: bytes, new: bytes, tmp_path: Path) -> None:
     chunk = index.Stored((0,), (4,), "__0_0.distcp", 64, 64)
     index.write(tmp_path, {"w": index.GlobalTensor((4,), "bfloat16", [chunk])}, {})
-    data = (tmp_path / index.METADATA).read_bytes().replace(b"ctorch\nbfloat16\n", index.text("bfloat16"))
+    data = pickle.dumps(pickle.loads((tmp_path / index.METADATA).read_bytes()), 2)
+    data = data.replace(b"ctorch\nbfloat16\n", text("bfloat16"))
     write(tmp_path, data)
     assert index.read_metadata(tmp_path).state_dict_metadata["w"].properties.dtype == torch.bfloat16
     write(tmp_path, data.replace(old, new))

@@ -1,8 +1,4 @@
-"""The zip archives in which torch saves a tensor, written and read without torch.
-
-The file formats are those of `torch.save` and of PKWARE's APPNOTE. The values' CRC32 is left out (0), as by
-`torch.serialization.set_crc32_options(False)`: they have a BLAKE3 checksum, and torch does not compare it.
-"""
+"""The zip archive in which torch saves a tensor, read without torch: where its values are, not what they are."""
 
 from __future__ import annotations
 
@@ -19,77 +15,27 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_rl.checkpoint.index import UnpickleError, number, text, tuple_of
+from megatron_rl.checkpoint.index import UnpickleError
 from megatron_rl.weights.files import Bits
 
-_ALIGNMENT = 64  # of a record in its archive
-_LIMIT = 2**32 - 1  # what 32 bits of a plain zip can say; larger numbers stand in an extension
-_STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
+_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
 }
-_DTYPES = {storage: dtype for dtype, storage in _STORAGES.items()}
 # What is raised for bytes that are no archive of a tensor.
 DAMAGE = (zipfile.BadZipFile, struct.error, RuntimeError, zlib.error)
 
 
-def around(dtype: str, size: Sequence[int], itemsize: int) -> tuple[bytes, bytes]:
-    """What precedes and what follows the bytes of a contiguous tensor in its archive."""
-    count = math.prod(size)
-    stride = _strides(size)
-    storage = tuple_of(text("storage"), f"ctorch\n{_STORAGES[dtype]}\n".encode(), text("0"), text("cpu"), number(count))
-    values = tuple_of(
-        storage + b"Q",
-        number(0),
-        tuple_of(*map(number, size)),
-        tuple_of(*map(number, stride)),
-        b"\x89",
-        b"ccollections\nOrderedDict\n)R",
-    )
-    return _archive(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n" + values + b"R.", count * itemsize)
-
-
 def _strides(size: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(size[axis + 1 :]) for axis in range(len(size)))
-
-
-def of_object(plain: object) -> bytes:
-    """The archive of what holds no tensor."""
-    head, tail = _archive(pickle.dumps(plain, 2), None)
-    return head + tail
-
-
-def _archive(data: bytes, payload: int | None) -> tuple[bytes, bytes]:
-    """An archive up to the record with the values, of `payload` bytes, and from its end on."""
-    head, central = b"", b""
-    records = [("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n")]
-    records += [] if payload is None else [("data/0", b"")]
-    for name, content in records:
-        size = payload if payload is not None and name == "data/0" else len(content)
-        path, offset, wide = f"archive/{name}".encode(), len(head), size >= _LIMIT
-        sizes = struct.pack("<2H2Q", 1, 16, size, size) if wide else b""
-        padding = -(offset + 30 + len(path) + len(sizes) + 4) % _ALIGNMENT
-        extra = sizes + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-        about = struct.pack("<5H3L", 45, 0x800, 0, 0, 0, zlib.crc32(content), *[_LIMIT if wide else size] * 2)
-        head += b"PK\3\4" + about + struct.pack("<2H", len(path), len(extra)) + path + extra + content
-        central += (
-            b"PK\1\2\0\0" + about + struct.pack("<5H2L", len(path), len(sizes), 0, 0, 0, 0, offset) + path + sizes
-        )
-    at = len(head) + (payload or 0)
-    end = b""
-    if at >= _LIMIT:
-        end += b"PK\6\6" + struct.pack("<Q2H2L4Q", 44, 45, 45, 0, 0, *[len(records)] * 2, len(central), at)
-        end += b"PK\6\7" + struct.pack("<LQL", 0, at + len(central), 1)
-    end += b"PK\5\6" + struct.pack("<4H2LH", 0, 0, *[len(records)] * 2, len(central), min(at, _LIMIT), 0)
-    return head, central + end
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.checkpoint.convert import archive
 from megatron_rl.checkpoint.convert.layout import Layout, padded
 from megatron_rl.checkpoint.convert.source import BRIDGE_TRACKER, TRACKER, SourceModel
 
@@ -35,17 +34,14 @@ _LM_NAMES = {
 
 def write_files(program: str | None, folder: Path, model: SourceModel, layout: Layout, dtype: str) -> None:
     """Files in the folder of the tensors; of them `common.pt` is what Megatron-Core's `load_common_state_dict` returns."""
-    state: dict[str, object] = {"checkpoint_version": 3.0, "iteration": 0}
+    import torch
+    import yaml
+
+    state: dict[str, object] = {} if program is None else {"checkpoint_version": 3.0, "iteration": 0}
     if program == MEGATRON_LM:
-        import torch
-
-        torch.save(state | {"args": _arguments(model, layout, dtype)}, folder / "common.pt")
-        return
-    (folder / "common.pt").write_bytes(archive.of_object({} if program is None else state))
+        state["args"] = _arguments(model, layout, dtype)
+    torch.save(state, folder / "common.pt")
     if program == BRIDGE:
-        import torch
-        import yaml
-
         (folder / "run_config.yaml").write_text(yaml.safe_dump(_run_config(model, layout, dtype)), encoding="utf-8")
         torch.save(_train_state(), folder / "train_state.pt")
 

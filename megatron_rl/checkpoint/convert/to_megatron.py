@@ -14,7 +14,7 @@ import numpy as np
 
 import megatron_rl
 from megatron_rl.checkpoint import index, manifest
-from megatron_rl.checkpoint.convert import archive, programs
+from megatron_rl.checkpoint.convert import programs
 from megatron_rl.checkpoint.convert.global_tensors import Memory
 from megatron_rl.checkpoint.convert.jobs import Conversion, Identity, Progress, made_by
 from megatron_rl.checkpoint.convert.layout import Layout, TensorChunk, aliases, chunks, global_name, padded, state_names
@@ -76,12 +76,14 @@ class ToMegatron(Conversion):
         return [(name, sum(map(plan.nbytes, held))) for name, held in plan.files.items()]
 
     def write(self, file: str, folder: Path, progress: Progress) -> list[StoredChunk]:
+        from megatron_rl.seams.torch_archive import around
+
         plan, pieces = self._plan, []
         filling = _Filling(plan.source)
         with WriteBehind(folder / file) as out:
             for chunk in plan.files[file]:
                 dtype = plan.dtypes[chunk.name]
-                head, tail = archive.around(DTYPES[dtype].name, chunk.size, DTYPES[dtype].itemsize)
+                head, tail = around(DTYPES[dtype].name, chunk.size)
                 offset = out.position
                 digest = out.write(chain([head], (part.data for part in filling.parts(chunk, dtype)), [tail]))
                 pieces.append(StoredChunk(chunk.name, chunk.start, file, offset, out.position - offset, digest))
@@ -249,8 +251,10 @@ def _steps(rows: int, rest: Sequence[int], bits: np.dtype[np.unsignedinteger]) -
 
 def _write_state(folder: Path, file: str) -> StoredChunk:
     """The empty extra state."""
-    data = archive.of_object([None])
-    (folder / file).write_bytes(data)
+    import torch
+
+    torch.save([None], folder / file)
+    data = (folder / file).read_bytes()
     return StoredChunk(_STATES, (), file, 0, len(data), manifest.digest(data))
 
 
