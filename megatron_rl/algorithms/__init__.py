@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         count_live,
         token_coefficients,
     )
-    from megatron_rl.algorithms.algorithm import Algorithm, StepEstimate, make_algorithm, ppo_objective
+    from megatron_rl.algorithms.algorithm import Algorithm, StepEstimate, make_algorithm
     from megatron_rl.algorithms.correction import Correction, correct, correction_metrics
     from megatron_rl.algorithms.diagnostics import GradientVariance, count_advantage_groups, distinct_advantage_groups
     from megatron_rl.algorithms.kl import kl_divergence, sequence_kl
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # Modules that need torch, and what of them is offered here: as above.
 _WITH_TORCH = {
     "algorithms.aggregation": "Denominators aggregate_loss aggregate_packed count_live token_coefficients",
-    "algorithms.algorithm": "Algorithm StepEstimate make_algorithm ppo_objective",
+    "algorithms.algorithm": "Algorithm StepEstimate make_algorithm",
     "algorithms.correction": "Correction correct correction_metrics",
     "algorithms.diagnostics": "GradientVariance count_advantage_groups distinct_advantage_groups",
     "algorithms.kl": "kl_divergence sequence_kl",

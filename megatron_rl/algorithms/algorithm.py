@@ -70,11 +70,6 @@ class Algorithm:
         """Log-probs of the rollout engine enter the loss."""
         return self.config.correction.weight != "none" or bool(self.config.correction.filters)
 
-    @property
-    def filters(self) -> bool:
-        """Tokens may leave the loss, so old log-probs are needed before the denominators can be counted."""
-        return bool(self.config.correction.filters)
-
     # ----------------------------------------------------------------------------------------- rewards to advantages
     def estimate(
         self, table: RewardTable, *, truncated: Tensor | None = None, reference_kl: Tensor | None = None
@@ -243,7 +238,7 @@ class Algorithm:
         loss = weighted_sum(-(factor.double() * advantages) * log_probs, coefficients)
 
         metrics = self._surrogate_metrics(token_log_ratio, log_ratio, advantages, weight, live, clip_range)
-        objective = self._objective(log_ratio, advantages, weight, clip_range)
+        objective = self.weight.objective(log_ratio, advantages, weight, clip_range)
         if corrected.weights is not None:
             objective = objective * corrected.weights.to(precise)
         count = denominators.num_tokens if config.aggregation == "token-mean" else denominators.num_sequences
@@ -257,15 +252,6 @@ class Algorithm:
             )
         loss = self._regularised(loss, metrics, log_probs, ref_log_probs, entropy, live, coefficients)
         return loss.to(precise), metrics
-
-    def _objective(
-        self, log_ratio: Tensor, advantages: Tensor, weight: Tensor, clip_range: tuple[float, float] | None
-    ) -> Tensor:
-        """The objective's value per token: PPO's for `clip` (Eq. 25 of AWPO, 3 of GDPO), F A for the others."""
-        if self.weight.name != "clip":
-            return weight * advantages
-        low, high = clip_range or (self.weight.params["eps_low"], self.weight.params["eps_high"])
-        return ppo_objective(log_ratio, advantages, low, high, self.weight.params["dual_clip"])
 
     def _regularised(
         self,
@@ -319,17 +305,6 @@ class Algorithm:
             metrics.mean(f"region_weight/{name}", weight, inside)
         metrics.mean("loss/silent_token_share", ((weight * advantages) == 0).double(), live)
         return metrics
-
-
-def ppo_objective(
-    log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, dual_clip: float | None = None
-) -> Tensor:
-    """min(w A, clip(w, 1 - eps_low, 1 + eps_high) A) per token; with dual_clip c at least c A where A < 0."""
-    ratio = bounded_exp(log_ratio)
-    value = torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
-    if dual_clip is not None:
-        value = torch.where(advantages < 0, torch.maximum(value, dual_clip * advantages), value)
-    return value
 
 
 def _share(part: Tensor, whole: Tensor) -> float:

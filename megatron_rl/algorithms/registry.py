@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -114,7 +114,7 @@ class GradientWeight:
     def __init__(self, name: str, params: Mapping[str, object]) -> None:
         self.name = name
         self.params = check_method(WEIGHT, name, params)
-        self._function = get_method(WEIGHT, name).function
+        self._method = get_method(WEIGHT, name)
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
@@ -133,15 +133,26 @@ class GradientWeight:
         Returns:
             Same shape and dtype as `log_ratio`, without gradient, finite for every finite input.
         """
-        params = dict(self.params)
-        if clip_range is not None and self.clip_range is not None:
-            params["eps_low"], params["eps_high"] = clip_range
+        params = self._params_with(clip_range)
         with torch.no_grad():
             precise = torch.promote_types(log_ratio.dtype, torch.float32)
-            weight = self._function(log_ratio.detach().to(precise), advantages.detach().to(precise), **params)
+            weight = self._method.function(log_ratio.detach().to(precise), advantages.detach().to(precise), **params)
             if log_ratio.dtype != precise:
                 weight = weight.clamp(max=torch.finfo(log_ratio.dtype).max)
             return weight.to(log_ratio.dtype)
+
+    def objective(
+        self, log_ratio: Tensor, advantages: Tensor, weight: Tensor, clip_range: tuple[float, float] | None = None
+    ) -> Tensor:
+        """The objective's value per token: the method's own, or F A. `weight`: what a call has given for the same arguments."""
+        if self._method.objective is None:
+            return weight * advantages
+        return self._method.objective(log_ratio, advantages, **self._params_with(clip_range))
+
+    def _params_with(self, clip_range: tuple[float, float] | None) -> dict[str, Any]:
+        if clip_range is None or self.clip_range is None:
+            return dict(self.params)
+        return {**self.params, "eps_low": clip_range[0], "eps_high": clip_range[1]}
 
     def __repr__(self) -> str:
         return _call(self.name, self.params)

@@ -37,6 +37,7 @@ EpsMode = Literal["std_add", "var_add", "var_clamp"]  # see `groups.whiten`
 Over = Literal["sequences", "tokens"]  # what a batch statistic counts
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Objective = Callable[..., Tensor]  # of log-ratios, advantages and the weight's parameters: the value of each token
 TokenPart = Callable[..., Tensor]  # of `RolloutTokens` and keyword-only parameters: one advantage per response token
 
 
@@ -128,6 +129,7 @@ class Method:
         defaults: its parameters.
         needs: from the batch; a function of the complete parameters where they decide.
         token_part: of an estimator that gives each token an advantage of its own; None: all tokens have their rollout's.
+        objective: of a weight that is the gradient of a known objective, which is logged; None: F A is.
     """
 
     kind: str
@@ -136,6 +138,7 @@ class Method:
     defaults: Params
     needs: Needs | Callable[[Params], Needs]
     token_part: TokenPart | None = None
+    objective: Objective | None = None
 
     @property
     def is_built_in(self) -> bool:
@@ -214,17 +217,24 @@ def advantage_estimator(
     return _registers(ESTIMATOR, name, needs or fixed, tokens)
 
 
-def gradient_weight(name: str | None = None) -> Callable[[Function], Function]:
+def gradient_weight(name: str | None = None, objective: Objective | None = None) -> Callable[[Function], Function]:
     """Registers a function of (log_ratio, advantages), and keyword-only parameters, as a gradient weight.
 
     It receives float32 or float64 tensors without gradient and returns a tensor of the same shape. With parameters
     `eps_low` and `eps_high` it also follows an estimator's clip range.
+
+    Args:
+        objective: whose gradient it is, a function of the same arguments: its value per token is logged in place of F A.
     """
-    return _registers(WEIGHT, name, Needs())
+    return _registers(WEIGHT, name, Needs(), objective=objective)
 
 
 def _registers(
-    kind: str, name: str | None, needs: Needs | Callable[[Params], Needs], token_part: TokenPart | None = None
+    kind: str,
+    name: str | None,
+    needs: Needs | Callable[[Params], Needs],
+    token_part: TokenPart | None = None,
+    objective: Objective | None = None,
 ) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
         key = (kind, name or function.__name__)
@@ -236,7 +246,7 @@ def _registers(
         for shared in sorted(defaults.keys() & of_tokens.keys()):
             if defaults[shared] != of_tokens[shared]:
                 raise ValueError(f"{what}: {shared!r} has another default in the token part")
-        CATALOGUE[key] = Method(*key, function, defaults | of_tokens, needs, token_part)
+        CATALOGUE[key] = Method(*key, function, defaults | of_tokens, needs, token_part, objective)
         return function
 
     return register

@@ -3,7 +3,7 @@
 Every kind of parameter comes down to one description: a Megatron shard is a list of *slices*, contiguous ranges of its
 Hugging Face tensors along one dimension, laid end to end (and zero-padded, for the vocabulary). Loading copies the
 slices in, exporting copies them out, so both directions follow from one function and cannot disagree. No torch: recipe
-checks and the memory plan read it too; the functions of tensors are in `shards`.
+checks and the memory plan read it too; what moves tensors is in `weights`.
 """
 
 from __future__ import annotations

@@ -60,11 +60,6 @@ def register_reward(name: str, *settings: type) -> Callable[[Factory], Factory]:
     return register
 
 
-def reward_parameters(name: str) -> dict[str, inspect.Parameter]:
-    """The parameters of a registered reward, with their defaults."""
-    return _ENTRIES[name].parameters()
-
-
 def list_rewards() -> tuple[str, ...]:
     """Names of the registered rewards, sorted."""
     return tuple(sorted(_ENTRIES))

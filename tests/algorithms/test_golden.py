@@ -18,10 +18,10 @@ from megatron_rl.algorithms import (
     distinct_advantage_groups,
     make_advantage_estimator,
     make_gradient_weight,
-    ppo_objective,
     regions,
     whiten,
 )
+from megatron_rl.methods.weights.clip import ppo_objective
 
 CASES = json.loads((Path(__file__).parent / "golden.json").read_text())
 RTOL, ATOL = 1e-9, 1e-10

@@ -12,8 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from megatron_rl.config.schema import RewardConfig, TasksConfig
-from megatron_rl.rewards import check_rewards, list_rewards, make_reward
-from megatron_rl.rewards.registry import reward_parameters
+from megatron_rl.rewards import check_rewards, list_rewards, make_reward, registry
 from megatron_rl.tasks import check_tasks
 
 PAGES = Path(__file__).parents[2] / "docs" / "rewards"
@@ -27,7 +26,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def test_a_reward_has_a_page_with_its_parameters(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", page, re.MULTILINE))
-    parameters = reward_parameters(name)
+    parameters = registry._ENTRIES[name].parameters()
     assert list(rows) == list(parameters)
     for key, parameter in parameters.items():
         shown = rows[key].strip("`")

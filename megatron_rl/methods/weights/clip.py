@@ -18,7 +18,21 @@ from megatron_rl.methods.numerics import above, bounded_exp
 from megatron_rl.methods.ratios import high_positive, left_negative
 
 
-@gradient_weight("clip")
+def ppo_objective(
+    log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """min(w A, clip(w, 1 - eps_low, 1 + eps_high) A) per token; with dual_clip c at least c A where A < 0.
+
+    Eq. 25 of AWPO, 3 of GDPO.
+    """
+    ratio = bounded_exp(log_ratio)
+    value = (ratio * advantages).minimum(ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    if dual_clip is not None:
+        value = value.maximum(dual_clip * advantages).where(advantages < 0, value)
+    return value
+
+
+@gradient_weight("clip", objective=ppo_objective)
 def clip(
     log_ratio: Tensor,
     advantages: Tensor,

@@ -267,10 +267,6 @@ class Training:
         )
 
     # ---------------------------------------------------------------------------------------------------- pipeline
-    def microbatch(self, tokens: float, pairs: float, *, train: bool) -> Cost:
-        """A micro-batch's time on the slowest stage: forward pass and, with `train`, backward."""
-        return max(self._stage_costs(tokens, pairs, train), key=lambda cost: cost.seconds)
-
     def _stage_costs(self, tokens: float, pairs: float, train: bool) -> list[Cost]:
         layer = self.forward(tokens, pairs)
         head = self.head(tokens, backward=False)
