@@ -47,6 +47,7 @@ from megatron_rl.weights.parallel import ParallelGroups
 # (number of the micro-batch, log-probs, entropy or None) -> (loss, metrics). The loss is this micro-batch's share of the
 # minibatch's loss, already divided by the whole minibatch's denominators. All tensors are float32 [scored tokens].
 LossFunction = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Metrics]]
+Scores = tuple[Tensor, Tensor | None]  # of a micro-batch: log-probs, and entropies where they are asked for
 
 
 @dataclass
@@ -106,9 +107,7 @@ class Actor:
         self._optimizer: Optimizer | None = None
         self._memory = ActorMemory(self.config, self.ddp_chunks)
         self.optimizer_config = self.config.optimizer
-        self.optimizer_steps = self.total_optimizer_steps = (
-            0  # taken, and of the stage: the learning rate follows from both
-        )
+        self.optimizer_steps = self.total_optimizer_steps = 0  # taken, of the stage: the learning rate's arguments
 
     # ------------------------------------------------------------------------------------------------ optimizer
     def start_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
@@ -174,12 +173,10 @@ class Actor:
     # ----------------------------------------------------------------------------------------------------- compute
     def log_probs(
         self, micro_batches: Sequence[MicroBatch], temperature: float, with_entropy: bool = False
-    ) -> list[tuple[Tensor, Tensor | None]]:
+    ) -> list[Scores]:
         """Log-probs (and entropy) of every scored token, per micro-batch; [] except on the last pipeline stage."""
 
-        def collect(
-            number: int, micro: MicroBatch, output: Tensor, non_loss_data: bool
-        ) -> tuple[Tensor, Tensor | None]:
+        def collect(number: int, micro: MicroBatch, output: Tensor, non_loss_data: bool) -> Scores:
             return self.score(micro, output, temperature, with_entropy)
 
         with torch.no_grad():
@@ -309,9 +306,7 @@ class Actor:
         """This rank's part of a tensor over tokens in the layers: with sequence parallelism TP ranks share them."""
         return per_token.chunk(self.grid.tp)[self.grid.tp_rank] if self.config.parallel.sequence else per_token
 
-    def score(
-        self, micro: MicroBatch, hidden: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def score(self, micro: MicroBatch, hidden: Tensor, temperature: float, with_entropy: bool) -> Scores:
         """Hidden states [1, tokens (/ TP with sequence parallelism), hidden] -> log-probs and entropy of the targets.
 
         Context-parallel ranks score the targets that they hold the predictors of, and all get all of them: whatever follows

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+
+from megatron_rl.config.schema import EndpointConfig
+from megatron_rl.rollout.endpoint_engine import EndpointEngine, find_server
 
 from .conftest import Finished
 from .job import RECIPE, Job, rows, samples
@@ -40,22 +46,42 @@ def interrupted_and_continued(folder: Path, *arguments: str) -> Evaluated:
 
 
 @pytest.fixture(scope="module")
-def backends(straight: Finished, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Evaluated]:
-    folder, run = tmp_path_factory.mktemp("backends"), straight.run_dir
+def server(straight: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     options = ("--generation-config", "vllm", "--max-model-len", "64")
     seeded = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192")
-    server = VllmServer(run / "export", folder / "server.log", *options, *seeded)
-    try:
-        found = {
-            "checkpoint": evaluated(folder / "a", "--model", str(run / "checkpoints" / f"step_{STEPS}"), *SAMPLED),
-            "engine": interrupted_and_continued(folder / "b", "--model", str(run / "export"), *SAMPLED),
-        }
-        asking = ("--model", str(run / "export"), "--endpoint", server.url())
-        found["endpoint"] = evaluated(folder / "c", *asking, *SAMPLED)
-        found["greedy"] = evaluated(folder / "d", *asking)
-        return found
-    finally:
-        server.stop()
+    server = VllmServer(
+        straight.run_dir / "export", tmp_path_factory.mktemp("server") / "server.log", *options, *seeded
+    )
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def backends(server: VllmServer, straight: Finished, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Evaluated]:
+    folder, run = tmp_path_factory.mktemp("backends"), straight.run_dir
+    found = {
+        "checkpoint": evaluated(folder / "a", "--model", str(run / "checkpoints" / f"step_{STEPS}"), *SAMPLED),
+        "engine": interrupted_and_continued(folder / "b", "--model", str(run / "export"), *SAMPLED),
+    }
+    asking = ("--model", str(run / "export"), "--endpoint", server.url())
+    found["endpoint"] = evaluated(folder / "c", *asking, *SAMPLED)
+    found["greedy"] = evaluated(folder / "d", *asking)
+    return found
+
+
+def test_a_server_scores_tokens_as_its_weights_do(server: VllmServer, straight: Finished) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = EndpointConfig()
+    engine = EndpointEngine(find_server([server.url()], None, config, longest=0), config)
+    sequences = [[3, 14, 15, 9, 2, 6], [5, 3, 5]]
+    scores = engine.score(sequences)
+    engine.shutdown()
+    model = AutoModelForCausalLM.from_pretrained(straight.run_dir / "export", dtype=torch.float32)
+    for tokens, scored in zip(sequences, scores, strict=True):
+        ids = torch.tensor(tokens)
+        expected = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        np.testing.assert_allclose(scored, expected.detach().numpy(), atol=1e-4)
 
 
 def test_sampled_with_one_seed_all_backends_draw_the_same_responses(backends: dict[str, Any]) -> None:

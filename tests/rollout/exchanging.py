@@ -150,6 +150,14 @@ def gathered(grid: ProcessGrid, folder: Path) -> None:
     assert grid.gather_rows(np.full(3, grid.rank, dtype=np.int32)).tolist() == [[r] * 3 for r in range(grid.world)]
 
 
+def an_engines_ranks_hear_their_leader(grid: ProcessGrid, folder: Path) -> None:
+    engine = distributed._engine_group(grid.rank, grid.world, 2, timeout_minutes=1)
+    assert (engine.index, engine.count, engine.rank) == (grid.rank // 2, grid.world // 2, grid.rank % 2)
+    assert engine.broadcast({"answer": grid.rank}) == {"answer": 2 * engine.index}
+    alone = distributed._engine_group(grid.rank, grid.world, 1, timeout_minutes=1)
+    assert (alone.broadcast(grid.rank), alone.count, alone.group) == (grid.rank, grid.world, None)
+
+
 def to_rank_0(grid: ProcessGrid, folder: Path) -> None:
     """Where experts are replayed, too, responses that an interrupted evaluation has kept come without any."""
     rollouts, everything = rollouts_of(1, 5, grid.rank, grid.world, 2)
@@ -177,6 +185,7 @@ def received_before(grid: ProcessGrid, folder: Path) -> None:
 
 def everything(grid: ProcessGrid, folder: Path) -> None:
     every_layout(grid, folder)
+    an_engines_ranks_hear_their_leader(grid, folder)
     received_before(grid, folder)
     bytes_of_worlds(grid, folder)
     gathered(grid, folder)
