@@ -106,7 +106,7 @@ gpu-lock: setup
 	@$(LOCK) --python-version 3.12 --output-file requirements/.gpu-3.12.txt
 	@cmp requirements/gpu.txt requirements/.gpu-3.12.txt && rm requirements/.gpu-3.12.txt
 
-# By hand, at every change of what GPU machines install: docs/gpu-set.md. ARGS="--break pins" shows that a fault is seen.
+# By hand, at every change of what GPU machines install: CONTRIBUTING.md. ARGS="--break pins" shows that a fault is seen.
 check-gpu-set:
 	@$(PYTHON) -m tools.gpu_set --python $(PYTHON) --cuda $(CUDA_HOME) $(ARGS)
 

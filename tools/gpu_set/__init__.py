@@ -1,1 +1,1 @@
-"""What GPU machines install, tried where there is no card: `make check-gpu-set`, docs/gpu-set.md."""
+"""What GPU machines install, tried where there is no card: `make check-gpu-set`."""

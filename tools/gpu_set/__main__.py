@@ -235,7 +235,7 @@ def check(bench: Bench, names: Sequence[str]) -> str | None:
 
 
 def page(bench: Bench) -> str:
-    """The table of docs/gpu-set.md."""
+    """The report: versions, and a row per step."""
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (REQUIREMENTS / "gpu.txt").read_text(), re.MULTILINE))
     named = ("torch", "vllm", "megatron-core", "transformer-engine", "flashinfer-python", "nvidia-cudnn-cu13")
     head = f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, no card: " + ", ".join(
