@@ -144,7 +144,7 @@ class GradientWeight:
     def objective(
         self, log_ratio: Tensor, advantages: Tensor, weight: Tensor, clip_range: tuple[float, float] | None = None
     ) -> Tensor:
-        """The objective's value per token: the method's own, or F A. `weight`: what a call has given for the same arguments."""
+        """The objective's value per token: the method's own, or F A. `weight`: F of the same arguments."""
         if self._method.objective is None:
             return weight * advantages
         return self._method.objective(log_ratio, advantages, **self._params_with(clip_range))

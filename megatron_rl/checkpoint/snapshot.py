@@ -7,7 +7,6 @@ while training goes on; `write_share` and `finish` touch neither the device nor 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.host_memory import HostMemory
-from megatron_rl.seams import torch_dist
+from megatron_rl.seams import torch_archive, torch_dist
 from megatron_rl.seams.megatron import Chunk, Optimizer, State, buckets_in_place, save_planner
 from megatron_rl.weights.adapters import adapters_in, sharded_adapters
 
@@ -143,7 +142,7 @@ class Snapshotter:
                 host.copy_(data.detach(), non_blocking=True)
         stand_ins.gather(optimizer)
         device.synchronize()
-        return Snapshot(items, _pickled(common) if grid.is_main else b"", metadata)
+        return Snapshot(items, torch_archive.saved(common) if grid.is_main else b"", metadata)
 
     def _divide(self, sharded: State) -> None:
         """Gives each data-parallel rank its part of what all of them hold, in place."""
@@ -215,9 +214,3 @@ def _described(entry: TensorStorageMetadata | BytesStorageMetadata) -> manifest.
     if isinstance(entry, TensorStorageMetadata):
         return manifest.TensorInfo(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
     return manifest.TensorInfo((), "object")
-
-
-def _pickled(content: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()

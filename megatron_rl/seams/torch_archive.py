@@ -1,11 +1,19 @@
-"""torch's archive of a tensor without the tensor: what precedes and what follows the values. Written for 2.13."""
+"""torch's archives as bytes: whole, or without a tensor's values. Written for 2.13."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+
+
+def saved(content: object) -> bytes:
+    """The bytes of `torch.save`, which reports a full disk as a RuntimeError where it writes them itself."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
 
 
 class _Ends:

@@ -34,16 +34,17 @@ _LM_NAMES = {
 
 def write_files(program: str | None, folder: Path, model: SourceModel, layout: Layout, dtype: str) -> None:
     """Files in the folder of the tensors; of them `common.pt` is what Megatron-Core's `load_common_state_dict` returns."""
-    import torch
     import yaml
+
+    from megatron_rl.seams.torch_archive import saved
 
     state: dict[str, object] = {} if program is None else {"checkpoint_version": 3.0, "iteration": 0}
     if program == MEGATRON_LM:
         state["args"] = _arguments(model, layout, dtype)
-    torch.save(state, folder / "common.pt")
+    (folder / "common.pt").write_bytes(saved(state))
     if program == BRIDGE:
         (folder / "run_config.yaml").write_text(yaml.safe_dump(_run_config(model, layout, dtype)), encoding="utf-8")
-        torch.save(_train_state(), folder / "train_state.pt")
+        (folder / "train_state.pt").write_bytes(saved(_train_state()))
 
 
 def write_trackers(program: str | None, root: Path) -> None:
@@ -51,9 +52,9 @@ def write_trackers(program: str | None, root: Path) -> None:
     if program == MEGATRON_LM:
         (root / TRACKER).write_text(FOLDERS[program])
     elif program == BRIDGE:
-        import torch
+        from megatron_rl.seams.torch_archive import saved
 
-        torch.save(_train_state(), root / BRIDGE_TRACKER)
+        (root / BRIDGE_TRACKER).write_bytes(saved(_train_state()))
 
 
 def how_to_load(program: str | None, target: Path, model: SourceModel) -> str | None:

@@ -251,10 +251,10 @@ def _steps(rows: int, rest: Sequence[int], bits: np.dtype[np.unsignedinteger]) -
 
 def _write_state(folder: Path, file: str) -> StoredChunk:
     """The empty extra state."""
-    import torch
+    from megatron_rl.seams.torch_archive import saved
 
-    torch.save([None], folder / file)
-    data = (folder / file).read_bytes()
+    data = saved([None])
+    (folder / file).write_bytes(data)
     return StoredChunk(_STATES, (), file, 0, len(data), manifest.digest(data))
 
 
