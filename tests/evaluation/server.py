@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Rule = Callable[[dict[str, Any], int], tuple[int, dict[str, Any]]]  # (request, which attempt) -> status, reply
+
+
+class _Silent(ThreadingHTTPServer):
+    """Says nothing of clients that have hung up, as those do that give up or have what they want."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class Server:
@@ -44,7 +53,7 @@ class Server:
 
             def log_message(self, *_: Any) -> None: ...
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = _Silent(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
 
 

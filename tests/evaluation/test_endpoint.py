@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import errno
 import json
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -406,3 +409,17 @@ def test_a_machine_without_megatron_and_vllm_can_ask_a_server(model: Path, recip
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (recipe.parent / "run" / "evaluation.json").exists()
+
+
+def test_a_client_that_hangs_up_leaves_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    """Of the server of these tests, whose clients give up on purpose; a mistake of the rule's still has one."""
+    with serving(lambda request, attempt: {}["no such answer"]) as server:
+        port = server.http.server_address[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not closed
+            client.send(b"POST")
+        with pytest.raises(ConnectionError):
+            urllib.request.urlopen(f"{server.url}/completions", data=b"{}", timeout=5)
+    said = capfd.readouterr().err
+    assert "KeyError: 'no such answer'" in said
+    assert "ConnectionResetError" not in said
