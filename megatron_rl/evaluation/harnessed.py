@@ -171,12 +171,12 @@ def _summary(config: Config, graded: Graded) -> TaskSummary:
     if drawn != [n]:
         raise ValueError(f"{graded.name} has {drawn} responses per question, and `trainer.eval_rollouts` is {n}")
     bounded = all(0 <= grade <= 1 for row in graded.grades for grade in row)
-    found = {f"eval/{graded.name}/avg@{n}": mean([fmean(row) for row in graded.grades], share, bounded)}
+    estimates = {f"eval/{graded.name}/avg@{n}": mean([fmean(row) for row in graded.grades], share, bounded)}
     for k in passes(config):
         right = [sum(grade >= 1 for grade in row) for row in graded.grades]
-        found[f"eval/{graded.name}/pass@{k}"] = mean([pass_at_k(n, count, k) for count in right], share)
+        estimates[f"eval/{graded.name}/pass@{k}"] = mean([pass_at_k(n, count, k) for count in right], share)
     questions = len(graded.grades)
-    return TaskSummary(graded.name, questions, n * questions, graded.failed, 0, (graded.graded_by, 1.0), found)
+    return TaskSummary(graded.name, questions, n * questions, graded.failed, 0, (graded.graded_by, 1.0), estimates)
 
 
 def _verdict(config: Config, graded: Sequence[Graded]) -> int:

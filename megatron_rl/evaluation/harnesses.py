@@ -24,7 +24,7 @@ ENVIRONMENTS = Path(__file__).resolve().parents[2] / ".venv-eval"
 
 @dataclass(frozen=True)
 class Job:
-    """What a harness is to run: its sets on a served model, with its files in `folder`."""
+    """A harness's task: its sets on a served model, with its files in `folder`."""
 
     config: Config
     server: Server
@@ -92,10 +92,10 @@ def programs(name: str) -> Path:
 
 
 def version(name: str) -> str:
-    """Of the package that is installed there."""
+    """The version of the package that is installed there."""
     places = [str(path) for path in (ENVIRONMENTS / name).glob("lib/python*/site-packages")]
-    found = importlib.metadata.distributions(name=HARNESSES[name].package, path=places)
-    return next(iter(found)).version
+    installed = importlib.metadata.distributions(name=HARNESSES[name].package, path=places)
+    return next(iter(installed)).version
 
 
 def _rows(path: Path) -> list[dict[str, object]]:
@@ -120,8 +120,8 @@ def _lm_eval_commands(job: Job) -> list[list[str]]:
         "timeout": int(job.config.evaluation.endpoint.request_seconds),
     }
     model = ",".join(f"{key}={value}" for key, value in asked.items() if value is not None)
-    told = ["--tasks", ",".join(job.sets), "--output_path", str(job.folder), "--log_samples", "--model_args", model]
-    return [["lm-eval", "run", "--model", "local-completions", *told, *job.arguments]]
+    options = ["--tasks", ",".join(job.sets), "--output_path", str(job.folder), "--log_samples", "--model_args", model]
+    return [["lm-eval", "run", "--model", "local-completions", *options, *job.arguments]]
 
 
 def _lm_eval_grades(job: Job) -> Iterator[Graded]:

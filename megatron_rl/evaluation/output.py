@@ -85,7 +85,9 @@ def results_table(config: Config, summaries: Sequence[TaskSummary], across: Mapp
     rows += [(name.split("/")[1], "", name.rpartition("/")[0], across) for name in across if name.startswith("eval/")]
     failed = {summary.task: summary.failed for summary in summaries}
     columns = ((f"pass@{n}", f"pass@{n}", True), *_COLUMNS) if n > 1 else _COLUMNS
-    shown = [column for column in columns if any(f"{prefix}/{column[0]}" in found for _, _, prefix, found in rows)]
+    shown = [
+        column for column in columns if any(f"{prefix}/{column[0]}" in estimates for _, _, prefix, estimates in rows)
+    ]
     table = Table(title="Evaluation", title_justify="left")
     table.add_column("task")
     for heading in ("prompts", f"avg@{n}", f"{share:.0%} interval", *(heading for _, heading, _ in shown)):

@@ -38,7 +38,7 @@ def battles(verdicts: Sequence[float]) -> list[float]:
 
 
 def win_rate(pairs: Sequence[tuple[float, float]]) -> Interval | None:
-    """Of verdicts in both orders. A pair with a missing one (NaN) is left out; None: no pair is left.
+    """The score of verdicts in both orders. A pair with a missing one (NaN) is left out; None: no pair is left.
 
     The interval goes from the 5 to the 95 % quantile, whatever `evaluation.confidence`.
     """

@@ -22,7 +22,7 @@ Kept = dict[tuple[str, int], Rollout]  # by sample id and index
 
 
 def origin(config: Config, model: Mapping[str, object]) -> dict[str, object]:
-    """What the responses depend on apart from their prompts. `model` identifies the model, in JSON values."""
+    """Everything that the responses depend on apart from their prompts. `model` identifies the model, in JSON values."""
     trainer, rollout = config.trainer, config.rollout
     return {
         "model": dict(model),

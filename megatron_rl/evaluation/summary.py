@@ -41,9 +41,8 @@ class TaskSummary:
 def passes(config: Config) -> list[int]:
     """The k of every pass@k: the recipe's, or 1, 2, 4, ... below the number of responses; and that number."""
     n = config.trainer.eval_rollouts
-    given = config.evaluation.pass_k
-    chosen = given if given is not None else [2**i for i in range(n.bit_length()) if 2**i < n]
-    return sorted({*chosen, n})
+    chosen = config.evaluation.pass_k
+    return sorted({*([2**i for i in range(n.bit_length()) if 2**i < n] if chosen is None else chosen), n})
 
 
 def deciding_column(config: Config, task: str, columns: Sequence[str]) -> str:
@@ -98,17 +97,17 @@ def summarize(
 
     unscored = len(rollouts) - len(scored)
     summary = TaskSummary(task, len(samples), len(rollouts), failed, unscored, (judge, trainer.eval_threshold))
-    found = summary.estimates
-    found[f"eval/{task}/avg@{trainer.eval_rollouts}"] = over_prompts(right)
+    estimates = summary.estimates
+    estimates[f"eval/{task}/avg@{trainer.eval_rollouts}"] = over_prompts(right)
     for k in passes(config):
         counts = [(len(group), round(sum(map(right, group)))) for group in groups if len(group) >= k]
         if counts:
-            found[f"eval/{task}/pass@{k}"] = mean([pass_at_k(n, c, k) for n, c in counts], options.confidence)
-    found[f"eval/{task}/response_length"] = over_prompts(_length, bounded=False)
-    found[f"eval/{task}/truncated_share"] = over_prompts(lambda rollout: float(rollout.finish_reason == "length"))
+            estimates[f"eval/{task}/pass@{k}"] = mean([pass_at_k(n, c, k) for n, c in counts], options.confidence)
+    estimates[f"eval/{task}/response_length"] = over_prompts(_length, bounded=False)
+    estimates[f"eval/{task}/truncated_share"] = over_prompts(lambda rollout: float(rollout.finish_reason == "length"))
     if options.length_limit is not None:
         limit = options.length_limit
-        found[f"eval/{task}/exceed_share"] = over_prompts(lambda rollout: float(_length(rollout) > limit))
+        estimates[f"eval/{task}/exceed_share"] = over_prompts(lambda rollout: float(_length(rollout) > limit))
     named: dict[str, tuple[str | None, Callable[[float], float]]] = {
         f"eval/{task}/format_ratio": (options.format_reward, lambda score: float(score >= 1)),
         f"eval/{task}/bug_ratio": (options.bug_reward, lambda score: float(score < 1)),
@@ -116,19 +115,19 @@ def summarize(
     }
     for name, (column, value) in named.items():
         if column in columns and _applies(config, column, task) and (estimate := of_column(column, value)) is not None:
-            found[name] = estimate
+            estimates[name] = estimate
     both = options.pairwise
     if both is not None and all(_applies(config, column, task) for column in both):
         pairs = [(rollout.rewards[both[0]], rollout.rewards[both[1]]) for rollout in rollouts]
         if (estimate := win_rate(pairs)) is not None:
-            found[f"eval/{task}/win_rate"] = estimate
-        own = [column for column in columns if column.partition(".")[0] == options.style]
-        styles = [[rollout.rewards[column] for column in own] for rollout in rollouts]
-        if own and (estimate := controlled_win_rate(pairs, styles)) is not None:
-            found[f"eval/{task}/win_rate_controlled"] = estimate
+            estimates[f"eval/{task}/win_rate"] = estimate
+        style_columns = [column for column in columns if column.partition(".")[0] == options.style]
+        styles = [[rollout.rewards[column] for column in style_columns] for rollout in rollouts]
+        if style_columns and (estimate := controlled_win_rate(pairs, styles)) is not None:
+            estimates[f"eval/{task}/win_rate_controlled"] = estimate
     for column in columns:
         if _applies(config, column, task) and (estimate := of_column(column, float, bounded=False)) is not None:
-            found[f"eval/{task}/reward/{column}"] = estimate
+            estimates[f"eval/{task}/reward/{column}"] = estimate
     summary.sampling_stderr = sampling_error([[right(rollout) for rollout in group] for group in groups])
     return summary
 

@@ -59,8 +59,8 @@ def find_server(urls: Sequence[str], name: str | None, config: EndpointConfig, l
         if name is None and len(models) == 1:
             name = next(iter(models))
         if name is None or name not in models:
-            wanted = "--served-name chooses one" if name is None else f"not {name!r}"
-            raise ValueError(f"{url} serves {', '.join(map(repr, models)) or 'no model'}; {wanted}")
+            hint = "--served-name chooses one" if name is None else f"not {name!r}"
+            raise ValueError(f"{url} serves {', '.join(map(repr, models)) or 'no model'}; {hint}")
         root = root or str(models[name].get("root", ""))
         room = models[name].get("max_model_len")
         rooms += [room] if isinstance(room, int) else []

@@ -39,7 +39,11 @@ def overridden() -> list[str]:
     compute with the scales that it is sent, or computes one product by two kernels."""
     if not device.is_hopper():
         return []
-    return [f"{name}={os.environ[name]}" for name, own in FP8_VARIABLES.items() if os.environ.get(name, own) != own]
+    return [
+        f"{name}={os.environ[name]}"
+        for name, default in FP8_VARIABLES.items()
+        if os.environ.get(name, default) != default
+    ]
 
 
 @contextlib.contextmanager

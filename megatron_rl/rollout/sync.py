@@ -47,7 +47,7 @@ class SyncDifference:
 
     @staticmethod
     def of(differences: np.ndarray) -> SyncDifference:
-        """Of fewer than 100 tokens, the percentile still leaves one out: no single token stops a run."""
+        """The percentile leaves one token out even of fewer than 100: no single token stops a run."""
         percentile = np.percentile(differences, PERCENTILE, method="lower")
         return SyncDifference(float(differences.mean()), float(percentile), float(differences.max()))
 
@@ -83,7 +83,7 @@ class TrainedWeights(Protocol):
         ...
 
     def shard_proof(self) -> ShardProof:
-        """What compares full tensors under Hugging Face's names with this rank's own shards."""
+        """A comparison of full tensors under Hugging Face's names with this rank's own shards."""
         ...
 
 
@@ -95,8 +95,8 @@ class EngineProbe(Protocol):
         ...
 
     def first_difference(self, weights: Iterable[tuple[str, Tensor]]) -> str | None:
-        """What the engine holds or computes with that is not `weights`, (Hugging Face name, full tensor) pairs, in a sentence
-        that is the same on every rank; None: all that can be read back agrees."""
+        """A sentence, the same on every rank, that names what the engine holds or computes with and is not in `weights`,
+        (Hugging Face name, full tensor) pairs; None: all that can be read back agrees."""
         ...
 
 
@@ -241,9 +241,9 @@ def _no_plan(config: Config, grid: ProcessGrid, source: TrainedWeights, engine: 
     if name := unplaced(model):
         reason = f"family `{model.family.name}` does not say where vLLM keeps {name}"
     else:
-        declared, found = EngineLayout.of(config.rollout).parameters(model), engine.shard_shapes()
-        if name := next((name for name in {**declared, **found} if declared.get(name) != found.get(name)), None):
-            reason = f"vLLM's {name} is {found.get(name)}, where {declared.get(name)} was expected"
+        declared, actual = EngineLayout.of(config.rollout).parameters(model), engine.shard_shapes()
+        if name := next((name for name in {**declared, **actual} if declared.get(name) != actual.get(name)), None):
+            reason = f"vLLM's {name} is {actual.get(name)}, where {declared.get(name)} was expected"
         elif odd := next((weight.dtype for weight in source.weights().values() if weight.dtype != source.dtype), None):
             reason = f"the actor holds {odd} beside {source.dtype}"
     return next(filter(None, grid.all_gather(reason)), None)

@@ -274,14 +274,14 @@ def _completion(request: Request, output: RequestOutput, version: int, of_expert
     if request.scores_tokens:
         flat = output.prompt_logprobs
         scores = [flat.logprobs[flat.start_indices[i]] for i in range(1, len(request.tokens))]
-    own = np.asarray(scores, dtype=np.float32)
+    token_scores = np.asarray(scores, dtype=np.float32)
     experts: np.ndarray | None = drawn.routed_experts
     if of_experts is not None:
         if experts is None or (experts.dtype, experts.shape[1:]) != of_experts.subdtype:
-            found = "none" if experts is None else f"{experts.dtype} of shape {experts.shape}"
-            raise EngineError(f"vLLM has returned experts that are not a token's {of_experts}: {found}")
+            described = "none" if experts is None else f"{experts.dtype} of shape {experts.shape}"
+            raise EngineError(f"vLLM has returned experts that are not a token's {of_experts}: {described}")
         # Nothing was computed of the last token, and nothing reads what the actor computes of it.
         experts = np.concatenate([experts, experts[-1:]])
     return Completion(
-        request, drawn.token_ids, drawn.logprobs.logprobs, str(drawn.finish_reason), version, own, experts
+        request, drawn.token_ids, drawn.logprobs.logprobs, str(drawn.finish_reason), version, token_scores, experts
     )

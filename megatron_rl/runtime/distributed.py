@@ -99,15 +99,15 @@ class ProcessGrid:
         padded[: len(data)] = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
         return [part[:size].numpy().tobytes() for part, size in zip(self._gather(padded), sizes, strict=True)]
 
-    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+    def _gather(self, item: torch.Tensor) -> torch.Tensor:
         """[world, ...]: every rank's tensor, all of one shape and dtype, on the host.
 
         In ceil(log2(world)) rounds, in which each rank passes on all that it has (Bruck et al., 1997, doi:10.1109/71.642949).
         gloo's own is a ring of world - 1 rounds; where a host's cores are fewer than its ranks, each round waits for all of
         them to have run.
         """
-        table, have = torch.empty((self.world, *own.shape), dtype=own.dtype), 1  # from this rank on
-        table[0] = own
+        table, have = torch.empty((self.world, *item.shape), dtype=item.dtype), 1  # from this rank on
+        table[0] = item
         while have < self.world:
             count = min(have, self.world - have)
             works = [

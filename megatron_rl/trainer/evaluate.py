@@ -96,7 +96,7 @@ def evaluate_only(run: Run, resume: str) -> None:
     if run.grid.is_main:
         resume_responses(run.report, {**model, "files": kept.files_of(folder)}, tasks)
     run.grid.barrier()
-    there = kept.read(run.report.run_dir / kept.FOLDER, [sample for samples in tasks.values() for sample in samples])
+    drawn = kept.read(run.report.run_dir / kept.FOLDER, [sample for samples in tasks.values() for sample in samples])
     if resume != "never":
         run.report.phase(f"loading {folder.name}")
         store.load_model(folder, run.learner.actor.chunks)
@@ -104,7 +104,7 @@ def evaluate_only(run: Run, resume: str) -> None:
     run.report.begin("evaluation", 0, 1)
     path = run.report.run_dir / kept.FOLDER / f"engine{run.grid.engine.index}.jsonl"
     keep = kept.Keeper(path) if run.grid.engine.is_leader else None
-    answers = _answer(run.sampler, 0, sys.maxsize, there, keep)
+    answers = _answer(run.sampler, 0, sys.maxsize, drawn, keep)
     if keep is not None:
         keep.close()
     write_evaluation(run.report, model, answers, run.sampler.take_counters(), begin)

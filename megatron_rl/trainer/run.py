@@ -168,7 +168,7 @@ def set_steps(section: SupervisedConfig, examples: int) -> None:
 
 
 def _reader(config: Config, folder: Path) -> ImageReader | None:
-    """Of images, where the model has a vision tower."""
+    """A reader of images, where the model has a vision tower."""
     vision = model_of(read_hf_config(folder)).description.vision
     return ImageReader(folder, vision, config.model.min_pixels, config.model.max_pixels) if vision is not None else None
 

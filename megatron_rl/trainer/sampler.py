@@ -72,7 +72,7 @@ class Sampler:
     def sequences_to_check(
         self, rollouts: Rollouts | None = None
     ) -> tuple[list[Sequence[int]], list[PromptImages | None]]:
-        """What the check after a weight sync compares log-probs of, with its images: tokens of a few rollouts; None: of the
+        """The sequences whose log-probs the check after a weight sync compares, and their images: a few rollouts; None: the
         recipe's first prompts. The same on every rank."""
         count = self.config.rollout.sync_check_rollouts
         if rollouts is None:
@@ -113,27 +113,27 @@ class Sampler:
         """
         config = self.config
         self.scorer.begin_step(step)
-        wanted, group_size = config.trainer.prompts_per_step, config.rollout.group_size
+        needed, group_size = config.trainer.prompts_per_step, config.rollout.group_size
         sampling = Sampling(config.rollout.temperature, 1.0, config.rollout.max_tokens)
-        kept: Rollouts | None = None
+        accepted: Rollouts | None = None
         rounds = config.algorithm.resample_rounds if config.algorithm.drop_no_signal_groups else 0
         for round_ in range(rounds + 1):
             assert self.order is not None  # an evaluation takes no training prompts
-            taken = kept.samples if kept else []
-            samples = _distinct([self.prompts.train[i] for i in self.order.take(position, wanted)], taken)
-            position += wanted
+            taken = accepted.samples if accepted else []
+            samples = _distinct([self.prompts.train[i] for i in self.order.take(position, needed)], taken)
+            position += needed
             drawn = self._scored_rollouts(samples, group_size, sampling, step)
             self._counters["rollouts/sampled"] = self._counters.get("rollouts/sampled", 0) + len(drawn)
             if not rounds:
                 return drawn, position
             signal = signal_groups(self.reward_table(drawn), config.algorithm.signal_rewards).tolist()
-            more = drawn.of_prompts([i for i, has_signal in enumerate(signal) if has_signal][: wanted - len(taken)])
-            kept = kept + more if kept else more
+            more = drawn.of_prompts([i for i, has_signal in enumerate(signal) if has_signal][: needed - len(taken)])
+            accepted = accepted + more if accepted else more
             self._counters["rollouts/rounds"] = round_ + 1
-            if len(kept.samples) == wanted:
+            if len(accepted.samples) == needed:
                 break
         # With nothing to learn from in any round, the step reports it, and leaves the weights.
-        return kept or drawn, position
+        return accepted or drawn, position
 
     def sample_greedily(self, samples: Sequence[Sample], step: int) -> Rollouts:
         """One scored greedy rollout per sample (ReMax's baseline)."""
@@ -212,18 +212,18 @@ class Sampler:
 
     def score(self, rollouts: Rollouts) -> None:
         """Fills in the rewards of all rollouts on every rank. The ranks of an engine share the scoring of what it drew."""
-        own = [(row, rollout) for row, rollout in sorted(rollouts.held.items()) if self._scores(rollout)]
-        HEARTBEAT.samples = [rollout.sample_id for _, rollout in own]
+        share = [(row, rollout) for row, rollout in sorted(rollouts.held.items()) if self._scores(rollout)]
+        HEARTBEAT.samples = [rollout.sample_id for _, rollout in share]
         rewards = self.scorer.score(
-            [rollout.text for _, rollout in own],
-            [rollouts.sample(row) for row, _ in own],
-            [rollout.finish_reason for _, rollout in own],
-            [rollout.length for _, rollout in own],
-            [(rollout.sample_id, rollout.index) for _, rollout in own],
+            [rollout.text for _, rollout in share],
+            [rollouts.sample(row) for row, _ in share],
+            [rollout.finish_reason for _, rollout in share],
+            [rollout.length for _, rollout in share],
+            [(rollout.sample_id, rollout.index) for _, rollout in share],
         )
         columns = self.scorer.columns
         dtype = np.dtype([("row", "<i4"), ("rewards", "<f8", (len(columns),))])
-        scored = [(row, tuple(values.values())) for (row, _), values in zip(own, rewards, strict=True)]
+        scored = [(row, tuple(values.values())) for (row, _), values in zip(share, rewards, strict=True)]
         parts = self.grid.all_gather_bytes(np.array(scored, dtype=dtype).tobytes())
         everything = np.frombuffer(b"".join(parts), dtype=dtype)
         rollouts.columns, rollouts.rewards = columns, np.full((len(rollouts), len(columns)), np.nan)
