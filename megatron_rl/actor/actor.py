@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_rl.actor import build, fp8
 from megatron_rl.actor.build import learning_rate
@@ -244,8 +244,8 @@ class Actor:
 
     def expert_load(self) -> dict[str, float]:
         """How evenly the updates since the last call used the experts, on every rank; {} where the model has none."""
-        dims = self.description.dims
-        return expert_load(self._routings, dims["layers"], dims["experts"]) if dims["experts"] else {}
+        layers = sorted(self.model.expert_layers)
+        return expert_load(self._routings, layers, self.model.expert_count) if layers else {}
 
     def reduce(self, parts: Sequence[Metrics]) -> Metrics:
         """The metrics of all micro-batches of all data-parallel ranks, added in rank order, on every rank."""
@@ -343,8 +343,8 @@ class Actor:
         assert self.adapters is not None
         return iter_hf_weights(self.chunks, self.adapters.family, self.hf_config, self.parallel)
 
-    def weights(self) -> dict[Key, nn.Parameter]:
-        """This rank's parameters, by rule, layer and local expert."""
+    def weights(self) -> dict[Key, Tensor]:
+        """This rank's parameters and mapped buffers, by rule, layer and local expert."""
         return {weight.key: weight.parameter for weight in local_weights(self.chunks, self.model, self.parallel)}
 
     def shard_proof(self) -> ShardProof:

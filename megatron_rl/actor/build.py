@@ -37,7 +37,7 @@ def transformer_config(description: ModelDescription, actor: ActorConfig, dtype:
     Losses are sums over tokens divided by the whole minibatch's denominators (`calculate_per_token_loss`), so Megatron
     neither averages over micro-batches nor over data-parallel ranks.
     """
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core import transformer
 
     from megatron_rl.modules.gpt import ACTIVATIONS
 
@@ -46,7 +46,8 @@ def transformer_config(description: ModelDescription, actor: ActorConfig, dtype:
     transformer_engine = device.has_transformer_engine()
     if transformer_engine:
         allow_fused_accumulation()
-    return TransformerConfig(
+    config_class: type[TransformerConfig] = getattr(transformer, description.attention.config_class)
+    return config_class(
         **(description.transformer | {"activation_func": ACTIVATIONS[str(activation)]}),
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -135,12 +136,12 @@ def build_model(model: Model, actor: ActorConfig, dtype: torch.dtype) -> list[Ch
         make_moe_importable()
     config = transformer_config(model.description, actor, dtype)
     vocab_size = padded_vocab_size(model.dims["vocab"], actor.parallel.tensor)
-    chunks, build = [], builder(model.family)
+    chunks, build, vision = [], builder(model.family), model.description.vision
     for stage in range(actor.parallel.virtual_pipeline):
         vp_stage = stage if actor.parallel.virtual_pipeline > 1 else None
         chunk = build(model.description, config, vocab_size, vp_stage)
-        if actor.freeze_vision_tower and chunk.pre_process:
-            chunk.get_submodule("visual").requires_grad_(False)
+        if vision is not None and actor.freeze_vision_tower and chunk.pre_process:
+            chunk.get_submodule(vision.module).requires_grad_(False)
         if config.num_moe_experts is not None:
             reduce_gradients_of_experts(chunk)
             forget_routing(chunk)

@@ -94,11 +94,11 @@ def layer_routings(chunks: Sequence[Chunk], replay: bool) -> list[LayerRouting]:
     return [LayerRouting(layer, router, replay) for chunk in chunks for layer, router in routers(chunk)]
 
 
-def expert_load(routings: Sequence[LayerRouting], layers: int, experts: int) -> dict[str, float]:
-    """Metrics of how evenly the updates since the last call used the experts; every rank calls it."""
-    counts = torch.zeros(layers, experts, dtype=torch.int64, device=device.device())
+def expert_load(routings: Sequence[LayerRouting], layers: Sequence[int], experts: int) -> dict[str, float]:
+    """Metrics of how evenly the updates since the last call used the experts of these layers; every rank calls it."""
+    counts = torch.zeros(len(layers), experts, dtype=torch.int64, device=device.device())
     for routing in routings:
-        counts[routing.layer - 1] = routing.load
+        counts[layers.index(routing.layer - 1)] = routing.load
     forget_expert_load(routings)
     torch.distributed.all_reduce(counts)
     busiest = counts.amax(dim=1) / counts.double().mean(dim=1)

@@ -282,7 +282,7 @@ def render(config: Config, plan: MemoryPlan, source: str = "") -> str:
         f"actor: tensor {parallel.tensor} x pipeline {parallel.pipeline} x "
         + (f"context {parallel.context} x " if parallel.context > 1 else "")
         + f"data {plan.data_parallel}"
-        + (f", expert {parallel.expert}" if model.dims["experts"] else "")
+        + (f", expert {parallel.expert}" if model.experts else "")
         + (f" x {parallel.expert_tensor}" if parallel.expert_tensor > 1 else "")
         + f" on {plan.world} GPUs; {plan.parameters.total / 1e9:.3f} B parameters on the fullest",
         f"engines: {plan.engines} of {config.rollout.tensor_parallel} GPUs; the cache of each holds "

@@ -12,7 +12,6 @@ from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.models import Model
 from megatron_rl.models.lora import targets_of
-from megatron_rl.models.rules import Dims
 
 
 def check_actor(config: Config, command: str) -> Iterator[str]:
@@ -138,11 +137,11 @@ def check_actor_machine(config: Config) -> Iterator[str]:
             yield f"`actor.recompute_modules` has {name}, which needs Transformer Engine and so a GPU; leave it out here"
 
 
-def check_actor_model(config: Config, dims: Dims) -> Iterator[str]:
+def check_actor_model(config: Config, model: Model) -> Iterator[str]:
     """Yields a sentence per key of `actor` that the model's shape rules out."""
-    actor, experts = config.actor, bool(dims["experts"])
+    actor, experts, dims = config.actor, model.experts, model.dims
     if actor.recompute == "selective" and actor.recompute_modules:
-        here = {"layernorm", "core_attn"} | ({"moe", "moe_act"} if experts else {"mlp"})
+        here = {"layernorm", "core_attn", *["moe", "moe_act"] * bool(experts), *["mlp"] * (model.expert_share < 1)}
         if not here & set(actor.recompute_modules):
             yield (
                 f"`actor.recompute_modules` ({', '.join(actor.recompute_modules)}) names nothing that this model has; it has "

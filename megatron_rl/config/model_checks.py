@@ -100,7 +100,7 @@ def check_cpu_engine(config: Config) -> Iterator[str]:
     else:
         assert config.model.path is not None  # checked by `check_model`
         key, hf_config = "the model's head_dim", read_hf_config(config.model.path)
-    size = model_of(hf_config).dims["head_dim"]
+    size = model_of(hf_config).attention.head_width
     if size not in CPU_HEAD_SIZES:
         yield (
             f"{key} ({size}) is none of the sizes that vLLM's attention has on a CPU: "
@@ -229,22 +229,10 @@ def _check_layout(config: Config, model: Model, command: str) -> Iterator[str]:
     except ValueError as error:
         keys = "`actor.parallel.pipeline`" + (" or `virtual_pipeline`" if parallel.virtual_pipeline > 1 else "")
         yield f"the model's {error}; lower {keys}"
-    heads, kv_heads, experts = dims["heads"], dims["kv_heads"], dims["experts"]
-    for what, size in (("attention heads", heads), ("key/value heads", kv_heads)):
-        if size % parallel.tensor:
-            yield f"the model's {what} ({size}) must be a multiple of `actor.parallel.tensor` ({parallel.tensor})"
-    if kv_heads % parallel.tensor == 0:
-        yield from dict.fromkeys(uncuttable(model, parallel))
-    if heads % rollout.tensor_parallel:
-        yield (
-            f"the model's attention heads ({heads}) must be a multiple of `rollout.tensor_parallel` "
-            f"({rollout.tensor_parallel})"
-        )
-    elif kv_heads % rollout.tensor_parallel and rollout.tensor_parallel % kv_heads:
-        yield (
-            f"`rollout.tensor_parallel` ({rollout.tensor_parallel}) must divide the model's {kv_heads} key/value "
-            "heads, or be a multiple of them"
-        )
+    refused = list(model.attention.problems(parallel.tensor, "actor.parallel.tensor"))
+    yield from refused or dict.fromkeys(uncuttable(model, parallel))
+    yield from model.attention.engine_problems(rollout.tensor_parallel, "rollout.tensor_parallel")
+    experts = model.expert_count
     yield from check_rollout_model(rollout, model)
     if experts and parallel.tensor > 1 and not parallel.sequence:
         yield (
@@ -258,7 +246,7 @@ def _check_layout(config: Config, model: Model, command: str) -> Iterator[str]:
     elif experts % parallel.expert:
         yield f"the model's {experts} experts must be a multiple of `actor.parallel.expert` ({parallel.expert})"
     yield from _check_vision(config, model)
-    yield from check_actor_model(config, dims)
+    yield from check_actor_model(config, model)
     yield from check_lora(config.actor.lora, model)
     yield from check_adapter(config, model)
     yield from _check_length(config, model.description.max_positions, command)

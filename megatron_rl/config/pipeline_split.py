@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, islice
+
 
 def chunk_layers(layers: int, pipeline: int, virtual_pipeline: int = 1) -> list[list[int]]:
     """Layers of the model chunks of each of `pipeline` stages.
@@ -37,6 +39,15 @@ def chunk_layers(layers: int, pipeline: int, virtual_pipeline: int = 1) -> list[
 def stage_layers(layers: int, pipeline: int, virtual_pipeline: int = 1) -> list[int]:
     """Layers on each stage, of all its chunks. Raises as `chunk_layers`."""
     return [sum(chunks) for chunks in chunk_layers(layers, pipeline, virtual_pipeline)]
+
+
+def stage_numbers(layers: int, pipeline: int, virtual_pipeline: int = 1) -> tuple[tuple[int, ...], ...]:
+    """The layers of each stage by number, in its order: one chunk after the other. Raises as `chunk_layers`."""
+    numbers = iter(range(layers))
+    # The first chunks of all stages one after the other, then their second ones.
+    rows = zip(*chunk_layers(layers, pipeline, virtual_pipeline), strict=True)
+    chunks = [[tuple(islice(numbers, count)) for count in row] for row in rows]
+    return tuple(tuple(chain.from_iterable(stage)) for stage in zip(*chunks, strict=True))
 
 
 def _spread(rows: int, pipeline: int, virtual_pipeline: int) -> list[int]:

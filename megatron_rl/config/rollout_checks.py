@@ -8,7 +8,6 @@ from megatron_rl.base.block_fp8 import BLOCK
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import Model
 from megatron_rl.models.fp8 import module_of, quantised_modules
-from megatron_rl.models.rules import Dims, HFTensor, Rule
 
 
 def check_rollout(config: Config, local_world_size: int | None) -> Iterator[str]:
@@ -37,7 +36,7 @@ def check_rollout_machine(config: Config) -> Iterator[str]:
 def check_rollout_model(rollout: RolloutConfig, model: Model) -> Iterator[str]:
     """Yields a sentence per key of `rollout` that the model's shape rules out."""
     if rollout.expert_parallel:
-        yield from _check_experts(rollout, model.dims["experts"])
+        yield from _check_experts(rollout, model.expert_count)
     if rollout.fp8 != "none":
         yield from _check_fp8(rollout, model)
 
@@ -64,7 +63,7 @@ def _check_fp8(rollout: RolloutConfig, model: Model) -> Iterator[str]:
         yield f"`rollout.fp8_skip` {error}"
         return
     for rule in (rule for rule in model.parameters if rule.is_projection):
-        named = (rule.at(layer, 0) for layer in range(model.dims["layers"]))
+        named = (rule.at(layer, 0) for layer in rule.layers_of(model.dims["layers"]))
         if not any(module_of(of_layer.hf[0].name) in modules for of_layer in named):
             continue
         if rule.per_expert and rule.dim and model.dims["hidden"] % BLOCK:  # experts are stacked
@@ -74,7 +73,7 @@ def _check_fp8(rollout: RolloutConfig, model: Model) -> Iterator[str]:
             )
         parts = 1 if rule.per_expert and rollout.expert_parallel else rollout.tensor_parallel
         for tensor in rule.hf if parts > 1 or len(rule.hf) > 1 else ():
-            size = _on_rank(rule, tensor, model.dims, parts)
+            size = model.in_engine(parts).dims[tensor.shape[rule.dim]] // parts
             if size % BLOCK:
                 share = f" on each of {parts} ranks" if parts > 1 else ""
                 fewer = "lower rollout.tensor_parallel, or " if parts > 1 else ""
@@ -85,11 +84,3 @@ def _check_fp8(rollout: RolloutConfig, model: Model) -> Iterator[str]:
                     "rollout.fp8_skip"
                 )
                 break
-
-
-def _on_rank(rule: Rule, tensor: HFTensor, dims: Dims, parts: int) -> int:
-    """Rows (or columns) of one tensor on each rank of an engine, where key and value heads may be repeated."""
-    symbol = tensor.shape[rule.dim]
-    if symbol == "kv":
-        return max(1, dims["kv_heads"] // parts) * dims["head_dim"]
-    return dims[symbol] // parts

@@ -8,6 +8,7 @@ import io
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -127,7 +128,7 @@ class ImageReader:
         self.vision = vision
         if not (Path(folder) / "preprocessor_config.json").is_file():
             raise ValueError(f"{folder} has no preprocessor_config.json, which says how images become pixels")
-        self.processor = image_processor(folder, min_pixels, max_pixels)
+        self.processor = image_processor(folder, vision, min_pixels, max_pixels)
         self.pixels = functools.lru_cache(_KEPT)(self._pixels)
 
     def place(self, ids: Sequence[int], sources: Sequence[Source]) -> tuple[list[int], PromptImages]:
@@ -149,8 +150,7 @@ class ImageReader:
 
     def grid(self, source: Source) -> tuple[int, int, int]:
         """Frames (1), rows and columns of patches of an image. Raises ValueError: as `open_image`, or it is too narrow."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
+        smart_resize = import_module(self.vision.processor[0]).smart_resize
         image = open_image(source)
         try:
             size, factor = self.processor.size, self.processor.patch_size * self.vision.merge
@@ -231,12 +231,13 @@ def fingerprint(sources: Sequence[Source]) -> str:
     return digest.hexdigest()
 
 
-def image_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Any:
-    """Qwen's, by PIL: transformers' other one needs torchvision."""
-    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen
-
+def image_processor(
+    folder: str | Path, vision: Vision, min_pixels: int | None = None, max_pixels: int | None = None
+) -> Any:
+    """The processor that the family names, with the folder's settings."""
+    module, name = vision.processor
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    processor: Any = qwen.Qwen2VLImageProcessorPil.from_pretrained(
+    processor: Any = getattr(import_module(module), name).from_pretrained(
         str(folder), **{name: value for name, value in limits.items() if value is not None}
     )
     return processor

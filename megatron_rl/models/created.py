@@ -1,4 +1,4 @@
-"""What families ask of the sizes of a model that is made at start-up; the recipe's `model.create` has them."""
+"""The sizes of a model that is made at start-up, as families ask for them; the recipe's `model.create` has them."""
 
 from __future__ import annotations
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from megatron_rl.models.attention import Attention, GroupedQuery
+from megatron_rl.models.experts import Experts
 from megatron_rl.models.hf_config import JSON, Fields, HFConfig, rope_arguments
-from megatron_rl.models.rules import Dims, HFTensor, Place, Rule, Sharding
+from megatron_rl.models.rules import INPUT_NORM, MLP_NORM, Dims, HFTensor, Place, Rule, Sharding, layer_rule
 
-Settings = dict[str, bool | int | float | str]
+Settings = dict[str, bool | int | float | str | list[int]]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Vision:
         merge: rows, and columns, of patches that become one output.
         sections: pairs of a head's dimensions that turn by time, height and width.
         tower: arguments of transformers' configuration of the tower.
+        module: of the first chunk, under which the tower is.
+        processor: the module of transformers with the image processor, and the processor's name in it.
     """
 
     image_token: int
@@ -33,6 +38,8 @@ class Vision:
     merge: int
     sections: tuple[int, ...]
     tower: Mapping[str, JSON]
+    module: str
+    processor: tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -40,17 +47,20 @@ class ModelDescription:
     """A model in Megatron's terms.
 
     Attributes:
-        dims: sizes by symbol (see `rules.DIM_FIELDS`), plus `layers`, `heads`, `kv_heads`; of a mixture of experts also
-            `top_k`, the experts per token. Dense: 0 `experts`. A reward model has `labels`, which is 1.
+        dims: sizes by symbol (see `rules.DIM_FIELDS`), plus `layers`. A reward model has `labels`, which is 1.
         transformer: fields of `TransformerConfig` that the architecture decides (none of layout, dtype or speed);
             `activation_func` by name, see `gpt.ACTIVATIONS`.
         model: arguments of `GPTModel`; `vocab_size` is unpadded, see `rules.padded_vocab_size`.
+        attention: that of every layer; its sizes are in `dims`.
+        experts: None: every feed-forward is dense.
         vision: None: it reads text only.
     """
 
     dims: Dims
     transformer: Settings
     model: Settings
+    attention: Attention
+    experts: Experts | None = None
     vision: Vision | None = None
 
     @property
@@ -60,7 +70,7 @@ class ModelDescription:
     @property
     def max_positions(self) -> int:
         """Tokens of the longest sequence."""
-        return int(self.model["max_sequence_length"])
+        return int(str(self.model["max_sequence_length"]))
 
 
 @dataclass(frozen=True)
@@ -105,12 +115,52 @@ class Model:
         return self.description.dims
 
     @property
+    def attention(self) -> Attention:
+        return self.description.attention
+
+    @property
+    def experts(self) -> Experts | None:
+        return self.description.experts
+
+    @property
+    def expert_count(self) -> int:
+        """Experts of each layer that has some; 0 where there are none."""
+        return 0 if self.experts is None else self.experts.count
+
+    @cached_property
+    def expert_layers(self) -> frozenset[int]:
+        """The layers whose feed-forwards are experts."""
+        rules = (rule for rule in self.family.rules if rule.per_expert)
+        return frozenset(layer for rule in rules for layer in rule.layers_of(self.dims["layers"]))
+
+    @property
+    def expert_numbers(self) -> int:
+        """Numbers in all experts' matrices."""
+        return len(self.expert_layers) * self.experts.numbers(self.dims["hidden"]) if self.experts else 0
+
+    @property
+    def expert_share(self) -> float:
+        """The share of the layers whose feed-forwards are experts."""
+        return len(self.expert_layers) / self.dims["layers"]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every layer has the same weights."""
+        return all(rule.layers is None for rule in self.family.rules)
+
+    def in_engine(self, tensor: int) -> Model:
+        """The model with what an engine of `tensor` ranks repeats: its sizes divided by `tensor` are those of a rank."""
+        attention = self.attention.in_engine(tensor)
+        dims = {**self.dims, **attention.dims}
+        return replace(self, description=replace(self.description, dims=dims, attention=attention))
+
+    @property
     def parameters(self) -> tuple[Rule, ...]:
         """The rules that it has weights for: all, without the output layer where it is tied."""
         return tuple(rule for rule in self.family.rules if not (rule.is_output and self.description.tied))
 
     def weights(self) -> Iterator[Rule]:
-        """Every parameter in file order, names filled in; a tied output layer is left out."""
+        """Every parameter and mapped buffer in file order, names filled in; a tied output layer is left out."""
         return (rule for rule, _, _ in self.numbered())
 
     def numbered(self) -> Iterator[tuple[Rule, int | None, int | None]]:
@@ -119,15 +169,13 @@ class Model:
         yield from ((rule, None, None) for rule in rules if rule.place is Place.EMBEDDING)
         for layer in range(self.dims["layers"]):
             for rule in rules:
-                if rule.per_layer:
-                    experts = range(self.dims["experts"]) if rule.per_expert else [None]
+                if rule.is_in(layer):
+                    experts = range(self.expert_count) if rule.per_expert else [None]
                     yield from ((rule.at(layer, expert), layer, expert) for expert in experts)
         yield from ((rule, None, None) for rule in rules if rule.place is Place.HEAD)
 
 
 # --------------------------------------------------------------------------------- rules that Llama-like decoders share
-_LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
-
 EMBEDDING = Rule(
     ("embedding.word_embeddings.weight",),
     (HFTensor("model.embed_tokens.weight", ("vocab", "hidden")),),
@@ -149,60 +197,7 @@ OUTPUT = Rule(
     Place.HEAD,
     engine="lm_head.weight",
 )
-
-
-def layer_rule(
-    megatron: str | tuple[str, ...], sharding: Sharding, *hf: tuple[str, tuple[str, ...]], engine: str = ""
-) -> Rule:
-    """A rule inside a decoder layer; names are relative to it. `engine`: "" where vLLM has one tensor under its own name."""
-    names = (megatron,) if isinstance(megatron, str) else megatron
-    tensors = tuple(HFTensor(_HF + name, shape) for name, shape in hf)
-    engine = engine or (hf[0][0] if len(hf) == 1 else "")
-    return Rule(
-        tuple(_LAYER + name for name in names), tensors, sharding, Place.LAYER, engine=_HF + engine if engine else ""
-    )
-
-
-# A norm is a module of its own in the local layer spec; Transformer Engine's fuses it into the linear layer behind it.
-INPUT_NORM = layer_rule(
-    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-    Sharding.REPLICATED,
-    ("input_layernorm.weight", ("hidden",)),
-)
-MLP_NORM = layer_rule(
-    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-    Sharding.REPLICATED,
-    ("post_attention_layernorm.weight", ("hidden",)),
-)
 NORMS = (INPUT_NORM, MLP_NORM)
-# Before experts there is nothing to fuse it into: Transformer Engine's checkpoints have it under its own name, the local
-# layer spec's under the fused one.
-MOE_NORMS = (INPUT_NORM, replace(MLP_NORM, saved=MLP_NORM.megatron[:1]))
-ATTENTION = (
-    layer_rule(
-        "self_attention.linear_qkv.weight",
-        Sharding.QKV,
-        ("self_attn.q_proj.weight", ("q", "hidden")),
-        ("self_attn.k_proj.weight", ("kv", "hidden")),
-        ("self_attn.v_proj.weight", ("kv", "hidden")),
-        engine="self_attn.qkv_proj.weight",
-    ),
-    layer_rule("self_attention.linear_proj.weight", Sharding.ROW, ("self_attn.o_proj.weight", ("hidden", "q"))),
-)
-QKV_BIAS = (
-    layer_rule(
-        "self_attention.linear_qkv.bias",
-        Sharding.QKV,
-        ("self_attn.q_proj.bias", ("q",)),
-        ("self_attn.k_proj.bias", ("kv",)),
-        ("self_attn.v_proj.bias", ("kv",)),
-        engine="self_attn.qkv_proj.bias",
-    ),
-)
-QK_NORMS = (
-    layer_rule("self_attention.q_layernorm.weight", Sharding.REPLICATED, ("self_attn.q_norm.weight", ("head_dim",))),
-    layer_rule("self_attention.k_layernorm.weight", Sharding.REPLICATED, ("self_attn.k_norm.weight", ("head_dim",))),
-)
 DENSE_MLP = (
     layer_rule(
         "mlp.linear_fc1.weight",
@@ -216,7 +211,7 @@ DENSE_MLP = (
 
 
 def decoder_rules(*layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The weight map of a decoder with these rules in every layer."""
+    """The weight map of a decoder with these rules in its layers."""
     return (EMBEDDING, *(rule for rules in layer for rule in rules), FINAL_NORM, OUTPUT)
 
 
@@ -249,16 +244,12 @@ def describe_decoder(
     fields.only("mlp_bias", False)
     if fields.get("quantization_config"):
         fields.refuse("quantization_config", "...", "the weights must be those of the unquantised model")
+    attention = GroupedQuery(heads, kv_heads, head_dim, qk_norm)
     dims = {
         "layers": layers,
-        "experts": 0,
         "vocab": vocab,
         "hidden": hidden,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "q": heads * head_dim,
-        "kv": kv_heads * head_dim,
+        **attention.dims,
         "ffn": ffn,
     }
     transformer: Settings = {
@@ -284,7 +275,7 @@ def describe_decoder(
         "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", tied),
         **rope_arguments(fields, max_positions),
     }
-    return ModelDescription(dims, transformer, model)
+    return ModelDescription(dims, transformer, model, attention)
 
 
 def sliding_window(fields: Fields) -> int | None:

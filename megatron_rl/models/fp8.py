@@ -47,7 +47,7 @@ def quantised_modules(model: Model, skip: Sequence[str] = ()) -> frozenset[str]:
     """
     unused, chosen = set(skip), set[str]()
     for rule in (rule for rule in model.parameters if rule.is_projection):
-        for layer in range(model.dims["layers"]):
+        for layer in rule.layers_of(model.dims["layers"]):
             names = [module_of(tensor.name) for tensor in rule.at(layer, 0).hf]
             matching = [{pattern for pattern in skip if fnmatchcase(name, pattern)} for name in names]
             unused -= set().union(*matching)
@@ -67,12 +67,11 @@ def quantised_modules(model: Model, skip: Sequence[str] = ()) -> frozenset[str]:
 
 def vllm_parameters(model: Model, modules: Collection[str]) -> frozenset[str]:
     """vLLM's names of the parameters that hold the weights of `modules`; without those that their rules do not name."""
-    layers = range(model.dims["layers"])
     rules = [rule for rule in model.parameters if rule.is_projection and rule.engine]
     return frozenset(
         rule.engine.format(layer=layer)
         for rule in rules
-        for layer in layers
+        for layer in rule.layers_of(model.dims["layers"])
         if module_of(rule.at(layer, 0).hf[0].name) in modules
     )
 
@@ -85,7 +84,7 @@ def quantization_config(
     for rule in (
         rule for rule in Model(family, description).parameters if rule.per_layer and len(rule.hf[0].shape) == 2
     ):
-        for layer in range(description.dims["layers"]):
+        for layer in rule.layers_of(description.dims["layers"]):
             names = {module_of(tensor.name): None for tensor in rule.at(layer, 0).hf}
             if not rule.is_projection or (modules is not None and modules.isdisjoint(names)):
                 kept |= names

@@ -5,8 +5,8 @@ One architecture; Mistral adds a sliding window, which is refused where it would
 
 from __future__ import annotations
 
+from megatron_rl.models.attention import ATTENTION
 from megatron_rl.models.family import (
-    ATTENTION,
     DENSE_MLP,
     NORMS,
     Family,

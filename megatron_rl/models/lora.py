@@ -25,7 +25,7 @@ PEFT_PREFIX = "base_model.model."  # before the names of modules in PEFT's files
 
 
 class LoRA(Protocol):
-    """What is asked of a recipe's adapters: the values of its `actor.lora`."""
+    """A recipe's adapters: the values of its `actor.lora`."""
 
     @property
     def rank(self) -> int: ...
@@ -68,7 +68,7 @@ def check_lora(lora: LoRA, model: Model) -> Iterator[str]:
         elif name != ALL and name not in every:
             nearest = did_you_mean(name, [ALL, *every])
             yield f"`actor.lora.targets` has {name!r}, and the model's linear layers are {', '.join(every)}{nearest}"
-    if lora.experts and not model.dims["experts"]:
+    if lora.experts and not model.experts:
         yield "`actor.lora.experts` is for experts, and the model has none; set it to false"
     wanted = targets_of(lora, model)
     for tensor in (tensor for rule in _linear(model, lora.experts) for tensor in rule.hf):
@@ -84,7 +84,7 @@ def check_lora(lora: LoRA, model: Model) -> Iterator[str]:
 def _check_engine(lora: LoRA, model: Model) -> Iterator[str]:
     """What adapters in the engine rule out."""
     for what, found in (
-        ("a mixture of experts", model.dims["experts"]),
+        ("a mixture of experts", model.experts),
         ("a model that reads images", model.description.vision),
         (f"a rank above {ENGINE_RANKS[-1]}", lora.rank > ENGINE_RANKS[-1]),
     ):
@@ -134,12 +134,14 @@ def pair(rule: Rule, tensor: HFTensor, decoder: str) -> tuple[Rule, Rule]:
             (HFTensor(f"{name}lora_A.weight", ("rank", columns)),),
             Sharding.ROW if by_columns else Sharding.REPLICATED,
             rule.place,
+            layers=rule.layers,
         ),
         Rule(
             (f"{layer}.{outer}",),
             (HFTensor(f"{name}lora_B.weight", (rows, "rank")),),
             Sharding.REPLICATED if by_columns else Sharding.COLUMN,
             rule.place,
+            layers=rule.layers,
         ),
     )
 

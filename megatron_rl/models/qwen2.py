@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from megatron_rl.models.attention import ATTENTION, QKV_BIAS
 from megatron_rl.models.family import (
-    ATTENTION,
     DENSE_MLP,
     NORMS,
-    QKV_BIAS,
     Family,
     ModelDescription,
     decoder_rules,

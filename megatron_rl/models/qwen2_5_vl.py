@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_rl.models import qwen3
+from megatron_rl.models.attention import ATTENTION, QKV_BIAS
 from megatron_rl.models.created import Sizes, TowerSizes
 from megatron_rl.models.family import (
-    ATTENTION,
     DENSE_MLP,
     NORMS,
-    QKV_BIAS,
     Family,
     ModelDescription,
     Vision,
@@ -30,6 +29,9 @@ IMAGE_WORDS = {
     "<|vision_end|>": "vision_end_token_id",
     "<|video_pad|>": "video_token_id",
 }
+_MODULE = "visual"
+# By PIL: the other one needs torchvision.
+_PROCESSOR = ("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")
 # What Qwen's chat template writes for an image; the processor repeats the middle one.
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -68,11 +70,12 @@ def _describe(config: HFConfig) -> ModelDescription:
     tower = Fields(fields.section(_VISION), "qwen2_5_vl's vision tower")
     fields.finish()
     dims = dict(description.dims)
-    if 2 * sum(sections) != dims["head_dim"]:
+    if 2 * sum(sections) != description.attention.head_width:
         raise ValueError(
             f"config.json: `mrope_section` = {list(sections)} must add up to half of head_dim {dims['head_dim']}"
         )
-    vision = Vision(image, _IMAGE, tower.integer("depth", 32), tower.integer("spatial_merge_size", 2), sections, {})
+    depth, merge = tower.integer("depth", 32), tower.integer("spatial_merge_size", 2)
+    vision = Vision(image, _IMAGE, depth, merge, sections, {}, _MODULE, _PROCESSOR)
     for symbol, name, default in (
         ("v_hidden", "hidden_size", 3584),
         ("v_ffn", "intermediate_size", 3420),
@@ -107,7 +110,7 @@ def _describe(config: HFConfig) -> ModelDescription:
         "out_hidden_size": dims["hidden"],
     }
     model = {**description.model, "position_embedding_type": "mrope"}
-    return ModelDescription(dims, description.transformer, model, replace(vision, tower=settings))
+    return replace(description, dims=dims, model=model, vision=replace(vision, tower=settings))
 
 
 def created_config(create: Sizes, vision: TowerSizes) -> dict[str, JSON]:
@@ -154,7 +157,7 @@ def _linear(name: str, rows: str, columns: str, parts: tuple[str, ...] = ()) -> 
 
 
 def _rule(name: str, *tensors: HFTensor) -> Rule:
-    return Rule((name,), tensors, Sharding.REPLICATED, Place.EMBEDDING, engine=name)
+    return Rule((name,), tensors, Sharding.REPLICATED, Place.EMBEDDING, engine=name, in_tower=True)
 
 
 def _norm(name: str) -> Rule:
@@ -165,17 +168,17 @@ def _rules(config: HFConfig) -> tuple[Rule, ...]:
     """The decoder's, and one per tensor of the tower, whose depth the config says."""
     depth = Fields(Fields(config, "qwen2_5_vl").section(_VISION), "qwen2_5_vl's vision tower").integer("depth", 32)
     patches = ("v_hidden", "v_channels", "v_frames", "v_patch", "v_patch")
-    tower = [_rule("visual.patch_embed.proj.weight", HFTensor("visual.patch_embed.proj.weight", patches))]
+    tower = [_rule(f"{_MODULE}.patch_embed.proj.weight", HFTensor(f"{_MODULE}.patch_embed.proj.weight", patches))]
     for number in range(depth):
-        block = f"visual.blocks.{number}"
+        block = f"{_MODULE}.blocks.{number}"
         tower += [_norm(f"{block}.norm1"), _norm(f"{block}.norm2")]
         tower += _linear(f"{block}.attn.qkv", "v_qkv", "v_hidden")
         tower += _linear(f"{block}.attn.proj", "v_hidden", "v_hidden")
         tower += _linear(f"{block}.mlp.gate_up_proj", "v_ffn", "v_hidden", ("gate_proj", "up_proj"))
         tower += _linear(f"{block}.mlp.down_proj", "v_hidden", "v_ffn")
-    tower.append(_norm("visual.merger.ln_q"))
-    tower += _linear("visual.merger.mlp.0", "v_merged", "v_merged")
-    tower += _linear("visual.merger.mlp.2", "hidden", "v_merged")
+    tower.append(_norm(f"{_MODULE}.merger.ln_q"))
+    tower += _linear(f"{_MODULE}.merger.mlp.0", "v_merged", "v_merged")
+    tower += _linear(f"{_MODULE}.merger.mlp.2", "hidden", "v_merged")
     return (*_DECODER, *tower)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from megatron_rl.models.attention import ATTENTION, QK_NORMS
 from megatron_rl.models.created import Sizes
 from megatron_rl.models.family import (
-    ATTENTION,
     DENSE_MLP,
     NORMS,
-    QK_NORMS,
     Family,
     ModelDescription,
     decoder_rules,

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_rl.models import qwen3
+from megatron_rl.models.attention import ATTENTION, QK_NORMS
 from megatron_rl.models.created import Sizes
+from megatron_rl.models.experts import MOE, MOE_NORMS, Experts
 from megatron_rl.models.family import (
-    ATTENTION,
-    MOE_NORMS,
-    QK_NORMS,
     Family,
     ModelDescription,
     Settings,
     decoder_rules,
     describe_decoder,
-    layer_rule,
     sliding_window,
 )
 from megatron_rl.models.hf_config import JSON, Fields, HFConfig
-from megatron_rl.models.rules import Sharding
-
-# Experts are modules of their own (SequentialMLP), or numbered weights of one module (TEGroupedMLP).
-MOE = (
-    layer_rule("mlp.router.weight", Sharding.REPLICATED, ("mlp.gate.weight", ("experts", "hidden"))),
-    layer_rule(
-        ("mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"),
-        Sharding.GATED,
-        ("mlp.experts.{expert}.gate_proj.weight", ("expert_ffn", "hidden")),
-        ("mlp.experts.{expert}.up_proj.weight", ("expert_ffn", "hidden")),
-        engine="mlp.experts.routed_experts.w13_weight",
-    ),
-    layer_rule(
-        ("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"),
-        Sharding.ROW,
-        ("mlp.experts.{expert}.down_proj.weight", ("hidden", "expert_ffn")),
-        engine="mlp.experts.routed_experts.w2_weight",
-    ),
-)
 
 
 def _describe(config: HFConfig) -> ModelDescription:
@@ -63,10 +44,12 @@ def _describe(config: HFConfig) -> ModelDescription:
         "moe_router_dtype": "fp32",
     }
     fields.finish()
-    return ModelDescription(
-        {**dense.dims, "experts": experts, "expert_ffn": expert_ffn, "top_k": top_k},
-        {**dense.transformer, **moe},
-        dense.model,
+    mixture = Experts(experts, top_k, expert_ffn)
+    return replace(
+        dense,
+        dims={**dense.dims, **mixture.dims},
+        transformer={**dense.transformer, **moe},
+        experts=mixture,
     )
 
 

@@ -42,7 +42,7 @@ class Place(IntEnum):
     """Where in the model a parameter is, in file order."""
 
     EMBEDDING = 0  # on the first pipeline stage
-    LAYER = 1  # in every decoder layer, on that layer's stage
+    LAYER = 1  # in decoder layers, on that layer's stage
     HEAD = 2  # after the layers, on the last stage
 
 
@@ -76,7 +76,10 @@ class Rule:
         megatron: its possible names, by layer spec; Transformer Engine's last, but for experts.
         saved: further names in distributed checkpoints (see `convert.layout`) that are no parameter's name.
         engine: name of vLLM's parameter (with `{layer}`), which holds the tensors one after the other along `dim`, and of
-            experts all that a rank has, stacked; "": not known. `placement.EngineLayout` cuts it.
+            experts all that a rank has, stacked; "": not known. `weights.layouts.EngineLayout` cuts it.
+        layers: those that have it, by number; None: every layer.
+        in_tower: it belongs to what stands in front of a decoder that reads images.
+        buffer: the module has it as a buffer: it is loaded, saved and sent as a parameter is, and not trained.
     """
 
     megatron: tuple[str, ...]
@@ -85,15 +88,21 @@ class Rule:
     place: Place
     saved: tuple[str, ...] = ()
     engine: str = ""
+    layers: range | tuple[int, ...] | None = None
+    buffer: bool = False
+    in_tower: bool = False
 
     @cached_property
     def per_layer(self) -> bool:
         return self.place is Place.LAYER
 
-    @cached_property
-    def in_tower(self) -> bool:
-        """Whether it belongs to what stands in front of a decoder that reads images."""
-        return self.megatron[0].startswith("visual.")
+    def is_in(self, layer: int) -> bool:
+        """Whether a decoder layer has it."""
+        return self.per_layer and (self.layers is None or layer in self.layers)
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        """The layers of a model of `count` that have it."""
+        return tuple(layer for layer in range(count) if self.is_in(layer))
 
     @cached_property
     def per_expert(self) -> bool:
@@ -128,6 +137,34 @@ class Rule:
             return "".join(number.get(part, re.escape(part)) for part in re.split(r"(\{\w+\})", name))
 
         return tuple(re.compile(expression(name)) for name in self.megatron)
+
+
+_LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+
+def layer_rule(
+    megatron: str | tuple[str, ...], sharding: Sharding, *hf: tuple[str, tuple[str, ...]], engine: str = ""
+) -> Rule:
+    """A rule inside a decoder layer; names are relative to it. `engine`: "" where vLLM has one tensor under its own name."""
+    names = (megatron,) if isinstance(megatron, str) else megatron
+    tensors = tuple(HFTensor(_HF + name, shape) for name, shape in hf)
+    engine = engine or (hf[0][0] if len(hf) == 1 else "")
+    return Rule(
+        tuple(_LAYER + name for name in names), tensors, sharding, Place.LAYER, engine=_HF + engine if engine else ""
+    )
+
+
+# A norm is a module of its own in the local layer spec; Transformer Engine's fuses it into the linear layer behind it.
+INPUT_NORM = layer_rule(
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    Sharding.REPLICATED,
+    ("input_layernorm.weight", ("hidden",)),
+)
+MLP_NORM = layer_rule(
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    Sharding.REPLICATED,
+    ("post_attention_layernorm.weight", ("hidden",)),
+)
 
 
 @dataclass(frozen=True)

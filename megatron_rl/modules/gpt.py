@@ -9,12 +9,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
 from megatron_rl.models.family import ModelDescription
@@ -67,20 +64,17 @@ class ScalarHead(OutputLayer):
         return F.linear(input_, self.weight), None
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
-    """The decoder block of one chunk: its layers, and the final norm."""
-    experts, qk_norm = config.num_moe_experts, config.qk_layernorm
-    if device.has_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=experts is not None and config.moe_grouped_gemm, qk_layernorm=qk_norm
-        )
-    spec = get_gpt_layer_local_spec(
-        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm, normalization="RMSNorm"
-    )
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = SequenceParallelRMSNorm
-    attention.core_attention = PackedAttention
-    if qk_norm:
-        attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
-    layers = [spec] * get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=SequenceParallelRMSNorm)
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The decoder block of one chunk: its layers, by `moe_layer_freq` dense or with experts, and the final norm."""
+    transformer_engine = device.has_transformer_engine()
+    block = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
+    if transformer_engine:
+        return block
+    for spec in block.layer_specs:
+        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = SequenceParallelRMSNorm
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+    block.layer_norm = SequenceParallelRMSNorm
+    return block

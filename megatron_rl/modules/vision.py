@@ -24,7 +24,7 @@ class VisionLanguageModel(GPTModel):
     """`GPTModel` in which image tokens have the tower's outputs for embeddings. The first stage has the tower, every
     tensor-parallel rank all of it."""
 
-    visual: Any  # the tower
+    visual: Any  # the tower, by the family's `Vision.module`
 
     def __init__(self, vision: Vision, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, scatter_embedding_sequence_parallel=False)
@@ -32,6 +32,10 @@ class VisionLanguageModel(GPTModel):
             self.visual = _tower(vision).to(self.config.params_dtype)
             if self.config.recompute_granularity is not None:  # each of its blocks; nothing in them is random
                 self.visual.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+
+    @property
+    def tower(self) -> Any:
+        return self.visual
 
     def forward(
         self,

@@ -7,22 +7,32 @@ Estimates: each says what it is made of, and tests hold them to within 10 % of w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from megatron_rl.config.actor import ActorConfig, ParallelConfig
-from megatron_rl.config.pipeline_split import stage_layers
+from megatron_rl.config.pipeline_split import stage_numbers
 from megatron_rl.config.schema import Config
 from megatron_rl.models import Model
-from megatron_rl.models.rules import Dims, Place, shard_shape
+from megatron_rl.models.experts import Experts
+from megatron_rl.models.rules import Place, shard_shape
 from megatron_rl.seams.fp8_sizes import bytes_per_number, weight_bytes
 
 
 def activation_bytes_per_token(
-    model: Model, *, tensor: int, sequence: bool, expert_tensor: int = 1, dtype_bytes: int = 2, fp8: str | None = None
+    model: Model,
+    experts: Experts | None,
+    *,
+    tensor: int,
+    sequence: bool,
+    expert_tensor: int = 1,
+    dtype_bytes: int = 2,
+    fp8: str | None = None,
 ) -> float:
-    """Activations that one layer keeps of each packed token for its backward pass, per rank. An estimate.
+    """Activations that one layer, dense or with `experts`, keeps of each packed token for its backward pass, per rank. An
+    estimate.
 
     The accounting of Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, section 4), for
-    gated feed-forwards, grouped-query attention, no dropout and fused attention, which keeps no scores. The inputs of both
+    gated feed-forwards, no dropout and fused attention, which keeps no scores. The inputs of both
     norms and of the two first matrices are whole on every tensor-parallel rank without sequence parallelism. Experts are
     taken as evenly loaded; they keep the tokens sent to them and what they compute. A rank's tokens, its 1/tensor of the
     sequence, go to `top_k` experts each; every rank of `expert_tensor` gets those of all of them. Where they go is kept in
@@ -32,18 +42,15 @@ def activation_bytes_per_token(
     The product after attention keeps attention's own output, but for `delayed`.
     """
     dims, split = model.dims, tensor if sequence else 1
-    hidden, q, kv = dims["hidden"], dims["q"], dims["kv"]
     product = _product_width(dtype_bytes, fp8)
-    attention: float = dtype_bytes * (2 * q + 2 * kv + (q + kv if model.description.transformer["qk_layernorm"] else 0))
-    attention += product * q * (fp8 == "delayed")
-    norms = (
-        2 * dtype_bytes + product + (dtype_bytes if dims["experts"] else product)
-    )  # the router reads the norm's output
-    if dims["experts"]:
-        mlp = (_expert_bytes(dims, expert_tensor, dtype_bytes, product) + 12 * dims["experts"]) / split
+    attention: float = dtype_bytes * model.attention.kept_numbers
+    attention += product * model.attention.output_numbers * (fp8 == "delayed")
+    norms = 2 * dtype_bytes + product + (dtype_bytes if experts else product)  # the router reads the norm's output
+    if experts:
+        mlp = (_expert_bytes(model, experts, expert_tensor, dtype_bytes, product) + 12 * experts.count) / split
     else:
         mlp = (2 * dtype_bytes + product) * dims["ffn"] / tensor
-    return norms * hidden / split + attention / tensor + mlp
+    return norms * dims["hidden"] / split + attention / tensor + mlp
 
 
 def _product_width(dtype_bytes: int, fp8: str | None) -> float:
@@ -51,31 +58,38 @@ def _product_width(dtype_bytes: int, fp8: str | None) -> float:
     return dtype_bytes if fp8 is None else bytes_per_number(fp8)
 
 
-def _expert_bytes(dims: Dims, expert_tensor: int, dtype_bytes: float, product: float) -> float:
+def _expert_bytes(model: Model, experts: Experts, expert_tensor: int, dtype_bytes: float, product: float) -> float:
     """That the experts keep of each token; Transformer Engine's grouped ones. `product`: of a number that a product reads."""
-    return dims["top_k"] * (product * dims["hidden"] * expert_tensor + (2 * dtype_bytes + product) * dims["expert_ffn"])
+    read = product * model.dims["hidden"] * expert_tensor
+    return experts.top_k * (read + (2 * dtype_bytes + product) * experts.ffn)
 
 
-def _moved_numbers(dims: Dims, parallel: ParallelConfig) -> float:
+def _moved_numbers(model: Model, experts: Experts, parallel: ParallelConfig) -> float:
     """Of each token that a mixture of experts is computing, beside what is kept: copies on their way to the experts and
     back, which Megatron-Core holds until the layer's end: permuted, received, gathered, experts' output, in order again."""
-    if not dims["experts"]:
-        return 0
-    shared, several = parallel.expert_tensor, dims["experts"] > parallel.expert
+    shared, several = parallel.expert_tensor, experts.count > parallel.expert
     copies = 1 + shared + (parallel.expert > 1 and (several or shared > 1)) + several * shared * (1 + (shared > 1))
-    return dims["top_k"] * dims["hidden"] * copies
+    return experts.top_k * model.dims["hidden"] * copies
 
 
-def _of_layer(model: Model, config: Config, dtype_bytes: int, fp8: str | None) -> tuple[float, float]:
+def _kinds(model: Model) -> list[Experts | None]:
+    """The kinds of feed-forwards in its layers."""
+    share = model.expert_share
+    return [None] * (share < 1) + [model.experts] * (share > 0)
+
+
+def _of_layer(
+    model: Model, experts: Experts | None, config: Config, dtype_bytes: int, fp8: str | None
+) -> tuple[float, float]:
     """Bytes per token of a layer that is computed again: what it keeps until then, and what it keeps then."""
     parallel = config.actor.parallel
     sizes = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor, "dtype_bytes": dtype_bytes}
-    whole = activation_bytes_per_token(model, sequence=parallel.sequence, fp8=fp8, **sizes)
+    whole = activation_bytes_per_token(model, experts, sequence=parallel.sequence, fp8=fp8, **sizes)
     kept = whole
     if config.actor.recompute == "full":  # each layer's input
         kept = dtype_bytes * model.dims["hidden"] / (parallel.tensor if parallel.sequence else 1)
     elif config.actor.recompute == "selective":
-        kept = whole - _recomputed(model, config, dtype_bytes, _product_width(dtype_bytes, fp8))
+        kept = whole - _recomputed(model, experts, config, dtype_bytes, _product_width(dtype_bytes, fp8))
     return kept, whole
 
 
@@ -85,36 +99,49 @@ def activations(model: Model, config: Config, dtype_bytes: int) -> float:
     parallel, fp8 = config.actor.parallel, config.actor.fp8
     tokens = config.actor.tokens_per_microbatch / parallel.context
     split = parallel.tensor if parallel.sequence else 1
-    kept, per_layer = _of_layer(model, config, dtype_bytes, None if fp8 is None else fp8.recipe)
-    stages = stage_layers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
-    ends = 0.0  # what the first stage's layers in bf16 keep more
-    if fp8 is not None and fp8.bf16_ends:
-        ends = fp8.bf16_ends * (1 + (len(stages) == 1)) * (_of_layer(model, config, dtype_bytes, None)[0] - kept)
+    stages = stage_numbers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
+    kinds = _kinds(model)
+    sizes = {kind: _of_layer(model, kind, config, dtype_bytes, None if fp8 is None else fp8.recipe) for kind in kinds}
 
-    def of_stage(layers: int) -> float:
-        """Bytes per token of one micro-batch's activations in a stage of so many layers, with its output."""
-        again = layers
+    def of_stage(layers: Sequence[int]) -> float:
+        """Bytes per token of one micro-batch's activations in a stage of these layers, with its output."""
+        mixtures = len(model.expert_layers.intersection(layers)) / len(layers)
+        shares = {kind: mixtures if kind else 1 - mixtures for kind in kinds}
+        kept, per_layer = (sum(shares[kind] * sizes[kind][column] for kind in kinds) for column in (0, 1))
+        ends = 0.0  # what the first stage's layers in bf16 keep more
+        if fp8 is not None and fp8.bf16_ends:
+            more = _of_layer(model, kinds[0], config, dtype_bytes, None)[0] - sizes[kinds[0]][0]
+            ends = fp8.bf16_ends * (1 + (len(stages) == 1)) * more
+        again = len(layers)
         if config.actor.recompute == "full" and config.actor.recompute_layers is not None:
-            again = min(layers, config.actor.recompute_layers * parallel.virtual_pipeline)
-        return kept * again + per_layer * (layers - again) + ends + dtype_bytes * model.dims["hidden"] / split
+            again = min(again, config.actor.recompute_layers * parallel.virtual_pipeline)
+        return kept * again + per_layer * (len(layers) - again) + ends + dtype_bytes * model.dims["hidden"] / split
 
     # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
-    under_way = max(of_stage(count) * (len(stages) - stage) for stage, count in enumerate(stages))
+    under_way = max(of_stage(layers) * (len(stages) - stage) for stage, layers in enumerate(stages))
     if parallel.virtual_pipeline > 1:  # interleaving: 1 + (p - 1) / (p v) times that (section 4.2.3)
-        under_way = of_stage(max(stages)) * (len(stages) + (len(stages) - 1) / parallel.virtual_pipeline)
-    # Beside what a layer keeps: two gradients, tokens gathered from all ranks, and experts' copies or a feed-forward's two.
-    beside = model.dims["hidden"] * (2 / split + (split > 1))
-    if model.dims["experts"]:
-        beside += _moved_numbers(model.dims, parallel) / split
-    else:
-        beside += 2 * model.dims["ffn"] / parallel.tensor
-    once = dtype_bytes * beside
-    if config.actor.recompute_layers is None:  # else the last layers, with which a backward pass begins, are kept
-        once += per_layer - kept
+        under_way = max(map(of_stage, stages)) * (len(stages) + (len(stages) - 1) / parallel.virtual_pipeline)
+    once = max(_of_one_layer(model, kind, config, dtype_bytes, *sizes[kind]) for kind in kinds)
     return tokens * under_way + max(0.0, tokens * once - head_workspace(model, config))
 
 
-def _recomputed(model: Model, config: Config, dtype_bytes: int, product: float) -> float:
+def _of_one_layer(
+    model: Model, experts: Experts | None, config: Config, dtype_bytes: int, kept: float, per_layer: float
+) -> float:
+    """Bytes per token while a layer is computed backwards, beside what it keeps until then: two gradients, tokens gathered
+    from all ranks, experts' copies or a feed-forward's two, and what is computed again."""
+    parallel = config.actor.parallel
+    split = parallel.tensor if parallel.sequence else 1
+    beside = model.dims["hidden"] * (2 / split + (split > 1))
+    if experts:
+        beside += _moved_numbers(model, experts, parallel) / split
+    else:
+        beside += 2 * model.dims["ffn"] / parallel.tensor
+    # With `recompute_layers` the last layers, with which a backward pass begins, are kept.
+    return dtype_bytes * beside + (per_layer - kept if config.actor.recompute_layers is None else 0)
+
+
+def _recomputed(model: Model, experts: Experts | None, config: Config, dtype_bytes: int, product: float) -> float:
     """Of `activation_bytes_per_token`, what selective recomputation does not keep. An estimate.
 
     Fused attention keeps no scores (`core_attn`), and Transformer Engine fuses every norm but the one before experts with the
@@ -122,14 +149,14 @@ def _recomputed(model: Model, config: Config, dtype_bytes: int, product: float) 
     """
     dims, parallel, modules = model.dims, config.actor.parallel, set(config.actor.recompute_modules)
     split = parallel.tensor if parallel.sequence else 1
-    if not dims["experts"]:
+    if not experts:
         ffn = (2 * dtype_bytes + product) * dims["ffn"] / parallel.tensor
         return ffn + product * dims["hidden"] / split if "mlp" in modules else 0
     again = dtype_bytes * float(dims["hidden"]) if "layernorm" in modules else 0
     if "moe" in modules:
-        again += _expert_bytes(dims, parallel.expert_tensor, dtype_bytes, product)
+        again += _expert_bytes(model, experts, parallel.expert_tensor, dtype_bytes, product)
     elif "moe_act" in modules:
-        again += product * dims["top_k"] * dims["expert_ffn"]
+        again += product * experts.top_k * experts.ffn
     return again / split
 
 
@@ -149,12 +176,17 @@ def _forward_workspace(model: Model, config: Config, tokens: int, dtype_bytes: i
     """A forward pass alone: three hidden states and a feed-forward, or the output layer with its hidden states."""
     dims, parallel = model.dims, config.actor.parallel
     split = parallel.tensor if parallel.sequence else 1
-    if dims["experts"]:
-        ffn = (_expert_bytes(dims, parallel.expert_tensor, 1, 1) + _moved_numbers(dims, parallel)) / split
-    else:
-        gathered = split > 1 and config.actor.fp8 is None  # in FP8 they are gone when the product is there
-        ffn = 3 * dims["ffn"] / parallel.tensor + dims["hidden"] * gathered
-    layer = dtype_bytes * (3 * dims["hidden"] / split + ffn) + 12 * dims["experts"] / split
+    layer = 0.0
+    for experts in _kinds(model):
+        if experts:
+            numbers = _expert_bytes(model, experts, parallel.expert_tensor, 1, 1) + _moved_numbers(
+                model, experts, parallel
+            )
+            ffn, chosen = numbers / split, 12 * experts.count / split
+        else:
+            gathered = split > 1 and config.actor.fp8 is None  # in FP8 they are gone when the product is there
+            ffn, chosen = 3 * dims["ffn"] / parallel.tensor + dims["hidden"] * gathered, 0.0
+        layer = max(layer, dtype_bytes * (3 * dims["hidden"] / split + ffn) + chosen)
     tile = min(config.actor.logits_mib * 2**20, tokens * dims["vocab"] * 4 / parallel.tensor)
     head = 2 * dtype_bytes * tokens * dims["hidden"] / parallel.context + tile * (1 if dtype_bytes == 4 else 1.5)
     return max(tokens / parallel.context * layer, head)
@@ -174,13 +206,13 @@ def fp8_weights(model: Model, actor: ActorConfig, stage: int) -> tuple[int, int]
     if actor.fp8 is None:
         return 0, 0
     parallel, ends, stages = actor.parallel, actor.fp8.bf16_ends, actor.parallel.pipeline
-    layers = stage_layers(model.dims["layers"], stages, parallel.virtual_pipeline)[stage]
-    layers = max(0, layers - ends * ((stage == 0) + (stage == stages - 1)))
+    layers = stage_numbers(model.dims["layers"], stages, parallel.virtual_pipeline)[stage]
+    layers = layers[ends * (stage == 0) : max(0, len(layers) - ends * (stage == stages - 1))]
     numbers = size = 0
     for rule in model.family.rules:
         if rule.place is not Place.LAYER or not rule.is_projection:
             continue
-        copies = layers * (model.dims["experts"] // parallel.expert if rule.per_expert else 1)
+        copies = sum(map(rule.is_in, layers)) * (model.expert_count // parallel.expert if rule.per_expert else 1)
         rows, columns = shard_shape(rule, model.dims, parallel.expert_tensor if rule.per_expert else parallel.tensor)
         numbers += copies * rows * columns
         size += copies * weight_bytes(rows, columns, actor.fp8.recipe)

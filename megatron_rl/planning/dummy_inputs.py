@@ -84,4 +84,4 @@ def whole_windows(chunk: Chunk, config: Config, model: Model) -> None:
     """Has a tower attend to whole images: one by one, its windows keep the same, and take ten times as long to count."""
     assert model.description.vision is not None
     side = model.description.vision.merge * model.dims["v_patch"]
-    cast(VisionLanguageModel, chunk).visual.window_size = side * (math.isqrt(config.rollout.max_prompt_tokens) + 2)
+    cast(VisionLanguageModel, chunk).tower.window_size = side * (math.isqrt(config.rollout.max_prompt_tokens) + 2)

@@ -31,7 +31,7 @@ from megatron_rl.actor import build
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.config.actor import ActorConfig, FP8Config, Recomputed
-from megatron_rl.config.pipeline_split import stage_layers
+from megatron_rl.config.pipeline_split import stage_numbers
 from megatron_rl.config.schema import Config
 from megatron_rl.models import HFConfig, Model, model_of
 from megatron_rl.modules.layers import PackedAttention, SequenceParallelRMSNorm
@@ -128,12 +128,14 @@ def measure(
     model, parallel = model_of(hf_config), config.actor.parallel
     per_stage = world // parallel.pipeline
     alike: dict[
-        tuple[int, bool, bool], tuple[RankMemory, list[_Chunk], list[tuple[int, int]]]
+        tuple[tuple[object, ...], bool, bool], tuple[RankMemory, list[_Chunk], list[tuple[int, int]]]
     ] = {}  # stages of the same modules
     measured = []
     buckets = _sync_bytes(config, model, world, min(node, world))
-    for stage, count in enumerate(stage_layers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)):
-        kind, rank = (count, stage == 0, stage == parallel.pipeline - 1), stage * per_stage
+    stages = stage_numbers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)
+    for stage, numbers in enumerate(stages):
+        kinds = tuple(layer in model.expert_layers for layer in numbers)
+        kind, rank = (kinds, stage == 0, stage == parallel.pipeline - 1), stage * per_stage
         if kind not in alike:
             alike[kind] = _measure_rank(config, hf_config, rank, world, fused, where)
         memory, chunks, optimizers = alike[kind]

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from megatron_rl.base.block_fp8 import BLOCK
 from megatron_rl.config.actor import ActorConfig, ParallelConfig
-from megatron_rl.config.pipeline_split import stage_layers
+from megatron_rl.config.pipeline_split import stage_numbers
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import Model
 from megatron_rl.models.fp8 import module_of, quantised_modules
@@ -75,14 +75,15 @@ def actor_parameters(
     """
     copies = {
         Place.EMBEDDING: int(stage == 0),
-        Place.LAYER: stage_layers(model.dims["layers"], pipeline, virtual_pipeline)[stage],
         Place.HEAD: int(stage == pipeline - 1),
     }
+    layers = stage_numbers(model.dims["layers"], pipeline, virtual_pipeline)[stage]
     result = Parameters()
     for rule in model.family.rules if pipeline > 1 else model.parameters:
-        experts = model.dims["experts"] // expert if rule.per_expert else 1
+        experts = model.expert_count // expert if rule.per_expert else 1
         ranks = expert_tensor if rule.per_expert else tensor
-        result += _on_rank(rule, model.dims, ranks, copies[rule.place] * experts)
+        count = sum(map(rule.is_in, layers)) if rule.per_layer else copies[rule.place]
+        result += _on_rank(rule, model.dims, ranks, count * experts)
     return result
 
 
@@ -94,14 +95,13 @@ def total_parameters(model: Model) -> int:
 def active_parameters(model: Model) -> int:
     """Of the whole model, those that one token passes through."""
     whole = actor_parameters(model)
-    return whole.dense + (whole.expert // model.dims["experts"] * model.dims["top_k"] if whole.expert else 0)
+    return whole.dense + (whole.expert // model.experts.count * model.experts.top_k if model.experts else 0)
 
 
 def engine_parameters(model: Model, tensor: int, expert: int = 1) -> int:
     """Parameters on each of an engine's `tensor` ranks: key/value heads repeated where ranks outnumber them, experts whole
     and spread over `expert` ranks (all or 1), else cut."""
-    repeated = replace(model, description=replace(model.description, dims=_engine_dims(model, tensor)))
-    return actor_parameters(repeated, tensor=tensor, expert=expert, expert_tensor=tensor // expert).total
+    return actor_parameters(model.in_engine(tensor), tensor=tensor, expert=expert, expert_tensor=tensor // expert).total
 
 
 def engine_weight_bytes(model: Model, rollout: RolloutConfig, width: int) -> float:
@@ -111,29 +111,18 @@ def engine_weight_bytes(model: Model, rollout: RolloutConfig, width: int) -> flo
     total = float(engine_parameters(model, tensor, expert) * width)
     if rollout.fp8 == "none":
         return total
-    modules, dims = quantised_modules(model, rollout.fp8_skip), _engine_dims(model, tensor)
+    modules, dims = quantised_modules(model, rollout.fp8_skip), model.in_engine(tensor).dims
     for rule in (rule for rule in model.parameters if rule.is_projection):
-        layers = sum(module_of(rule.at(i, 0).hf[0].name) in modules for i in range(dims["layers"]))
-        copies = layers * dims["experts"] // expert if rule.per_expert else layers
+        layers = sum(module_of(rule.at(i, 0).hf[0].name) in modules for i in rule.layers_of(dims["layers"]))
+        copies = layers * model.expert_count // expert if rule.per_expert else layers
         count = _on_rank(rule, dims, tensor // expert if rule.per_expert else tensor, copies).total
         total -= count * (width - 1 - 4 / BLOCK**2)
     return total
 
 
-def _engine_dims(model: Model, tensor: int) -> Dims:
-    """The model's sizes with key/value heads repeated where `tensor` ranks outnumber them."""
-    kv_heads = _engine_kv_heads(model, tensor) * tensor
-    return {**model.dims, "kv_heads": kv_heads, "kv": kv_heads * model.dims["head_dim"]}
-
-
-def _engine_kv_heads(model: Model, tensor: int) -> int:
-    """Key/value heads on each rank of an engine."""
-    return max(1, model.dims["kv_heads"] // tensor)
-
-
 def cache_bytes_per_token(model: Model, tensor: int, dtype_bytes: int = 2) -> int:
     """KV cache on each rank of an engine."""
-    return model.dims["layers"] * 2 * _engine_kv_heads(model, tensor) * model.dims["head_dim"] * dtype_bytes
+    return model.dims["layers"] * model.attention.cache_numbers(tensor) * dtype_bytes
 
 
 # --------------------------------------------------------------------------------------------------------------- sync
@@ -149,8 +138,8 @@ def _sync_layers(model: Model, rollout: RolloutConfig, stages: int, dtype_bytes:
     """For an FP8 engine a layer's experts (dense: gate and up) of every pipeline stage, collected in the model's dtype and
     made anew. Whole tensors: vLLM keeps a layer's until the last of them has come, then makes its shard of them anew."""
     dims, tensor = model.dims, rollout.tensor_parallel
-    matrices = 3 * dims["experts"] * dims["expert_ffn"] if dims["experts"] else 2 * dims["ffn"]
-    layer = matrices * dims["hidden"] * dtype_bytes
+    matrices = model.experts.numbers(dims["hidden"]) if model.experts else 2 * dims["ffn"] * dims["hidden"]
+    layer = matrices * dtype_bytes
     if rollout.sync != "sliced":
         return layer + layer / tensor
     return stages * layer / tensor * (1 + 1 / dtype_bytes) if rollout.fp8 != "none" else 0
@@ -208,7 +197,7 @@ def _split(model: Model) -> tuple[str, ...]:
     return (
         "actor.parallel.tensor",
         "actor.parallel.pipeline",
-        *["actor.parallel.expert"] * bool(model.dims["experts"]),
+        *["actor.parallel.expert"] * bool(model.experts),
     )
 
 
@@ -281,7 +270,7 @@ def _host(
     yield Component(Part.HOST_REFERENCE, trained * _keeps_reference(config), HOST_PHASES, _split(model))
     # vLLM keeps the experts of the tokens in its cache, a byte each.
     replay = actor.moe.routing_replay == "rollout"
-    chosen = replay * max(0.0, cache_tokens) * model.dims["layers"] * model.dims.get("top_k", 0)
+    chosen = max(0.0, cache_tokens) * model.dims["layers"] * model.experts.top_k if replay and model.experts else 0
     yield Component(Part.HOST_EXPERTS, chosen, HOST_PHASES, ("rollout.memory_fraction",))
 
 
@@ -309,12 +298,13 @@ def _fullest_stage(model: Model, parallel: ParallelConfig) -> tuple[int, Paramet
 
 
 def trained_parameters(model: Model, actor: ActorConfig) -> Parameters:
-    """Those that are trained, on the rank that holds most of them: with LoRA the adapters; a frozen tower is not."""
+    """Parameters that are trained, on the rank that holds most: with LoRA the adapters; no frozen tower, no buffers."""
     if actor.lora.rank:
         model = adapters_of(model, actor.lora)
-    elif actor.freeze_vision_tower:
-        decoder = tuple(rule for rule in model.family.rules if not rule.in_tower)
-        model = replace(model, family=replace(model.family, rules=decoder))
+    else:
+        frozen = actor.freeze_vision_tower
+        rules = tuple(rule for rule in model.family.rules if not (rule.buffer or (frozen and rule.in_tower)))
+        model = replace(model, family=replace(model.family, rules=rules))
     return fullest_rank(model, actor.parallel)
 
 

@@ -91,7 +91,7 @@ class Space:
         dims, node = self.model.dims, self.machine.local_world_size or 1
         tensors = [size for size in _SIZES if size <= node]
         pipelines = [size for size in _SIZES if size <= dims["layers"]]
-        experts = [size for size in _SIZES if size <= dims["experts"]] or [1]
+        experts = [size for size in _SIZES if size <= self.model.expert_count] or [1]
         for tensor, pipeline, context in itertools.product(tensors, pipelines, _SIZES[:4]):
             if self.world % (tensor * pipeline * context):
                 continue
@@ -99,7 +99,7 @@ class Space:
             virtuals = [
                 size for size in _VIRTUAL if (size == 1 or pipeline > 1) and _spread(dims["layers"], pipeline, size)
             ]
-            for virtual, expert, cut in itertools.product(virtuals, experts, (1, 2) if dims["experts"] else (1,)):
+            for virtual, expert, cut in itertools.product(virtuals, experts, (1, 2) if self.model.experts else (1,)):
                 layout = ParallelConfig(tensor, pipeline, virtual, context, expert, cut, sequence=tensor > 1)
                 if stage % (expert * cut) == 0 and cut <= tensor and not any(uncuttable(self.model, layout)):
                     yield layout
@@ -107,7 +107,7 @@ class Space:
     def actors(self, parallel: ParallelConfig) -> Iterator[ActorConfig]:
         """What is computed again, in micro-batches of how many tokens; state stays on the GPU."""
         base, rollout = self.config.actor, self.config.rollout
-        mixture = bool(self.model.dims["experts"])
+        mixture = self.model.experts is not None
         layers = -(-self.model.dims["layers"] // (parallel.pipeline * parallel.virtual_pipeline))
         default = replace(
             base, parallel=parallel, offload=False, offload_weights=False, recompute="none", recompute_layers=None
@@ -131,7 +131,7 @@ class Space:
         base, node = self.config.rollout, self.machine.local_world_size or 1
         precisions = [base.fp8] if base.fp8 != "none" or not self.fp8 else ["none", "blockwise"]
         for tensor, expert, fp8 in itertools.product(_SIZES, (False, True), precisions):
-            if tensor <= node and ((tensor > 1 and self.model.dims["experts"]) or not expert):
+            if tensor <= node and ((tensor > 1 and self.model.experts) or not expert):
                 yield replace(
                     base, tensor_parallel=tensor, expert_parallel=expert, fp8="blockwise" if fp8 != "none" else "none"
                 )

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.images import PromptImages
@@ -70,8 +70,8 @@ class TrainedWeights(Protocol):
     model: Model
     optimizer_steps: int  # behind the weights
 
-    def weights(self) -> Mapping[Key, nn.Parameter]:
-        """This rank's parameters, by rule, layer and local expert."""
+    def weights(self) -> Mapping[Key, Tensor]:
+        """This rank's parameters and mapped buffers, by rule, layer and local expert."""
         ...
 
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -118,7 +118,7 @@ class WeightSync(ABC):
         self, config: Config, grid: ProcessGrid, source: TrainedWeights, engine: Engine, probe: EngineProbe
     ) -> None:
         self.grid, self.source, self.engine, self._probe = grid, source, engine, probe
-        defaults = _DEFAULT_TOLERANCE_OF_EXPERTS if source.model.dims["experts"] else _DEFAULT_TOLERANCE
+        defaults = _DEFAULT_TOLERANCE_OF_EXPERTS if source.model.experts else _DEFAULT_TOLERANCE
         in_fp8 = config.rollout.fp8 != "none" or config.actor.fp8 is not None
         default = _DEFAULT_TOLERANCE_OF_FP8 if in_fp8 else defaults[config.model.dtype]
         self.tolerance = default if config.rollout.sync_tolerance is None else config.rollout.sync_tolerance

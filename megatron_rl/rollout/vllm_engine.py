@@ -71,8 +71,9 @@ class VllmEngine:
             register_images_only(images[1].processor)
         self.experts: np.dtype | None = None
         if config.actor.moe.routing_replay == "rollout":
-            kind = np.uint8 if model.dims["experts"] <= 256 else np.uint16
-            self.experts = np.dtype((kind, (model.dims["layers"], model.dims["top_k"])))
+            assert model.experts is not None  # checked with the recipe
+            kind = np.uint8 if model.experts.count <= 256 else np.uint16
+            self.experts = np.dtype((kind, (model.dims["layers"], model.experts.top_k)))
         returning = returned(device.has_gpu()) if self.experts is not None else contextlib.nullcontext()
         self._keeps_prefixes = bool(options["enable_prefix_caching"])
         gc.freeze()
@@ -206,7 +207,7 @@ def llm_options(config: Config, folder: str | Path, model: Model, most_images: i
 def gpu_options(config: RolloutConfig, model: Model) -> dict[str, object]:
     """vLLM's options on a GPU."""
     options: dict[str, object] = {}
-    if model.dims["experts"]:
+    if model.experts:
         # Other kernels for experts reorder the weights, or keep tensors that are garbage after sleep; Triton's keep them.
         options["moe_backend"] = "triton"
     if config.fp8 != "none":  # as if config.json said so

@@ -38,7 +38,7 @@ def under_way(stage: int, stages: int, chunks: int) -> list[int]:
     return [chunk for _, chunk in get_schedule_table(many, chunks, stages)[:warm_up]]
 
 
-class Attention(torch.autograd.Function):
+class FusedAttention(torch.autograd.Function):
     """Flash attention keeps query, key, value, output, and a float32 number per token and head; views it copies first."""
 
     @staticmethod
@@ -55,7 +55,7 @@ class Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-class _Window(Attention):
+class _Window(FusedAttention):
     """torch's fused attention: [sequences, heads, tokens, d]. Keeps views as they are."""
 
     @staticmethod
@@ -250,7 +250,7 @@ def fused_kernels(
     exact = {id(getattr(layer.mlp, "experts", None)) for layer in layers if layer not in in_fp8}
     for plain in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(plain, attention):
-            plain.forward = lambda query, key, value, *_, **__: Attention.apply(query, key, value)
+            plain.forward = lambda query, key, value, *_, **__: FusedAttention.apply(query, key, value)
         elif isinstance(plain, norm):
             plain.forward = _normed(cast(Tensor, plain.weight))
     for layer in layers:

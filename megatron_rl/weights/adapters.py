@@ -81,7 +81,7 @@ class Adapter(nn.Module):
         self._part = parallel.tp.rank if self.by_columns or sequence or self.per_expert else 0
         self.eval()
 
-    def _marked(self, parameter: nn.Parameter, base: nn.Parameter, rule: Rule) -> nn.Parameter:
+    def _marked(self, parameter: nn.Parameter, base: Tensor, rule: Rule) -> nn.Parameter:
         """With the attributes by which Megatron-Core sums gradients and their norm."""
         from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
@@ -229,7 +229,7 @@ def adapters_in(chunk: nn.Module) -> dict[str, Adapter]:
     return {name: module for name, module in chunk.named_modules() if isinstance(module, Adapter)}
 
 
-def merged(parameter: nn.Parameter, values: Tensor) -> Tensor:
+def merged(parameter: Tensor, values: Tensor) -> Tensor:
     """A parameter's values with what its adapters add; the values themselves where it has none."""
     adapter: Adapter | None = getattr(parameter, ADAPTER, None)
     return values if adapter is None else adapter.merge(values)

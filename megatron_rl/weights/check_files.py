@@ -33,8 +33,8 @@ def _fields_behind(names: set[str], model: Model) -> str:
         hints.append(f"tie_word_embeddings = {model.description.tied}")
     if layers and (max(layers) >= dims["layers"] or len(layers) < dims["layers"]):
         hints.append(f"num_hidden_layers = {dims['layers']}")
-    if experts and (max(experts) >= dims["experts"] or len(experts) < dims["experts"]):
-        hints.append(f"num_experts = {dims['experts']}")
+    if experts and (max(experts) >= model.expert_count or len(experts) < model.expert_count):
+        hints.append(f"num_experts = {model.expert_count}")
     return "config.json says " + " and ".join(hints or ["architectures and biases otherwise"])
 
 

@@ -29,7 +29,7 @@ class _Held:
     dim: int
     start: int
     length: int
-    parameter: nn.Parameter
+    parameter: Tensor
     at: int
 
     def differs_from(self, full: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -77,12 +78,10 @@ def _write_config(folder: Path, config: CreateModelConfig) -> None:
     from transformers import AutoConfig, GenerationConfig
 
     AutoConfig.for_model(**created_config(config)).save_pretrained(folder)
-    if config.vision is not None:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        Qwen2VLImageProcessorPil(
-            patch_size=config.vision.patch, min_pixels=(4 * config.vision.patch) ** 2
-        ).save_pretrained(folder)
+    if config.vision is not None and (vision := model_of(read_hf_config(folder)).description.vision) is not None:
+        module, name = vision.processor
+        processor = getattr(import_module(module), name)
+        processor(patch_size=config.vision.patch, min_pixels=(4 * config.vision.patch) ** 2).save_pretrained(folder)
     GenerationConfig(pad_token_id=0, eos_token_id=1).save_pretrained(folder)
 
 

@@ -21,6 +21,7 @@ from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.rules import Dims, Rule, Sharding, shard_slices
 from megatron_rl.weights.adapters import merged
 from megatron_rl.weights.inventory import Key, LocalWeight, local_experts, local_weights, split_axis
+from megatron_rl.weights.layouts import layers_of
 from megatron_rl.weights.load import weight_dims
 from megatron_rl.weights.parallel import Axis, ParallelGroups
 
@@ -94,8 +95,8 @@ def _plan(local: dict[Key, LocalWeight], model: Model, parallel: ParallelGroups)
     for before, after in pairwise(tasks):
         if before.key == after.key:
             raise ValueError(f"pipeline stages {before.stage} and {after.stage} both hold {after.rule.megatron[0]}")
-    layers, experts = model.dims["layers"], local_experts(model, parallel)
-    expected = sum((layers if rule.per_layer else 1) * (experts if rule.per_expert else 1) for rule in model.parameters)
+    experts = local_experts(model, parallel)
+    expected = sum(len(layers_of(model, rule)) * (experts if rule.per_expert else 1) for rule in model.parameters)
     if len(tasks) != expected:
         raise ValueError(f"the pipeline stages hold {len(tasks)} of the model's {expected} parameters")
     return tasks
@@ -151,7 +152,7 @@ def _gather(
             yield from merge_shards(task.rule.at(layer, rank * experts + expert), group, task.dims).items()
 
 
-def values(parameter: nn.Parameter) -> Tensor:
+def values(parameter: Tensor) -> Tensor:
     """A parameter's numbers: FP8 ones dequantised, those of a layer with adapters merged with what they add."""
     from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 

@@ -1,4 +1,4 @@
-"""Matching a Megatron module's parameters with a family's rules: every parameter accounted for, by global number."""
+"""Matching a Megatron module's parameters and buffers with a family's rules, by global numbers: no parameter is left out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_rl.models.family import Family, Model
 from megatron_rl.models.lora import is_adapter
@@ -19,12 +19,12 @@ Key = tuple[int, int, int]  # index of the rule in its family, global layer (-1:
 
 @dataclass(frozen=True)
 class LocalWeight:
-    """A parameter of this process, with the rule that describes it (global numbers filled into the names)."""
+    """A parameter or mapped buffer of this process, with the rule that describes it (global numbers in its names)."""
 
     key: Key
     rule: Rule
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
 
 
 def split_axis(rule: Rule, parallel: ParallelGroups) -> Axis:
@@ -33,7 +33,7 @@ def split_axis(rule: Rule, parallel: ParallelGroups) -> Axis:
 
 
 def local_experts(model: Model, parallel: ParallelGroups) -> int:
-    experts, ranks = model.dims["experts"], parallel.ep.size
+    experts, ranks = model.expert_count, parallel.ep.size
     if experts % ranks:
         raise ValueError(f"num_experts = {experts} does not divide over {ranks} expert-parallel ranks")
     return experts // ranks
@@ -47,7 +47,7 @@ def unwrap(module: nn.Module) -> Chunk:
 
 
 def local_weights(chunks: Sequence[nn.Module], model: Model, parallel: ParallelGroups) -> list[LocalWeight]:
-    """The parameters of this process's model chunks, of a family or of its adapters.
+    """The parameters of this process's model chunks and the buffers that rules name, of a family or of its adapters.
 
     Raises:
         ValueError: a parameter that the family's map does not know, or a weight of the family that the module lacks.
@@ -56,10 +56,16 @@ def local_weights(chunks: Sequence[nn.Module], model: Model, parallel: ParallelG
     family, experts = model.family, local_experts(model, parallel)
     for chunk in map(unwrap, chunks):
         layers = {i: layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
-        for name, parameter in chunk.named_parameters():
+        buffers = (pair for pair in chunk.named_buffers() if _match(pair[0], family, layers, buffers=True))
+        for name, parameter in (*chunk.named_parameters(), *buffers):
             if is_adapter(name) != family.adapters:
                 continue
-            key, rule = _match(name, family, layers)
+            matched = _match(name, family, layers, buffers=not isinstance(parameter, nn.Parameter))
+            if matched is None:
+                raise ValueError(
+                    f"parameter {name} of the Megatron model is not in the weight map of family `{family.name}`"
+                )
+            key, rule = matched
             if (
                 rule.is_output and model.description.tied
             ):  # the last stage's copy of the embedding: loaded, never exported
@@ -79,21 +85,22 @@ def local_weights(chunks: Sequence[nn.Module], model: Model, parallel: ParallelG
     return list(found.values())
 
 
-def _match(name: str, family: Family, layers: Mapping[int, int]) -> tuple[Key, Rule]:
+def _match(name: str, family: Family, layers: Mapping[int, int], buffers: bool) -> tuple[Key, Rule] | None:
+    """The rule of a parameter (or buffer) of this name. Where layers differ, rules of several layers may share a name."""
     for index, rule in enumerate(family.rules):
-        for pattern in rule.patterns:
-            match = pattern.fullmatch(name)
-            if match:
+        for pattern in rule.patterns if rule.buffer == buffers else ():
+            if match := pattern.fullmatch(name):
                 numbers = {group: int(value) for group, value in match.groupdict().items()}
                 layer = layers[numbers["layer"]] if "layer" in numbers else -1
-                return (index, layer, numbers.get("expert", -1)), rule
-    raise ValueError(f"parameter {name} of the Megatron model is not in the weight map of family `{family.name}`")
+                if layer < 0 or rule.is_in(layer):
+                    return (index, layer, numbers.get("expert", -1)), rule
+    return None
 
 
 def _expected(chunk: Chunk, model: Model, layers: Sequence[int], experts: int) -> Iterator[tuple[Key, Rule]]:
     for index, rule in enumerate(model.family.rules):
         if rule.per_layer:
-            for layer in layers:
+            for layer in filter(rule.is_in, layers):
                 for expert in range(experts) if rule.per_expert else [-1]:
                     yield (index, layer, expert), rule
         elif rule.is_output and model.description.tied:

@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain, islice
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_rl.config.actor import ParallelConfig
-from megatron_rl.config.pipeline_split import chunk_layers
+from megatron_rl.config.pipeline_split import stage_numbers
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models.family import Model
 from megatron_rl.models.rules import Dims, Place, Rule, Sharding, Slice, shard_slices
@@ -72,9 +72,9 @@ def numbered(model: Model) -> list[tuple[int, Rule]]:
     ]
 
 
-def layers_of(model: Model, rule: Rule) -> range:
+def layers_of(model: Model, rule: Rule) -> tuple[int, ...]:
     """The layers that have a rule's weight; -1 alone where it is in none."""
-    return range(model.dims["layers"]) if rule.per_layer else range(-1, 0)
+    return rule.layers_of(model.dims["layers"]) if rule.per_layer else (-1,)
 
 
 def unplaced(model: Model) -> str | None:
@@ -108,11 +108,7 @@ class ActorLayout:
     @classmethod
     def of(cls, parallel: ParallelConfig, layers: int, world: int) -> ActorLayout:
         """A recipe's layout on `world` ranks."""
-        counts = chunk_layers(layers, parallel.pipeline, parallel.virtual_pipeline)
-        numbers = iter(range(layers))
-        # The first chunks of all stages one after the other, then their second ones.
-        chunks = [[list(islice(numbers, count)) for count in row] for row in zip(*counts, strict=True)]
-        held = tuple(tuple(chain.from_iterable(stage)) for stage in zip(*chunks, strict=True))
+        stages = stage_numbers(layers, parallel.pipeline, parallel.virtual_pipeline)
         if world % (parallel.pipeline * parallel.tensor * parallel.context):
             raise ValueError(
                 f"{world} ranks are no multiple of actor.parallel.tensor x pipeline x context "
@@ -123,7 +119,7 @@ class ActorLayout:
                 f"a stage's {world // parallel.pipeline} ranks are no multiple of actor.parallel.expert x expert_tensor "
                 f"({parallel.expert} x {parallel.expert_tensor})"
             )
-        return cls(world, parallel.tensor, parallel.expert, parallel.expert_tensor, held)
+        return cls(world, parallel.tensor, parallel.expert, parallel.expert_tensor, stages)
 
     @property
     def stage_ranks(self) -> int:
@@ -151,7 +147,7 @@ class ActorLayout:
         """What the ranks r of a stage with r % cells = cell have of a rule, in the order of their parameter."""
         if not rule.per_expert:
             return _laid_out(shard_slices(rule, model.dims, cell, self.cells(rule)), 0, 1)
-        experts = model.dims["experts"]
+        experts = model.expert_count
         if experts % self.expert:
             raise ValueError(f"num_experts = {experts} does not divide over {self.expert} expert-parallel ranks")
         first = cell // self.expert_tensor * (experts // self.expert)
@@ -190,12 +186,12 @@ class EngineLayout:
         if rule.per_expert and self.expert:
             first, last = self._experts(model, place)
             return _laid_out(shard_slices(rule, model.dims, 0, 1), first, last)
-        slices = _engine_slices(rule, model.dims, place, self.tensor)
-        return _laid_out(slices, 0, model.dims["experts"] if rule.per_expert else 1)
+        slices = _engine_slices(rule, model, place, self.tensor)
+        return _laid_out(slices, 0, model.expert_count if rule.per_expert else 1)
 
     def _experts(self, model: Model, place: int) -> tuple[int, int]:
         """vLLM's linear placement; it takes no remainder."""
-        experts = model.dims["experts"]
+        experts = model.expert_count
         if experts % self.tensor:
             raise ValueError(f"num_experts = {experts} does not divide over {self.tensor} ranks of an engine")
         each = experts // self.tensor
@@ -209,7 +205,7 @@ class EngineLayout:
         else:
             sizes[rule.dim] = sum(piece.stop - piece.start for piece in self.pieces(model, rule, 0))
         if rule.per_expert:
-            return (model.dims["experts"] // (self.tensor if self.expert else 1), *sizes)
+            return (model.expert_count // (self.tensor if self.expert else 1), *sizes)
         return tuple(sizes)
 
     def parameters(self, model: Model) -> dict[str, tuple[int, ...]]:
@@ -225,20 +221,10 @@ def _padded_vocab(dims: Dims) -> int:
     return -(-dims["vocab"] // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
 
 
-def _engine_slices(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Slice]:
-    """vLLM's cut of a rule: as Megatron's, but for the vocabulary's padding and for attention's rows, which it does not
-    interleave, with key and value heads repeated where there are more ranks."""
+def _engine_slices(rule: Rule, model: Model, rank: int, tp: int) -> list[Slice]:
+    """vLLM's cut of a rule: as Megatron's, but for the vocabulary's padding, and for what its attention reads."""
+    if rule.sharding is Sharding.QKV:
+        return model.attention.engine_slices(rank, tp)
     if rule.sharding is Sharding.VOCAB:
-        return shard_slices(rule, {**dims, "padded_vocab": _padded_vocab(dims)}, rank, tp)
-    if rule.sharding is not Sharding.QKV:
-        return shard_slices(rule, dims, rank, tp)
-    heads, kv_heads, unit = dims["heads"], dims["kv_heads"], dims["head_dim"]
-    if heads % tp or (kv_heads % tp and tp % kv_heads):
-        raise ValueError(f"{heads} attention and {kv_heads} key/value heads do not divide over an engine of {tp} ranks")
-    queries, copies = heads // tp * unit, max(1, tp // kv_heads)
-    rows = max(1, kv_heads // tp) * unit
-    first = rank // copies * rows
-    return [
-        Slice(0, rank * queries, (rank + 1) * queries),
-        *(Slice(tensor, first, first + rows) for tensor in (1, 2)),
-    ]
+        return shard_slices(rule, {**model.dims, "padded_vocab": _padded_vocab(model.dims)}, rank, tp)
+    return shard_slices(rule, model.dims, rank, tp)

@@ -83,7 +83,7 @@ def _fill(weight: LocalWeight, files: WeightSource, dims: Dims, rank: int, tp: i
         keep_exact(weight.parameter, target)
 
 
-def _writable(parameter: nn.Parameter) -> Tensor:
+def _writable(parameter: Tensor) -> Tensor:
     """The parameter, or a plain tensor to assemble it in where its storage is FP8 and cannot be written piecewise."""
     from megatron.core.fp8_utils import is_float8tensor
 

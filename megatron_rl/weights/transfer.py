@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_rl.models.rules import Sharding
 from megatron_rl.runtime import device
@@ -68,7 +68,7 @@ class Transfer:
     """One rank's part in all weight syncs of a run.
 
     Args:
-        weights: this rank's parameters of the actor.
+        weights: this rank's parameters and mapped buffers of the actor.
         dtype: theirs; FP8 parameters travel dequantised.
         timeout: how long a wait for another rank may take.
 
@@ -77,7 +77,7 @@ class Transfer:
     """
 
     def __init__(
-        self, plan: Plan, weights: Mapping[Key, nn.Parameter], dtype: torch.dtype, grid: ProcessGrid, timeout: timedelta
+        self, plan: Plan, weights: Mapping[Key, Tensor], dtype: torch.dtype, grid: ProcessGrid, timeout: timedelta
     ) -> None:
         self.model, self._layout, self._plan = plan.model, plan, plan.of(grid.rank)
         self.grid, self.dtype, self._timeout = grid, dtype, timeout

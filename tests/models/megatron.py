@@ -60,7 +60,7 @@ def build(family: Family, description: ModelDescription, parallel: ParallelGroup
         virtual_pipeline=virtual,
         expert=parallel.ep.size,
         expert_tensor=parallel.expert_tp.size,
-        sequence=parallel.tp.size > 1 and description.dims["experts"] > 0,
+        sequence=parallel.tp.size > 1 and description.experts is not None,
     )
     with device.megatron(), torch.no_grad():
         chunks = build_model(Model(family, description), ActorConfig(parallel=layout), torch.float32)

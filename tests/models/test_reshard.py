@@ -81,7 +81,7 @@ class Weights:
             if not here:
                 continue
             layers = layout.layers[stage] if rule.per_layer else (-1,)
-            experts = model.dims["experts"] // parallel.expert if rule.per_expert else 1
+            experts = model.expert_count // parallel.expert if rule.per_expert else 1
             tp = parallel.expert_tensor if rule.per_expert else parallel.tensor
             for layer in layers:
                 for local in range(experts):
@@ -127,10 +127,11 @@ class Weights:
             elif name.endswith("mlp.gate_proj.weight"):
                 both = [cut(name, 0), cut(name.replace("gate_proj", "up_proj"), 0)]
                 found[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(both)
-        for layer in range(dims["layers"] if dims["experts"] else 0):
+        for layer in range(dims["layers"] if self.model.experts else 0):
             prefix = f"model.layers.{layer}.mlp.experts."
             split = 1 if expert_parallel else tp
-            numbers = np.split(np.arange(dims["experts"]), tp)[place] if expert_parallel else range(dims["experts"])
+            every = np.arange(self.model.expert_count)
+            numbers = np.split(every, tp)[place] if expert_parallel else every
             at = 0 if expert_parallel else place
 
             def part(number: int, kind: str, dim: int) -> np.ndarray:

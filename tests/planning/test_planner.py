@@ -336,12 +336,14 @@ def test_fp8_copies_come_on_top_unless_the_parameters_are_fp8() -> None:
 def test_fp8_products_keep_less_of_their_inputs() -> None:
     """Of a layer's numbers hidden (twice) and ffn are products' inputs: two bytes each, in blocks 1 + 4/128."""
     model, sizes = model_of(model_config("Qwen3-8B")), {"tensor": 1, "sequence": False}
-    bf16, blockwise = (activation_bytes_per_token(model, fp8=recipe, **sizes) for recipe in (None, "blockwise"))
+    bf16, blockwise = (
+        activation_bytes_per_token(model, model.experts, fp8=recipe, **sizes) for recipe in (None, "blockwise")
+    )
     assert bf16 - blockwise == (2 * model.dims["hidden"] + model.dims["ffn"]) * (1 - 4 / 128)
     delayed, tensorwise = (
-        activation_bytes_per_token(model, fp8=recipe, **sizes) for recipe in ("delayed", "tensorwise")
+        activation_bytes_per_token(model, model.experts, fp8=recipe, **sizes) for recipe in ("delayed", "tensorwise")
     )
-    assert delayed - tensorwise == model.dims["q"]
+    assert delayed - tensorwise == model.attention.output_numbers
 
 
 def test_a_model_that_is_too_large_is_said_not_to_fit_and_what_would_help() -> None:
@@ -383,7 +385,7 @@ def test_recomputation_of_some_layers_or_parts_lies_between_all_and_none() -> No
 def test_experts_that_are_cut_keep_the_tokens_of_all_ranks_that_share_them() -> None:
     model = model_of(published_config("Qwen3-235B-A22B"))
     whole, cut = (
-        activation_bytes_per_token(model, tensor=4, sequence=True, expert_tensor=ranks, dtype_bytes=2)
+        activation_bytes_per_token(model, model.experts, tensor=4, sequence=True, expert_tensor=ranks, dtype_bytes=2)
         for ranks in (1, 4)
     )
     # A rank's quarter of the tokens goes to 8 experts each; cut over four ranks, so does everyone's.

@@ -37,7 +37,8 @@ def test_products_are_six_operations_per_parameter_and_token(name: str) -> None:
     cost = made.passes(1, tokens, 0, train=True)
     parameters = actor_parameters(made.model)
     dims = made.model.dims
-    used = parameters.linear + parameters.expert * (dims["top_k"] / dims["experts"] if dims["experts"] else 0)
+    experts = made.model.experts
+    used = parameters.linear + parameters.expert * (experts.top_k / experts.count if experts else 0)
     logits = dims["vocab"] * dims["hidden"]
     operations = 6 * tokens * used + 8 * tokens * logits  # logits are computed twice
     assert cost.products == pytest.approx(operations / IDEAL.bf16, rel=0.2)  # sums take time to begin

@@ -40,7 +40,7 @@ class Layout:
         for option in ("tensor", "pipeline", "expert", "expert_tensor"):
             if (value := getattr(self, option)) < 1:
                 raise ValueError(f"--{option.replace('_', '-')} {value}: must be at least 1")
-        layers, experts = model.dims["layers"], model.dims["experts"]
+        layers, experts = model.dims["layers"], model.expert_count
         try:
             stage_layers(layers, self.pipeline)
         except ValueError as error:
@@ -67,6 +67,7 @@ class TensorChunk:
     """
 
     name: str  # of the global tensor
+    aliases: tuple[str, ...]  # further names of it
     shape: tuple[int, ...]
     start: tuple[int, ...]  # of the part in it
     size: tuple[int, ...]  # of the part; leading dimensions (layer, expert) have size 1
@@ -90,20 +91,22 @@ def _modules(name: str) -> str:
     return name.replace("local_experts.{expert}.", "experts.{expert}.")
 
 
-def _stacked(name: str) -> str:
-    return _modules(name).replace("{layer}.", "").replace("{expert}.", "")
+def _stacked(name: str, layer: int | None = None) -> str:
+    number = "" if layer is None else f"{layer}."
+    return _modules(name).replace("{layer}.", number).replace("{expert}.", "")
 
 
-def global_name(rule: Rule) -> str:
-    """The name under which both layer specs look for a parameter (but see `aliases`)."""
+def global_name(rule: Rule, layer: int | None = None) -> str:
+    """The name under which both layer specs look for a parameter (but see `aliases`); where layers are not stacked, in one
+    layer."""
     # A norm's last name is Transformer Engine's, under which the local spec saves it too; an expert's first one has
     # a module per expert.
-    return _stacked(rule.megatron[0] if rule.per_expert else rule.megatron[-1])
+    return _stacked(rule.megatron[0] if rule.per_expert else rule.megatron[-1], layer)
 
 
-def aliases(rule: Rule) -> tuple[str, ...]:
+def aliases(rule: Rule, layer: int | None = None) -> tuple[str, ...]:
     """Further names of a global tensor, which point to the same bytes."""
-    return tuple(map(_stacked, rule.saved))
+    return tuple(_stacked(name, layer) for name in rule.saved)
 
 
 def known_names(rule: Rule) -> Iterator[str]:
@@ -119,10 +122,10 @@ def known_names(rule: Rule) -> Iterator[str]:
             yield name + "_w"
 
 
-def leading(rule: Rule, dims: Dims) -> tuple[int, ...]:
-    """The dimensions that a global tensor has before the parameter's own."""
-    layers = (dims["layers"],) if rule.per_layer else ()
-    return (*layers, dims["experts"]) if rule.per_expert else layers
+def leading(rule: Rule, model: Model) -> tuple[int, ...]:
+    """The dimensions that a global tensor has before the parameter's own. Megatron-Core stacks layers that are all alike."""
+    layers = (model.dims["layers"],) if rule.per_layer and model.is_uniform else ()
+    return (*layers, model.expert_count) if rule.per_expert else layers
 
 
 def padded(dims: Dims, tensor: int) -> Dims:
@@ -133,14 +136,15 @@ def chunks(model: Model, layout: Layout) -> Iterator[TensorChunk]:
     """Every chunk of the model's checkpoint for a layout, in file order: what each rank will ask for is one chunk."""
     dims = padded(model.dims, layout.tensor)
     stage_of = [s for s, count in enumerate(stage_layers(dims["layers"], layout.pipeline)) for _ in range(count)]
-    per_rank = max(1, dims["experts"] // layout.expert)
+    per_rank = max(1, model.expert_count // layout.expert)
     for rule, layer, expert in model.numbered():
-        before = leading(rule, dims)
-        at = tuple(number for number in (layer, expert) if number is not None)
+        before, apart = leading(rule, model), None if model.is_uniform else layer
+        at = tuple(number for number in (layer if apart is None else None, expert) if number is not None)
         outside = 0 if rule.place is Place.EMBEDDING else layout.pipeline - 1
         stage = outside if layer is None else stage_of[layer]
         rank = -1 if expert is None else expert // per_rank
-        shape, name, tp = shard_shape(rule, dims, 1), global_name(rule), layout.tensor_of(rule)
+        name, also = global_name(rule, apart), aliases(rule, apart)
+        shape, tp = shard_shape(rule, dims, 1), layout.tensor_of(rule)
         for tp_rank in range(1 if rule.sharding is Sharding.REPLICATED else tp):
             pieces = shard_slices(rule, dims, tp_rank, tp)
             if rule.sharding is Sharding.GATED:  # gate rows and up rows of a rank lie apart in the global tensor
@@ -154,7 +158,7 @@ def chunks(model: Model, layout: Layout) -> Iterator[TensorChunk]:
                 start, size = [0] * len(shape), list(shape)
                 start[rule.dim], size[rule.dim] = first, length
                 yield TensorChunk(
-                    name, (*before, *shape), (*at, *start), (*(1 for _ in before), *size), rule, own, stage, rank
+                    name, also, (*before, *shape), (*at, *start), (*(1 for _ in before), *size), rule, own, stage, rank
                 )
 
 
@@ -165,13 +169,16 @@ def state_names(model: Model) -> Iterator[str]:
     """
     modules: dict[str, tuple[int, ...]] = {}  # and the leading dimensions of their parameters
     for rule in model.parameters:
-        is_router = rule.sharding is Sharding.REPLICATED and len(rule.hf[0].shape) == 2
+        is_router = rule.buffer or (rule.sharding is Sharding.REPLICATED and len(rule.hf[0].shape) == 2)
         if rule.place is Place.EMBEDDING or is_router:
             continue
-        module = (*aliases(rule), global_name(rule))[0].rpartition(".")[0]
-        modules[module] = leading(rule, model.dims)
-        if rule.sharding is Sharding.QKV:
-            modules[module.rpartition(".")[0] + ".core_attention"] = modules[module]
+        stacked = model.is_uniform or not rule.per_layer
+        for layer in (None,) if stacked else rule.layers_of(model.dims["layers"]):
+            module = (*aliases(rule, layer), global_name(rule, layer))[0].rpartition(".")[0]
+            modules[module] = leading(rule, model)
+    for layer in (None,) if model.is_uniform else range(model.dims["layers"]):
+        names = (_stacked("decoder.layers.{layer}." + name, layer) for name in model.attention.unweighted)
+        modules |= dict.fromkeys(names, (model.dims["layers"],) if layer is None else ())
     for module, counts in modules.items():
         for place in itertools.product(*map(range, counts or (1,))):
             yield f"{module}._extra_state/shard_{'.'.join(map(str, place))}_{'.'.join(map(str, counts or (1,)))}"

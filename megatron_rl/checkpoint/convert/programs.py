@@ -70,7 +70,7 @@ def how_to_load(program: str | None, target: Path, model: SourceModel) -> str | 
         options.append(f"--use-rope-scaling --rope-scaling-factor {gpt['rope_scaling_factor']:g}")
     if "seq_len_interpolation_factor" in gpt:
         options.append(f"--rotary-seq-len-interpolation-factor {gpt['seq_len_interpolation_factor']:g}")
-    if model.dims["experts"]:
+    if model.experts:
         options.append(
             f"--moe-router-dtype {shape['moe_router_dtype']} "
             f"--moe-router-load-balancing-type {shape['moe_router_load_balancing_type']}"
@@ -85,7 +85,7 @@ def _arguments(model: SourceModel, layout: Layout, dtype: str) -> argparse.Names
     names them."""
     import torch
 
-    shape, gpt, dims = model.description.transformer, model.description.model, model.dims
+    shape, gpt = model.description.transformer, model.description.model
     named = {
         name: shape[name]
         for name in (
@@ -101,14 +101,14 @@ def _arguments(model: SourceModel, layout: Layout, dtype: str) -> argparse.Names
         )
     }
     experts = {}
-    if dims["experts"]:
+    if model.experts:
         experts = {name: value for name, value in shape.items() if name.startswith("moe_")}
-        experts |= {"num_experts": dims["experts"], "moe_layer_freq": 1, "moe_grouped_gemm": True}
+        experts = {"moe_layer_freq": 1, **experts, "num_experts": model.experts.count, "moe_grouped_gemm": True}
     return argparse.Namespace(
         **named,
         **experts,
         **{theirs: gpt[ours] for ours, theirs in _LM_NAMES.items() if ours in gpt},
-        group_query_attention=dims["kv_heads"] < dims["heads"],
+        group_query_attention=shape["num_query_groups"] != shape["num_attention_heads"],
         norm_epsilon=shape["layernorm_epsilon"],
         swiglu=True,
         squared_relu=False,
@@ -166,7 +166,7 @@ def _run_config(model: SourceModel, layout: Layout, dtype: str) -> dict[str, obj
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
     }
-    if model.dims["experts"]:
+    if model.experts:
         provider["moe_grouped_gemm"] = True
     return {
         "model": provider,

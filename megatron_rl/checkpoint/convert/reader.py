@@ -41,8 +41,12 @@ class MegatronModel(WeightSource):
 
     def __init__(self, folder: str | Path, model: Model, any_padding: bool = False, master: bool = False) -> None:
         self.folder = Path(folder)
-        self._checkpoint, self._dims = TorchDist(folder), model.dims
+        self._checkpoint, self._model, self._dims = TorchDist(folder), model, model.dims
         self._prefix = self._find_masters() if master else self._find_prefix(model.family)
+        # The optimizer has no buffers.
+        self._of_buffers = (
+            self._find_prefix(model.family) if any(rule.buffer for rule in model.parameters) else self._prefix
+        )
         self._place: dict[str, tuple[Rule, int, _Place]] = {}
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         used: set[str] = set()
@@ -52,7 +56,8 @@ class MegatronModel(WeightSource):
             if place is None:
                 problems.append(f"lacks {next(iter(known_names(rule)))} for {rule.hf[0].name}")
                 continue
-            same = {self._prefix + name for name in (global_name(rule), *aliases(rule))}
+            apart = None if model.is_uniform else layer
+            same = {self._prefix + name for name in (global_name(rule, apart), *aliases(rule, apart))}
             used.update(place.names, same if same & set(place.names) else ())
             dtype = DTYPE_NAMES[self._checkpoint.tensors[place.names[0]].dtype]
             for index, tensor in enumerate(rule.hf):
@@ -68,7 +73,7 @@ class MegatronModel(WeightSource):
             more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
             raise ValueError(
                 f"{self.folder} does not fit config.json ({model.family.name}, num_hidden_layers = {model.dims['layers']}, "
-                f"num_experts = {model.dims['experts']}, tie_word_embeddings = {model.description.tied}): it "
+                f"num_experts = {model.expert_count}, tie_word_embeddings = {model.description.tied}): it "
                 + "; it ".join(problems[:4])
                 + more
             )
@@ -157,7 +162,7 @@ class MegatronModel(WeightSource):
 
     def _locate(self, rule: Rule, layer: int | None, expert: int | None) -> _Place | None:
         for pattern in known_names(rule):
-            name = self._prefix + pattern.format(layer=layer, expert=expert)
+            name = (self._of_buffers if rule.buffer else self._prefix) + pattern.format(layer=layer, expert=expert)
             if name not in self._checkpoint.tensors:
                 continue
             lead = tuple(
@@ -177,10 +182,12 @@ class MegatronModel(WeightSource):
         dims, found = self._dims, self._checkpoint.tensors[name].shape
         expected = list(shard_shape(rule, {**dims, "padded_vocab": dims["vocab"]}, 1))
         expected[0] //= parts
-        before = leading(rule, dims)[len(leading(rule, dims)) - len(lead) :]
-        symbols = [f"num_hidden_layers = {dims['layers']}", f"num_experts = {dims['experts']}"][: len(before)]
+        stacked = leading(rule, self._model)
+        before = stacked[len(stacked) - len(lead) :]
+        experts = self._model.expert_count
+        symbols = [f"num_hidden_layers = {dims['layers']}", f"num_experts = {experts}"][: len(before)]
         if rule.per_expert and len(lead) == 1:
-            before, symbols = (dims["experts"],), [f"num_experts = {dims['experts']}"]
+            before, symbols = (experts,), [f"num_experts = {experts}"]
         wanted = (*before, *expected)
         fits = len(found) == len(wanted) and all(
             a == b or (rule.sharding is Sharding.VOCAB and axis == len(before) and a > b)

@@ -17,7 +17,7 @@ from megatron_rl.checkpoint import index, manifest
 from megatron_rl.checkpoint.convert import programs
 from megatron_rl.checkpoint.convert.global_tensors import Memory
 from megatron_rl.checkpoint.convert.jobs import Conversion, Identity, Progress, made_by
-from megatron_rl.checkpoint.convert.layout import Layout, TensorChunk, aliases, chunks, global_name, padded, state_names
+from megatron_rl.checkpoint.convert.layout import Layout, TensorChunk, chunks, global_name, padded, state_names
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import HFFolder, SourceModel, fingerprint
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
@@ -264,7 +264,7 @@ def _write_index(folder: Path, plan: _Plan, pieces: Sequence[StoredChunk], state
     places = {(p.name, p.start): p for p in pieces}
     for chunk in (chunk for held in plan.files.values() for chunk in held):
         place = places[chunk.name, chunk.start]
-        for name in (chunk.name, *aliases(chunk.rule)):
+        for name in (chunk.name, *chunk.aliases):
             entry = tensors.setdefault(name, index.GlobalTensor(chunk.shape, DTYPES[plan.dtypes[chunk.name]].name, []))
             entry.chunks.append(index.Stored(chunk.start, chunk.size, place.file, place.offset, place.length))
     states = state_names(plan.model)

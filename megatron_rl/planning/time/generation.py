@@ -49,11 +49,7 @@ class Decoding:
         """Bytes on a rank that every step reads, and those of experts, which it reads where a token is sent to them."""
         dims, tensor = self.model.dims, self.rollout.tensor_parallel
         width = 2 if self.rollout.fp8 == "none" else 1
-        experts = (
-            width * 3 * dims["experts"] * dims["expert_ffn"] * dims["hidden"] * dims["layers"] / tensor
-            if dims["experts"]
-            else 0
-        )
+        experts = width * self.model.expert_numbers / tensor
         looked_up = 0 if self.model.description.tied else 2 * dims["vocab"] * dims["hidden"] / tensor
         return engine_weight_bytes(self.model, self.rollout, 2) - experts - looked_up, experts
 
@@ -62,13 +58,18 @@ class Decoding:
         return cache_bytes_per_token(self.model, self.rollout.tensor_parallel)
 
     @cached_property
+    def _kernels(self) -> int:
+        mixtures = len(self.model.expert_layers)
+        return (self.model.dims["layers"] - mixtures) * _KERNELS[0] + mixtures * _KERNELS[1]
+
+    @cached_property
     def _active(self) -> float:
         return active_parameters(self.model) / self.rollout.tensor_parallel
 
     def _parts(self, running: float, context: float) -> dict[str, float]:
         dims, hardware = self.model.dims, self.hardware
         always, experts = self._weights
-        touched = 1 - (1 - dims["top_k"] / dims["experts"]) ** running if dims["experts"] else 0.0
+        touched = self.model.experts.touched(running) if self.model.experts else 0.0
         read = hardware.memory * hardware.decode_share
         weights = (always + touched * experts) / read
         peak = (
@@ -83,7 +84,7 @@ class Decoding:
             "matrix products": max(0.0, products - weights),
             "cache": running * context * self._cache / read,
             "tensor": 2 * dims["layers"] * self._group.reduce_seconds(moved),
-            "launches": dims["layers"] * _KERNELS[bool(dims["experts"])] * hardware.launch,
+            "launches": self._kernels * hardware.launch,
             "sampling": memory_seconds(hardware, running * dims["vocab"] * _SAMPLING),
         }
 
@@ -107,7 +108,9 @@ class Decoding:
         """`tokens` of prompts, with so many pairs of query and key."""
         dims, hardware = self.model.dims, self.hardware
         products = 2 * tokens * self._active / (hardware.bf16 * hardware.product_share)
-        attention = dims["layers"] * attention_seconds(hardware, pairs, dims["q"] / self.rollout.tensor_parallel)
+        attention = dims["layers"] * attention_seconds(
+            hardware, self.model.attention.operations(tokens, pairs, self.rollout.tensor_parallel)
+        )
         bandwidth_only = 4 * dims["layers"] * self._group.gather_seconds(tokens * dims["hidden"] * 2)
         return products + attention + bandwidth_only
 

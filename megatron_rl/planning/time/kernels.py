@@ -31,10 +31,9 @@ def product_seconds(
     return max(busy, memory_seconds(hardware, moved)) + hardware.launch
 
 
-def attention_seconds(hardware: Hardware, pairs: float, width: float, *, backward: bool = False) -> float:
-    """Fused causal attention over `pairs` of query and key, `width` = heads × head size on this rank: two products forwards,
-    five backwards."""
-    return 4 * pairs * width * (2.5 if backward else 1) / (hardware.bf16 * hardware.attention_share)
+def attention_seconds(hardware: Hardware, operations: float, *, backward: bool = False) -> float:
+    """Fused attention of so many operations forwards: two products forwards, five backwards."""
+    return operations * (2.5 if backward else 1) / (hardware.bf16 * hardware.attention_share)
 
 
 def memory_seconds(hardware: Hardware, moved: float) -> float:

@@ -212,10 +212,8 @@ def sync_bytes(model: Model, parallel: ParallelConfig, rollout: RolloutConfig) -
     by `weights.plan` to a few per cent (`rollout.sync: whole`: everything)."""
     if rollout.sync == "whole":
         return 2.0 * total_parameters(model)
-    dims, engine = model.dims, rollout.tensor_parallel
-    experts = (
-        6.0 * dims["layers"] * dims["experts"] * dims["expert_ffn"] * dims["hidden"] / engine if dims["experts"] else 0
-    )
+    engine = rollout.tensor_parallel
+    experts = 2.0 * model.expert_numbers / engine
     dense = engine_weight_bytes(model, _unquantised(rollout), 2) - experts
     held = dense * _shared(parallel.tensor, engine)
     if parallel.expert_tensor == 1:

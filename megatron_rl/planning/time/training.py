@@ -141,16 +141,16 @@ class Training:
 
     def attention(self, tokens: float, pairs: float) -> Cost:
         """Of one layer's attention block, forwards."""
-        dims, parallel = self.model.dims, self.actor.parallel
-        hidden, query, keys = dims["hidden"], dims["q"] / parallel.tensor, dims["kv"] / parallel.tensor
+        attention, parallel, hidden = self.model.attention, self.actor.parallel, self.model.dims["hidden"]
         rows, kept = self._rows(tokens)
-        core = attention_seconds(self.hardware, pairs / parallel.context, query)
+        core = attention_seconds(self.hardware, attention.operations(rows, pairs / parallel.context, parallel.tensor))
         # A norm, a residual sum (bf16 read and written), rotation and norms of queries and keys.
-        moved = WIDTH * (kept * 5 * hidden + rows * 4 * (query + keys))
+        moved = WIDTH * (kept * 5 * hidden + rows * attention.moved_numbers(parallel.tensor))
         ring = 0.0
         if parallel.context > 1:  # every other rank's keys and values, under the attention to those that are there
-            ring = (parallel.context - 1) * self._context.send_seconds(rows * 2 * keys * WIDTH)
-        return self._products(rows, [(query + 2 * keys, hidden), (hidden, query)]) + Cost(
+            sent = rows * attention.sent_numbers(parallel.tensor) * WIDTH
+            ring = (parallel.context - 1) * self._context.send_seconds(sent)
+        return self._products(rows, attention.products(hidden, parallel.tensor)) + Cost(
             attention=core,
             memory=memory_seconds(self.hardware, moved),
             tensor=self._between(rows),
@@ -158,26 +158,31 @@ class Training:
         )
 
     def feed_forward(self, tokens: float) -> Cost:
-        """Of one layer's dense feed-forward or experts, forwards."""
-        dims, parallel = self.model.dims, self.actor.parallel
-        hidden = dims["hidden"]
-        rows, kept = self._rows(tokens)
-        if not dims["experts"]:
-            ffn = dims["ffn"] / parallel.tensor
-            moved = WIDTH * (kept * 5 * hidden + rows * 3 * ffn)
-            return self._products(rows, [(2 * ffn, hidden), (hidden, ffn)]) + Cost(
-                memory=memory_seconds(self.hardware, moved), tensor=self._between(rows)
-            )
-        return self._mixture(kept)
+        """Of one layer's dense feed-forward or experts, forwards; the mean where layers differ."""
+        if not (share := self.model.expert_share):
+            return self._dense(tokens)
+        return (
+            self._mixture(tokens) if share == 1 else self._mixture(tokens) * share + self._dense(tokens) * (1 - share)
+        )
 
-    def _mixture(self, kept: float) -> Cost:
-        """Router, exchange, experts, exchange, of `kept` tokens on every rank."""
-        dims, parallel = self.model.dims, self.actor.parallel
-        hidden, ffn, top_k = dims["hidden"], dims["expert_ffn"] / parallel.expert_tensor, dims["top_k"]
-        here = dims["experts"] / parallel.expert
+    def _dense(self, tokens: float) -> Cost:
+        hidden, ffn = self.model.dims["hidden"], self.model.dims["ffn"] / self.actor.parallel.tensor
+        rows, kept = self._rows(tokens)
+        moved = WIDTH * (kept * 5 * hidden + rows * 3 * ffn)
+        return self._products(rows, [(2 * ffn, hidden), (hidden, ffn)]) + Cost(
+            memory=memory_seconds(self.hardware, moved), tensor=self._between(rows)
+        )
+
+    def _mixture(self, tokens: float) -> Cost:
+        """Router, exchange, experts, exchange, on every rank."""
+        experts, hidden, parallel = self.model.experts, self.model.dims["hidden"], self.actor.parallel
+        assert experts is not None
+        ffn, top_k = experts.ffn / parallel.expert_tensor, experts.top_k
+        _, kept = self._rows(tokens)
+        here = experts.count / parallel.expert
         sent = kept * top_k  # rows
         got = sent * parallel.expert_tensor * self.imbalance
-        router = product_seconds(self.hardware, kept, dims["experts"], hidden)
+        router = product_seconds(self.hardware, kept, experts.count, hidden)
         exchange = self._experts.exchange_seconds(
             kept, WIDTH * hidden, top_k, once_per_domain=self.actor.moe.dispatcher == "deepep"
         )
@@ -203,7 +208,8 @@ class Training:
         """With the time that the GPU waits for the host's program."""
         if not self.host:
             return cost
-        issue = self.hardware.host_experts if self.model.dims["experts"] else self.hardware.host_dense
+        share = self.model.expert_share
+        issue = share * self.hardware.host_experts + (1 - share) * self.hardware.host_dense
         return cost + Cost(host=max(0.0, passes * issue - cost.seconds))
 
     def forward(self, tokens: float, pairs: float) -> Cost:
@@ -242,13 +248,15 @@ class Training:
         if actor.recompute == "full":
             layers = max(self.stages) / actor.parallel.virtual_pipeline
             return self.forward(tokens, pairs) * min(1.0, (actor.recompute_layers or layers) / layers)
-        again, mixture = Cost(), bool(self.model.dims["experts"])
-        if ("moe" if mixture else "mlp") in actor.recompute_modules:
-            again += self._halves(tokens, pairs)[1]
-        elif mixture and "moe_act" in actor.recompute_modules:
+        again, experts, share = Cost(), self.model.experts, self.model.expert_share
+        if experts is not None and "moe" in actor.recompute_modules:
+            again += self._mixture(tokens) * share
+        elif experts is not None and "moe_act" in actor.recompute_modules:
             _, kept = self._rows(tokens)
-            moved = WIDTH * 3 * kept * self.model.dims["top_k"] * self.model.dims["expert_ffn"]
-            again += Cost(memory=memory_seconds(self.hardware, moved))
+            moved = WIDTH * 3 * kept * experts.top_k * experts.ffn
+            again += Cost(memory=memory_seconds(self.hardware, moved * share))
+        if share < 1 and "mlp" in actor.recompute_modules:
+            again += self._dense(tokens) * (1 - share)
         if "core_attn" in actor.recompute_modules:
             again += Cost(attention=self._halves(tokens, pairs)[0].attention)
         return again

@@ -1,0 +1,56 @@
+"""Mixtures of experts as an object of a family: their weights and their sizes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from megatron_rl.models.rules import INPUT_NORM, MLP_NORM, Rule, Sharding, layer_rule
+
+# Before experts there is nothing to fuse it into: Transformer Engine's checkpoints have it under its own name, the local
+# layer spec's under the fused one.
+MOE_NORMS = (INPUT_NORM, replace(MLP_NORM, saved=MLP_NORM.megatron[:1]))
+# Experts are modules of their own (SequentialMLP), or numbered weights of one module (TEGroupedMLP).
+MOE = (
+    layer_rule("mlp.router.weight", Sharding.REPLICATED, ("mlp.gate.weight", ("experts", "hidden"))),
+    layer_rule(
+        ("mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"),
+        Sharding.GATED,
+        ("mlp.experts.{expert}.gate_proj.weight", ("expert_ffn", "hidden")),
+        ("mlp.experts.{expert}.up_proj.weight", ("expert_ffn", "hidden")),
+        engine="mlp.experts.routed_experts.w13_weight",
+    ),
+    layer_rule(
+        ("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"),
+        Sharding.ROW,
+        ("mlp.experts.{expert}.down_proj.weight", ("hidden", "expert_ffn")),
+        engine="mlp.experts.routed_experts.w2_weight",
+    ),
+)
+
+
+def in_layers(rules: Iterable[Rule], layers: range | tuple[int, ...]) -> tuple[Rule, ...]:
+    """The rules as weights of these layers alone. The family says the same to Megatron-Core: `moe_layer_freq`, a list."""
+    return tuple(replace(rule, layers=layers) for rule in rules)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer: `count` gated feed-forwards of `ffn` numbers, of which a token goes to `top_k`."""
+
+    count: int
+    top_k: int
+    ffn: int
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Sizes by the symbols of `MOE`."""
+        return {"experts": self.count, "expert_ffn": self.ffn}
+
+    def numbers(self, hidden: int) -> int:
+        """Numbers in the matrices of a layer."""
+        return 3 * self.count * self.ffn * hidden
+
+    def touched(self, tokens: float) -> float:
+        """The share of them that so many evenly spread tokens go to."""
+        return 1 - (1 - self.top_k / self.count) ** tokens
