@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say_once_per_node(error: ConfigError) -> None:
-    """Of the processes that torchrun or srun has started the first of each node: a node may lack what others have."""
+    """Prints an error by the first process of each node that torchrun or srun has started one on: a node may lack what others
+    have."""
     world = outer_world(os.environ)
     if world is None or world.variables.get("LOCAL_RANK", world.variables["RANK"]) == "0":
         where = "" if world is None else f"on node {socket.gethostname()}: "

@@ -14,7 +14,7 @@ _ROWS = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 
 
 def rows_multiple(config: FP8Config | None) -> int:
-    """What the number of a rank's tokens is padded to for `actor.fp8`; 1 where it is null."""
+    """The multiple that a rank's number of tokens is padded to for `actor.fp8`; 1 where it is null."""
     return 1 if config is None else _ROWS[config.recipe]
 
 

@@ -64,7 +64,7 @@ class _Tiles:
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def as_factor(self, tile: Tensor) -> Tensor:
-        """What `logits` gave, in the dtype of the matrices, to be multiplied with them."""
+        """The result of `logits`, in the dtype of the matrices, to be multiplied with them."""
         if tile.dtype == self._products.dtype:
             return tile
         return self._products[: tile.numel()].view(tile.shape).copy_(tile)

@@ -250,7 +250,7 @@ def pack(
 
 
 def _positions(rows: Sequence[int], batch: TokenBatch, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Of every sequence, int64 [its tokens], or [3, its tokens] where any of the micro-batch has images."""
+    """Positions of every sequence, int64 [its tokens], or [3, its tokens] where any of the micro-batch has images."""
     plain = [np.arange(length) for length in lengths]
     if not batch.images.keys() & set(rows):
         return plain

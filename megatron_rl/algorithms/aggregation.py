@@ -17,7 +17,7 @@ from megatron_rl.config.algorithm import Aggregation
 
 
 class Denominators(NamedTuple):
-    """Of a whole minibatch, over all micro-batches and data-parallel ranks: sums of `count_live` of the parts."""
+    """Sizes of a whole minibatch, over all micro-batches and data-parallel ranks: sums of `count_live` of the parts."""
 
     num_tokens: float | Tensor  # live tokens
     num_sequences: float | Tensor  # rollouts with at least one live token
@@ -49,7 +49,7 @@ def count_live(mask: Tensor, sequence_ids: Tensor) -> Denominators:
 def token_coefficients(
     mask: Tensor, sequence_ids: Tensor, mode: str, denominators: Denominators, max_length: int | None = None
 ) -> Tensor:
-    """What each token's loss is multiplied by before everything is summed, float64 [tokens]; 0 where masked.
+    """The factor of each token's loss before everything is summed, float64 [tokens]; 0 where masked.
 
     Args:
         mask, sequence_ids: as in `count_live`; whole rollouts only.

@@ -127,7 +127,7 @@ class Algorithm:
         return table
 
     def state_dict(self) -> dict[str, object]:
-        """What a checkpoint must hold for an exact resume."""
+        """The state that a checkpoint must hold for an exact resume."""
         return {"estimator": self.estimator.name, "state": self.estimator.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass
 class Metrics:
-    """Of a part of a minibatch: scalar float64 tensors. A mean is its sum / its count, over all parts."""
+    """Metrics of a part of a minibatch: scalar float64 tensors. A mean is its sum / its count, over all parts."""
 
     sums: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # name -> (sum, count)
     maxima: dict[str, Tensor] = field(default_factory=dict)  # name -> largest value

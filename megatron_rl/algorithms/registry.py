@@ -78,7 +78,7 @@ class AdvantageEstimator:
         return advantages.float()
 
     def unmet(self, table: RewardTable) -> list[str]:
-        """What the table lacks for this method, one sentence each."""
+        """Needs of this method that the table does not meet, one sentence each."""
         counts = table.mask.sum(1)
         present = counts.nonzero().flatten()
         smallest = int(present[counts[present].argmin()]) if len(present) else None
@@ -94,7 +94,7 @@ class AdvantageEstimator:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """What must be saved with a checkpoint; empty where the method has no memory."""
+        """The state to save with a checkpoint; empty where the method has no memory."""
         return self._state.state_dict() if self._state is not None else {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

@@ -1,1 +1,1 @@
-"""What stands on nothing: words for messages, declared values, files that a recipe names, recipes of the package."""
+"""Modules without dependencies: words for messages, declared values, files that a recipe names, recipes of the package."""

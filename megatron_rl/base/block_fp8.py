@@ -51,7 +51,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(values: Tensor, scales: Tensor) -> Tensor:
-    """What `quantise` made, as fp32 numbers."""
+    """The fp32 numbers of a result of `quantise`."""
     rows, columns = values.shape[-2:]
     each = scales.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
     return values.float() * each

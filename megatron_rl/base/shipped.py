@@ -11,13 +11,13 @@ _FOLDER = "recipes"
 
 
 def folder() -> Path:
-    """Of the recipes that came with this package."""
+    """The folder of the recipes that came with this package."""
     installed = _HERE / _FOLDER
     return installed if installed.is_dir() else _HERE.parent / _FOLDER
 
 
 def find_recipe(name: Path) -> Path:
-    """What a recipe's name stands for: the file of this path; where there is none, the shipped recipe `cpu/quickstart.yaml`,
+    """Resolves a recipe's name: the file of this path; where there is none, the shipped recipe `cpu/quickstart.yaml`,
     with or without `recipes/` before it; else the path as it is."""
     return find_file(name) if name.is_absolute() or name.exists() or not (own := folder() / name).is_file() else own
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how two differ: Hugging Face folders, training checkpoints, Megatron checkpoints."""
+"""Contents of a checkpoint, and differences of two: Hugging Face folders, training checkpoints, Megatron checkpoints."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class StandIns:
         return tensor.untyped_storage().data_ptr() in self._places
 
     def want(self, view: Tensor, host: Tensor) -> None:
-        """Has `gather` write what the contiguous `view` of a stand-in stands for into `host`."""
+        """Makes `gather` write what the contiguous `view` of a stand-in stands for into `host`."""
         _, optimizer, number, key = self._places[view.untyped_storage().data_ptr()]
         start = int(view.storage_offset())
         spans = self._wanted.setdefault((id(optimizer), number, key), [])

@@ -90,7 +90,7 @@ _PLAIN: dict[tuple[str, str], type] = {
 
 
 class _Fixed(_Unchanged):
-    """Of what a call made, a pickle cannot change the state either."""
+    """Classes of which a pickle cannot change an instance that a call made either."""
 
     def __call__(cls, *made_from: object) -> Any:
         record = super().__call__()

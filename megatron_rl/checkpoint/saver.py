@@ -70,7 +70,7 @@ class Saver:
         return any(self._grid.all_gather(self._thread is not None and self._thread.is_alive()))
 
     def take(self, chunks: Sequence[Chunk], optimizer: Optimizer) -> Snapshot:
-        """What is to be saved, in host memory; every rank calls it. Waits for the previous save."""
+        """Copies what is to be saved to host memory; every rank calls it. Waits for the previous save."""
         begin = time.perf_counter()
         self.drain()
         taken = self._snapshotter.take(chunks, optimizer)

@@ -1,5 +1,5 @@
-"""What is not installed here. A laptop or a login node may have this package alone, which checks recipes, plans and reads run
-folders; what runs a recipe needs torch and the rest of the stack."""
+"""Looks for packages that are not installed. A laptop or a login node may have this package alone, which checks recipes,
+plans and reads run folders; what runs a recipe needs torch and the rest of the stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of `plan --html`: one page with memory and time by phase, the simulated steps, and what failures leave."""
+"""The page of `plan --html`, with memory and time by phase, the simulated steps, and what failures leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of `plan --simulate`: its options, what is simulated, tables and figures."""
+"""`plan --simulate`: its options, what is simulated, tables and figures."""
 
 from __future__ import annotations
 

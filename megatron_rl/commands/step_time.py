@@ -1,4 +1,4 @@
-"""Of `plan`: the predicted time of a step, its options, table and figures."""
+"""The part of `plan` on time: the predicted time of a step, its options, table and figures."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What other estimators and gradient weights make of the rollouts that a run has recorded."""
+"""Compares estimators and gradient weights on the rollouts that a run has recorded."""

@@ -86,7 +86,7 @@ def compare(
 
 
 def _plugins(run_dir: Path) -> Sequence[str]:
-    """Of the run's recipe."""
+    """The plug-ins of the run's recipe."""
     path = run_dir / "recipe.yaml"
     recipe = read_yaml(path) if path.is_file() else {}
     return (recipe.get("algorithm") or {}).get("plugins") or ()

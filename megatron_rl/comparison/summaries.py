@@ -25,7 +25,7 @@ Parameters = Mapping[str, Mapping[str, object]]
 
 @dataclass
 class AdvantageSummary:
-    """Of one estimator's advantages of one step.
+    """Summary of one estimator's advantages of one step.
 
     Attributes:
         advantages: float64 [n, m].
@@ -94,7 +94,7 @@ def compare_estimators(
 
 @dataclass
 class WeightSummary:
-    """Of one gradient weight on one step's tokens.
+    """Summary of one gradient weight on one step's tokens.
 
     Attributes:
         weights: F, float64 [tokens].

@@ -1,4 +1,4 @@
-"""What the keys of verl, NeMo-RL and TRL are called here: the table elsewhere.yaml, and words of it for messages and docs."""
+"""The names here of verl's, NeMo-RL's and TRL's keys: the table elsewhere.yaml, and words of it for messages and docs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def row_of(framework: str, name: str) -> Row | None:
 
 
 def hint(key: str, value: object) -> str | None:
-    """What a key that is unknown here is called, where it, or one within its value, comes from elsewhere. In words, whole."""
+    """The name here, in a sentence, of an unknown key that comes, or has one within its value, from elsewhere."""
     if key in _ALSO:
         return f"that is `{_ALSO[key]}` here"
     inner = [f"{key}.{name}" for name, _ in leaves(value)] if isinstance(value, Mapping) else [key]

@@ -1,4 +1,4 @@
-"""What evaluations by rewards that compare, and by harnesses, need of each other."""
+"""Checks of evaluations by rewards that compare, and by harnesses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def runs_harness(config: Config, command: str) -> bool:
 
 
 def check_evaluation(config: Config) -> Iterator[str]:
-    """What the options of `evaluation` need of each other and of the rewards."""
+    """Checks the options of `evaluation` against each other and the rewards."""
     pair, style = config.evaluation.pairwise, config.evaluation.style
     if pair is not None and sorted(_position(config, name) for name in pair) != ["A", "B"]:
         yield f"`evaluation.pairwise` must name two `pairwise` rewards, with position A and with B; it is {pair}"

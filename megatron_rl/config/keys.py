@@ -60,7 +60,7 @@ def key(default: T = dataclasses.MISSING, meaning: str = "") -> T:  # type: igno
 
 
 def meaning(of: dataclasses.Field[Any]) -> str:
-    """What docs/recipes.md says of a key."""
+    """The text of docs/recipes.md on a key."""
     return str(of.metadata.get("description", ""))
 
 

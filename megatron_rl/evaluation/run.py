@@ -1,4 +1,4 @@
-"""What evaluations have in common, by an engine (`trainer.evaluate`) or by a harness (`evaluation.harnessed`)."""
+"""Shared steps of evaluations by an engine (`trainer.evaluate`) or by a harness (`evaluation.harnessed`)."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ TokenPart = Callable[..., Tensor]  # of `RolloutTokens` and keyword-only paramet
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method needs from the batch; the defaults stand for nothing.
+    """Needs of a method from the batch; the defaults stand for nothing.
 
     Attributes:
         group_size: smallest number of rollouts per prompt.
@@ -72,7 +72,7 @@ class Needs:
         lengths: bool = True,
         smallest: str | None = None,
     ) -> list[str]:
-        """What the batch lacks, one sentence each; empty where the method can run.
+        """Needs that the batch does not meet, one sentence each; empty where the method can run.
 
         Args:
             name: the method's.
@@ -103,7 +103,7 @@ class Needs:
 
 @dataclass
 class Estimate:
-    """What an advantage estimator makes of a reward table.
+    """An advantage estimator's result for a reward table.
 
     Attributes:
         advantages: [n, m], 0 where invalid; float64 for a float64 table, otherwise float32.
@@ -145,7 +145,7 @@ class Method:
         return self.function.__module__.startswith(f"{__package__}.")
 
     def needs_with(self, params: Params) -> Needs:
-        """What it needs from the batch with these (complete) parameters."""
+        """Its needs from the batch with these (complete) parameters."""
         return self.needs(params) if callable(self.needs) else self.needs
 
     def params_of(self, function: Callable[..., Any], params: Params) -> dict[str, Any]:

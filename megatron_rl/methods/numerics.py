@@ -30,7 +30,7 @@ def above(log_ratio: Tensor, bound: float) -> Tensor:
 
 
 def rounding_unit(values: Tensor) -> float:
-    """Of the values' dtype, relative."""
+    """Relative rounding error of the values' dtype."""
     import torch
 
     return torch.finfo(values.dtype).eps

@@ -1,4 +1,4 @@
-"""What the token part of a method reads of one rollout. Importing it loads no torch, as with `Groups`."""
+"""The input of a method's token part: one rollout. Importing it loads no torch, as with `Groups`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What configurations of all three have in common: batches, steps, lengths, data, and what a recipe needs besides."""
+"""Sections that configurations of all three have in common: batches, steps, lengths, data, and what a recipe needs
+besides."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def put_saving(draft: Draft, every: float | None, evaluate: float | None) -> Non
 
 
 def complete(draft: Draft) -> None:
-    """What a recipe needs in any case, and what only goes together."""
+    """Adds what every recipe needs, and drops what does not go together."""
     recipe = draft.recipe
     if not draft.get("run_dir"):
         draft.put("run_dir", "runs/migrated")

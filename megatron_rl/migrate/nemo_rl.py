@@ -31,7 +31,7 @@ def convert(draft: Draft) -> None:
 
 
 def _drop_unused_backend(draft: Draft) -> None:
-    """Of the two backends' sections only the one that is on counts."""
+    """Drops the section of the backend that is off."""
     is_megatron = bool(draft.take("policy.megatron_cfg.enabled"))
     draft.take("policy.dtensor_cfg.enabled")
     unused: tuple[str, ...] = ("policy.megatron_cfg.",)

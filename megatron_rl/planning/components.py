@@ -15,7 +15,7 @@ OFFLOAD, CHECKPOINT = HOST_PHASES = ("offload", "checkpoint")  # whose peaks are
 
 
 class Part(Enum):
-    """What takes memory; the value is its name in tables."""
+    """A consumer of memory; the value is its name in tables."""
 
     WEIGHTS = "actor: weights"
     FP8_COPIES = "actor: FP8 copies of the weights"

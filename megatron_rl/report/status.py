@@ -56,7 +56,7 @@ _SHOWN = (
 
 @dataclass
 class RunStatus:
-    """What a run is doing, or how it ended."""
+    """State of a run: what it is doing, or how it ended."""
 
     run_dir: str
     state: str  # starting | running | silent | finished | stopped | failed | none (no attempt yet)
@@ -122,7 +122,7 @@ class RunStatus:
 
 
 def no_run(path: Path) -> str:
-    """What a folder without a recipe is: a message, with the runs in it or near it."""
+    """Describes a folder without a recipe: a message, with the runs in it or near it."""
     if not path.is_dir():
         return f"{path} is no run folder: it does not exist"
     runs = sorted(folder.parent for pattern in ("*/recipe.yaml", "*/*/recipe.yaml") for folder in path.glob(pattern))
@@ -211,7 +211,7 @@ def _read_way_on(status: RunStatus, attempt: Path, recipe_file: Path) -> None:
 
 
 def attempts_of(run_dir: Path) -> list[tuple[int, Path]]:
-    """Of this run, oldest first: an attempt that was refused because the run was alive is none of its starts."""
+    """Attempts of this run, oldest first: an attempt that was refused because the run was alive is none of its starts."""
     return [(k, path) for k, path in _numbered(run_dir / "logs", "attempt_") if not (path / REFUSED).exists()]
 
 

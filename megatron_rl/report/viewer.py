@@ -166,7 +166,7 @@ def _facts(row: RolloutRow) -> dict[str, object]:
 
 
 def _token_values(run: Path, step: int, rows: Sequence[RolloutRow]) -> list[Mapping[str, list[float]]]:
-    """Of each rollout whose tokens were recorded: values by token under the names of `_COLOURS`."""
+    """For each rollout whose tokens were recorded: values by token under the names of `_COLOURS`."""
     file = run / "rollouts" / f"step_{step}.npz"
     if not file.is_file() or not any("pieces" in row for row in rows):
         return [{} for _ in rows]

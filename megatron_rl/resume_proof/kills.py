@@ -71,7 +71,7 @@ def arm(kill: Kill, others: Callable[[], Sequence[int]]) -> None:
     seen = 0
 
     def die() -> None:
-        """What a machine that goes down does: nobody gets to do anything more, this process last."""
+        """Ends as a machine that goes down: nobody gets to do anything more, this process last."""
         for pid in others():
             os.kill(pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

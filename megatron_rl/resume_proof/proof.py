@@ -28,7 +28,7 @@ _KILLED = 128 + signal.SIGKILL
 
 @dataclass
 class Proof:
-    """What came of one preset."""
+    """Outcome of one preset."""
 
     preset: str
     killed: list[Kill] = field(default_factory=list)
@@ -108,7 +108,7 @@ def _phase(run_dir: Path) -> str:
 
 
 def differences(want: Path, killed: Path) -> list[str]:
-    """What is not the same in two finished runs; [] where nothing differs."""
+    """Differences of two finished runs; [] where nothing differs."""
     unequal = []
     for name in ("metrics.jsonl", "sft/metrics.jsonl"):
         before, after = untimed_rows(want, name), untimed_rows(killed, name)

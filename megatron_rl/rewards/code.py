@@ -47,7 +47,7 @@ class Tests:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """What a program did on the tests it was run on."""
+    """Outcome of a program on the tests it was run on."""
 
     passed: int
     total: int

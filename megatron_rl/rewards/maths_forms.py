@@ -52,7 +52,7 @@ _DERIVATIVE = re.compile(
 
 
 def last_box(text: str) -> str | None:
-    r"""What stands in the last `\boxed{}` (`\fbox{}`, `\framebox{}`); None without a closed one."""
+    r"""The content of the last `\boxed{}` (`\fbox{}`, `\framebox{}`); None without a closed one."""
     start = max(map(text.rfind, ("\\boxed", "\\fbox", "\\framebox")))
     if start < 0:
         return None

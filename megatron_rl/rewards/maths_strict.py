@@ -27,7 +27,7 @@ def strictly_same(completion: str, gold: str) -> bool:
 
 
 def gold_answer(gold: str) -> str:
-    r"""What stands in the last `\boxed{}` of a gold text, or the text. ValueError where that holds nothing."""
+    r"""The content of the last `\boxed{}` of a gold text, or the text. ValueError where that holds nothing."""
     boxed = forms.last_box(gold)
     answer = gold if boxed is None else boxed
     if not normalize(answer):

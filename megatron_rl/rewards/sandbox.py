@@ -38,7 +38,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use."""
+    """Resources that one run may use."""
 
     cpu_seconds: int = 4
     wall_seconds: float = 10.0

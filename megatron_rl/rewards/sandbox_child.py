@@ -140,7 +140,7 @@ def _instruction(code: int, value: int, when: int = 0, otherwise: int = 0) -> by
 
 
 def _ask_for_threads(libc: ctypes.CDLL, parent: int) -> None:
-    """Has every `clone` wait for an answer, and sends the descriptor to answer by to the parent; see `sandbox._Threads`.
+    """Makes every `clone` wait for an answer, and sends the descriptor to answer by to the parent; see `sandbox._Threads`.
 
     Args:
         parent: descriptor of a Unix socket.

@@ -43,7 +43,8 @@ def match_share(
 def call_remarks(
     gold: Sequence[Call], calls: Sequence[Call], matching: Matching, same_name: bool = True
 ) -> list[Remark]:
-    """What is right and what wrong: names, parameter names and values of gold calls and those they are matched with."""
+    """Remarks on what is right and what is wrong: names, parameter names and values of gold calls and those they are matched
+    with."""
     table = _table(gold, calls, same_name)
     pairs = {i: j for i, j in _PAIRS[matching](table) if table[i][j]}
     remarks: list[Remark] = [] if gold or calls else [("no call, and none is wanted", True)]

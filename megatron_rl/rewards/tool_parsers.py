@@ -52,7 +52,7 @@ def json_lines(text: str) -> list[str]:
 
 
 def after_thinking(completion: str) -> str:
-    """What follows the last `</think>`; the whole text without one."""
+    """The text after the last `</think>`; the whole text without one."""
     return completion.rpartition(THOUGHT)[2]
 
 
@@ -175,7 +175,7 @@ def toolrl_format(completion: str, calls: bool, response: bool, think: str, stri
 
 
 def _behind_thinking(completion: str, think: str) -> str | None:
-    """What follows the thinking; None where the thinking is missing or in the wrong place."""
+    """The text after the thinking; None where the thinking is missing or in the wrong place."""
     text = completion.strip()
     if think != "none":
         thought, closed, text = text.partition(THOUGHT)

@@ -1,4 +1,4 @@
-"""What rollouts, scores and weight syncs ask of an engine: `Engine`. One lives in the trainer's processes
+"""The interface `Engine`, which rollouts, scores and weight syncs use. One lives in the trainer's processes
 (`rollout.vllm_engine`), another behind a server's URL (`rollout.endpoint_engine`).
 """
 

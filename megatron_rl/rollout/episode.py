@@ -1,4 +1,4 @@
-"""What a rollout asks of an engine, turn by turn: prompt so far to request, completion to the next request or the rollout."""
+"""A rollout turn by turn: prompt so far to request, completion to the next request or the rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks need before they start: the world that an outer launcher (torchrun, srun) has made, or a port to meet at; a
+"""Preparations of ranks: the world that an outer launcher (torchrun, srun) has made, or a port to meet at; a
 folder for logs; environment variables."""
 
 from __future__ import annotations

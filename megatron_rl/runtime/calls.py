@@ -27,7 +27,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def processors() -> int:
-    """Of the host's, this process's share."""
+    """This process's share of the host's processors."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

@@ -1,4 +1,4 @@
-"""What compiles kernels while a run runs: where it keeps what it has made, and the programs that it calls. Needs no torch."""
+"""Compilers of kernels during a run: where it keeps what it has made, and the programs that it calls. Needs no torch."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def get(url: str, key: str | None, seconds: float) -> bytes:
-    """What a server answers to one request, of 16 MiB at most; redirects are not followed.
+    """The answer of a server to one request, of 16 MiB at most; redirects are not followed.
 
     Args:
         key: sent as a bearer token.

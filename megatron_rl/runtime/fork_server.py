@@ -34,7 +34,7 @@ _BLAS = "OPENBLAS_NUM_THREADS"  # NumPy's and SciPy's OpenBLAS starts its thread
 
 @dataclass(frozen=True)
 class RankWorld:
-    """What tells a rank from the others: variables of its environment, and the numbers of its open files."""
+    """One rank's own part of the world: variables of its environment, and the numbers of its open files."""
 
     variables: Mapping[str, str]
     stdout: int
@@ -89,7 +89,7 @@ class ForkServer:
         return found
 
     def let_go(self) -> None:
-        """Has the ranks begin; the process has ended."""
+        """Lets the ranks begin; the process has ended."""
         os.write(self._go, b"." * self._ranks)
 
     def close(self) -> None:

@@ -38,12 +38,12 @@ class HostMemory:
         ]
 
     def free(self) -> None:
-        """What was taken may be given again; the blocks stay."""
+        """Allows that what was taken is given again; the blocks stay."""
         self._used = [0] * len(self._blocks)
 
 
 def pinned_bytes(sizes: Sequence[int]) -> int:
-    """Of all blocks that `HostMemory` makes for memory of so many bytes each."""
+    """Bytes of all blocks that `HostMemory` makes for memory of so many bytes each."""
     blocks = list[int]()
     _laid_out(sizes, blocks, [])
     return sum(blocks)

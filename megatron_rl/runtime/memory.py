@@ -105,7 +105,7 @@ def reset_peak() -> None:
 
 
 def host_in_use() -> float:
-    """Of this process, in GiB."""
+    """Host memory in use by this process, in GiB."""
     return _status("VmRSS")
 
 

@@ -64,7 +64,7 @@ def stacks_file(beats: Path, rank: int) -> Path:
 
 
 def take_stacks(folder: Path, beats: Path, silent: Iterable[Beat]) -> None:
-    """Has the `silent` ranks of this machine write their stacks, and copies them into the post-mortem's folder."""
+    """Makes the `silent` ranks of this machine write their stacks, and copies them into the post-mortem's folder."""
     dumps = [
         stacks_file(beats, beat["rank"])
         for beat in silent
@@ -194,7 +194,7 @@ def verdict(
 
 
 def _behind(facts: Mapping[int, Beat]) -> list[int]:
-    """Of ranks that all answer, those that the others wait for."""
+    """Ranks that the others wait for, where all answer."""
     fewest = min(fact["entered"] for fact in facts.values())
     ranks = [rank for rank, fact in facts.items() if fact["entered"] == fewest]
     if len(ranks) == len(facts) and len(ranks) > 1:

@@ -29,7 +29,8 @@ _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
 
 def versions() -> dict[str, str]:
-    """Of Python, this package and the ones it computes with, as their installed metadata says; absent ones are left out."""
+    """Versions of Python, this package and the ones it computes with, as their installed metadata says; absent ones are left
+    out."""
     by_package = {"python": platform.python_version(), "megatron-rl": megatron_rl.__version__}
     for name in PACKAGES:
         try:

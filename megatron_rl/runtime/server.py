@@ -44,7 +44,7 @@ def _answers(port: int) -> bool:
 
 
 class Leader(Protocol):
-    """What is used of a `subprocess.Popen` that leads a session."""
+    """The part in use of a `subprocess.Popen` that leads a session."""
 
     @property
     def pid(self) -> int: ...

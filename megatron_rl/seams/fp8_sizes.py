@@ -44,5 +44,5 @@ def weight_bytes(rows: int, columns: int, recipe: str) -> int:
 
 
 def bytes_per_number(recipe: str) -> float:
-    """Of a large product's input in one direction."""
+    """Bytes of a large product's input in one direction."""
     return {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32}.get(recipe, 1.0)

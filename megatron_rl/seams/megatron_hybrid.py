@@ -76,7 +76,7 @@ class HostOptimizer(HybridDeviceOptimizer, torch.optim.AdamW):
                 self.state[parameter]["step"] = torch.tensor(float(loaded.get("step") or 0))
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """What was loaded are views of whole tensors."""
+        """Does nothing: loaded state is views of whole tensors."""
         for state in self.state.values():
             state |= {name: _on_host(state[name]) for name in STATE}
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def forget_routing(chunk: Chunk) -> None:
-    """Has each mixture of experts drop its routing after a forward pass, and after one that is computed again. Its dispatcher
-    would hold it until the next, and by its graph a recomputed layer's input and that input's gradient: two hidden states per
-    token and layer."""
+    """Makes each mixture of experts drop its routing after a forward pass, and after one that is computed again. Its
+    dispatcher would hold it until the next, and by its graph a recomputed layer's input and that input's gradient: two hidden
+    states per token and layer."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     check_parameters(MoELayer.postprocess, "self output shared_expert_output")

@@ -125,7 +125,7 @@ def quantised_weights(layers: Sequence[Any]) -> list[Tensor]:
 
 
 def quantise(layers: Sequence[Any], recipe: str) -> None:
-    """Has attention and feed-forwards of these layers compute in FP8. As Megatron-Core has it, the product after attention
+    """Makes attention and feed-forwards of these layers compute in FP8. As Megatron-Core has it, the product after attention
     keeps the output that attention itself keeps, where the recipe allows it."""
     for layer in layers:
         attention, mlp = layer.self_attention, layer.mlp

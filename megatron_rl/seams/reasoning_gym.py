@@ -32,7 +32,7 @@ def load() -> ModuleType:
 
 
 def read_literals_only(score_answer: Callable[..., float]) -> None:
-    """Has a dataset's verifier read lists by `ast.literal_eval`: its module gets a function of that name.
+    """Makes a dataset's verifier read lists by `ast.literal_eval`: its module gets a function of that name.
 
     Raises:
         RuntimeError: the verifier does not call `eval`: the package has changed.

@@ -35,7 +35,7 @@ def write_index(folder: Path, metadata: Metadata, stored: Mapping[MetadataIndex,
 def loading_with(
     read_metadata: Callable[[Path], Metadata], load_object: Callable[[io.BytesIO, str], object]
 ) -> Iterator[None]:
-    """Has torch's reader and planner, which Megatron-Core's derive from, unpickle by these functions.
+    """Makes torch's reader and planner, which Megatron-Core's derive from, unpickle by these functions.
 
     Torch unpickles the index freely, and Megatron-Core the pieces that are objects. The second argument of `load_object` says
     where the bytes are from.
@@ -67,7 +67,7 @@ def loading_with(
 
 
 class Collective(TypedDict):
-    """What is read of an entry of torch's flight recorder."""
+    """The part in use of an entry of torch's flight recorder."""
 
     profiling_name: str
     time_created_ns: int
@@ -100,7 +100,7 @@ INIT = "__init__"  # of `dist.ProcessGroupGloo`, compiled: without a signature t
 
 @cache
 def share_device() -> None:
-    """Has all gloo groups that this process makes from now on share a device.
+    """Makes all gloo groups that this process makes from now on share a device.
 
     A device's thread wakes every 10 ms to look for what its connections bring. torch makes one per group, and Megatron-Core
     some 30 groups for every rank: their threads took 5 % of the CPU time of the quick start in one process.

@@ -14,20 +14,20 @@ GET_PARTS, SET_PARTS = "prepare_for_saving", "restore_from_saved"  # of an FP8 t
 
 
 def keep_exact(parameter: Tensor, values: Tensor) -> None:
-    """Has an optimizer built later begin with `values`, of which an FP8 parameter holds the rounded ones."""
+    """Makes an optimizer built later begin with `values`, of which an FP8 parameter holds the rounded ones."""
     if hasattr(parameter, GET_EXACT):
         setattr(parameter, EXACT, values.cpu())
 
 
 def keep_rounded(parameters: Iterable[Tensor]) -> None:
-    """Has another optimizer begin with what FP8 parameters hold, where an earlier one has cleared their exact values."""
+    """Makes another optimizer begin with what FP8 parameters hold, where an earlier one has cleared their exact values."""
     for parameter in parameters:
         if hasattr(parameter, GET_EXACT) and not hasattr(parameter, EXACT):
             setattr(parameter, EXACT, parameter.detach().dequantize().cpu())
 
 
 def parts(parameter: Tensor) -> list[Tensor | None]:
-    """What an FP8 parameter is made of: data and scales, some of them perhaps not there; of another, itself."""
+    """Tensors that an FP8 parameter is made of: data and scales, some of them perhaps not there; of another, itself."""
     if not hasattr(parameter, GET_PARTS):
         return [parameter.data]
     found = getattr(parameter, GET_PARTS)()[0]  # they are taken out

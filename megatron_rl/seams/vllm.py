@@ -32,7 +32,7 @@ class QuantMethod(Protocol):
 
 
 class CpuLayer(Protocol):
-    """What is used of vLLM's layers with a packed copy; the last of linear layers only."""
+    """The part in use of vLLM's layers with a packed copy; the last of linear layers only."""
 
     weight: Tensor
     quant_method: QuantMethod
@@ -328,7 +328,7 @@ def _computes_with_own(layer: CpuLayer) -> bool:
 
 
 def weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """What reads the weight of a linear layer back from its packed copy, by Hugging Face name.
+    """Functions that read the weight of a linear layer back from its packed copy, by Hugging Face name.
 
     A function returns this rank's shard, [rows, columns]. Layers that vLLM has fused (query, key and value; gate and up) are
     cut into their parts.

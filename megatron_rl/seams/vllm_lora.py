@@ -18,7 +18,7 @@ _NUMBER = 1  # vLLM's of the adapters
 
 
 def request() -> LoRARequest:
-    """What a request names the engine's adapters by."""
+    """The name of the engine's adapters in a request."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("actor", _NUMBER, "from the actor")

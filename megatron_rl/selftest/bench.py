@@ -1,4 +1,4 @@
-"""What the steps share: small models, a recipe, sequences, and the two ways to run an actor on them."""
+"""Shared by the steps: small models, a recipe, sequences, and the two ways to run an actor on them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Bench:
 
     @property
     def dtype(self) -> str:
-        """What everybody runs on GPUs; on a CPU what shows the smallest fault."""
+        """bf16 on GPUs, as everybody runs; on a CPU what shows the smallest fault."""
         return "bfloat16" if self.gpu else "float32"
 
     @cached_property

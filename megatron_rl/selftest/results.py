@@ -15,7 +15,7 @@ Figures = Mapping[str, float | str]
 
 @dataclass(frozen=True)
 class Result:
-    """What a step found: `text` is the failure, or why it was left out."""
+    """Result of a step: `text` is the failure, or why it was left out."""
 
     step: SelfTestStep
     verdict: str

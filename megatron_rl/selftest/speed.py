@@ -68,7 +68,7 @@ def _actor(bench: Bench, *overrides: str) -> tuple[Actor, Config]:
 
 
 def flops(shape: CreateModelConfig, lengths: list[int]) -> float:
-    """Of one update, without what recomputation adds: matrix products with weights, and causal attention."""
+    """FLOPs of one update, without what recomputation adds: matrix products with weights, and causal attention."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layer = shape.hidden_size * (2 * queries + 2 * keys + 3 * shape.ffn_size)
     products = 6 * (shape.layers * layer + shape.vocab_size * shape.hidden_size) * sum(lengths)

@@ -154,7 +154,7 @@ def rl_of_images(bench: Bench) -> Figures:
 
 
 def _three_steps(bench: Bench, config: Config) -> Figures:
-    """Of RL; the last one's metrics, and of the sync's differences the largest."""
+    """Runs three steps of RL; the last one's metrics, and of the sync's differences the largest."""
     run = build_run(config, bench.grid, Path(config.run_dir))
     train(run, "never")
     run.close()

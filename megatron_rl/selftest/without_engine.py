@@ -193,7 +193,7 @@ def output_layer(bench: Bench) -> Figures:
 
 
 def cpu_optimizer(bench: Bench) -> Figures:
-    """What three updates change, with the optimizer here and there."""
+    """Compares what three updates change, with the optimizer here and there."""
     folder, tokens = bench.model(SHAPE), sequences(SHAPE.vocab_size)
     moved = []
     for where in ("gpu", "cpu"):

@@ -24,7 +24,7 @@ _WHITE = (255, 255, 255)
 
 @dataclass(frozen=True)
 class BarsParams:
-    """Of the source `bars`."""
+    """Parameters of the source `bars`."""
 
     bars: Annotated[int, Field(ge=1, le=len(COLOURS))] = 3  # of as many colours
     longest: Annotated[int, Field(ge=1, le=9)] = 6  # units of the longest bar, and of the image's width

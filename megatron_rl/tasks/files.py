@@ -102,7 +102,7 @@ def jsonl_rows(config: TaskConfig) -> Rows:
 
 
 def own_rows(config: TaskConfig) -> Rows:
-    """What the user's generator yields, called with the task's `seed` and `params`.
+    """Rows of the user's generator, called with the task's `seed` and `params`.
 
     Raises:
         ValueError: it cannot be loaded, takes other parameters, or yields something other than a dictionary.

@@ -68,7 +68,7 @@ def file_items(rows: Callable[[TaskConfig], Rows], arrow: bool) -> Callable[[Tas
 
 
 def folder_of(config: TaskConfig) -> Path:
-    """What paths of images in a task's data are relative to."""
+    """The folder that paths of images in a task's data are relative to."""
     place = Path(config.path or ".").expanduser()
     return place if place.is_dir() else place.parent
 

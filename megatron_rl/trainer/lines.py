@@ -1,4 +1,4 @@
-"""What a step says on the terminal, in one line that fits it."""
+"""A step's line on the terminal, as long as that is wide."""
 
 from __future__ import annotations
 

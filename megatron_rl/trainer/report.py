@@ -148,7 +148,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def apart(self, name: str) -> Iterator[None]:
-        """What takes long between stages, or within one, and is none of its steps."""
+        """Times what takes long between stages, or within one, and is none of its steps."""
         begin = time.monotonic()
         yield
         seconds = time.monotonic() - begin

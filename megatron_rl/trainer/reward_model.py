@@ -71,7 +71,7 @@ def preference_step(actor: Actor, pairs: Sequence[Pair], centering: float, is_lo
 
 
 def preference_metrics(actor: Actor, pairs: Sequence[Pair], centering: float) -> dict[str, float]:
-    """Of held-out pairs, without a step."""
+    """Metrics of held-out pairs, without a step."""
     micro_batches = pack_pairs(actor, pairs)
     scores = actor.log_probs(micro_batches, temperature=1.0)  # on the last pipeline stage only
     scored = zip(micro_batches if actor.grid.is_last_stage else (), scores, strict=True)

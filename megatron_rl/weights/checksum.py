@@ -19,7 +19,7 @@ WORD = 8  # bytes; rows that are whole words are summed as such, without a copy
 
 
 class Checksums:
-    """Of one box after the other."""
+    """Checksums of one box after the other."""
 
     def __init__(self) -> None:
         self._lines: list[Tensor] = []  # int64: per box the sums of all rows, then of all columns
@@ -41,7 +41,7 @@ class Checksums:
             self._lengths.append(sum(map(len, lines)))
 
     def take(self) -> Tensor:
-        """Of the boxes since the last call; int64 [boxes, 2]."""
+        """Checksums of the boxes since the last call; int64 [boxes, 2]."""
         lines, lengths = torch.cat(self._lines), tuple(self._lengths)
         self._lines, self._lengths = [], []
         if lengths not in self._known:

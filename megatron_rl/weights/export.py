@@ -74,7 +74,7 @@ def _export(
     parallel: ParallelGroups,
     write: Callable[[Path], None],
 ) -> None:
-    """Has the writing process `write` a new folder, which exhausts `weights`, while the others take part."""
+    """Makes the writing process `write` a new folder, which exhausts `weights`, while the others take part."""
     problem: str | None = None
     if parallel.is_writer:
         try:

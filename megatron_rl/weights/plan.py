@@ -184,7 +184,7 @@ class Plan:
             yield Move(box, rule, at, expert, needed.at, needed.expert)
 
     def traffic(self) -> Iterator[Traffic]:
-        """Of each bucket."""
+        """Traffic of each bucket."""
         return (Traffic.of(shipments, self.actor.world) for shipments in self.buckets)
 
 

@@ -56,7 +56,7 @@ def _border(start: int, length: int, part: int, parts: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """What a place in an engine and a cell of the actor share of a rule, in any layer; without those that share nothing.
+    """Overlaps of a place in an engine and a cell of the actor, for a rule, in any layer; without those that share nothing.
 
     Attributes:
         unit: elements at one position of one expert.
@@ -82,7 +82,7 @@ class Pairs:
         return cls(unit_elements(rule, model.dims), tuple(found.values()), places, cells)
 
     def cut(self, part: int, parts: int) -> tuple[tuple[tuple[Overlap, ...], ...], np.ndarray]:
-        """What each pair shares of one of so many parts, and its elements: float64 [pairs]."""
+        """Overlaps of each pair in one of so many parts, and their elements: float64 [pairs]."""
         if (part, parts) not in self._cut:
             cuts = tuple(
                 tuple(cut for overlap in shared if (cut := overlap.cut(part, parts))) for shared in self.overlaps

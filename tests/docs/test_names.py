@@ -27,7 +27,7 @@ BARE |= {"place", "places", "piece", "pieces", "part", "parts", "said", "left", 
 BARE_PER_CENT = 5.0
 # First words of docstrings that are no sentences.
 FRAGMENTS = ("Of ", "What ", "Has ")
-MOST_FRAGMENTS = 220
+MOST_FRAGMENTS = 120
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

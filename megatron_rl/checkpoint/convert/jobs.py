@@ -89,11 +89,11 @@ class Conversion(ABC):
 
     @abstractmethod
     def expected(self, name: str, start: int, stop: int) -> Tensor:
-        """What rows [start, stop) of one have to be."""
+        """The expected rows [start, stop) of one."""
 
     @abstractmethod
     def result(self, target: Path) -> WeightSource:
-        """What was written, read back."""
+        """Reads back what was written."""
 
 
 def run(task: Conversion, target: Path, workers: int, say: Callable[[str], None]) -> bool:

@@ -142,7 +142,7 @@ class HFFolder(SafetensorsFolder):
 
 
 def fingerprint(folder: Path, patterns: Sequence[str]) -> list[list[str | int]]:
-    """What tells whether a folder still is the same source: of its weights in files of these patterns, its config.json,
+    """Identifies the state of a source folder: of its weights in files of these patterns, its config.json,
     tokenizer and the rest the name, size, time of change, and checksum of both ends.
 
     Times alone do not tell: archives and object stores round them, and all checkpoints of a run have the same sizes.
@@ -156,7 +156,7 @@ def fingerprint(folder: Path, patterns: Sequence[str]) -> list[list[str | int]]:
 
 
 def weights_checksum(folder: Path) -> str:
-    """Of the names, sizes and ends of a model folder's files, whenever they were written."""
+    """Checksum of the names, sizes and ends of a model folder's files, whenever they were written."""
     files = [[name, size, ends] for name, size, _, ends in fingerprint(folder, ("*.safetensors", "*.distcp"))]
     return manifest.digest(json.dumps(files).encode())
 

@@ -17,7 +17,7 @@ BLOCK = 16  # tokens of vLLM's cache that a sequence takes at a time
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """What one engine is able to do."""
+    """The abilities of one engine."""
 
     decode_seconds: Callable[[int, float], float]  # a pass over so many sequences, with so many tokens each in the mean
     prefill_seconds: Callable[[float], float]  # reading so many tokens
@@ -38,12 +38,12 @@ class SimulatedGeneration:
 
     @property
     def idle_share(self) -> float:
-        """Of the engines' time."""
+        """Idle share of the engines' time."""
         return 1 - float(self.busy.mean()) / self.seconds if self.seconds else 0.0
 
     @property
     def tail_share(self) -> float:
-        """Of the phase: when 95 % of the responses that ended have ended."""
+        """Share of the phase after the time when 95 % of the responses that ended have ended."""
         ended = self.ends[~np.isnan(self.ends)]
         return 1 - float(np.quantile(ended, 0.95)) / self.seconds if ended.size and self.seconds else 0.0
 

@@ -35,7 +35,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """What is simulated.
+    """The job that is simulated.
 
     Attributes:
         gpus: of the whole job; `engines` share them.
@@ -114,7 +114,7 @@ class SimulatedRun:
 
     @property
     def tail_share(self) -> float:
-        """Of generation: after 95 % of a step's responses have ended."""
+        """Share of generation after 95 % of a step's responses have ended."""
         tails = sum(step.generation.tail_share * step.generation.seconds for step in self.steps)
         return tails / max(1e-30, sum(step.generation.seconds for step in self.steps))
 

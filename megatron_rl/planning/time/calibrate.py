@@ -18,7 +18,7 @@ _UNPREDICTED = ("estimate", "switch", "sync_check")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run folder says of its steps' time.
+    """Times of the steps of a run, from its folder.
 
     Attributes:
         seconds: median of the later half of its steps, by phase (`timing_s/...`).
@@ -48,7 +48,7 @@ class MeasuredRun:
 
 
 def _lengths(folder: Path, rows: Sequence[Mapping[str, float]]) -> Lengths:
-    """Of the newest file of recorded rollouts; where there is none, log-normal up to the longest."""
+    """Lengths of the newest file of recorded rollouts; where there is none, log-normal up to the longest."""
     prompt = fmean(row["prompt_length/mean"] for row in rows)
     if recorded := recorded_files(folder):
         return Lengths.recorded(read_lengths(recorded[-1])[0].ravel(), prompt)

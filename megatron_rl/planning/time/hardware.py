@@ -1,4 +1,4 @@
-"""What GPUs and their links do, from the makers' tables, and which share of that programs reach.
+"""Speeds of GPUs and their links, from the makers' tables, and which share of that programs reach.
 
 Every figure can be replaced: `parse("h100,network=25e9")`, or a YAML file with the same names.
 """

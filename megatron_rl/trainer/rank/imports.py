@@ -1,4 +1,4 @@
-"""What every rank of a run imports, in the environment in which a rank does: for the process that forks ranks."""
+"""Imports of every rank of a run, in the environment in which a rank does: for the process that forks ranks."""
 
 from __future__ import annotations
 
