@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, cast
 
 import torch
 from torch import Tensor
@@ -24,12 +24,9 @@ from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.host_memory import HostMemory
-from megatron_rl.seams import torch_archive, torch_dist
-from megatron_rl.seams.megatron import Chunk, Optimizer, State, buckets_in_place, save_planner
+from megatron_rl.seams import megatron_checkpoint, torch_archive, torch_dist
+from megatron_rl.seams.megatron import Chunk, Optimizer, State, buckets_in_place
 from megatron_rl.weights.adapters import adapters_in, sharded_adapters
-
-if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 # Optimizer state is stored whole per parameter, under a name that does not say which of Megatron's optimizers (of dense or of
 # expert parameters) has it, so that it loads at any layout.
@@ -95,14 +92,13 @@ class Snapshotter:
         self._grid, self._copied = grid, copied
         self._memory = HostMemory()
         self._checked = False  # that every shard has exactly one rank that writes it, which cannot change within a run
-        self._division: FullyParallelSaveStrategyWrapper | None = None
+        self._division = megatron_checkpoint.Division()
 
     def take(self, chunks: Sequence[Chunk], optimizer: Optimizer) -> Snapshot:
         """Copies everything that this rank has to write to the host; every rank calls it. Touches no disk.
 
         An earlier snapshot must not be in use any more: its memory is written over.
         """
-        from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
         from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
         grid = self._grid
@@ -110,10 +106,11 @@ class Snapshotter:
         with device.megatron():
             with stand_ins.in_use():
                 state = sharded_state(chunks, optimizer, loading=False)
-            sharded, common = save_preprocess(state, validate_access_integrity=not self._checked)
+            sharded, common = megatron_checkpoint.split(state, check=not self._checked)
             self._checked = True
-            self._divide(sharded)
-            planner = save_planner(sharded, grid.is_main)
+            if grid.dp * grid.cp > 1:
+                self._division.apply(sharded)
+            planner = megatron_checkpoint.save_planner(sharded, grid.is_main)
         plan = planner.create_local_plan()
         plans = grid.gather(plan)
         metadata = planner.create_global_plan(plans)[1] if grid.is_main else None
@@ -143,20 +140,6 @@ class Snapshotter:
         stand_ins.gather(optimizer)
         device.synchronize()
         return Snapshot(items, torch_archive.saved(common) if grid.is_main else b"", metadata)
-
-    def _divide(self, sharded: State) -> None:
-        """Gives each data-parallel rank its part of what all of them hold, in place."""
-        from megatron.core import parallel_state
-        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-        from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
-        if self._grid.dp * self._grid.cp == 1:
-            return
-        if self._division is None:
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
-            self._division = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
-        self._division.apply_saving_parallelization(sharded)
 
 
 def write_share(snapshot: Snapshot, folder: Path, rank: int) -> list[Written]:

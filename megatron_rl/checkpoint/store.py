@@ -21,6 +21,7 @@ from megatron_rl.checkpoint.snapshot import restore_model, sharded_model, sharde
 from megatron_rl.runtime import device
 from megatron_rl.runtime.disk import next_previous
 from megatron_rl.runtime.distributed import ProcessGrid
+from megatron_rl.seams import megatron_checkpoint
 from megatron_rl.seams.megatron import Chunk, Optimizer, State, keeping_adam_steps
 
 _STEP = re.compile(r"step_(\d+)")
@@ -99,12 +100,10 @@ def _unfitting(
     tensors: State, found: Mapping[str, manifest.TensorInfo], pieces: Sequence[manifest.StoredChunk], grid: ProcessGrid
 ) -> list[str]:
     """Tensors that the checkpoint lacks, has beyond those wanted, or has with another shape or dtype; by name and file."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 
     own: dict[str, tuple[tuple[int, ...] | None, str]] = {}
-    for value in nested_values(load_preprocess(tensors)[0]):
+    for value in megatron_checkpoint.requests(tensors):
         if isinstance(value, ShardedTensor):
             # Rows that pad the vocabulary to the layout may be more or fewer.
             shape = None if value.allow_shape_mismatch else tuple(value.global_shape)
@@ -180,8 +179,6 @@ def _load_optimizer(folder: Path, tensors: State, masters: State, chunks: Sequen
     plain or distributed, one for all parameters or, with expert parallelism, one for dense and one for expert parameters.
     Where there are others now, only tensors are taken, which have the same names, and the number of steps, the same for all.
     """
-    from megatron.core.dist_checkpointing.dict_utils import merge
-
     wanted = tensors["optimizer"]
     common = unpickle.load_common(folder)["optimizer"]
     alike = _form(common) == _form(wanted)
@@ -191,7 +188,7 @@ def _load_optimizer(folder: Path, tensors: State, masters: State, chunks: Sequen
     restore_model(chunks, loaded)
     state = loaded[key]
     if masters:
-        merge(state, unpickle.load({"masters": masters}, folder)["masters"])
+        megatron_checkpoint.merge_into(state, unpickle.load({"masters": masters}, folder)["masters"])
     if alike:
         return state
     [step] = {float(step) for step in _steps(common)}

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from megatron_rl.seams import check_parameters, replaced
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
 
@@ -23,7 +22,6 @@ MAIN_GRADIENT = "main_grad"  # attribute of a parameter: its view of the gradien
 # The parameters of functions that are called or replaced here.
 OUTPUT_LAYER = "input_ weight runtime_gather_output"
 FINALIZE = "model num_tokens pg_collection force_all_reduce"
-SHARDED_KEYS = "sharded_state_dict keep_only_main_replica"
 INITIALIZE, REMAINDERS = "initialize_state", "store_param_remainders"  # of Transformer Engine's `FusedAdam`
 # Of `DistributedOptimizer`, with their names.
 GET_STATES = ("_get_main_param_and_optimizer_states", "self model_param")
@@ -351,21 +349,6 @@ def standing_in(make: Callable[[OptimizerPart, int, str], Tensor]) -> Iterator[N
             yield
     finally:
         distrib_optimizer.gc = collector
-
-
-def save_planner(sharded: State, is_coordinator: bool) -> MCoreSavePlanner:
-    """Megatron's planner of what this rank saves, set up; its own way to it writes files at once."""
-    from megatron.core.dist_checkpointing.strategies.torch import (
-        MCoreSavePlanner,
-        _replace_state_dict_keys_with_sharded_keys,
-        mcore_to_pyt_state_dict,
-    )
-
-    check_parameters(_replace_state_dict_keys_with_sharded_keys, SHARDED_KEYS)
-    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=is_coordinator)
-    return planner
 
 
 def main_gradient(weight: Tensor) -> Tensor | None:

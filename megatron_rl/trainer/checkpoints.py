@@ -5,51 +5,35 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 import megatron_rl
-from megatron_rl.checkpoint import manifest, store
+from megatron_rl.checkpoint import store
 from megatron_rl.checkpoint.saver import SaveOutcome, Saver
 from megatron_rl.checkpoint.snapshot import Snapshot
 from megatron_rl.checkpoint.store import CheckpointError, SavedState
 from megatron_rl.config import to_yaml
+from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
-from megatron_rl.models.hf_config import JSON, HFConfig, with_dtype
-from megatron_rl.runtime import device, provenance
+from megatron_rl.models.hf_config import with_dtype
+from megatron_rl.runtime import disk, provenance
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.owner import Ownership
 from megatron_rl.runtime.step_timer import StepTimer
-from megatron_rl.trainer import adapters
+from megatron_rl.trainer import adapters, compatibility
 from megatron_rl.trainer.adapters import AdapterFacts
+from megatron_rl.trainer.exports import ReferenceFolder, export
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.report import Reporter
-from megatron_rl.weights.export import export_hf, export_peft
+from megatron_rl.trainer.state import State
 from megatron_rl.weights.files import companions
 
-
-@dataclass(frozen=True)
-class State:
-    """Progress of a run: all that a checkpoint holds besides weights, optimizer and estimator.
-
-    Randomness needs no state: every seed is a function of the recipe's seed and the step.
-    """
-
-    step: int = 0  # RL steps done (or SFT steps, under `megatron-rl sft`)
-    warm_up: int = 0  # SFT steps of the warm-up before RL done
-    position: int = 0  # training prompts taken
-    warming_up: bool = False  # in the SFT steps before RL
-
-    @property
-    def stage_step(self) -> int:
-        """Steps done of the stage that the run is in."""
-        return self.warm_up if self.warming_up else self.step
-
-    def progress(self) -> dict[str, int]:
-        return {"step": self.step, "warm_up": self.warm_up, "position": self.position}
+IDENTITY = "run_id"  # in the run folder: what tells this run's checkpoints from those of another one
 
 
 class Checkpoints:
@@ -73,7 +57,7 @@ class Checkpoints:
     ) -> None:
         self.config, self.run_dir, self.folder = config, run_dir, folder
         self.identity = ""  # tells this run's checkpoints from another's
-        self.reference_digests: dict[str, str] | None = None  # checksums of `<run_dir>/reference`, once it is there
+        self._reference = ReferenceFolder(run_dir, learner.actor, folder)
         self._grid, self._learner, self._report, self.timer = grid, learner, report, timer
         self._ownership = ownership
         self._saver: Saver | None = None  # from the first save on
@@ -83,6 +67,108 @@ class Checkpoints:
     def root(self, warm_up: bool) -> Path:
         """The folder of the checkpoints of RL, or of the warm-up before it."""
         return store.folder_of(self.run_dir, warm_up)
+
+    # ----------------------------------------------------------------------------------------------------------- resume
+    def resume(self, resume: str, optimizer: OptimizerConfig, total_updates: int) -> State | None:
+        """Continues from a checkpoint: `auto` the newest whole one of this run, a path that one, `never` none.
+
+        Everything in it is read and compared with its checksums first. Returns the progress it is of, None where there was
+        none; one of the warm-up before RL is `warming_up`. Checkpoints that are not whole, or not this run's, are named and
+        skipped; this run's later than the one it continues from are moved to `previous_<k>` beside them.
+
+        Args:
+            optimizer, total_updates: of the run's own steps; a warm-up has those of the section `sft`.
+
+        Raises:
+            CheckpointError: a given path that is no whole checkpoint; one of another command, model, tokenizer or estimator;
+                none of this run's checkpoints can be continued.
+        """
+        with self.timer.untimed("load", "checking the checkpoint"):
+            path = self.run_dir / IDENTITY
+            identity = self._grid.broadcast(path.read_text() if self._grid.is_main and path.is_file() else None)
+            folder = self._choose(self._mode(resume), identity)
+        if folder is None:
+            self._report.start_over()
+            self._identify(secrets.token_hex(8))
+            return None
+        saved, learner = store.read_state(folder), self._learner
+        state = State.of(saved)
+        self._check(folder, saved, state)
+        if changed := compatibility.changed_keys(self.config, folder):
+            self._report.note(f"the recipe is not that of {folder.name}: {', '.join(changed)}")
+        if learner.algorithm.needs_reference and not state.warming_up and learner.actor.adapters is None:
+            self._reference.load(folder, saved["reference"])
+        if state.warming_up:
+            optimizer, total_updates = self.config.sft.optimizer, self.config.sft.steps
+        with self.timer.untimed("load", f"loading {folder.name}"):
+            learner.resume(folder, saved, optimizer, total_updates)
+        is_own = folder.resolve().parent == self.root(state.warming_up).resolve()
+        if self._grid.is_main:
+            self._set_later_aside(state)
+        self._identify(identity or (saved.get("run") if is_own else None) or secrets.token_hex(8))
+        self._report.continue_from(state.stage_step, saved.get("metrics_bytes") if is_own else None, state.warming_up)
+        self._saver_of(state.warming_up).last_step = state.stage_step if is_own else None
+        return state
+
+    def _identify(self, identity: str) -> None:
+        """Gives the run its identity, rank 0's, and notes it in the run folder."""
+        self.identity = self._grid.broadcast(identity)
+        if self._grid.is_main:
+            disk.replace(self.run_dir / IDENTITY, self.identity)
+
+    def _mode(self, resume: str) -> str:
+        """`resume`; but `auto` where a batch job was requeued and has saved before: the command line was for its first
+        start."""
+        mode = resume
+        if self._grid.is_main and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+            newest = store.newest_of_run(self.run_dir)
+            if newest is not None and store.read_state(newest).get("job") == os.environ.get("SLURM_JOB_ID"):
+                mode = "auto"
+        mode = self._grid.broadcast(mode)
+        if mode != resume:
+            self._report.note(f"requeued job: resuming its own latest checkpoint; --resume {resume} is ignored")
+        return mode
+
+    def _choose(self, resume: str, identity: str | None) -> Path | None:
+        if resume == "never":
+            return None
+        if resume != "auto":
+            folder = Path(resume)
+            problems = store.verify(folder, self._grid)
+            if problems:
+                raise CheckpointError(f"--resume {folder}: not a whole checkpoint: {store.summarize(problems)}")
+            return folder
+        for warm_up in (False, True):  # a warm-up's last until RL has one
+            root = self.root(warm_up)
+            whole = store.choose(root, self._grid, self._report.note, identity)
+            if whole is not None:
+                return whole
+            if self._grid.broadcast(bool(store.all_checkpoints(root))):
+                raise CheckpointError(
+                    f"none of the checkpoints in {root} can be continued (for the reasons above), and nothing was changed. "
+                    "Put a whole one there, or try again where the file system may have failed for a while; to start over "
+                    "from the first step, run the same command with --resume never, which moves them to previous_<k>"
+                )
+        return None
+
+    def _check(self, folder: Path, saved: SavedState, state: State) -> None:
+        """CheckpointError where the run may not continue from it."""
+        config, learner = self.config, self._learner
+        compatibility.check_command(saved, self._report.command, folder)
+        compatibility.check_model(learner.actor.hf_config, folder)
+        adapters.check(folder, self.adapters)
+        compatibility.check_frozen(config.actor.freeze_vision_tower, folder)
+        compatibility.check_tokenizer(self.folder, folder)
+        compatibility.check_estimator(saved, learner.algorithm.estimator.name, folder)
+        compatibility.check_stage(state, config.sft.steps, folder)
+
+    def _set_later_aside(self, state: State) -> None:
+        roots = [(self.root(state.warming_up), state.stage_step)]
+        if state.warming_up:  # any RL checkpoint is later
+            roots.append((self.root(False), -1))
+        for root, step in roots:
+            if later := store.archive(root, step):
+                self._report.note(f"moved {', '.join(path.name for path in later)} to {later[0].parent}")
 
     # ------------------------------------------------------------------------------------------------------------- save
     def capture(self, step: int, last_step: int, warm_up: bool = False) -> Snapshot | None:
@@ -144,7 +230,7 @@ class Checkpoints:
             "algorithm": self._learner.algorithm.state_dict(),
             "scores": evaluations,
             "metrics_bytes": self._report.flush_metrics(state.warming_up),
-            "reference": self.reference_digests,
+            "reference": self._reference.digests,
         }
         about = {
             "step": state.stage_step,
@@ -152,7 +238,7 @@ class Checkpoints:
             "versions": provenance.versions(),
             "layout": {**asdict(self.config.actor.parallel), "data": self._grid.dp, "world": self._grid.world},
             "optimizer": "distributed" if actor.optimizer_config.distributed else "plain",
-            "model": model_facts(actor.hf_config),
+            "model": compatibility.model_facts(actor.hf_config),
             "adapters": self.adapters,
         }
         files = {
@@ -227,14 +313,10 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.drain()
 
-    def is_at(self, state: State, saved: bool) -> None:
-        """The run continues at `state`. `saved`: one of its own checkpoints is exactly there."""
-        self._saver_of(state.warming_up).last_step = state.stage_step if saved else None
-
     def _take(self, warm_up: bool) -> Snapshot | None:
         self._due = False
-        if self._learner.actor.reference is not None and self.reference_digests is None:
-            error = self._save_reference()
+        if self._reference.is_due:
+            error = self._reference.save()
             if error is not None:
                 if self.config.checkpoint.on_failure == "stop":
                     raise CheckpointError(error)
@@ -285,35 +367,11 @@ class Checkpoints:
         if not self.config.checkpoint.export:
             return
         with self.timer.untimed("export", "exporting"):
-            error = self._export(self.run_dir / "export") or self._export(self.run_dir / "adapter", adapters=True)
+            actor = self._learner.actor
+            error = export(self.run_dir / "export", actor, self.folder)
+            error = error or export(self.run_dir / "adapter", actor, self.folder, adapters=True)
         if error is not None:
             raise CheckpointError(f"{error}. Make room, then run the same command: it writes the export again")
-
-    def _export(self, folder: Path, adapters: bool = False) -> str | None:
-        """The error, the same on every rank; None on success. `adapters`: these alone, where there are any."""
-        actor, lora = self._learner.actor, self.config.actor.lora
-        try:
-            with device.megatron():
-                if not adapters:
-                    export_hf(folder, actor.chunks, actor.family, actor.hf_config, actor.parallel, self.folder)
-                elif actor.adapters is not None:
-                    export_peft(
-                        folder, actor.chunks, actor.adapters, lora, actor.hf_config, actor.parallel, self.folder
-                    )
-        except RuntimeError as failure:  # raised on every rank
-            return str(failure)
-        return None
-
-    def _save_reference(self) -> str | None:
-        """Writes the reference policy, which never changes, as the Hugging Face folder `<run_dir>/reference`, and notes its
-        checksums. Returns what went wrong, the same on every rank."""
-        folder = self.run_dir / "reference"
-        with self._learner.actor.as_reference():
-            error = self._export(folder)
-        if error is None:
-            own = manifest.digests(folder) if self._grid.is_main else None
-            self.reference_digests = self._grid.broadcast(own)
-        return error
 
 
 def _seconds(outcome: SaveOutcome) -> str:
@@ -325,12 +383,3 @@ def _seconds(outcome: SaveOutcome) -> str:
 def _companions(folder: Path) -> dict[str, bytes]:
     """Tokenizer, generation config and chat templates: name -> content."""
     return {name: path.read_bytes() for name, path in companions(folder).items()}
-
-
-def model_facts(hf_config: HFConfig) -> dict[str, JSON]:
-    """The Hugging Face configuration without what is not the model."""
-    return {name: value for name, value in sorted(hf_config.items()) if name not in _NOT_THE_MODEL}
-
-
-# Fields that transformers and conversions add to the architecture's.
-_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")

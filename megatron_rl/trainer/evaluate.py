@@ -40,16 +40,17 @@ from megatron_rl.trainer.shown import fetch_to_rank0
 _SHOWN = 3  # reasons of failed requests that are printed
 
 
-def evaluate(run: Run, step: int) -> dict[str, float]:
+def evaluate(sampler: Sampler, report: Reporter, step: int) -> dict[str, float]:
     """The metrics of every eval task under the engine's current weights (docs/metrics.md, Evaluation).
 
     k = `trainer.eval_rollouts`; one rollout at temperature 0 is greedy decoding.
     """
-    written = run.config.logging.samples_per_step if step in (0, run.config.trainer.steps) else 0
-    answers = _answer(run.sampler, step, written)
+    config = sampler.config
+    written = config.logging.samples_per_step if step in (0, config.trainer.steps) else 0
+    answers = _answer(sampler, step, written)
     if written:
         for task, (samples, rollouts) in answers.responses.items():
-            run.report.eval_samples(step, task, samples, rollouts)
+            report.eval_samples(step, task, samples, rollouts)
     return answers.metrics()
 
 

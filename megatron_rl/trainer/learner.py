@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from megatron_rl.algorithms import Algorithm, StepEstimate
 from megatron_rl.algorithms.aggregation import Denominators
 from megatron_rl.algorithms.kl import sequence_kl
 from megatron_rl.algorithms.metrics import Metrics
+from megatron_rl.checkpoint import store
+from megatron_rl.checkpoint.store import SavedState
+from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import TokenBatch, TrainBatch
 from megatron_rl.data.images import PromptImages
@@ -40,6 +44,17 @@ class Learner:
         if self.algorithm.needs_reference:
             self.actor.keep_reference()
         self.actor.start_optimizer(self.config.actor.optimizer, self.total_updates)
+
+    def resume(self, folder: Path, saved: SavedState, optimizer: OptimizerConfig, total_updates: int) -> None:
+        """Weights, optimizer and estimator are the checkpoint's; every rank calls it.
+
+        Raises:
+            CheckpointError: its tensors are not those of this model and optimizer.
+        """
+        self.actor.start_optimizer(optimizer, total_updates)
+        store.load(folder, self.actor.chunks, self.actor.optimizer, self._grid)
+        self.actor.optimizer_steps = saved["optimizer_steps"]
+        self.algorithm.load_state_dict(saved["algorithm"])
 
     @property
     def total_updates(self) -> int:

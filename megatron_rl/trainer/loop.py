@@ -8,7 +8,6 @@ from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.metrics import response_metrics, reward_metrics, throughput
 from megatron_rl.trainer.record import TokenLog, record_step
-from megatron_rl.trainer.resume import load_checkpoint
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.sft import warm_up
 from megatron_rl.trainer.shown import fetch_to_rank0, remarks_of
@@ -17,7 +16,7 @@ from megatron_rl.trainer.shown import fetch_to_rank0, remarks_of
 def train(run: Run, resume: str) -> None:
     """RL from the recipe's start (after its SFT warm-up, if it has one) or from a checkpoint, to `trainer.steps`."""
     config, learner, checkpoints = run.config, run.learner, run.checkpoints
-    resumed = load_checkpoint(run, resume, config.actor.optimizer, learner.total_updates) and not run.state.warming_up
+    resumed = run.resume(resume, config.actor.optimizer, learner.total_updates) and not run.state.warming_up
     if not resumed:
         if config.sft.steps:
             warm_up(run)
@@ -32,7 +31,7 @@ def train(run: Run, resume: str) -> None:
     run.start_engine()
     run.report.begin("RL", run.state.step, config.trainer.steps)
     if not resumed:  # every checkpoint, also that of step 0, is written after this
-        scores = evaluate(run, step=0)
+        scores = evaluate(run.sampler, run.report, step=0)
         run.report.log(0, scores | run.sampler.take_counters() | run.timer.memory.metrics())
         if config.checkpoint.every:
             run.hand_device_to_actor()
@@ -94,7 +93,7 @@ def step(run: Run) -> None:
     metrics |= run.checkpoints.metrics() | (difference.metrics() if difference is not None else {})
     metrics |= throughput(rollouts, seconds) | seconds
     if (config.trainer.eval_every and number % config.trainer.eval_every == 0) or number == config.trainer.steps:
-        metrics |= evaluate(run, number)
+        metrics |= evaluate(sampler, run.report, number)
     metrics |= sampler.take_counters() | run.timer.memory.metrics()
     run.report.log(number, metrics)
     if (count := config.logging.samples_per_step) > 0:

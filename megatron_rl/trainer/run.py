@@ -10,6 +10,7 @@ from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.reward import RewardActor
 from megatron_rl.algorithms import make_algorithm
 from megatron_rl.checkpoint.convert import open_weights
+from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config, SupervisedConfig
 from megatron_rl.data.images import ImageReader
 from megatron_rl.data.rollout import Rollouts
@@ -25,10 +26,11 @@ from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.runtime.stop import StopFlag
 from megatron_rl.tasks.loading import check_demonstrations, load_prompts
 from megatron_rl.tasks.preferences import Pairs, load_pairs
-from megatron_rl.trainer.checkpoints import Checkpoints, State
+from megatron_rl.trainer.checkpoints import Checkpoints
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.sampler import Sampler
+from megatron_rl.trainer.state import State
 from megatron_rl.weights.create import create_model, differences
 
 
@@ -73,6 +75,12 @@ class Run:
     def score_by_actor(self, rollouts: Rollouts | None = None) -> Scored:
         """The actor's side of the check after the next sync, over a few rollouts; None: over the recipe's first prompts."""
         return self.learner.score(*self.sampler.sequences_to_check(rollouts))
+
+    def resume(self, resume: str, optimizer: OptimizerConfig, total_updates: int) -> bool:
+        """Whether there was a checkpoint to continue from: `Checkpoints.resume`."""
+        state = self.checkpoints.resume(resume, optimizer, total_updates)
+        self.state = state or self.state
+        return state is not None
 
     def hand_device_to_engine(self) -> None:
         """The device is the engine's from here on, and the engine has the actor's weights.

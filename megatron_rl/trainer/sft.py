@@ -113,7 +113,7 @@ def _generate(run: Run, step: int) -> dict[str, float]:
         run.sync.check(scored)
     else:
         run.start_engine()
-    metrics = evaluate(run, step) | run.sampler.take_counters()
+    metrics = evaluate(run.sampler, run.report, step) | run.sampler.take_counters()
     if step < run.config.sft.steps:
         run.hand_device_to_actor()
     return metrics

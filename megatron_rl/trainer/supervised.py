@@ -8,13 +8,12 @@ from dataclasses import replace
 from megatron_rl.config.schema import SupervisedConfig
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.tasks import make_order
-from megatron_rl.trainer.resume import load_checkpoint
 from megatron_rl.trainer.run import Run
 
 
 def run_stage(run: Run, section: SupervisedConfig, train: Callable[[], None], resume: str) -> None:
     """The whole of a command that is one such stage: continue from a checkpoint or begin, train, export."""
-    if not load_checkpoint(run, resume, section.optimizer, section.steps):
+    if not run.resume(resume, section.optimizer, section.steps):
         run.learner.actor.start_optimizer(section.optimizer, section.steps)
     if run.state.step >= section.steps:
         run.report.note(f"already at step {run.state.step} of {section.steps}; to train on, raise its steps")

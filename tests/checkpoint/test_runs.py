@@ -18,8 +18,10 @@ from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.trainer import adapters
 from megatron_rl.trainer.adapters import AdapterFacts
-from megatron_rl.trainer.checkpoints import model_facts
-from megatron_rl.trainer.resume import _archive_later, _load_reference, check_frozen, check_model
+from megatron_rl.trainer.checkpoints import Checkpoints
+from megatron_rl.trainer.compatibility import check_frozen, check_model, model_facts
+from megatron_rl.trainer.exports import ReferenceFolder
+from megatron_rl.trainer.state import State
 from tests.actor.processes import spawn
 from tests.checkpoint.ranks import Layout
 from tests.checkpoint.test_layouts import contents
@@ -241,14 +243,11 @@ def test_a_continued_warm_up_puts_every_checkpoint_of_rl_aside(tmp_path: Path) -
     for step in (0, 1, 2):
         (tmp_path / "rl" / f"step_{step}").mkdir(parents=True)
         (tmp_path / "warm" / f"step_{step}").mkdir(parents=True)
-    roots = SimpleNamespace(root=lambda warm_up: tmp_path / ("warm" if warm_up else "rl"))
     notes: list[str] = []
-    run: Any = SimpleNamespace(
-        state=SimpleNamespace(warming_up=True, stage_step=1),
-        checkpoints=roots,
-        report=SimpleNamespace(note=notes.append),
+    checkpoints: Any = SimpleNamespace(
+        root=lambda warm_up: tmp_path / ("warm" if warm_up else "rl"), _report=SimpleNamespace(note=notes.append)
     )
-    _archive_later(run)
+    Checkpoints._set_later_aside(checkpoints, State(warm_up=1, warming_up=True))
     assert sorted(path.name for path in (tmp_path / "rl" / "previous_1").iterdir()) == ["step_0", "step_1", "step_2"]
     assert [path.name for path in (tmp_path / "warm" / "previous_1").iterdir()] == ["step_2"]
     assert notes == [
@@ -266,7 +265,7 @@ def test_another_reference_policy_than_the_checkpoints_is_refused(tmp_path: Path
     written = manifest.digests(reference)
     assert written
     grid = SimpleNamespace(is_main=True, broadcast=lambda found: found)
-    run: Any = SimpleNamespace(run_dir=tmp_path, grid=grid)
+    actor: Any = SimpleNamespace(grid=grid)
     checkpoint = tmp_path / "checkpoints" / "step_2"
     for digests, said in (
         (dict.fromkeys(written, "0" * 32), rf"{reference}/config\.json is not what was written"),
@@ -274,7 +273,7 @@ def test_another_reference_policy_than_the_checkpoints_is_refused(tmp_path: Path
         (None, rf"{checkpoint} has none"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            _load_reference(run, checkpoint, digests)
+            ReferenceFolder(tmp_path, actor, tmp_path).load(checkpoint, digests)
 
 
 # ------------------------------------------------------------------------------------------------------- another model

@@ -19,13 +19,12 @@ from megatron_rl.config.checks import Machine
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.runtime import distributed
 from megatron_rl.runtime.stop import StopRequested
-from megatron_rl.trainer.checkpoints import State
 from megatron_rl.trainer.evaluate import evaluate_only
 from megatron_rl.trainer.loop import train
 from megatron_rl.trainer.rank.main import agree
-from megatron_rl.trainer.resume import load_checkpoint
 from megatron_rl.trainer.run import Run, build_run
 from megatron_rl.trainer.sft import sft, warm_up
+from megatron_rl.trainer.state import State
 from tests.checkpoint.ranks import Layout, close
 
 STEPS, STOPPED = 6, 3
@@ -99,7 +98,7 @@ def _begin_anew(root: Path, layout: Layout) -> None:
     end(run)
     run = start(root, "continued", layout, "algorithm.preset=rloo")
     try:
-        load_checkpoint(run, str(folder), run.config.sft.optimizer, STEPS)
+        run.resume(str(folder), run.config.sft.optimizer, STEPS)
     except CheckpointError as error:
         facts["refusal"] = str(error)
     end(run)
@@ -159,11 +158,11 @@ def _newest_damaged(root: Path, layout: Layout) -> None:
         end(run)
     os.environ["SLURM_RESTART_COUNT"] = "1"
     run = start(root, "damaged", layout)
-    facts["requeued"] = load_checkpoint(run, "never", run.config.sft.optimizer, STEPS) and run.state.step
+    facts["requeued"] = run.resume("never", run.config.sft.optimizer, STEPS) and run.state.step
     end(run)
     os.environ["SLURM_JOB_ID"] = "8"
     run = start(root, "damaged", layout)
-    facts["another"] = load_checkpoint(run, "never", run.config.sft.optimizer, STEPS)
+    facts["another"] = run.resume("never", run.config.sft.optimizer, STEPS)
     end(run)
     del os.environ["SLURM_JOB_ID"], os.environ["SLURM_RESTART_COUNT"]
     torch.save(facts, root / f"damaged_{torch.distributed.get_rank()}.pt")
@@ -185,7 +184,7 @@ def _none_whole(root: Path, layout: Layout) -> None:
     def tried(name: str, *overrides: str) -> None:
         run = start(root, "refused", layout, *overrides)
         try:
-            load_checkpoint(run, "auto", run.config.sft.optimizer, STEPS)
+            run.resume("auto", run.config.sft.optimizer, STEPS)
             facts[name] = run.state.step
         except CheckpointError as error:
             facts[name] = str(error)
@@ -222,7 +221,7 @@ def _warm_ups(root: Path, layout: Layout) -> None:
         if stop is not None:
             run.stop = _StopsAfter(stop)  # type: ignore[assignment]
         try:
-            load_checkpoint(run, "auto", run.config.actor.optimizer, 1)
+            run.resume("auto", run.config.actor.optimizer, 1)
             facts["continued"].append(run.state.warm_up)
             warm_up(run)
             facts[name] = run.state.warming_up
@@ -236,7 +235,7 @@ def _warm_ups(root: Path, layout: Layout) -> None:
     warmed_up("warm in parts", 2)  # which does step 3 again, and is stopped before step 5
     run = start(root, "warm in parts", layout, "sft.steps=3", command="train")
     try:
-        load_checkpoint(run, "auto", run.config.actor.optimizer, 1)
+        run.resume("auto", run.config.actor.optimizer, 1)
     except CheckpointError as error:
         facts["fewer"] = str(error)
     end(run)
@@ -261,7 +260,7 @@ def _estimator_state(root: Path, layout: Layout) -> None:
         return run.learner.algorithm.estimate(second).advantages
 
     run = start(root, "awpo", layout, *awpo, command="train")
-    load_checkpoint(run, "auto", run.config.actor.optimizer, 18)
+    run.resume("auto", run.config.actor.optimizer, 18)
     facts["fresh state"] = run.learner.algorithm.state_dict()
     facts["second only"] = estimated(run)
     end(run)
@@ -275,7 +274,7 @@ def _estimator_state(root: Path, layout: Layout) -> None:
     facts["both"] = estimated(run)
     end(run)
     run = start(root, "awpo", layout, *awpo, command="train")
-    load_checkpoint(run, "auto", run.config.actor.optimizer, 18)
+    run.resume("auto", run.config.actor.optimizer, 18)
     facts["resumed state"] = run.learner.algorithm.state_dict()
     facts["progress"] = (run.state.step, run.state.position, run.learner.actor.optimizer_steps)
     facts["continued"] = estimated(run)
@@ -332,7 +331,7 @@ def _reference_from_elsewhere(root: Path, layout: Layout) -> None:
     end(run)
     for name, resume in (("there", str(root / "here" / "checkpoints" / "step_1")), ("there", "auto")):
         run = start(root, name, layout, *kl, command="train")
-        load_checkpoint(run, resume, run.config.actor.optimizer, 2)
+        run.resume(resume, run.config.actor.optimizer, 2)
         kind = "here's" if resume != "auto" else "its own"
         facts[f"continued from {kind}"] = weights(run)
         with run.learner.actor.as_reference():

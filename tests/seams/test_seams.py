@@ -20,6 +20,7 @@ from megatron_rl.models.lora import ENGINE_RANKS
 from megatron_rl.seams import (
     check_parameters,
     megatron,
+    megatron_checkpoint,
     megatron_hybrid,
     megatron_meta,
     replaced,
@@ -60,7 +61,13 @@ def found(path: str) -> Any:
     + [
         (f"{CORE}distributed.finalize_model_grads.finalize_model_grads", megatron.FINALIZE),
         (f"{CORE}tensor_parallel.layers.ColumnParallelLinear.forward", f"self {megatron.OUTPUT_LAYER}"),
-        (f"{CORE}dist_checkpointing.strategies.torch._replace_state_dict_keys_with_sharded_keys", megatron.SHARDED_KEYS),
+        (f"{CORE}dist_checkpointing.strategies.torch._replace_state_dict_keys_with_sharded_keys",
+         megatron_checkpoint.SHARDED_KEYS),
+        (f"{CORE}dist_checkpointing.state_dict_utils.save_preprocess",
+         "sharded_state_dict validate_access_integrity preprocess_common_before_consistancy_check"),
+        (f"{CORE}dist_checkpointing.state_dict_utils.load_preprocess", "sharded_state_dict"),
+        (f"{CORE}dist_checkpointing.dict_utils.nested_values", "x"),
+        (f"{CORE}dist_checkpointing.dict_utils.merge", "x1 x2 key"),
         (f"{CORE}dist_checkpointing.strategies.torch.mcore_to_pyt_state_dict",
          "state_dict is_loading init_device load_legacy_1d_flatten_tensors"),
         (f"{CORE}tensor_parallel.random._get_cuda_rng_state", "device clone graph_safe"),

@@ -1,0 +1,108 @@
+"""Whether a run may continue from a checkpoint: its model, tokenizer, method and stage have to be the run's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.base.plugins import read_yaml
+from megatron_rl.checkpoint import manifest, store
+from megatron_rl.checkpoint.store import CheckpointError, SavedState
+from megatron_rl.config import as_tree, changes
+from megatron_rl.config.schema import Config
+from megatron_rl.models.hf_config import JSON, HFConfig
+from megatron_rl.trainer.state import State
+from megatron_rl.weights.files import companions
+
+# Fields that transformers and conversions add to the architecture's.
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+# Files of a model folder that give token numbers their meaning; others, like chat templates, shape prompts only.
+_VOCABULARY = re.compile(
+    r"tokenizer\.(json|model)|vocab\.\w+|merges\.txt|added_tokens\.json|.*\.(tiktoken|spm|bpe)|spiece\.model"
+)
+
+
+def model_facts(hf_config: HFConfig) -> dict[str, JSON]:
+    """The Hugging Face configuration without what is not the model."""
+    return {name: value for name, value in sorted(hf_config.items()) if name not in _NOT_THE_MODEL}
+
+
+def check_command(saved: SavedState, command: str, folder: Path) -> None:
+    if saved["command"] != command:
+        raise CheckpointError(
+            f"{folder} was written by `megatron-rl {saved['command']}`; give this run another run_dir, or --resume never"
+        )
+
+
+def check_model(hf_config: HFConfig, folder: Path) -> None:
+    saved, own = manifest.read(folder)["model"], model_facts(hf_config)
+    # Older checkpoints have no objects and lists in it.
+    names = saved.keys() | {name for name, value in own.items() if not isinstance(value, dict | list)}
+    changed = [
+        f"{name} is {saved.get(name)!r} there and {own.get(name)!r} here"
+        for name in sorted(names)
+        if saved.get(name) != own.get(name)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{folder} is of another model: {store.summarize(changed)}; give this run another run_dir, or --resume never"
+        )
+
+
+def check_frozen(frozen: bool, folder: Path) -> None:
+    saved = (saved_recipe(folder).get("actor") or {}).get("freeze_vision_tower", False)
+    if saved != frozen:
+        raise CheckpointError(
+            f"{folder} is of a run with actor.freeze_vision_tower = {saved}, whose optimizer has other state; set it back, "
+            f"or to start a new run from its weights, give it another run_dir and model.path={folder}"
+        )
+
+
+def check_tokenizer(model: Path, folder: Path) -> None:
+    """Token numbers must mean what they meant: the model folder's vocabulary is the one that is kept in the checkpoint."""
+    here, there = companions(model), companions(folder)
+    changed = sorted(
+        name
+        for name in here.keys() & there.keys()
+        if _VOCABULARY.fullmatch(name) and here[name].read_bytes() != there[name].read_bytes()
+    )
+    if changed:
+        raise CheckpointError(
+            f"{folder} was trained with another tokenizer: {', '.join(changed)} in {model} is not what it was; restore "
+            "it (or model.create.characters and .words), or give this run another run_dir, or --resume never"
+        )
+
+
+def check_estimator(saved: SavedState, estimator: str, folder: Path) -> None:
+    if saved["algorithm"]["estimator"] != estimator:
+        raise CheckpointError(
+            f"{folder} is of a run with the estimator {saved['algorithm']['estimator']!r}, the recipe's is {estimator!r}; to "
+            f"start a new run from its weights, give it another run_dir and model.path={folder}"
+        )
+
+
+def check_stage(state: State, steps: int, folder: Path) -> None:
+    """`steps`: of the recipe's warm-up."""
+    if state.warming_up and (state.warm_up > steps or steps == 0):
+        raise CheckpointError(
+            f"{folder} is of step {state.warm_up} of the warm-up, and the recipe's has sft.steps = {steps}; set it back, or "
+            "start over with --resume never"
+        )
+
+
+def changed_keys(config: Config, folder: Path) -> list[str]:
+    """Keys of the recipe that are not as the checkpoint's recipe has them, each with both values."""
+    changed = changes(saved_recipe(folder), as_tree(config))
+    return [f"{key} {before!r} -> {after!r}" for key, before, after in changed if key != "run_dir"]
+
+
+def saved_recipe(folder: Path) -> dict[str, Any]:
+    """CheckpointError where it cannot be read."""
+    try:
+        recipe = read_yaml(folder / "recipe.yaml")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: its recipe cannot be read: {error}") from None
+    if not isinstance(recipe, dict):
+        raise CheckpointError(f"{folder}: its recipe.yaml holds no recipe")
+    return recipe

@@ -1,0 +1,33 @@
+"""How far a run is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.checkpoint.store import SavedState
+
+
+@dataclass(frozen=True)
+class State:
+    """Progress of a run: all that a checkpoint holds besides weights, optimizer and estimator.
+
+    Randomness needs no state: every seed is a function of the recipe's seed and the step. Nor does the sampler: which prompts
+    come next follows from `position`.
+    """
+
+    step: int = 0  # RL steps done (or SFT steps, under `megatron-rl sft`)
+    warm_up: int = 0  # SFT steps of the warm-up before RL done
+    position: int = 0  # training prompts taken
+    warming_up: bool = False  # in the SFT steps before RL
+
+    @classmethod
+    def of(cls, saved: SavedState) -> State:
+        return cls(**saved["progress"], warming_up=saved.get("warm_up", False))
+
+    @property
+    def stage_step(self) -> int:
+        """Steps done of the stage that the run is in."""
+        return self.warm_up if self.warming_up else self.step
+
+    def progress(self) -> dict[str, int]:
+        return {"step": self.step, "warm_up": self.warm_up, "position": self.position}
