@@ -133,15 +133,15 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     Raises:
         ValueError: it cannot be loaded.
     """
-    place, _, attribute = name.rpartition(":")
-    if not place.endswith(".py") and not is_module_name(place):
+    module_name, _, attribute = name.rpartition(":")
+    if not module_name.endswith(".py") and not is_module_name(module_name):
         raise ValueError(
             f"the {what} {name!r} names neither a Python file nor a module; write file.py:function or module:function"
         )
     try:
-        module = load_file(place) if place.endswith(".py") else importlib.import_module(place)
+        module = load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except (ImportError, OSError, RuntimeError) as error:
         raise ValueError(f"cannot load the {what} {name!r}: {error}") from error
     if not callable(function := getattr(module, attribute, None)):
-        raise ValueError(f"cannot load the {what} {name!r}: {place} has no function {attribute!r}")
+        raise ValueError(f"cannot load the {what} {name!r}: {module_name} has no function {attribute!r}")
     return function

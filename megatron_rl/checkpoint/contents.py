@@ -56,14 +56,14 @@ class Contents:
 
     def totals(self) -> dict[str, Total]:
         """Values, bytes and dtypes of the model and of the optimizer's state."""
-        found: dict[str, Total] = {}
+        by_part: dict[str, Total] = {}
         for tensor in self.tensors:
-            total = found.setdefault(tensor.part, Total(tensors=0, values=0, bytes=0, dtypes={}))
+            total = by_part.setdefault(tensor.part, Total(tensors=0, values=0, bytes=0, dtypes={}))
             total["tensors"] += 1
             total["values"] += math.prod(tensor.shape)
             total["bytes"] += tensor.nbytes
             total["dtypes"][tensor.dtype] = total["dtypes"].get(tensor.dtype, 0) + tensor.nbytes
-        return found
+        return by_part
 
     def as_json(self, tensors: bool) -> dict[str, object]:
         content = asdict(self) | {"totals": self.totals()}

@@ -69,24 +69,24 @@ class StandIns:
                 _gather(part, number, wanted)
 
 
-def _gather(optimizer: OptimizerPart, number: int, wanted: dict[str, list[Span]]) -> None:
+def _gather(optimizer: OptimizerPart, number: int, requests: dict[str, list[Span]]) -> None:
     group, ranks = optimizer.data_parallel_group, optimizer.data_parallel_group.size()
     length = max(_STAGED // ranks, 1)
-    own = torch.empty(length, dtype=torch.float32, device=device.device())
-    everyone = torch.empty(ranks * length, dtype=torch.float32, device=own.device) if ranks > 1 else own
+    shard = torch.empty(length, dtype=torch.float32, device=device.device())
+    everyone = torch.empty(ranks * length, dtype=torch.float32, device=shard.device) if ranks > 1 else shard
     [buckets] = optimizer.gbuf_ranges[number].values()
     for bucket, ranges in zip(optimizer.buffers[number].buckets, buckets, strict=True):
         size = bucket.grad_data.numel() // ranks  # of one rank's shard
         shards = _shards(optimizer, ranges["param_map"])
         for key, begin in ((key, begin) for key in KEYS for begin in range(0, size, length)):
             count = min(length, size - begin)
-            staged, gathered = own[:count], everyone[: ranks * count].view(ranks, count)
+            staged, gathered = shard[:count], everyone[: ranks * count].view(ranks, count)
             _copy_overlap(shards[key], [(begin, begin + count, staged)])
             if ranks > 1:
                 dist.all_gather(list(gathered.unbind()), staged, group=group)
             starts = [bucket.offset + rank * size + begin for rank in range(ranks)]
             _copy_overlap(
-                [(start, start + count, part) for start, part in zip(starts, gathered, strict=True)], wanted[key]
+                [(start, start + count, part) for start, part in zip(starts, gathered, strict=True)], requests[key]
             )
 
 

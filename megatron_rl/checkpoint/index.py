@@ -189,7 +189,7 @@ def read_metadata(folder: Path) -> Metadata:
 
     record = _read(folder)
     entries: dict[str, dcp.STORAGE_TYPES] = {}
-    places: dict[dcp.MetadataIndex, StorageInfo] = {}
+    storage: dict[dcp.MetadataIndex, StorageInfo] = {}
     with _damage(folder):
         for name, entry in record.state_dict_metadata.items():
             if not hasattr(entry, "chunks"):
@@ -210,8 +210,8 @@ def read_metadata(folder: Path) -> Metadata:
                 None if hint is None else _whole([hint])[0],
             )
             start, length = _whole([info.offset, info.length])
-            places[place] = StorageInfo(info.relative_path, start, length)
-    metadata = dcp.Metadata(entries, storage_data=places)
+            storage[place] = StorageInfo(info.relative_path, start, length)
+    metadata = dcp.Metadata(entries, storage_data=storage)
     if hasattr(record, "mcore_data"):  # plain data, which Megatron-Core keeps beside torch's
         metadata.mcore_data = record.mcore_data  # type: ignore[attr-defined]
     return metadata
@@ -312,12 +312,12 @@ def write(folder: Path, tensors: Mapping[str, GlobalTensor], objects: Mapping[st
     from megatron_rl.seams.torch_dist import StorageInfo
 
     entries: dict[str, dcp.STORAGE_TYPES] = {name: dcp.BytesStorageMetadata() for name in objects}
-    places = {dcp.MetadataIndex(name): StorageInfo(*place) for name, place in objects.items()}
+    storage = {dcp.MetadataIndex(name): StorageInfo(*place) for name, place in objects.items()}
     for name, tensor in tensors.items():
         chunks = [dcp.ChunkStorageMetadata(torch.Size(c.start), torch.Size(c.size)) for c in tensor.chunks]
         properties = dcp.TensorProperties(dtype=getattr(torch, tensor.dtype))
         entries[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         for chunk in tensor.chunks:
             index = dcp.MetadataIndex(name, torch.Size(chunk.start))
-            places[index] = StorageInfo(chunk.file, chunk.offset, chunk.length)
-    (folder / METADATA).write_bytes(pickle.dumps(dcp.Metadata(entries, storage_data=places)))
+            storage[index] = StorageInfo(chunk.file, chunk.offset, chunk.length)
+    (folder / METADATA).write_bytes(pickle.dumps(dcp.Metadata(entries, storage_data=storage)))

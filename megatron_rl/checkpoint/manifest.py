@@ -109,7 +109,7 @@ class Hashing:
 
 
 def write(
-    folder: Path, about: Mapping[str, object], tensors: Mapping[str, TensorInfo], pieces: Sequence[StoredChunk]
+    folder: Path, about: Mapping[str, object], tensors: Mapping[str, TensorInfo], chunks: Sequence[StoredChunk]
 ) -> None:
     """Lists what lies in `folder`; the last thing to be written there. All of it is on the disk after that.
 
@@ -117,13 +117,13 @@ def write(
         OSError: a file cannot be written or read, or one with tensors is not there in its full length.
     """
     ends: dict[str, int] = {}
-    for piece in pieces:
-        ends[piece.file] = max(ends.get(piece.file, 0), piece.offset + piece.length)
+    for chunk in chunks:
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
     write_json(
         folder / TENSORS,
         {
             "tensors": {name: {"shape": list(t.shape), "dtype": t.dtype} for name, t in sorted(tensors.items())},
-            "pieces": [piece.row() for piece in pieces],
+            "pieces": [chunk.row() for chunk in chunks],
         },
         indent=None,
     )
@@ -202,40 +202,40 @@ def verify(folder: Path, part: int = 0, parts: int = 1, skip_prefix: str | None 
         files = read(folder)["files"]
         if part == 0:
             listed = {name: entry["blake3"] for name, entry in files.items() if "blake3" in entry}
-            if found := [f"{name} is damaged" for name, own in listed.items() if _digest_of(folder / name) != own]:
-                return found
-        tensors, pieces = read_tensors(folder)
+            if problems := [f"{name} is damaged" for name, own in listed.items() if _digest_of(folder / name) != own]:
+                return problems
+        tensors, chunks = read_tensors(folder)
     except ValueError as error:
         return [str(error)]
     except OSError as error:
         return [f"{error.filename} cannot be read ({error.strerror})"]
-    found = []
-    for piece in _share([p for p in pieces if skip_prefix is None or not p.name.startswith(skip_prefix)], part, parts):
+    problems = []
+    for piece in _share([p for p in chunks if skip_prefix is None or not p.name.startswith(skip_prefix)], part, parts):
         problem = _compare(folder, piece)
         if problem is not None:
-            found.append(f"{piece.file} is damaged in tensor {piece.name} (bytes {piece.offset} and on): {problem}")
+            problems.append(f"{piece.file} is damaged in tensor {piece.name} (bytes {piece.offset} and on): {problem}")
     if part == 0:
-        found += [f"tensor {name} has no data" for name in sorted(tensors.keys() - {piece.name for piece in pieces})]
-    return found
+        problems += [f"tensor {name} has no data" for name in sorted(tensors.keys() - {piece.name for piece in chunks})]
+    return problems
 
 
-def _compare(folder: Path, piece: StoredChunk) -> str | None:
+def _compare(folder: Path, chunk: StoredChunk) -> str | None:
     try:
-        with open(folder / piece.file, "rb") as file:
-            found = digest_at(file, piece.offset, piece.length)
+        with open(folder / chunk.file, "rb") as file:
+            found = digest_at(file, chunk.offset, chunk.length)
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
-    return None if found == piece.digest else f"its checksum is {found}, {piece.digest} was written"
+    return None if found == chunk.digest else f"its checksum is {found}, {chunk.digest} was written"
 
 
-def _share(pieces: Sequence[StoredChunk], part: int, parts: int) -> list[StoredChunk]:
+def _share(chunks: Sequence[StoredChunk], part: int, parts: int) -> list[StoredChunk]:
     """The pieces whose middle lies in the `part`-th stretch of all bytes, in the order of the ranks that wrote them.
 
     A rank that loads at the layout of the save wants what the rank of its number has written. So most of what it loads next
     is what a rank of its own node has read here, and comes out of the node's memory.
     """
-    total, before, own = sum(piece.length for piece in pieces), 0, []
-    for piece in sorted(pieces, key=lambda piece: (_writer(piece.file), piece.file, piece.offset)):
+    total, before, own = sum(piece.length for piece in chunks), 0, []
+    for piece in sorted(chunks, key=lambda piece: (_writer(piece.file), piece.file, piece.offset)):
         if (before + piece.length / 2) * parts // max(total, 1) == part:
             own.append(piece)
         before += piece.length

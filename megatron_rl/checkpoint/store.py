@@ -97,31 +97,31 @@ def _named() -> Iterator[None]:
 
 
 def _unfitting(
-    tensors: State, found: Mapping[str, manifest.TensorInfo], pieces: Sequence[manifest.StoredChunk], grid: ProcessGrid
+    tensors: State, saved: Mapping[str, manifest.TensorInfo], chunks: Sequence[manifest.StoredChunk], grid: ProcessGrid
 ) -> list[str]:
     """Tensors that the checkpoint lacks, has beyond those wanted, or has with another shape or dtype; by name and file."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-    own: dict[str, tuple[tuple[int, ...] | None, str]] = {}
+    local: dict[str, tuple[tuple[int, ...] | None, str]] = {}
     for value in megatron_checkpoint.requests(tensors):
         if isinstance(value, ShardedTensor):
             # Rows that pad the vocabulary to the layout may be more or fewer.
             shape = None if value.allow_shape_mismatch else tuple(value.global_shape)
-            own[value.key] = (shape, str(value.dtype).removeprefix("torch."))
+            local[value.key] = (shape, str(value.dtype).removeprefix("torch."))
         elif isinstance(value, ShardedObject):
-            own[value.unique_key] = (None, "object")
-    wanted: dict[str, tuple[tuple[int, ...] | None, str]] = {}
-    for part in grid.all_gather(own):
-        wanted |= part
-    files = {piece.name: piece.file for piece in reversed(pieces)}
-    problems = [f"it has no tensor {name}" for name in sorted(wanted.keys() - found.keys())]
+            local[value.unique_key] = (None, "object")
+    expected: dict[str, tuple[tuple[int, ...] | None, str]] = {}
+    for part in grid.all_gather(local):
+        expected |= part
+    files = {piece.name: piece.file for piece in reversed(chunks)}
+    problems = [f"it has no tensor {name}" for name in sorted(expected.keys() - saved.keys())]
     problems += [
         f"{files.get(name, '?')} has tensor {name}, which the model has not"
-        for name in sorted(found.keys() - wanted)
-        if not _is_copy(name, found)
+        for name in sorted(saved.keys() - expected)
+        if not _is_copy(name, saved)
     ]
-    for name in sorted(wanted.keys() & found.keys()):
-        (shape, dtype), tensor = wanted[name], found[name]
+    for name in sorted(expected.keys() & saved.keys()):
+        (shape, dtype), tensor = expected[name], saved[name]
         if dtype != tensor.dtype:
             problems.append(f"tensor {name} in {files.get(name, '?')} is {tensor.dtype}, the model wants {dtype}")
         elif shape is not None and shape != tensor.shape:
@@ -137,20 +137,20 @@ def _unfitting(
 _MASTER = re.compile(r"optimizer\.state\.(?:fp32_)?param\.(.+)")
 
 
-def _find_masters(wanted: State | list[object], saved: Mapping[str, manifest.TensorInfo]) -> State:
+def _find_masters(state: State | list[object], saved: Mapping[str, manifest.TensorInfo]) -> State:
     """Has the optimizer ask for its fp32 weights by the name that the checkpoint has them under.
 
-    Those that are there as the model's own fp32 weights only are taken out of `wanted` and returned, as deep in it as they
+    Those that are there as the model's own fp32 weights only are taken out of `state` and returned, as deep in it as they
     were: Megatron reads every tensor once per request.
 
     Args:
-        wanted: an optimizer's sharded state, or a dictionary or list in it.
+        state: an optimizer's sharded state, or a dictionary or list in it.
         saved: the checkpoint's tensors.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedBase
 
     elsewhere: State = {}
-    for key, value in list(wanted.items() if isinstance(wanted, dict) else enumerate(wanted)):
+    for key, value in list(state.items() if isinstance(state, dict) else enumerate(state)):
         if isinstance(value, dict | list):
             inner = _find_masters(value, saved)
             if inner:
@@ -162,7 +162,7 @@ def _find_masters(wanted: State | list[object], saved: Mapping[str, manifest.Ten
                 value.key = name
             elif match[1] in saved and saved[match[1]].dtype == "float32":
                 value.key = match[1]
-                elsewhere[key] = wanted.pop(key)
+                elsewhere[key] = state.pop(key)
     return elsewhere
 
 
@@ -179,12 +179,12 @@ def _load_optimizer(folder: Path, tensors: State, masters: State, chunks: Sequen
     plain or distributed, one for all parameters or, with expert parallelism, one for dense and one for expert parameters.
     Where there are others now, only tensors are taken, which have the same names, and the number of steps, the same for all.
     """
-    wanted = tensors["optimizer"]
+    optimizer_state = tensors["optimizer"]
     common = unpickle.load_common(folder)["optimizer"]
-    alike = _form(common) == _form(wanted)
+    alike = _form(common) == _form(optimizer_state)
     key = "optimizer" if alike else "optimizer now"  # Megatron merges what it finds under the same key
     models = {name: value for name, value in tensors.items() if name != "optimizer"}
-    loaded = unpickle.load(models | {key: wanted}, folder)
+    loaded = unpickle.load(models | {key: optimizer_state}, folder)
     restore_model(chunks, loaded)
     state = loaded[key]
     if masters:
@@ -192,7 +192,7 @@ def _load_optimizer(folder: Path, tensors: State, masters: State, chunks: Sequen
     if alike:
         return state
     [step] = {float(step) for step in _steps(common)}
-    return _with_groups(state, wanted, step)
+    return _with_groups(state, optimizer_state, step)
 
 
 def _form(state: State) -> tuple[int | bool, ...]:
@@ -329,13 +329,13 @@ def keep(root: Path, newest: int, best: int = 0, score: str | None = None) -> No
     """Removes all but the `newest` newest checkpoints and the `best` with the highest `score` (of equal ones the newer), and
     what an interrupted save left behind."""
     folders = all_checkpoints(root)
-    kept = set(folders[:newest])
+    retained = set(folders[:newest])
     if best and score is not None:
         scored = [
             (value, step_of(folder), folder) for folder in folders if (value := score_of(folder, score)) is not None
         ]
-        kept |= {folder for _, _, folder in sorted(scored, reverse=True)[:best]}
-    unwanted = [folder for folder in folders if folder not in kept]
+        retained |= {folder for _, _, folder in sorted(scored, reverse=True)[:best]}
+    unwanted = [folder for folder in folders if folder not in retained]
     for folder in [*unwanted, *root.glob(".step_*.writing"), *root.glob(".step_*.old")]:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -48,48 +48,48 @@ def run(args: argparse.Namespace) -> int:
             else:
                 _show_comparison(console, comparison, args.tensors)
             return exit_codes.OK
-        found = contents(args.folder, args.check)
+        checkpoint = contents(args.folder, args.check)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     if args.json:
-        print(json.dumps(found.as_json(args.tensors), indent=1))
+        print(json.dumps(checkpoint.as_json(args.tensors), indent=1))
     else:
-        _show_contents(console, found, args.tensors)
-    return exit_codes.FAILED if found.damage else exit_codes.OK
+        _show_contents(console, checkpoint, args.tensors)
+    return exit_codes.FAILED if checkpoint.damage else exit_codes.OK
 
 
-def _show_contents(console: Console, found: Contents, tensors: bool) -> None:
+def _show_contents(console: Console, checkpoint: Contents, tensors: bool) -> None:
     from rich.table import Table
 
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
-    facts.add_row("folder", found.folder)
-    facts.add_row("kind", found.kind)
-    for key, value in found.about.items():
+    facts.add_row("folder", checkpoint.folder)
+    facts.add_row("kind", checkpoint.kind)
+    for key, value in checkpoint.about.items():
         if value is not None:
             facts.add_row(key, _shown(value))
-    for part, total in found.totals().items():
+    for part, total in checkpoint.totals().items():
         dtypes = ", ".join(f"{dtype} {_size(count)}" for dtype, count in sorted(total["dtypes"].items()))
         what = {"model": "weights", "optimizer": "optimizer state"}[part]
         facts.add_row(what, f"{total['tensors']} tensors, {total['values']:,} values, {dtypes}")
-    facts.add_row("files", f"{len(found.files)}, {_size(sum(found.files.values()))}")
+    facts.add_row("files", f"{len(checkpoint.files)}, {_size(sum(checkpoint.files.values()))}")
     console.print(facts)
     if tensors:
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("tensor", overflow="fold")
         for name in ("shape", "dtype", "size", "pieces"):
             table.add_column(name, justify="right", no_wrap=True)
-        for tensor in found.tensors:
+        for tensor in checkpoint.tensors:
             shape = "x".join(map(str, tensor.shape))
             table.add_row(tensor.name, shape, tensor.dtype, _size(tensor.nbytes), str(tensor.pieces))
         console.print()
         console.print(table)
-    if found.damage is not None:
+    if checkpoint.damage is not None:
         console.print()
-        if not found.damage:
+        if not checkpoint.damage:
             console.print("[green]every checksum fits[/]")
-        for problem in found.damage:
+        for problem in checkpoint.damage:
             console.print(problem, style="red", markup=False)
 
 

@@ -65,14 +65,14 @@ def _check_options(args: argparse.Namespace) -> None:
     """Refuses what contradicts, and what would have no effect."""
     if args.chain and args.sweep:
         raise launch.LaunchError("--chain and --sweep: one or the other")
-    for needed, there, options in (
+    for needed, is_used, options in (
         ("--executor slurm", args.executor == "slurm", ("nodes", "gpus_per_node", "site", "sbatch", "host")),
         ("--executor local", args.executor == "local", ("python",)),
         ("--host", args.host is not None, ("user", "port", "identity", "pre_command")),
         ("a single run", not (args.chain or args.sweep), ("what",)),
     ):
         for option in options:
-            if not there and getattr(args, option):
+            if not is_used and getattr(args, option):
                 name = "command" if option == "what" else option.replace("_", "-")
                 raise launch.LaunchError(f"--{name} has no effect here: it needs {needed}")
     for name in ("nodes", "gpus_per_node"):

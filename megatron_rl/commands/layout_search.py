@@ -59,19 +59,19 @@ def run(args: argparse.Namespace, space: Space, predictor: Predictor, exactly: E
     if args.headroom_gib < 0:
         raise ConfigError("--headroom-gib must not be below 0")
     space = replace(space, headroom=args.headroom_gib * GIB, fp8=args.fp8)
-    found = space.search(predictor)
-    if not found:
+    layouts = space.search(predictor)
+    if not layouts:
         space.check_alone()
     if exactly is not None:
-        found = _counted(found, exactly, space)
+        layouts = _counted(layouts, exactly, space)
     given = space.given(predictor)
     if args.json:
-        print(json.dumps({"layouts": [figures(one) for one in found], "given": given and figures(given)}, indent=2))
+        print(json.dumps({"layouts": [figures(one) for one in layouts], "given": given and figures(given)}, indent=2))
     else:
-        print(table(found, given, space, predictor))
-    if found and args.write is not None:
-        write(args, space, found[0])
-    return exit_codes.OK if found else exit_codes.FAILED
+        print(table(layouts, given, space, predictor))
+    if layouts and args.write is not None:
+        write(args, space, layouts[0])
+    return exit_codes.OK if layouts else exit_codes.FAILED
 
 
 def _counted(found: Sequence[Found], exactly: Exactly, space: Space) -> list[Found]:

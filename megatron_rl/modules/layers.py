@@ -55,14 +55,14 @@ class PackedAttention(nn.Module):
         query, key, value = whole.split([query.shape[1], key.shape[1], value.shape[1]], dim=1)
         return packed_attention(query, key, value, offsets, longest, self.softmax_scale)[here]
 
-    def _gather(self, own: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    def _gather(self, shard: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
         """All context-parallel ranks' tokens, each sequence in order, and which of them are this rank's."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         assert self.context_group is not None, "called with context parallelism only"
         cp, rank = self.context_group.size(), self.context_group.rank()
-        ranks = [torch.from_numpy(held(lengths, cp, r)).to(own.device) for r in range(cp)]
-        gathered = gather_from_sequence_parallel_region(own, group=self.context_group)
+        ranks = [torch.from_numpy(held(lengths, cp, r)).to(shard.device) for r in range(cp)]
+        gathered = gather_from_sequence_parallel_region(shard, group=self.context_group)
         return gathered[torch.cat(ranks).argsort()], ranks[rank]
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
@@ -124,15 +124,15 @@ def held(lengths: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
     """
     if cp == 1:
         return np.arange(sum(lengths))
-    parts, start = [], 0
+    indices, start = [], 0
     for length in lengths:
         piece, odd = divmod(length, 2 * cp)
         if odd:
             raise ValueError(f"a sequence of {length} tokens cannot be cut into 2 x {cp} equal pieces")
         for number in (cp_rank, 2 * cp - 1 - cp_rank):
-            parts.append(start + number * piece + np.arange(piece))
+            indices.append(start + number * piece + np.arange(piece))
         start += length
-    return np.concatenate(parts)
+    return np.concatenate(indices)
 
 
 class SequenceParallelRMSNorm(nn.RMSNorm):

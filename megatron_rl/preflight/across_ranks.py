@@ -53,14 +53,14 @@ def preflight(config: Config, ranks: Ranks, full: bool, extra: Sequence[tuple[st
     together = ["shared", "clock", "collectives", *["storage"] * full]
     report = Report(nodes, ranks.world, [*dict.fromkeys([*PER_NODE, *PER_RANK, *FACTS, *together])])
     everything = ranks.all_gather((host, [*extra, *problems], facts))
-    found = [NodeFinding(check, level, node, text) for node, own, _ in everything for check, level, text in own]
-    found += _differences([(node, facts) for node, _, facts in everything])
-    found += _shared(Path(config.run_dir), ranks, hosts)
-    found += _clocks(ranks, hosts, report.measured)
-    found += _collectives(ranks, hosts, report.measured, full)
+    findings = [NodeFinding(check, level, node, text) for node, own, _ in everything for check, level, text in own]
+    findings += _differences([(node, facts) for node, _, facts in everything])
+    findings += _shared(Path(config.run_dir), ranks, hosts)
+    findings += _clocks(ranks, hosts, report.measured)
+    findings += _collectives(ranks, hosts, report.measured, full)
     if full:
-        found += storage.reading(config, ranks, report.measured)
-    report.findings = merged(found)
+        findings += storage.reading(config, ranks, report.measured)
+    report.findings = merged(findings)
     report.seconds = time.monotonic() - begin
     return report
 
@@ -76,7 +76,7 @@ def _await_endpoints(config: Config, ranks: Ranks, first_of_node: bool) -> None:
     limit = 60 * ranks.all_gather(endpoint_minutes(config, os.environ))[0]
     if not limit or not has_endpoints(config):
         return
-    begin, told = time.monotonic(), -_TELL
+    begin, last_message = time.monotonic(), -_TELL
     while True:
         mine = silent_endpoints(config) if first_of_node else []
         # Rank 0's clock decides.
@@ -84,8 +84,8 @@ def _await_endpoints(config: Config, ranks: Ranks, first_of_node: bool) -> None:
         silent, waited = sorted({name for names, _ in reports for name in names}), reports[0][1]
         if not silent or waited >= limit:
             return
-        if ranks.rank == 0 and waited - told >= _TELL:
-            told = waited
+        if ranks.rank == 0 and waited - last_message >= _TELL:
+            last_message = waited
             print(
                 f"pre-flight: no answer yet from {'; '.join(silent)}; waiting, at most {limit / 60:g} min "
                 f"(launch.endpoint_minutes), {waited:.0f} s so far",
@@ -97,7 +97,7 @@ def _await_endpoints(config: Config, ranks: Ranks, first_of_node: bool) -> None:
 
 def _differences(facts: Sequence[tuple[str, dict[str, dict[str, str]]]]) -> list[NodeFinding]:
     """Nodes whose facts are not those of the majority (of the first, without a majority)."""
-    found = []
+    findings = []
     for check in FACTS:
         own = [(node, values[check]) for node, values in facts if values.get(check)]
         for name in sorted({name for _, values in own for name in values}):
@@ -105,20 +105,20 @@ def _differences(facts: Sequence[tuple[str, dict[str, dict[str, str]]]]) -> list
             usual = Counter(value for _, value in said).most_common(1)[0][0]
             for node, value in said:
                 if value != usual:
-                    found.append(NodeFinding(check, FAILED, node, f"{name} is {value} here and {usual} elsewhere"))
-    return found
+                    findings.append(NodeFinding(check, FAILED, node, f"{name} is {value} here and {usual} elsewhere"))
+    return findings
 
 
 def _shared(run_dir: Path, ranks: Ranks, hosts: Sequence[str]) -> list[NodeFinding]:
     """Whether run_dir is one folder: a file of every node is seen by all."""
     token = ranks.all_gather(secrets.token_hex(4))[0]
     leaders = {hosts.index(node) for node in hosts}
-    own = run_dir / f".preflight_{token}_{ranks.rank}"
+    probe = run_dir / f".preflight_{token}_{ranks.rank}"
     if ranks.rank in leaders:
         try:
-            own.write_text(token, encoding="utf-8")
+            probe.write_text(token, encoding="utf-8")
         except OSError:
-            own = run_dir / "nowhere"  # `check_run_dir` has said why
+            probe = run_dir / "nowhere"  # `check_run_dir` has said why
     ranks.barrier()
     until = time.monotonic() + (_SEEN if len(leaders) > 1 else 0.0)
     unseen = sorted(leaders)
@@ -129,7 +129,7 @@ def _shared(run_dir: Path, ranks: Ranks, hosts: Sequence[str]) -> list[NodeFindi
         time.sleep(0.05)
     seen = ranks.all_gather(unseen)
     if ranks.rank in leaders:
-        own.unlink(missing_ok=True)
+        probe.unlink(missing_ok=True)
     return [
         NodeFinding(
             "shared",
@@ -182,16 +182,16 @@ def _collectives(ranks: Ranks, hosts: Sequence[str], measured: Measured, full: b
     links = _links(ranks, hosts, measured) if full else []  # first: where one is broken, it is named
     runs = [once(first=i == 0) for i in range(4 if full else 1)]
     seconds, right = min(run[0] for run in runs), all(run[1] for run in runs)
-    told = ranks.all_gather((seconds, right))
-    found = [
+    results = ranks.all_gather((seconds, right))
+    findings = [
         NodeFinding("collectives", FAILED, hosts[rank], "an all-reduce of known numbers came out wrong on this node")
-        for rank, (_, good) in enumerate(told)
+        for rank, (_, good) in enumerate(results)
         if not good
     ]
     if full and n > 1:
         moved = 2 * (n - 1) / n * 4 * length  # bytes per rank, of a ring
-        measured["allreduce_gb_per_s"] = round(moved / max(s for s, _ in told) / 1e9, 3)
-    return found + links
+        measured["allreduce_gb_per_s"] = round(moved / max(s for s, _ in results) / 1e9, 3)
+    return findings + links
 
 
 def _wait(work: dist.Work | None, what: str, world: int | None) -> None:

@@ -96,18 +96,18 @@ def check_compilers(config: Config) -> Problems:
     """`nvcc` and `ninja`, which vLLM's FP8 products and FlashInfer call during the run."""
     if not count_gpus():
         return
-    found = compilers.programs(os.environ)
-    missing = [name for name, program in found.items() if program is None]
+    programs = compilers.programs(os.environ)
+    missing = [name for name, program in programs.items() if program is None]
     remedy = "load the module of a CUDA 13 toolkit in site_setup (slurm/site.sh), or set CUDA_HOME"
     if config.rollout.fp8 != "none":
         if missing:
             yield FAILED, f"no {' and no '.join(missing)} here, and rollout.fp8 compiles its kernels: {remedy}"
-        elif (version := compilers.nvcc_version(str(found["nvcc"]))) is None or version < compilers.NVCC:
+        elif (version := compilers.nvcc_version(str(programs["nvcc"]))) is None or version < compilers.NVCC:
             said = "does not say its version" if version is None else f"is of CUDA {version[0]}.{version[1]}"
             least = ".".join(map(str, compilers.NVCC))
             yield (
                 FAILED,
-                f"{found['nvcc']} {said}, and rollout.fp8 compiles its kernels with {least} or newer: {remedy}",
+                f"{programs['nvcc']} {said}, and rollout.fp8 compiles its kernels with {least} or newer: {remedy}",
             )
     elif missing and importlib.util.find_spec("flashinfer") and not importlib.util.find_spec("flashinfer_cubin"):
         yield (

@@ -154,13 +154,13 @@ def check_run_dir(config: Config) -> Problems:
         if free < GIB:
             yield WARNING, f"run_dir {folder} has {size_text(free)} free"
         return
-    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1  # one more is written before an old one goes
+    checkpoints = config.checkpoint.keep + config.checkpoint.keep_best + 1  # one more is written before an old one goes
     if needed > free:
         yield (FAILED, f"run_dir {folder} has {size_text(free)} free, one checkpoint needs about {size_text(needed)}")
-    elif kept * needed > free:
+    elif checkpoints * needed > free:
         yield (
             WARNING,
-            f"run_dir {folder} has {size_text(free)} free; {kept} checkpoints of about {size_text(needed)} do not "
+            f"run_dir {folder} has {size_text(free)} free; {checkpoints} checkpoints of about {size_text(needed)} do not "
             "fit (checkpoint.keep)",
         )
 

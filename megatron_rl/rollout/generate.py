@@ -86,15 +86,15 @@ def _gather_facts(grid: ProcessGrid, drawn: Mapping[int, Rollout], rows: int, co
     nobody has is an error."""
     engine = grid.engine
     share = [_facts(row, drawn[row]) for row in sorted(drawn)[engine.rank :: engine.size]]
-    parts = grid.all_gather_bytes(_digest(drawn) + np.array(share, dtype=FACTS).tobytes())
-    _check_in_step([part[:_DIGEST] for part in parts], engine.size)
-    number = sum(len(part) - _DIGEST for part in parts) // FACTS.itemsize
+    messages = grid.all_gather_bytes(_digest(drawn) + np.array(share, dtype=FACTS).tobytes())
+    _check_in_step([message[:_DIGEST] for message in messages], engine.size)
+    number = sum(len(message) - _DIGEST for message in messages) // FACTS.itemsize
     if number > rows or (complete and number < rows):
         raise EngineError(f"the engines have drawn {number} rollouts, and {rows} were asked for")
     facts = np.zeros(rows, dtype=FACTS)
     facts["source"] = UNANSWERED
-    for rank, part in enumerate(parts):
-        received = np.frombuffer(part[_DIGEST:], dtype=FACTS)
+    for rank, message in enumerate(messages):
+        received = np.frombuffer(message[_DIGEST:], dtype=FACTS)
         facts[received["row"]] = received
         facts["source"][received["row"]] = rank
     return facts

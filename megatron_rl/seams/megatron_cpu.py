@@ -92,29 +92,29 @@ def _all_gather_unequal(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> None:
     """With tensor and expert parallelism at once, ranks gather different numbers of tokens, which gloo refuses: pads them."""
-    longest = max(part.shape[0] for part in tensor_list)
-    if all(part.shape[0] == longest for part in tensor_list):
+    longest = max(shard.shape[0] for shard in tensor_list)
+    if all(shard.shape[0] == longest for shard in tensor_list):
         _all_gather(tensor_list, tensor.contiguous(), group)
         return
     padded = tensor.new_zeros(longest, *tensor.shape[1:])
     padded[: tensor.shape[0]] = tensor
     gathered = [torch.empty_like(padded) for _ in tensor_list]
     _all_gather(gathered, padded, group)
-    for part, whole in zip(tensor_list, gathered, strict=True):
-        part.copy_(whole[: part.shape[0]])
+    for shard, whole in zip(tensor_list, gathered, strict=True):
+        shard.copy_(whole[: shard.shape[0]])
 
 
 def _reduce_scatter_unequal(
     output: torch.Tensor, input_list: list[torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
     """The backward pass of `_all_gather_unequal`: sums all parts, of which each rank keeps its own."""
-    longest = max(part.shape[0] for part in input_list)
-    if all(part.shape[0] == longest for part in input_list):
-        _reduce_scatter(output, [part.contiguous() for part in input_list], group=group)
+    longest = max(shard.shape[0] for shard in input_list)
+    if all(shard.shape[0] == longest for shard in input_list):
+        _reduce_scatter(output, [shard.contiguous() for shard in input_list], group=group)
         return
     total = torch.cat(input_list)
     torch.distributed.all_reduce(total, group=group)
-    output.copy_(total.split([part.shape[0] for part in input_list])[torch.distributed.get_rank(group)])
+    output.copy_(total.split([shard.shape[0] for shard in input_list])[torch.distributed.get_rank(group)])
 
 
 def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object]]:

@@ -84,15 +84,15 @@ def recorded_collectives() -> list[tuple[Collective, str]]:
     """Every collective that torch's flight recorders remember, with the ranks of its group, in the order of entering."""
     from torch._C import _distributed_c10d as c10d
 
-    found: dict[tuple[int, str], tuple[Collective, str]] = {}
+    by_start: dict[tuple[int, str], tuple[Collective, str]] = {}
     for name in RECORDERS:
         if hasattr(c10d, name):
             trace = json.loads(getattr(c10d, name)())
             groups = trace.get("pg_config", {})
             for entry in trace.get("entries", []):  # what both have counts once
                 ranks = groups.get(entry["process_group"][0], {}).get("ranks", "")
-                found[entry["time_created_ns"], entry["profiling_name"]] = (entry, ranks)
-    return [found[key] for key in sorted(found)]
+                by_start[entry["time_created_ns"], entry["profiling_name"]] = (entry, ranks)
+    return [by_start[key] for key in sorted(by_start)]
 
 
 INIT = "__init__"  # of `dist.ProcessGroupGloo`, compiled: without a signature that could be compared

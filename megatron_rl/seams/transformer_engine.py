@@ -40,15 +40,15 @@ def holding(parameter: Tensor) -> Callable[[], None]:
 
     A clone of an FP8 tensor shares its scales, which other values that are quantised into the tensor overwrite.
     """
-    own = parts(parameter)
-    copies = [part if part is None else part.clone() for part in own]
+    originals = parts(parameter)
+    copies = [original if original is None else original.clone() for original in originals]
 
     @torch.no_grad()
     def restore() -> None:
-        for part, copy in zip(own, copies, strict=True):
-            if part is not None and copy is not None:
-                part.copy_(copy)
+        for original, copy in zip(originals, copies, strict=True):
+            if original is not None and copy is not None:
+                original.copy_(copy)
         if hasattr(parameter, SET_PARTS):
-            getattr(parameter, SET_PARTS)(own)
+            getattr(parameter, SET_PARTS)(originals)
 
     return restore

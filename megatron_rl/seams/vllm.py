@@ -74,21 +74,21 @@ def parts(model: nn.Module) -> dict[str, Tensor]:
     Triton's kernels for experts (`rollout.engine.gpu_options`) leave them as they came.
     """
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    found: dict[str, Tensor] = {}
+    shards: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         layer: Any = module
         prefix, _, last = name.rpartition(".")
         sizes = getattr(layer, "output_partition_sizes", None)
         if sizes is not None and len(fused.get(last, ())) == len(sizes) and layer.weight.numel():
             rows = layer.weight.detach().split(list(sizes))
-            found |= {f"{prefix}.{part}.weight": shard for part, shard in zip(fused[last], rows, strict=True)}
+            shards |= {f"{prefix}.{part}.weight": shard for part, shard in zip(fused[last], rows, strict=True)}
         if hasattr(layer, "w13_weight") and layer.w13_weight.device.type != "cpu":
             experts = name.partition(".experts")[0] + ".experts"
             held = layer.expert_map_manager.get_local_expert_ids()  # with expert parallelism not all
             for number, gate_up, down in zip(held, layer.w13_weight.detach(), layer.w2_weight.detach(), strict=True):
                 each = {"gate_proj": gate_up.chunk(2)[0], "up_proj": gate_up.chunk(2)[1], "down_proj": down}
-                found |= {f"{experts}.{number}.{part}.weight": shard for part, shard in each.items()}
-    return found
+                shards |= {f"{experts}.{number}.{part}.weight": shard for part, shard in each.items()}
+    return shards
 
 
 # ---------------------------------------------------------------------------------------- experts of other ranks on a CPU
@@ -140,15 +140,15 @@ class ShardLoader:
     def __init__(
         self,
         model: nn.Module,
-        wanted: Mapping[str, int],
+        expected_elements: Mapping[str, int],
         in_fp8: Collection[str] = (),
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._model, self._wanted, self._in_fp8, self._dtype = model, wanted, in_fp8, dtype
-        self._written = dict.fromkeys(wanted, 0)
+        self._model, self._wanted, self._in_fp8, self._dtype = model, expected_elements, in_fp8, dtype
+        self._written = dict.fromkeys(expected_elements, 0)
         self._open: dict[str, dict[str, Tensor]] = {}  # module -> the tensors that its parameters are loaded into
         self._missing: dict[str, int] = defaultdict(int)  # module -> elements that have not come
-        for name, elements in wanted.items():
+        for name, elements in expected_elements.items():
             self._missing[name.rpartition(".")[0]] += elements
 
     def tensor(self, name: str) -> Tensor:
@@ -192,16 +192,16 @@ class ShardLoader:
             info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
             meta.restore_layer_on_meta(layer, info)
             meta.materialize_layer(layer, info)
-        found: dict[str, Tensor] = {}
-        for own, parameter in layer.named_parameters(recurse=False):
-            if own.endswith(block_fp8.SCALE):
+        tensors: dict[str, Tensor] = {}
+        for parameter_name, parameter in layer.named_parameters(recurse=False):
+            if parameter_name.endswith(block_fp8.SCALE):
                 continue
-            found[own] = parameter.data
-            if f"{name}.{own}" in self._in_fp8:
-                found[own] = torch.empty_like(parameter.data, dtype=self._dtype)
-            if self._wanted[f"{name}.{own}"] < parameter.numel():
-                found[own].zero_()
-        return found
+            tensors[parameter_name] = parameter.data
+            if f"{name}.{parameter_name}" in self._in_fp8:
+                tensors[parameter_name] = torch.empty_like(parameter.data, dtype=self._dtype)
+            if self._wanted[f"{name}.{parameter_name}"] < parameter.numel():
+                tensors[parameter_name].zero_()
+        return tensors
 
     def _process(self, name: str) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
@@ -228,13 +228,13 @@ def loaded_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes in which vLLM loads a model's parameters, without scales of FP8; a tied output layer has none of its own."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    found = {}
+    shapes = {}
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
         as_loaded = layerwise.get_layerwise_info(model.get_submodule(module)).restore_metadata[0]
         if not own.endswith(block_fp8.SCALE):
-            found[name] = tuple(as_loaded.get(own, parameter).shape)
-    return found
+            shapes[name] = tuple(as_loaded.get(own, parameter).shape)
+    return shapes
 
 
 def _loads_in_place(layer: nn.Module, loaded: Mapping[str, Tensor]) -> bool:
@@ -258,7 +258,7 @@ _UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Unquan
 
 
 @contextlib.contextmanager
-def loading_shards(llm: LLM, wanted: Mapping[str, int], in_fp8: Collection[str]) -> Iterator[ShardLoader]:
+def loading_shards(llm: LLM, elements: Mapping[str, int], in_fp8: Collection[str]) -> Iterator[ShardLoader]:
     """While entered, this rank's engine takes shards; at the end all of it has to be there. Arguments: see `ShardLoader`.
 
     Raises:
@@ -272,7 +272,7 @@ def loading_shards(llm: LLM, wanted: Mapping[str, int], in_fp8: Collection[str])
     if before:
         unpack_experts(model)
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        loader = ShardLoader(model, wanted, in_fp8, worker.vllm_config.model_config.dtype)
+        loader = ShardLoader(model, elements, in_fp8, worker.vllm_config.model_config.dtype)
         yield loader
         loader.finish()
         refresh(model, before)
@@ -334,7 +334,7 @@ def weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     cut into their parts.
     """
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    found: dict[str, Callable[[], Tensor]] = {}
+    readers: dict[str, Callable[[], Tensor]] = {}
     for name in products(model):
         layer = _layer(model, name)
         sizes = getattr(layer, "output_partition_sizes", None)  # rows of each part on this rank; linear layers only
@@ -344,9 +344,9 @@ def weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
             continue
         start = 0
         for part, size in zip(parts, sizes, strict=True):
-            found[f"{prefix}.{part}.weight"] = _reader(layer, start, size)
+            readers[f"{prefix}.{part}.weight"] = _reader(layer, start, size)
             start += size
-    return found
+    return readers
 
 
 def _reader(layer: CpuLayer, start: int, size: int) -> Callable[[], Tensor]:

@@ -115,13 +115,13 @@ class DecodeScheduler(Scheduler):
 
     def _complete(self, output: EngineCoreOutput) -> None:
         """Puts a request's kept tokens before those of its output."""
-        kept = self._kept.pop(output.request_id, None)
-        if not kept:
+        tokens = self._kept.pop(output.request_id, None)
+        if not tokens:
             return
-        output.new_token_ids = [token for token, _, _ in kept] + output.new_token_ids
+        output.new_token_ids = [token for token, _, _ in tokens] + output.new_token_ids
         if (last := output.new_logprobs) is not None:
             fields = (
-                [lists[i][row : row + 1] for _, lists, row in kept if lists is not None] + [last[i]] for i in range(3)
+                [lists[i][row : row + 1] for _, lists, row in tokens if lists is not None] + [last[i]] for i in range(3)
             )
             output.new_logprobs = LogprobsLists(*map(np.concatenate, fields))
 

@@ -102,13 +102,13 @@ class Bench:
             (self.folder / name).mkdir()
             path.write_text(RECIPE, encoding="utf-8")
         self.grid.barrier()
-        own = [f"run_dir={self.folder / name}", f"model.path={model}", f"model.dtype={self.dtype}"]
-        own += [f"actor.parallel.tensor={self.tensor}", f"rollout.tensor_parallel={self.tensor}"]
-        own += [f"actor.parallel.sequence={str(self.tensor > 1).lower()}"]
+        overrides_ = [f"run_dir={self.folder / name}", f"model.path={model}", f"model.dtype={self.dtype}"]
+        overrides_ += [f"actor.parallel.tensor={self.tensor}", f"rollout.tensor_parallel={self.tensor}"]
+        overrides_ += [f"actor.parallel.sequence={str(self.tensor > 1).lower()}"]
         world = self.grid.world
         machine = Machine(gpus=count_gpus(), world_size=world, local_world_size=world)
         return check(
-            load_recipe(path, [*own, *self.overrides, *overrides]), machine=machine, model=read_hf_config(model)
+            load_recipe(path, [*overrides_, *self.overrides, *overrides]), machine=machine, model=read_hf_config(model)
         )
 
     def actor(self, config: Config) -> Actor:

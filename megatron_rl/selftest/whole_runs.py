@@ -27,15 +27,15 @@ _GIB = 2**30
 def checkpoint(bench: Bench) -> Figures:
     """Fine-tuning, which needs no engine: three steps from the checkpoint of step 0, and two more from that of step 1."""
     folder = bench.model(SHAPE)
-    kept = ("checkpoint.every=1", "checkpoint.keep=9")
-    config = bench.recipe(folder, "unbroken", *kept)
+    every_step = ("checkpoint.every=1", "checkpoint.keep=9")
+    config = bench.recipe(folder, "unbroken", *every_step)
     first = build_run(config, bench.grid, Path(config.run_dir), "sft")
     first.learner.actor.start_optimizer(config.sft.optimizer, config.sft.steps)
     start = weights(first.learner.actor)
     first.checkpoints.save(first.state)  # the optimizer has not taken a step yet
     first.checkpoints.finish()
     sft(first, "auto")
-    config = bench.recipe(folder, "resumed", *kept)
+    config = bench.recipe(folder, "resumed", *every_step)
     second = build_run(config, bench.grid, Path(config.run_dir), "sft")
     sft(second, str(bench.folder / "unbroken" / "checkpoints" / "step_1"))
     one, other = weights(first.learner.actor), weights(second.learner.actor)

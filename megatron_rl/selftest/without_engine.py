@@ -63,17 +63,17 @@ def linear(bench: Bench) -> Figures:
     )
     figures: Figures = {}
     for name, recipe in recipes.items():
-        own = x.clone().requires_grad_()
+        leaf = x.clone().requires_grad_()
         layer.weight.grad = None
         with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
-            out = layer(own)
+            out = layer(leaf)
         out.backward(upstream)
         weight = layer.weight.detach().float()
         want = (x.float() @ weight.t(), upstream.float() @ weight, upstream.float().t() @ x.float())
-        assert own.grad is not None
+        assert leaf.grad is not None
         assert layer.weight.grad is not None
         for part, got, right in zip(
-            ("output", "input gradient", "weight gradient"), (out, own.grad, layer.weight.grad), want, strict=True
+            ("output", "input gradient", "weight gradient"), (out, leaf.grad, layer.weight.grad), want, strict=True
         ):
             error = float((got.detach().float() - right).norm() / right.norm())
             most = 0.01 if recipe is None else 0.08
@@ -113,17 +113,17 @@ def compare_actors(bench: Bench, kind: str, experts: int) -> Figures:
     def record(what: str, value: float, at_most: float) -> None:
         figures[f"{kind}: {what}"] = expect(f"{kind}: {what}", value, at_most, "rounding makes")
 
-    own, most = bench.actor(config), _ROUNDING[bench.dtype]
-    found = scores(own, tokens)
+    actor, most = bench.actor(config), _ROUNDING[bench.dtype]
+    ours = scores(actor, tokens)
     theirs = _transformers_scores(folder, bench.dtype, tokens)
-    record("mean difference from transformers", float((found - theirs).abs().mean()), most)
+    record("mean difference from transformers", float((ours - theirs).abs().mean()), most)
     if not device.has_transformer_engine():
         return figures
-    own.start_optimizer(config.actor.optimizer, 10)
-    before, norm, here = weights(own), update(own, tokens), weights(own)
+    actor.start_optimizer(config.actor.optimizer, 10)
+    before, norm, here = weights(actor), update(actor, tokens), weights(actor)
     with device.plain_layers():
         plain = bench.actor(config)
-        record("mean difference from the plain layers", float((found - scores(plain, tokens)).abs().mean()), most)
+        record("mean difference from the plain layers", float((ours - scores(plain, tokens)).abs().mean()), most)
         plain.start_optimizer(config.actor.optimizer, 10)
         record("difference of the gradient norm, relative,", abs(norm / update(plain, tokens) - 1), 0.02)
         there = weights(plain)
@@ -138,13 +138,13 @@ def _transformers_scores(folder: Path, dtype: str, tokens: Sequence[np.ndarray])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=False).to(
         device.device()
     )
-    found = []
+    log_probs = []
     with torch.no_grad():
         for ids in tokens:
             row = torch.as_tensor(ids, device=device.device())
             logits = model(row[None]).logits[0, :-1].float()
-            found.append(torch.log_softmax(logits, -1).gather(1, row[1:, None])[:, 0].cpu())
-    return torch.cat(found)
+            log_probs.append(torch.log_softmax(logits, -1).gather(1, row[1:, None])[:, 0].cpu())
+    return torch.cat(log_probs)
 
 
 def fp8(bench: Bench) -> Figures:
@@ -154,13 +154,13 @@ def fp8(bench: Bench) -> Figures:
     figures: Figures = {}
     for recipe in ("blockwise", "tensorwise"):
         config = bench.recipe(folder, recipe, f"actor.fp8.recipe={recipe}")
-        own = bench.actor(config)
-        difference = (scores(own, tokens) - want).abs().mean().item()
+        actor = bench.actor(config)
+        difference = (scores(actor, tokens) - want).abs().mean().item()
         figures[f"{recipe} vs bf16"] = expect(
             f"{recipe}: the mean difference of a log-prob from bf16's", difference, 0.2, "FP8 makes"
         )
-        own.start_optimizer(config.actor.optimizer, 10)
-        figures[f"{recipe} gradient norm"] = update(own, tokens)  # raises where it is not finite
+        actor.start_optimizer(config.actor.optimizer, 10)
+        figures[f"{recipe} gradient norm"] = update(actor, tokens)  # raises where it is not finite
     return figures
 
 

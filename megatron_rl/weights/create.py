@@ -55,13 +55,13 @@ def differences(folder: Path, config: CreateModelConfig, seed: int) -> list[str]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return [f"{MADE_FROM} is missing or unreadable"]
     after = _flat(asdict(config), seed)
-    found = [
+    changes = [
         f"{key} {before.get(key)!r} there and {after.get(key)!r} here"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
     there = _digests(folder)
-    return found + [f"{name} changed" for name in sorted(files.keys() | there) if files.get(name) != there.get(name)]
+    return changes + [f"{name} changed" for name in sorted(files.keys() | there) if files.get(name) != there.get(name)]
 
 
 def _flat(create: Mapping[str, object], seed: int) -> dict[str, object]:

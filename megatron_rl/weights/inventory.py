@@ -52,7 +52,7 @@ def local_weights(chunks: Sequence[nn.Module], model: Model, parallel: ParallelG
     Raises:
         ValueError: a parameter that the family's map does not know, or a weight of the family that the module lacks.
     """
-    found: dict[Key, LocalWeight] = {}
+    by_key: dict[Key, LocalWeight] = {}
     family, experts = model.family, local_experts(model, parallel)
     for chunk in map(unwrap, chunks):
         layers = {i: layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
@@ -70,19 +70,19 @@ def local_weights(chunks: Sequence[nn.Module], model: Model, parallel: ParallelG
                 rule.is_output and model.description.tied
             ):  # the last stage's copy of the embedding: loaded, never exported
                 rule = replace(rule, hf=family.embedding.hf)
-            if key in found:
-                raise ValueError(f"parameters {found[key].name} and {name} both stand for {rule.hf[0].name}")
+            if key in by_key:
+                raise ValueError(f"parameters {by_key[key].name} and {name} both stand for {rule.hf[0].name}")
             _, layer, expert = key
             named = rule.at(layer, parallel.ep.rank * experts + expert)
-            found[key] = LocalWeight(key, named, name, parameter)
+            by_key[key] = LocalWeight(key, named, name, parameter)
         for key, rule in _expected(chunk, model, sorted(layers.values()), experts):
-            if key not in found:
+            if key not in by_key:
                 hf_name = rule.at(key[1], parallel.ep.rank * experts + key[2]).hf[0].name
                 raise ValueError(
                     f"the Megatron model has no parameter for {hf_name} (looked for {' or '.join(rule.megatron)}): "
                     f"it was not built from family `{family.name}`'s config mapping"
                 )
-    return list(found.values())
+    return list(by_key.values())
 
 
 def _match(name: str, family: Family, layers: Mapping[int, int], buffers: bool) -> tuple[Key, Rule] | None:

@@ -73,13 +73,13 @@ class Pairs:
     def of(cls, model: Model, rule: Rule, actor: ActorLayout, engine: EngineLayout) -> Pairs:
         held = [actor.pieces(model, rule, cell) for cell in range(actor.cells(rule))]
         needed = [engine.pieces(model, rule, place) for place in range(engine.tensor)]
-        found = {}
+        overlaps = {}
         for place, cell in product(range(len(needed)), range(len(held))):
             both = [(want.within(own), own.within(want)) for want in needed[place] for own in held[cell]]
             if shared := tuple(Overlap(want, own.at, own.expert) for want, own in both if want and own):
-                found[place, cell] = shared
-        places, cells = np.array(list(found), int).T
-        return cls(unit_elements(rule, model.dims), tuple(found.values()), places, cells)
+                overlaps[place, cell] = shared
+        places, cells = np.array(list(overlaps), int).T
+        return cls(unit_elements(rule, model.dims), tuple(overlaps.values()), places, cells)
 
     def cut(self, part: int, parts: int) -> tuple[tuple[tuple[Overlap, ...], ...], np.ndarray]:
         """Overlaps of each pair in one of so many parts, and their elements: float64 [pairs]."""
@@ -124,7 +124,7 @@ class Flow:
         target = (np.arange(engines)[:, None] * engine.tensor + pairs.place).ravel()
         pair = np.tile(np.arange(len(pairs.place)), engines)
         cell = pairs.cell[pair]
-        own = np.isin(target // ranks, stages) & (target % ranks % cells == cell)
+        mine = np.isin(target // ranks, stages) & (target % ranks % cells == cell)
         groups = [
             np.concatenate([stage * ranks + np.arange(number, ranks, cells) for stage in stages])
             for number in range(cells)
@@ -138,7 +138,7 @@ class Flow:
         candidates = [groups[index] for index in used]
         padded = np.array(list(zip_longest(*candidates, fillvalue=-1))).T
         counts = np.array([len(found) for found in candidates])
-        return cls(pairs, target, pair, own, group, _turns(group, own), padded, counts)
+        return cls(pairs, target, pair, mine, group, _turns(group, mine), padded, counts)
 
     def sources(self, load: np.ndarray) -> np.ndarray:
         """The source of every row, given what each rank sends already; int64 [rows].

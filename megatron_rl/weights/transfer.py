@@ -149,18 +149,18 @@ class Transfer:
         bucket, here = self._plan.buckets[number], self.grid.rank
         receives = [self._message(source, here, number, moves) for source, moves in bucket.receives.items()]
         sends = [self._message(here, target, number, moves) for target, moves in bucket.sends.items()]
-        own = (
+        local = (
             [Message(here, here, number, bucket.copies, torch.empty(0, dtype=self.dtype, device=self._device))]
             if bucket.copies
             else []
         )
         for message in sends:
             self.pack(message)
-        for message in sends + own:
+        for message in sends + local:
             for move in message.moves:
                 self._checksums.add(self.source(move), self._integer(move))
         self._held.clear()
-        self._keep(self._sent, [(message.target, message) for message in sends + own])
+        self._keep(self._sent, [(message.target, message) for message in sends + local])
         operations = [dist.P2POp(dist.irecv, message.buffer, message.source, tag=number) for message in receives]
         operations += [dist.P2POp(dist.isend, message.buffer, message.target, tag=number) for message in sends]
         names = [f"receive {self._describe(message)}" for message in receives]
@@ -173,7 +173,7 @@ class Transfer:
         else:
             for operation, name in zip(operations, names, strict=True):
                 works += self._waiting(partial(dist.batch_isend_irecv, [operation]), name)
-        return _Flight(sends, receives, own, list(zip(works, names, strict=True)))
+        return _Flight(sends, receives, local, list(zip(works, names, strict=True)))
 
     def _land(self, flight: _Flight, loader: Loader) -> None:
         """Waits for a bucket and writes it into the engine's parameters."""
@@ -276,11 +276,11 @@ class Transfer:
         """
         none = torch.empty(0, 2, dtype=torch.int64, device=self._device)
         sent = [torch.cat([none, *rows]) for rows in self._sent]
-        there = [torch.cat([none, *rows]) for rows in self._there]
+        received = [torch.cat([none, *rows]) for rows in self._there]
         self._sent, self._there = _by_peer(self.grid.world), _by_peer(self.grid.world)
-        came, sizes = torch.cat(sent), [[len(rows) for rows in peers] for peers in (there, sent)]
+        came, sizes = torch.cat(sent), [[len(rows) for rows in peers] for peers in (received, sent)]
         if self.grid.world > 1:
-            came = torch.empty_like(torch.cat(there))
+            came = torch.empty_like(torch.cat(received))
             exchange = partial(
                 dist.all_to_all_single,
                 came,
@@ -289,7 +289,7 @@ class Transfer:
                 input_split_sizes=sizes[1],
             )
             self._waiting(exchange, "the exchange of checksums")
-        differs = (torch.cat(there) != came).any(1).cpu()
+        differs = (torch.cat(received) != came).any(1).cpu()
         self.grid.sum_array(found := np.array([int(differs.sum())]))
         if not found[0]:
             return
@@ -305,18 +305,18 @@ class Transfer:
 
     def _first_wrong(self, differs: Sequence[Sequence[bool]]) -> _Wrong | None:
         """By the rows of every source's checksums."""
-        found, boxes = None, 0
+        first, boxes = None, 0
         for source, rows in enumerate(differs):
             at = 0
             for number, bucket in enumerate(self._plan.buckets):
                 if moves := bucket.copies if source == self.grid.rank else bucket.receives.get(source):
                     *each, message = rows[at : at + len(moves) + 1]
                     boxes += sum(each)
-                    if found is None and (message or any(each)):
+                    if first is None and (message or any(each)):
                         box = moves[each.index(True) if any(each) else 0].box
-                        found = _Wrong(source, self.grid.rank, number, box, message, 0)
+                        first = _Wrong(source, self.grid.rank, number, box, message, 0)
                     at += len(moves) + 1
-        return found and found._replace(boxes=boxes)
+        return first and first._replace(boxes=boxes)
 
     def _stage(self, wrong: _Wrong, sent: Tensor) -> str:
         """Where a box was changed; on its source, which packs the message again and compares. `sent`: its checksums for the

@@ -23,7 +23,7 @@ HOMONYMS: dict[str, str] = {
 # Words that say nothing of what a variable is, and their greatest share, in per cent, of all locals and parameters that are
 # used for more than five lines. It may only fall.
 BARE = frozenset({"own", "found", "held", "given", "there", "told", "wanted", "kept", "one"})
-BARE |= {"place", "places", "piece", "pieces", "part", "parts", "said", "left", "whole", "asked"}
+BARE |= {"place", "places", "piece", "pieces", "part", "parts", "said", "whole", "asked"}
 BARE_PER_CENT = 5.0
 # First words of docstrings that are no sentences.
 FRAGMENTS = ("Of ", "What ", "Has ")

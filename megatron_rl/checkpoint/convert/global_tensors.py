@@ -107,10 +107,10 @@ class TorchDist:
             high = [min(a + n, b + s) for a, n, b, s in zip(start, out.shape, offsets, sizes, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            part = out[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
-            covered += part.size
-            if part.size == math.prod(chunk.size) and part.flags.c_contiguous and chunk not in self._kept:
-                self._load(name, chunk, part.reshape(chunk.size))
+            overlap = out[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
+            covered += overlap.size
+            if overlap.size == math.prod(chunk.size) and overlap.flags.c_contiguous and chunk not in self._kept:
+                self._load(name, chunk, overlap.reshape(chunk.size))
                 continue
             if chunk not in self._kept:
                 self._kept[chunk] = np.empty(chunk.size, self.bits(name))
@@ -118,7 +118,7 @@ class TorchDist:
             values = self._kept[chunk]
             for number, first in zip(lead, chunk.start, strict=False):
                 values = values[number - first]
-            part[...] = values[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
+            overlap[...] = values[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
         if covered != out.size:
             raise ValueError(f"{self.folder}: the chunks of tensor {name} overlap, or do not cover it")
 
@@ -163,7 +163,7 @@ class TorchDist:
     def rows(self, name: str, lead: tuple[int, ...], start: Sequence[int], shape: Sequence[int]) -> list[Stored]:
         """The chunks that hold the box of this shape one after the other, in its order; the last may hold more rows. Empty
         where chunks are cut otherwise."""
-        found, row = [], start[0]
+        chunks, row = [], start[0]
         for chunk in sorted(self.overlapping(name, lead), key=lambda chunk: chunk.start):
             offsets, sizes = chunk.start[len(lead) :], chunk.size[len(lead) :]
             if not row <= offsets[0] < start[0] + shape[0]:
@@ -172,9 +172,9 @@ class TorchDist:
                 return []
             if math.prod(chunk.size) != math.prod(sizes):
                 return []
-            found.append(chunk)
+            chunks.append(chunk)
             row += sizes[0]
-        return found if row >= start[0] + shape[0] else []
+        return chunks if row >= start[0] + shape[0] else []
 
     def forget(self) -> None:
         """Frees the chunks that are kept."""

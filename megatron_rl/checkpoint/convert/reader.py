@@ -52,16 +52,16 @@ class MegatronModel(WeightSource):
         used: set[str] = set()
         problems = []
         for rule, layer, expert in model.numbered():
-            place = self._locate(rule, layer, expert)
-            if place is None:
+            stored_at = self._locate(rule, layer, expert)
+            if stored_at is None:
                 problems.append(f"lacks {next(iter(known_names(rule)))} for {rule.hf[0].name}")
                 continue
             apart = None if model.is_uniform else layer
             same = {self._prefix + name for name in (global_name(rule, apart), *aliases(rule, apart))}
-            used.update(place.names, same if same & set(place.names) else ())
-            dtype = DTYPE_NAMES[self._checkpoint.tensors[place.names[0]].dtype]
+            used.update(stored_at.names, same if same & set(stored_at.names) else ())
+            dtype = DTYPE_NAMES[self._checkpoint.tensors[stored_at.names[0]].dtype]
             for index, tensor in enumerate(rule.hf):
-                self._place[tensor.name] = (rule, index, place)
+                self._place[tensor.name] = (rule, index, stored_at)
                 self.tensors[tensor.name] = (tensor.sizes(model.dims), dtype)
         unexpected = sorted(
             name
@@ -94,7 +94,7 @@ class MegatronModel(WeightSource):
 
     def read_into(self, out: Bits, name: str, dim: int = 0, start: int = 0) -> None:
         """Fills `out`, contiguous, with entries of a Hugging Face tensor from `start` along `dim` on."""
-        rule, index, place = self._place[name]
+        rule, index, stored_at = self._place[name]
         low = [start if axis == dim else 0 for axis in range(out.ndim)]
         axis, at, stop = rule.dim, 0, low[rule.dim] + out.shape[rule.dim]
         for piece in shard_slices(rule, self._dims, 0, 1):
@@ -104,19 +104,19 @@ class MegatronModel(WeightSource):
                 begin = low.copy()
                 begin[axis] = first + a - piece.start
                 part = out[(slice(None),) * axis + (slice(a - low[axis], b - low[axis]),)]
-                self._read_box(rule, place, begin, part)
+                self._read_box(rule, stored_at, begin, part)
 
     def parts(self, name: str, memory: Memory) -> Iterator[Bits]:
         """A whole Hugging Face tensor in its order, some values at a time where the chunks allow it; they hold until the next
         are asked for."""
-        rule, index, place = self._place[name]
+        rule, index, stored_at = self._place[name]
         shape, begin = self.shape(name), [0] * len(self.shape(name))
-        if len(place.names) == 1 and rule.sharding is not Sharding.QKV:
+        if len(stored_at.names) == 1 and rule.sharding is not Sharding.QKV:
             before = [piece.length for piece in shard_slices(rule, self._dims, 0, 1) if piece.tensor < index]
             begin[rule.dim] = sum(before)
             left = math.prod(shape)
-            for chunk in (chunks := self._checkpoint.rows(place.names[0], place.lead, begin, shape)):
-                for values in self._checkpoint.stored(place.names[0], chunk):
+            for chunk in (chunks := self._checkpoint.rows(stored_at.names[0], stored_at.lead, begin, shape)):
+                for values in self._checkpoint.stored(stored_at.names[0], chunk):
                     yield values[:left]
                     left -= min(left, values.size)
             if chunks:
@@ -135,16 +135,16 @@ class MegatronModel(WeightSource):
     # ------------------------------------------------------------------------------------------------ finding tensors
     def _find_prefix(self, family: Family) -> str:
         anchor = family.embedding.megatron[0]
-        found = sorted(
+        prefixes = sorted(
             name.removesuffix(anchor)
             for name in self._checkpoint.tensors
             if name.endswith(anchor) and not name.startswith(_OTHERS)
         )
-        if not found:
+        if not prefixes:
             raise ValueError(
                 f"{self.folder} holds no {anchor}: it is not the checkpoint of a GPT model of Megatron-Core"
             )
-        return min(found, key=len)
+        return min(prefixes, key=len)
 
     def _find_masters(self) -> str:
         for prefix in MASTERS:
@@ -179,7 +179,7 @@ class MegatronModel(WeightSource):
         return None
 
     def _check_shape(self, name: str, rule: Rule, lead: tuple[int, ...], parts: int) -> None:
-        dims, found = self._dims, self._checkpoint.tensors[name].shape
+        dims, shape = self._dims, self._checkpoint.tensors[name].shape
         expected = list(shard_shape(rule, {**dims, "padded_vocab": dims["vocab"]}, 1))
         expected[0] //= parts
         stacked = leading(rule, self._model)
@@ -188,39 +188,39 @@ class MegatronModel(WeightSource):
         symbols = [f"num_hidden_layers = {dims['layers']}", f"num_experts = {experts}"][: len(before)]
         if rule.per_expert and len(lead) == 1:
             before, symbols = (experts,), [f"num_experts = {experts}"]
-        wanted = (*before, *expected)
-        fits = len(found) == len(wanted) and all(
+        expected_shape = (*before, *expected)
+        fits = len(shape) == len(expected_shape) and all(
             a == b or (rule.sharding is Sharding.VOCAB and axis == len(before) and a > b)
-            for axis, (a, b) in enumerate(zip(found, wanted, strict=True))
+            for axis, (a, b) in enumerate(zip(shape, expected_shape, strict=True))
         )
         if fits:
             return
         fields = []
-        for axis, (a, b) in enumerate(itertools.zip_longest(found, wanted)):
+        for axis, (a, b) in enumerate(itertools.zip_longest(shape, expected_shape)):
             if a == b:
                 continue
             if axis < len(before):
                 fields.append(symbols[axis])
-            elif axis < len(wanted):
+            elif axis < len(expected_shape):
                 fields += [
                     f"{DIM_FIELDS[s]} = {dims[s]}" for s in dict.fromkeys(t.shape[axis - len(before)] for t in rule.hf)
                 ]
         raise ValueError(
-            f"{self.folder}: tensor {name} has shape {found}, but config.json makes it {wanted} ({', '.join(fields)})"
+            f"{self.folder}: tensor {name} has shape {shape}, but config.json makes it {expected_shape} ({', '.join(fields)})"
         )
 
     def _check_padding(self) -> None:
         vocab = self._dims["vocab"]
-        for rule, _, place in list(self._place.values()):
+        for rule, _, stored_at in list(self._place.values()):
             if rule.sharding is Sharding.VOCAB:
-                rows, columns = self._checkpoint.tensors[place.names[0]].shape
+                rows, columns = self._checkpoint.tensors[stored_at.names[0]].shape
                 for row in range(vocab, rows, 4096):
                     end = min(rows, row + 4096)
-                    values = np.empty((end - row, columns), self._checkpoint.bits(place.names[0]))
-                    self._checkpoint.read(place.names[0], (), (row, 0), values)
+                    values = np.empty((end - row, columns), self._checkpoint.bits(stored_at.names[0]))
+                    self._checkpoint.read(stored_at.names[0], (), (row, 0), values)
                     if (values << 1).any():  # -0 is zero too
                         raise ValueError(
-                            f"{self.folder}: tensor {place.names[0]} has {rows} rows, of which those from "
+                            f"{self.folder}: tensor {stored_at.names[0]} has {rows} rows, of which those from "
                             f"vocab_size = {vocab} of config.json on are not zero, as padding is here. If config.json is "
                             "the right one, and they are another framework's padding, say --any-padding"
                         )

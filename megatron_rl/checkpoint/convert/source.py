@@ -111,14 +111,14 @@ class HFFolder(SafetensorsFolder):
 
     def read_into(self, out: Bits, name: str, start: int = 0) -> None:
         super().read_into(out, name, start)
-        piece = self._pieces.get(name)
-        if piece is None:
+        chunk = self._pieces.get(name)
+        if chunk is None:
             return
         done, digest = self._begun.setdefault(name, (0, blake3()))
-        if start * (piece.length // self.entry(name).shape[0]) == done < piece.length:
+        if start * (chunk.length // self.entry(name).shape[0]) == done < chunk.length:
             digest.update(out.data.cast("B"))
             self._begun[name] = (done + out.nbytes, digest)
-            if done + out.nbytes == piece.length:
+            if done + out.nbytes == chunk.length:
                 self._compare(name, digest.hexdigest(length=manifest.DIGEST_BYTES))
 
     def check_begun(self) -> None:

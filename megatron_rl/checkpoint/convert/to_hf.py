@@ -76,22 +76,22 @@ class ToHF(Conversion):
         return [(name, sum(t.nbytes for t in held)) for name, held in self._plan.files.items()]
 
     def write(self, file: str, folder: Path, progress: Progress) -> list[StoredChunk]:
-        held = self._plan.files[file]
-        header, offsets = _header(held)
-        pieces: dict[str, StoredChunk] = {}
+        tensors = self._plan.files[file]
+        header, offsets = _header(tensors)
+        chunks: dict[str, StoredChunk] = {}
         memory = Memory()
         with WriteBehind(folder / file) as out:
             out.write([header])
-            for tensor in held:
+            for tensor in tensors:
                 at = offsets[tensor.name]
                 digest = out.write((part.data for part in self._parts(tensor, memory)), at=at)
-                pieces[tensor.name] = StoredChunk(
+                chunks[tensor.name] = StoredChunk(
                     tensor.name, (0,) * len(tensor.shape), file, at, tensor.nbytes, digest
                 )
                 progress(tensor.nbytes)
-        return [pieces[tensor.name] for tensor in held]
+        return [chunks[tensor.name] for tensor in tensors]
 
-    def finish(self, folder: Path, pieces: Sequence[StoredChunk]) -> None:
+    def finish(self, folder: Path, chunks: Sequence[StoredChunk]) -> None:
         plan = self._plan
         tensors = [tensor for held in plan.files.values() for tensor in held]
         names = {file: [tensor.name for tensor in held] for file, held in plan.files.items()}
@@ -106,7 +106,7 @@ class ToHF(Conversion):
         write_json(folder / "config.json", config)
         copy_companions(self.config, folder)
         listed = {t.name: manifest.TensorInfo(t.shape, DTYPES[t.dtype].name) for t in tensors}
-        manifest.write(folder, made_by(self, plan.model.family.name), listed, pieces)
+        manifest.write(folder, made_by(self, plan.model.family.name), listed, chunks)
 
     def names(self) -> list[str]:
         return [tensor.name for held in self._plan.files.values() for tensor in held]
@@ -172,15 +172,15 @@ def _planned(task: ToHF) -> _Plan:
     files: list[list[_Tensor]] = []
     size = 0
     for rule in model.weights():
-        for held in _made_of(rule, source, task.dtype):
-            nbytes = sum(tensor.nbytes for tensor in held)
+        for tensors in _made_of(rule, source, task.dtype):
+            nbytes = sum(tensor.nbytes for tensor in tensors)
             if not files or size + nbytes > task.file_bytes:
                 files.append([])
                 size = 0
-            files[-1] += held
+            files[-1] += tensors
             size += nbytes
     named = dict(zip(shard_names(len(files)), files, strict=True))
-    return _Plan(model, source, named, {tensor.name: tensor for held in files for tensor in held})
+    return _Plan(model, source, named, {tensor.name: tensor for tensors in files for tensor in tensors})
 
 
 def _made_of(rule: Rule, source: MegatronModel | MergedModel, dtype: str) -> Iterator[list[_Tensor]]:

@@ -78,7 +78,7 @@ class ToMegatron(Conversion):
     def write(self, file: str, folder: Path, progress: Progress) -> list[StoredChunk]:
         from megatron_rl.seams.torch_archive import around
 
-        plan, pieces = self._plan, []
+        plan, chunks = self._plan, []
         filling = _Filling(plan.source)
         with WriteBehind(folder / file) as out:
             for chunk in plan.files[file]:
@@ -86,15 +86,15 @@ class ToMegatron(Conversion):
                 head, tail = around(DTYPES[dtype].name, chunk.size)
                 offset = out.position
                 digest = out.write(chain([head], (part.data for part in filling.parts(chunk, dtype)), [tail]))
-                pieces.append(StoredChunk(chunk.name, chunk.start, file, offset, out.position - offset, digest))
+                chunks.append(StoredChunk(chunk.name, chunk.start, file, offset, out.position - offset, digest))
                 progress(plan.nbytes(chunk))
         plan.source.check_begun()
-        return pieces
+        return chunks
 
-    def finish(self, folder: Path, pieces: Sequence[StoredChunk]) -> None:
+    def finish(self, folder: Path, chunks: Sequence[StoredChunk]) -> None:
         plan = self._plan
         state = _write_state(folder, f"__{len(plan.files)}_0.distcp")
-        _write_index(folder, plan, pieces, state)
+        _write_index(folder, plan, chunks, state)
         dtype = DTYPES[plan.dtypes[global_name(plan.model.family.embedding)]].name
         programs.write_files(self.program, folder, plan.model, self.layout, dtype)
         manifest.write_json(folder / "metadata.json", index.BACKEND)
@@ -112,7 +112,7 @@ class ToMegatron(Conversion):
                 "padded_vocabulary": padded(plan.model.dims, self.layout.tensor)["padded_vocab"],
             }
         }
-        manifest.write(folder, about, tensors | {_STATES: manifest.TensorInfo((), "object")}, [*pieces, state])
+        manifest.write(folder, about, tensors | {_STATES: manifest.TensorInfo((), "object")}, [*chunks, state])
 
     def enclose(self, root: Path) -> None:
         programs.write_trackers(self.program, root)
@@ -173,34 +173,34 @@ def _planned(task: ToMegatron) -> _Plan:
     return _Plan(model, source, {f"__{n}_0.distcp": held for n, held in enumerate(files)}, dtypes)
 
 
-def _dtypes(held: Sequence[TensorChunk], source: HFFolder, model: SourceModel, dtype: str) -> dict[str, str]:
+def _dtypes(chunks: Sequence[TensorChunk], source: HFFolder, model: SourceModel, dtype: str) -> dict[str, str]:
     """The dtype of every global tensor.
 
     Raises:
         ValueError: tensors that become one global tensor differ, or one is neither of config.json's dtype nor fp32.
     """
     if dtype in CASTS:
-        return {chunk.name: CASTS[dtype] for chunk in held}
-    found: dict[str, tuple[str, str]] = {}  # global name -> dtype, the tensor that has it
-    for chunk in held:
+        return {chunk.name: CASTS[dtype] for chunk in chunks}
+    dtypes: dict[str, tuple[str, str]] = {}  # global name -> dtype, the tensor that has it
+    for chunk in chunks:
         for tensor in chunk.rule.hf:
             kind = source.dtype(tensor.name)
-            first, other = found.setdefault(chunk.name, (kind, tensor.name))
+            first, other = dtypes.setdefault(chunk.name, (kind, tensor.name))
             if first != kind:
                 raise ValueError(
                     f"{tensor.name} in {source.file_of(tensor.name)} has dtype {kind}, but {other}, part of the same "
                     f"Megatron parameter, has {first}; if that is meant, choose one with --dtype"
                 )
-    said = str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "")
-    config_dtype = DTYPE_NAMES.get(said)
-    if len({kind for kind, _ in found.values()}) > 1 and config_dtype is not None:
-        for kind, name in found.values():
+    declared = str(model.hf_config.get("dtype") or model.hf_config.get("torch_dtype") or "")
+    config_dtype = DTYPE_NAMES.get(declared)
+    if len({kind for kind, _ in dtypes.values()}) > 1 and config_dtype is not None:
+        for kind, name in dtypes.values():
             if kind not in (config_dtype, "F32"):
                 raise ValueError(
-                    f"{name} in {source.file_of(name)} has dtype {kind}, but config.json says {said}; "
+                    f"{name} in {source.file_of(name)} has dtype {kind}, but config.json says {declared}; "
                     "if that is meant, choose a dtype for all with --dtype"
                 )
-    return {name: kind for name, (kind, _) in found.items()}
+    return {name: kind for name, (kind, _) in dtypes.items()}
 
 
 class _Filling:
@@ -214,24 +214,24 @@ class _Filling:
         """The values of a chunk, some rows at a time; they hold until the next are asked for."""
         bits, rule = DTYPES[dtype].bits, chunk.rule
         rows, *rest = chunk.matrix
-        pieces = [(rule.hf[piece.tensor].name, piece.start, piece.length) for piece in chunk.slices]
+        ranges = [(rule.hf[piece.tensor].name, piece.start, piece.length) for piece in chunk.slices]
         if rule.dim == 1:
-            [(name, first, columns)] = pieces
+            [(name, first, columns)] = ranges
             kind = self._source.dtype(name)
-            pieces = [(name, 0, rows)]
+            ranges = [(name, 0, rows)]
             if chunk.matrix != self._source.shape(name):  # other chunks are other columns of the same matrix
                 for at, count in _steps(rows, rest, bits):
-                    part = self._memory.array((count, columns), DTYPES[kind].bits)
-                    part[...] = self._matrix(name)[at : at + count, first : first + columns]
-                    yield cast_bits(part, kind, dtype)
+                    block = self._memory.array((count, columns), DTYPES[kind].bits)
+                    block[...] = self._matrix(name)[at : at + count, first : first + columns]
+                    yield cast_bits(block, kind, dtype)
                 return
-        for name, first, length in pieces:
+        for name, first, length in ranges:
             kind = self._source.dtype(name)
             for at, count in _steps(length, rest, bits):
-                part = self._memory.array((count, *rest), DTYPES[kind].bits)
-                self._source.read_into(part, name, first + at)
-                yield cast_bits(part, kind, dtype)
-        padding = rows - sum(length for _, _, length in pieces)
+                block = self._memory.array((count, *rest), DTYPES[kind].bits)
+                self._source.read_into(block, name, first + at)
+                yield cast_bits(block, kind, dtype)
+        padding = rows - sum(length for _, _, length in ranges)
         if padding:
             yield np.zeros((padding, *rest), bits)
 

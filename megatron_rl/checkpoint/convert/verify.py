@@ -92,14 +92,14 @@ def _compare(task: Conversion, source: WeightSource, name: str) -> Compared:
     before, after = blake3(), blake3()
     for start in range(0, shape[0], rows):
         stop = min(shape[0], start + rows)
-        expected, found = task.expected(name, start, stop), source.read(name, 0, start, stop)
-        if expected.dtype != found.dtype or expected.shape != found.shape:
+        expected, written = task.expected(name, start, stop), source.read(name, 0, start, stop)
+        if expected.dtype != written.dtype or expected.shape != written.shape:
             raise ValueError(
-                f"{name} in {source.file_of(name)} is {tuple(found.shape)} {found.dtype}, expected "
+                f"{name} in {source.file_of(name)} is {tuple(written.shape)} {written.dtype}, expected "
                 f"{tuple(expected.shape)} {expected.dtype}"
             )
         before.update(_bytes(expected))
-        after.update(_bytes(found))
+        after.update(_bytes(written))
     return Compared(name, nbytes, before.hexdigest(length=16), after.hexdigest(length=16))
 
 
