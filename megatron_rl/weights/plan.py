@@ -240,8 +240,8 @@ def _walk(model: Model, actor: ActorLayout) -> Iterator[list[tuple[int, int]]]:
     yield [(index, -1) for index, rule in rules if not rule.per_layer]
     for row in zip_longest(*actor.layers):
         for index, rule in rules:
-            if rule.per_layer:
-                yield [(index, layer) for layer in row if layer is not None]
+            if weights := [(index, layer) for layer in row if layer is not None and rule.is_in(layer)]:
+                yield weights
 
 
 def _parts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,7 @@ from megatron_rl.checkpoint.convert.layout import Layout, chunks, state_names
 from megatron_rl.checkpoint.convert.to_hf import ToHF
 from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.config.actor import ActorConfig, ParallelConfig
-from megatron_rl.models import Family, HFConfig, ModelDescription, model_of, read_hf_config, registry
-from megatron_rl.models.attention import ATTENTION, QK_NORMS
-from megatron_rl.models.experts import MOE, MOE_NORMS, in_layers
-from megatron_rl.models.family import DENSE_MLP, NORMS, decoder_rules
-from megatron_rl.models.qwen3_moe import QWEN3_MOE
-from megatron_rl.models.rules import Rule, Sharding, layer_rule
+from megatron_rl.models import Family, model_of, read_hf_config, registry
 from megatron_rl.planning.memory import actor_parameters, trained_parameters
 from megatron_rl.weights.check_shards import ShardProof
 from megatron_rl.weights.files import SafetensorsFolder
@@ -31,27 +25,7 @@ from megatron_rl.weights.parallel import ParallelGroups
 
 from . import tiny
 from .megatron import build, logits
-
-DENSE, LAYERS = 2, 4  # dense layers, and all
-BIAS = replace(
-    layer_rule("mlp.router.expert_bias", Sharding.REPLICATED, ("mlp.gate.e_score_correction_bias", ("experts",))),
-    buffer=True,
-)
-
-
-def rules(*mixture: Rule) -> tuple[Rule, ...]:
-    first, others = range(DENSE), range(DENSE, LAYERS)
-    dense, experts = in_layers((*NORMS, *DENSE_MLP), first), in_layers((*MOE_NORMS, *mixture), others)
-    return decoder_rules(dense, experts, ATTENTION, QK_NORMS)
-
-
-def describe(config: HFConfig) -> ModelDescription:
-    found = QWEN3_MOE.describe({**config, "mlp_only_layers": []})
-    pattern = [int(layer >= DENSE) for layer in range(LAYERS)]
-    return replace(found, transformer={**found.transformer, "moe_layer_freq": pattern})
-
-
-FAMILY = Family("mixed", ("MixedForCausalLM", "Qwen3MoeForCausalLM"), rules(*MOE), describe)
+from .mixed import BIASED, DENSE, FAMILY, LAYERS
 
 
 @pytest.fixture
@@ -128,14 +102,8 @@ class Source(SafetensorsFolder):
 
 @pytest.fixture
 def biased(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Family:
-    def with_bias(config: HFConfig) -> ModelDescription:
-        found = describe(config)
-        router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-        return replace(found, transformer={**found.transformer, **router, "moe_router_pre_softmax": False})
-
-    family = replace(FAMILY, rules=rules(*MOE, BIAS), describe=with_bias)
-    monkeypatch.setattr(registry, "FAMILIES", (family,))
-    return family
+    monkeypatch.setattr(registry, "FAMILIES", (BIASED,))
+    return BIASED
 
 
 def test_a_buffer_is_loaded_compared_and_exported_as_a_parameter_is_and_not_trained(

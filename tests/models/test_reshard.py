@@ -22,6 +22,8 @@ from megatron_rl.weights.layouts import ActorLayout, EngineLayout, Piece, number
 from megatron_rl.weights.plan import Move, Plan, RankPlan, make_plan
 from megatron_rl.weights.sources import Flow, Overlap, Pairs
 
+from .mixed import BIASED, LAYERS
+
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -80,7 +82,7 @@ class Weights:
                 )
             if not here:
                 continue
-            layers = layout.layers[stage] if rule.per_layer else (-1,)
+            layers = filter(rule.is_in, layout.layers[stage]) if rule.per_layer else (-1,)
             experts = model.expert_count // parallel.expert if rule.per_expert else 1
             tp = parallel.expert_tensor if rule.per_expert else parallel.tensor
             for layer in layers:
@@ -117,7 +119,7 @@ class Weights:
                 padded = np.full((-(-len(value) // 64) * 64, value.shape[1]), -1)
                 padded[: len(value)] = value
                 found[name] = np.split(padded, tp)[place]
-            elif "norm" in name or name.endswith("mlp.gate.weight"):
+            elif "norm" in name or name.endswith(("mlp.gate.weight", "correction_bias")):
                 found[name] = value
             elif name.endswith(("o_proj.weight", "mlp.down_proj.weight")):
                 found[name] = cut(name, 1)
@@ -127,7 +129,7 @@ class Weights:
             elif name.endswith("mlp.gate_proj.weight"):
                 both = [cut(name, 0), cut(name.replace("gate_proj", "up_proj"), 0)]
                 found[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(both)
-        for layer in range(dims["layers"] if self.model.experts else 0):
+        for layer in sorted(self.model.expert_layers):
             prefix = f"model.layers.{layer}.mlp.experts."
             split = 1 if expert_parallel else tp
             every = np.arange(self.model.expert_count)
@@ -296,6 +298,14 @@ def test_any_layout(
 ) -> None:
     architecture, layers, parallel, world, engine = layout
     check(architecture, parallel, world, engine, limit, node, num_hidden_layers=layers, tie_word_embeddings=tied)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(pipeline=2, expert=2), ParallelConfig(tensor=2, expert_tensor=2)])
+def test_layers_that_differ_and_buffers(parallel: ParallelConfig) -> None:
+    """Dense layers on the first stage, experts and their buffer on the other; then all of them on one."""
+    model = Model(BIASED, BIASED.describe({**CONFIGS[EXPERTS], "num_hidden_layers": LAYERS}))
+    for limit in (1000, 10**6):
+        World(model, parallel, 4, EngineLayout(2), limit, 8).check(limit)
 
 
 def test_a_rank_keeps_what_it_has_and_asks_its_own_node_first() -> None:
