@@ -348,7 +348,7 @@ class Actor:
         return {weight.key: weight.parameter for weight in local_weights(self.chunks, self.model, self.parallel)}
 
     def shard_proof(self) -> ShardProof:
-        """What compares full tensors under Hugging Face's names with this rank's own shards."""
+        """Compares full tensors under Hugging Face's names with this rank's own shards."""
         return ShardProof(self.chunks, self.family, self.hf_config, self.parallel)
 
     def load_hf(self, weights: str | Path | WeightSource) -> None:

@@ -90,7 +90,7 @@ def as_chosen(experts: np.ndarray, layer: int) -> Tensor:
 
 
 def layer_routings(chunks: Sequence[Chunk], replay: bool) -> list[LayerRouting]:
-    """Of every router on this rank."""
+    """The routings of all routers on this rank."""
     return [LayerRouting(layer, router, replay) for chunk in chunks for layer, router in routers(chunk)]
 
 

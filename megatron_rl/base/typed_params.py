@@ -79,7 +79,8 @@ def refusals(error: ValidationError, hint: object, key: str) -> Iterator[str]:
 
 
 def must_be(errors: Sequence[ErrorDetails], hint: object) -> str:
-    """What a value of the type `hint` must be and is not, in words after its key. `errors`: one for each type it may have."""
+    """Says what a value of the type `hint` must be and is not, in words after its key. `errors`: one for each type it may
+    have."""
     value, words = errors[0]["input"], []
     near = ""
     for error in errors:

@@ -138,7 +138,7 @@ _MASTER = re.compile(r"optimizer\.state\.(?:fp32_)?param\.(.+)")
 
 
 def _find_masters(state: State | list[object], saved: Mapping[str, manifest.TensorInfo]) -> State:
-    """Has the optimizer ask for its fp32 weights by the name that the checkpoint has them under.
+    """Renames the optimizer's fp32 weights to the names of the checkpoint.
 
     Those that are there as the model's own fp32 weights only are taken out of `state` and returned, as deep in it as they
     were: Megatron reads every tensor once per request.
@@ -196,7 +196,7 @@ def _load_optimizer(folder: Path, tensors: State, masters: State, chunks: Sequen
 
 
 def _form(state: State) -> tuple[int | bool, ...]:
-    """Of an optimizer's state: its numbered parts, and whether they are distributed optimizers."""
+    """The form of an optimizer's state: its numbered parts, and whether they are distributed optimizers."""
     numbers = sorted(key for key in state if isinstance(key, int))
     parts = [state[number] for number in numbers] or [state]
     return (*numbers, all("param_state_sharding_type" in part for part in parts))

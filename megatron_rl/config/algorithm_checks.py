@@ -1,4 +1,4 @@
-"""What must hold between the keys of `algorithm`, and what its estimator needs from the rest of a recipe."""
+"""Checks between the keys of `algorithm`, and of what its estimator needs from the rest of a recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.methods import ESTIMATOR, WEIGHT, Needs, check_method, get_meth
 
 
 def _needs(config: Config) -> Needs:
-    """What the estimator needs from the batch. ValueError where its name or a parameter is wrong."""
+    """The estimator's needs from the batch. ValueError where its name or a parameter is wrong."""
     estimator = config.algorithm.estimator
     params = check_method(ESTIMATOR, estimator.name, estimator.params)
     return get_method(ESTIMATOR, estimator.name).needs_with(params)

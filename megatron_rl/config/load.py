@@ -272,7 +272,7 @@ def _with_preset(layers: list[_Layer]) -> list[_Layer]:
 
 
 def _lookup(tree: Tree, key: str) -> Any:
-    """What a nested mapping has at a dotted key; None where it has nothing."""
+    """The value of a nested mapping at a dotted key; None where it has nothing."""
     value: Any = tree
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -290,7 +290,7 @@ def _is_later(trees: Sequence[Tree], first: Sequence[str], second: str) -> bool:
 
 
 def _choose_length(under: Tree, over: Mapping[str, object], key: str, source: str) -> None:
-    """Of `steps` and `epochs`, which a source may both set only where one is none, the later source's wins."""
+    """Chooses of `steps` and `epochs`, which a source may both set only where one is none, the later source's wins."""
     steps, epochs = over.get("steps"), over.get("epochs")
     if steps and epochs:
         raise ConfigError(f"{source}: `{key}.steps` and `{key}.epochs` say the same twice; keep one")

@@ -1,4 +1,4 @@
-"""What must hold between the keys of `rollout`, and between them and the model, beside the layout."""
+"""Checks between the keys of `rollout`, and between them and the model, beside the layout."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def misplaced(images: int, places: int) -> ValueError:
 
 
 def fingerprint(sources: Sequence[Source]) -> str:
-    """Of what is in the files. Raises ValueError: one cannot be read."""
+    """Fingerprint of the files' contents. Raises ValueError: one cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     for source in sources:
         try:

@@ -19,7 +19,7 @@ Settings = dict[str, bool | int | float | str | list[int]]
 
 @dataclass(frozen=True)
 class Vision:
-    """What stands in front of a decoder that reads images.
+    """The vision tower in front of a decoder that reads images.
 
     Attributes:
         image_token: its id; a prompt has one for each output of the tower.

@@ -241,7 +241,7 @@ def _joined(pieces: Sequence[Slice]) -> list[Slice]:
 
 
 def shard_slices(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Slice]:
-    """What the shard of tensor-parallel rank `rank` of `tp` consists of, in order along `rule.dim`.
+    """Slices of which the shard of tensor-parallel rank `rank` of `tp` consists, in order along `rule.dim`.
 
     Raises:
         ValueError: the parameter does not divide over `tp` ranks; the message names the config field.

@@ -1,4 +1,4 @@
-"""What forward and backward passes take on a GPU, by arithmetic from the model's sizes and the recipe's layout. No torch.
+"""Memory of forward and backward passes on a GPU, by arithmetic from the model's sizes and the recipe's layout. No torch.
 
 Estimates: each says what it is made of, and tests hold them to within 10 % of what is counted on Megatron-Core's modules
 (`exact`). None of them has been measured on a GPU.
@@ -65,7 +65,7 @@ def _expert_bytes(model: Model, experts: Experts, expert_tensor: int, dtype_byte
 
 
 def _moved_numbers(model: Model, experts: Experts, parallel: ParallelConfig) -> float:
-    """Of each token that a mixture of experts is computing, beside what is kept: copies on their way to the experts and
+    """Numbers per token that a mixture of experts is computing, beside what is kept: copies on their way to the experts and
     back, which Megatron-Core holds until the layer's end: permuted, received, gathered, experts' output, in order again."""
     shared, several = parallel.expert_tensor, experts.count > parallel.expert
     copies = 1 + shared + (parallel.expert > 1 and (several or shared > 1)) + several * shared * (1 + (shared > 1))
@@ -142,7 +142,7 @@ def _of_one_layer(
 
 
 def _recomputed(model: Model, experts: Experts | None, config: Config, dtype_bytes: int, product: float) -> float:
-    """Of `activation_bytes_per_token`, what selective recomputation does not keep. An estimate.
+    """The part of `activation_bytes_per_token` that selective recomputation does not keep. An estimate.
 
     Fused attention keeps no scores (`core_attn`), and Transformer Engine fuses every norm but the one before experts with the
     matrix product after it: `mlp` computes both again. `product`: bytes of a number that a matrix product reads.

@@ -1,4 +1,4 @@
-"""What fills a model that is only counted: weights of zeros, and the largest micro-batch of a recipe."""
+"""Inputs of a model that is only counted: weights of zeros, and the largest micro-batch of a recipe."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def largest_micro_batch(config: Config, actor: Actor, tokens: int) -> MicroBatch
 
 @dataclass(frozen=True)
 class _Pictures:
-    """Of one prompt: as many numbers as its images have, all 0."""
+    """Images of one prompt: as many numbers as its images have, all 0."""
 
     grids: np.ndarray
     numbers: int  # of a patch
@@ -65,7 +65,7 @@ class _Pictures:
 
 
 def _images(config: Config, model: Model, vision: Vision, prompts: Sequence[int]) -> PackedImages:
-    """Of each prompt, of so many tokens, one image of the largest size that the recipe and the prompt allow."""
+    """For each prompt, of so many tokens, one image of the largest size that the recipe and the prompt allow."""
     side = vision.merge * model.dims["v_patch"]  # pixels of a token
     numbers = model.dims["v_channels"] * model.dims["v_frames"] * model.dims["v_patch"] ** 2
     pictures, count = [], 0
@@ -81,7 +81,7 @@ def _images(config: Config, model: Model, vision: Vision, prompts: Sequence[int]
 
 
 def whole_windows(chunk: Chunk, config: Config, model: Model) -> None:
-    """Has a tower attend to whole images: one by one, its windows keep the same, and take ten times as long to count."""
+    """Makes a tower attend to whole images: one by one, its windows keep the same, and take ten times as long to count."""
     assert model.description.vision is not None
     side = model.description.vision.merge * model.dims["v_patch"]
     cast(VisionLanguageModel, chunk).tower.window_size = side * (math.isqrt(config.rollout.max_prompt_tokens) + 2)

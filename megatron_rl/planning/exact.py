@@ -1,4 +1,4 @@
-"""What each rank of a layout holds, counted on the modules of Megatron-Core themselves, without the hardware.
+"""Memory of each rank of a layout, counted on the modules of Megatron-Core themselves, without the hardware.
 
 A rank of each pipeline stage is built by the product's own code in a world that torch pretends, on tensors without content.
 The largest micro-batch then runs through it, forwards and backwards, and every tensor is counted while it lives. What
@@ -107,7 +107,7 @@ class _Chunk:
 
 
 def _update_bytes(chunks: Sequence[_Chunk], stage: int, stages: int) -> int:
-    """What the micro-batches under way keep, by Megatron-Core's schedule, and the most that another one takes."""
+    """Bytes that the micro-batches under way keep, by Megatron-Core's schedule, and the most that another one takes."""
     kept = sum(chunks[number].kept for number in under_way(stage, stages, len(chunks)))
     return kept + max(chunk.peak for chunk in chunks)
 
@@ -161,7 +161,7 @@ def with_plain_layers(config: Config) -> Config:
 def _measure_rank(
     config: Config, hf_config: HFConfig, rank: int, world: int, fused: bool, where: torch.device
 ) -> tuple[RankMemory, list[_Chunk], list[tuple[int, int]]]:
-    """Of the first rank of a stage; and the optimizer's bytes of all ranks of the stage."""
+    """Memory of the first rank of a stage; and the optimizer's bytes of all ranks of the stage."""
     plain = with_plain_layers(config)
     with built_rank(plain, hf_config, rank, world, where) as (actor, memory, loaded), ExitStack() as stack:
         moments = build.DTYPES[config.actor.optimizer.moments].itemsize
@@ -225,7 +225,7 @@ def built_rank(
 
 
 def state_of(actor: Actor, moments: int = 4) -> RankMemory:
-    """What a rank holds between steps, with so many bytes for each number of Adam's moments."""
+    """Memory of a rank between steps, with so many bytes for each number of Adam's moments."""
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
     buffers = [buffer for chunk in actor.ddp_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {storage_key(parameter): parameter.untyped_storage() for parameter in parameters}
@@ -260,7 +260,7 @@ def _with_fp8_weights(held: RankMemory, actor: Actor, fp8: FP8Config) -> RankMem
 
 
 def _sync_bytes(config: Config, model: Model, world: int, node: int) -> np.ndarray | None:
-    """What each rank sends and receives in two buckets that follow one another, at the most; [world]."""
+    """Bytes that each rank sends and receives in two buckets that follow one another, at the most; [world]."""
     if config.rollout.sync != "sliced" or unplaced(model):
         return None
     width = build.DTYPES[config.model.dtype].itemsize
@@ -273,7 +273,7 @@ def _sync_bytes(config: Config, model: Model, world: int, node: int) -> np.ndarr
 
 
 def _optimizer_bytes(actor: Actor, own: int, moments: int = 4) -> list[tuple[int, int]]:
-    """Of each rank of a pipeline stage, whose first holds `own`: bytes of moments and master weights, and of all.
+    """For each rank of a pipeline stage, whose first holds `own`: bytes of moments and master weights, and of all.
 
     Shards are equal parts of the gradients' buffers, some of which only pad them. Beside them torch's Adam keeps a float32
     number of steps for each parameter.
@@ -318,7 +318,7 @@ def _run_chunk(actor: Actor, chunk: Chunk, micro: MicroBatch, memory: StorageCou
 
 
 def _hidden_states(actor: Actor, micro: MicroBatch) -> Tensor:
-    """What a stage receives: [tokens (/ TP with sequence parallelism), 1, hidden]."""
+    """Input of a stage: [tokens (/ TP with sequence parallelism), 1, hidden]."""
     split = actor.grid.tp if actor.config.parallel.sequence else 1
     shape = (len(micro.tokens) // split, 1, actor.description.dims["hidden"])
     where = next(actor.chunks[0].parameters()).device

@@ -43,7 +43,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched: the recipe `config` on the machines, its model, and whether FP8 is tried where it has bf16.
+    """The searched layouts: the recipe `config` on the machines, its model, and whether FP8 is tried where it has bf16.
 
     Attributes:
         machine: with its world.
@@ -105,7 +105,7 @@ class Space:
                     yield layout
 
     def actors(self, parallel: ParallelConfig) -> Iterator[ActorConfig]:
-        """What is computed again, in micro-batches of how many tokens; state stays on the GPU."""
+        """Yields choices of what is computed again and of tokens per micro-batch; state stays on the GPU."""
         base, rollout = self.config.actor, self.config.rollout
         mixture = self.model.experts is not None
         layers = -(-self.model.dims["layers"] // (parallel.pipeline * parallel.virtual_pipeline))
@@ -248,7 +248,7 @@ class TimedLayout:
         return replace(self.actors[number], offload=offload, offload_weights=weights)
 
     def _plan(self, number: int, offload: bool = False, weights: bool = False) -> MemoryPlan:
-        """Of an actor beside a small engine; its update takes as much whatever is offloaded."""
+        """The plan of an actor beside a small engine; its update takes as much whatever is offloaded."""
         if (number, offload, weights) not in self._known:
             engine = replace(self.space.config.rollout, memory_fraction=0.01)
             made = self.space.plan(self.space.recipe(self._offloaded(number, offload, weights), engine))

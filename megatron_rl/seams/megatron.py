@@ -42,7 +42,7 @@ class Decoder(nn.Module):
 
 
 class Chunk(nn.Module):
-    """What is used of a `GPTModel`, and of the `DistributedDataParallel` around it; for type checking only."""
+    """The part in use of a `GPTModel`, and of the `DistributedDataParallel` around it; for type checking only."""
 
     config: TransformerConfig
     pre_process: bool
@@ -104,7 +104,7 @@ class OptimizerPart(Protocol):
 
 
 class Optimizer(Protocol):
-    """What is used of `MegatronOptimizer`, which may be a chain of several."""
+    """The part in use of `MegatronOptimizer`, which may be a chain of several."""
 
     param_groups: list[dict[str, object]]
     zero_grad: Callable[[], None]
@@ -142,7 +142,7 @@ def allow_fused_accumulation() -> None:
 
 
 def reduce_gradients_of_experts(chunk: Chunk) -> None:
-    """Has the gradients of experts summed over the ranks that hold the same experts.
+    """Sums the gradients of experts over the ranks that hold the same experts.
 
     Megatron-Core does so only with expert parallelism, and takes them for dense weights without. That is right where both
     have the same data-parallel ranks: with expert_tensor = tensor. With whole experts on two tensor-parallel ranks each
@@ -170,7 +170,7 @@ def routers(chunk: Chunk) -> Iterator[tuple[int, nn.Module]]:
 
 
 def sum_gradients_undivided(config: TransformerConfig) -> None:
-    """Has Megatron's schedule add up gradients without a division by the number of tokens: losses are divided already."""
+    """Makes Megatron's schedule add up gradients without a division by the number of tokens: losses are divided already."""
     from megatron.core.distributed import finalize_model_grads
 
     check_parameters(finalize_model_grads, FINALIZE)
@@ -357,7 +357,7 @@ def main_gradient(weight: Tensor) -> Tensor | None:
 
 
 def added_to_main_gradient(weight: Tensor) -> Tensor | None:
-    """What a backward function returns that has added the weight's gradient to `main_gradient` itself.
+    """The result of a backward function that has added the weight's gradient to `main_gradient` itself.
 
     As Megatron-Core's own layers do: a tensor of arbitrary values, which sets off the hook that tells
     DistributedDataParallel, and is not added. Of a weight that is the embedding too, the embedding's gradient does both.

@@ -86,7 +86,7 @@ class Norm(torch.autograd.Function):
 
 
 class _Same(torch.autograd.Function):
-    """What keeps nothing and gives out tensors like those it takes: rotary embeddings, rows in another order."""
+    """A module that keeps nothing and gives out tensors like those it takes: rotary embeddings, rows in another order."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -216,7 +216,7 @@ def _normed(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _normed_inside(norm: nn.Module, product: nn.Module) -> None:
-    """Has `product` norm its own input, as Transformer Engine's fused module does: who computes it again, computes both."""
+    """Makes `product` norm its own input, as Transformer Engine's fused module does: who computes it again, computes both."""
     compute = norm.forward
     norm.forward = lambda x: x
     product.register_forward_pre_hook(lambda _, given: (compute(given[0]), *given[1:]))

@@ -144,7 +144,7 @@ class ActorLayout:
         return 1 if rule.sharding is Sharding.REPLICATED else self.tensor
 
     def pieces(self, model: Model, rule: Rule, cell: int) -> tuple[Piece, ...]:
-        """What the ranks r of a stage with r % cells = cell have of a rule, in the order of their parameter."""
+        """Slices that the ranks r of a stage with r % cells = cell have of a rule, in the order of their parameter."""
         if not rule.per_expert:
             return _laid_out(shard_slices(rule, model.dims, cell, self.cells(rule)), 0, 1)
         experts = model.expert_count
@@ -182,7 +182,7 @@ class EngineLayout:
         return cls(rollout.tensor_parallel, rollout.expert_parallel)
 
     def pieces(self, model: Model, rule: Rule, place: int) -> tuple[Piece, ...]:
-        """What the engine's rank `place` needs of a rule, in the order of its parameter."""
+        """Slices that the engine's rank `place` needs of a rule, in the order of its parameter."""
         if rule.per_expert and self.expert:
             first, last = self._experts(model, place)
             return _laid_out(shard_slices(rule, model.dims, 0, 1), first, last)

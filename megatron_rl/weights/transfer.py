@@ -337,7 +337,8 @@ class Transfer:
         return "send or receive" if wrong.on_its_way else "load"
 
     def _integer(self, move: Move) -> torch.dtype:
-        """What the rows of a box are summed as: whole words where they begin at words at the source and at the target."""
+        """The type in which the rows of a box are summed: whole words where they begin at words at the source and at the
+        target."""
         if move not in self._integers:
             self._integers[move] = self._find_integer(move)
         return self._integers[move]

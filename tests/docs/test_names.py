@@ -27,7 +27,7 @@ BARE |= {"place", "places", "piece", "pieces", "part", "parts", "said", "whole",
 BARE_PER_CENT = 2.1
 # First words of docstrings that are no sentences.
 FRAGMENTS = ("Of ", "What ", "Has ")
-MOST_FRAGMENTS = 120
+MOST_FRAGMENTS = 50
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

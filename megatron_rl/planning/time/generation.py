@@ -98,7 +98,7 @@ class Decoding:
         return max(device, host) if self.rollout.async_scheduling else device + host
 
     def bound(self, running: float, context: float) -> str:
-        """What takes most of such a step."""
+        """Names what takes most of such a step."""
         parts = self._parts(running, context) | {"host": 0.0}
         if not self.rollout.async_scheduling or self._host(running) > sum(parts.values()):
             parts["host"] = self._host(running)
@@ -119,7 +119,7 @@ class Decoding:
         return max(1.0, min(self.rollout.max_concurrent, self.cache_tokens / (lengths.prompt + lengths.remaining)))
 
     def _more(self, responses: float, engines: float, lengths: Lengths) -> float:
-        """What the slowest engine draws, over the mean of all. Engines are given whole groups, as many as they may decode
+        """Responses of the slowest engine, over the mean of all. Engines are given whole groups, as many as they may decode
         at a time, and more as they become free: sums of so many groups differ, and the largest of normal ones counts."""
         count = self.rollout.group_size
         groups, given = responses / count, min(responses, self.rollout.max_concurrent) / count
