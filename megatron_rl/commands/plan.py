@@ -1,88 +1,167 @@
-"""`plan`: where a recipe's GPU memory goes on a number of nodes, and whether it fits; arithmetic only, no GPU needed."""
+"""`plan`: where a recipe's GPU memory goes on a number of nodes, whether it fits, and how long a step takes."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import math
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import groupby
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands import layout_search, simulated, step_time
-from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
-from megatron_rl.config.checks import smallest_world
-from megatron_rl.config.published import published_config
-from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
-from megatron_rl.models.registry import created_config
-from megatron_rl.planning.components import GIB, HOST_PHASES, PHASES, MemoryPlan
-from megatron_rl.planning.memory import active_parameters, make_plan, total_parameters
+from megatron_rl.config import Config, ConfigError, check, load_recipe
+from megatron_rl.models import HFConfig, model_of
+from megatron_rl.planning import found_layouts, tables
+from megatron_rl.planning.components import GIB
+from megatron_rl.planning.inputs import SPREAD, Cluster, Responses, hf_config_of, known_config, predictor_of
+from megatron_rl.planning.search import Space
+from megatron_rl.planning.simulation.forecast import Simulation, forecast
+from megatron_rl.planning.time.hardware import TABLES, parse
+from megatron_rl.planning.time.step import Predictor
 from megatron_rl.runtime import disk, exit_codes
 
 if TYPE_CHECKING:
     from megatron_rl.planning.exact import RankMemory
 
+_RESTART_MINUTES, _JUDGED_AT_ONCE = 10.0, 256.0
+
+
+def _numbers(least: float, above: bool = True, most: int = 1) -> Callable[[str], tuple[float, ...]]:
+    """For argparse: up to `most` numbers with commas between, each above `least` (or not below it)."""
+
+    def read(text: str) -> tuple[float, ...]:
+        try:
+            values = tuple(float(word) for word in text.split(","))
+        except ValueError:
+            values = ()
+        if not 1 <= len(values) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number")
+        if any(value < least or (above and value == least) for value in values):
+            raise argparse.ArgumentTypeError(f"must {'be above' if above else 'not be below'} {least:g}")
+        return values
+
+    return read
+
+
+def _number(least: float, above: bool = True) -> Callable[[str], float]:
+    return lambda text: _numbers(least, above)(text)[0]
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return int(text)
+
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. actor.recompute=full")
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--nodes",
-        type=int,
+        type=_count,
         metavar="N",
         help="default: the fewest, doubled until it fits, that the recipe's layout divides",
     )
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
-    parser.add_argument(
-        "--gpu-memory-gib",
-        type=float,
-        metavar="GIB",
-        help="memory of one GPU (default: that of --hardware; 79, an H100 with 80 GB)",
+    add("--gpus-per-node", type=_count, default=8, metavar="N")
+    add(
+        "--hardware",
+        default="h100",
+        metavar="NAME",
+        help=f"{', '.join(TABLES)}, or a YAML file with values and their `base`; values may follow: "
+        "h100,memory_gib=140,network=25e9 (default h100; docs/layouts-evidence.md has the tables)",
     )
-    parser.add_argument(
+    add(
         "--host-memory-gib",
-        type=float,
+        type=_number(0),
         metavar="GIB",
         help="memory of one node, for what is offloaded and the checkpoint's copy (default: not checked)",
     )
-    parser.add_argument(
+    add(
         "--model-config",
+        type=Path,
         metavar="FILE",
         help="the model's config.json, where its folder (model.path) is not on this machine and its name is not that of a "
         "published model which the package knows",
     )
-    parser.add_argument(
+    add(
         "--exact",
         action="store_true",
         help="build a rank of each pipeline stage with Megatron-Core itself, on tensors without content, and count; seconds "
         "to a minute, needs torch",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="the step's time as JSON; with --exact also each class of ranks"
-    )
-    parser.add_argument(
+    add("--json", action="store_true", help="the step's time as JSON; with --exact also each class of ranks")
+    add(
         "--html",
         type=Path,
         metavar="FILE",
         help="also a page: memory and time by phase; with --simulate the steps, drawn",
     )
-    step_time.add_arguments(parser)
-    simulated.add_arguments(parser)
-    layout_search.add_arguments(parser)
+    add = parser.add_argument_group("the step's time").add_argument
+    add(
+        "--response-lengths",
+        type=Path,
+        metavar="RUN",
+        help="a run folder, or one of its rollouts/step_<n>.npz: lengths as recorded there, in place of the next",
+    )
+    add(
+        "--response-tokens",
+        type=_numbers(0, most=2),
+        metavar="MEAN[,SIGMA]",
+        help="SIGMA: standard deviation of the logarithm of a response's length (default: half of rollout.max_tokens, "
+        f"{SPREAD:g})",
+    )
+    add("--prompt-tokens", type=_number(0), metavar="MEAN", help="default: a quarter of rollout.max_prompt_tokens")
+    add(
+        "--reward-seconds",
+        type=_number(0, above=False),
+        metavar="S",
+        help="scoring after the last response (default: that of --calibrate, or 0)",
+    )
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="RUN",
+        help="a run's folder: phases are scaled so that its own times come out, and its lengths are taken",
+    )
+    add = parser.add_argument_group("a simulation of steps, response by response").add_argument
+    add("--simulate", action="store_true", help="synchronous steps, and what two other ways would give")
+    add("--simulated-steps", type=_count, default=20, metavar="N", help="default 20")
+    add("--drawn-before", action="store_true", help="later epochs: earlier responses say which prompts to begin first")
+    add(
+        "--judge-seconds",
+        type=_numbers(0, above=False, most=2),
+        metavar="MEAN[,N]",
+        help=f"a judge's answer, asked as responses end, and how many are under way (default {_JUDGED_AT_ONCE:g})",
+    )
+    add(
+        "--mtbf-hours",
+        type=_numbers(0, most=2),
+        metavar="H[,MINUTES]",
+        help=f"mean time between two failures of one node, and until the job runs again (default {_RESTART_MINUTES:g})",
+    )
+    add = parser.add_argument_group("other layouts").add_argument
+    add(
+        "--search",
+        action="store_true",
+        help="look for layouts that fit: the fastest, and the fastest that leave more memory; with --exact by its count",
+    )
+    add("--fp8", action="store_true", help="with --search: FP8 in actor and engine too, where the recipe has bf16")
+    add(
+        "--headroom-gib",
+        type=_number(0, above=False),
+        default=3.0,
+        metavar="GIB",
+        help="with --search: free on every GPU (default 3)",
+    )
+    add("--write", type=Path, metavar="FILE", help="with --search: the fastest as a recipe, based on the given one")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 where it fits, 1 where it does not, 2 for a bad recipe."""
+    """Returns 0 where it fits, 1 where it does not (with --search: where nothing does), 2 for a bad recipe."""
     try:
-        hardware = step_time.hardware(args)
-        gib = hardware.memory_gib if args.gpu_memory_gib is None else args.gpu_memory_gib
-        if args.gpus_per_node < 1 or gib <= 0 or (args.nodes is not None and args.nodes < 1):
-            raise ConfigError("--nodes, --gpus-per-node and --gpu-memory-gib must be greater than 0")
         config = load_recipe(args.recipe, args.overrides)
         if not config.rewards:
             raise ConfigError(
@@ -90,217 +169,112 @@ def run(args: argparse.Namespace) -> int:
                 "it says of the actor: to see that, add any reward, as in rewards.any.reward=length"
             )
         config.launch.processes = None  # the command line says how many there are
-        given, source = _given(config, args.model_config)
-        if args.nodes is None:
-            args.nodes = _fewest_nodes(config, given, args.gpus_per_node, gib)
-        machine = _machine(args.nodes, args.gpus_per_node)
-        if args.search:
-            model = _hf_config(config, given)
-            predictor = step_time.predictor(args, config, model_of(model), _sizes, gib * GIB)
-            exactly = (lambda one: _exactly(one.config, given, one.plan, args.gpus_per_node)) if args.exact else None
-            return layout_search.run(
-                args, layout_search.Space(config, model_of(model), model, machine, gib * GIB), predictor, exactly
-            )
-        config = check(config, command="train", machine=machine, model=given)
         host = None if args.host_memory_gib is None else args.host_memory_gib * GIB / args.gpus_per_node
-        plan = make_plan(config, model_of(_hf_config(config, given)), args.nodes * args.gpus_per_node, gib * GIB, host)
-        predictor = step_time.predictor(args, config, plan.model, _sizes, gib * GIB)
-        step = predictor.of(config, plan)
-        found: dict[str, object] = {"step_time": step_time.figures(step)}
-        text = [step_time.table(step, predictor, config)]
-        steps = None
-        if args.simulate:
-            steps = simulated.run(args, config, plan, predictor, step)
-            found |= simulated.figures(steps)
-            text.append(simulated.table(steps))
-        if args.exact:
-            measured = _exactly(config, given, plan, args.gpus_per_node)
-            found |= figures(measured)
-            text.insert(0, table(measured))
-            held = [(f"ranks {own.rank} to {own.rank + own.ranks - 1}", rank) for own, rank in _fullest(measured)]
-        else:
-            text.insert(0, render(config, plan, source))
-            held = [("the fullest GPU", plan)]
-        problems = list(dict.fromkeys(problem for _, rank in held for problem in rank.problems()))
-        if args.html is not None:
-            from megatron_rl.commands import plan_page
-
-            heading = f"{Path(args.recipe).stem} on {args.nodes} node{'s' * (args.nodes > 1)}"
-            try:
-                disk.replace(args.html, plan_page.render(heading, problems, held, step, steps))
-            except OSError as error:
-                print(f"megatron-rl: cannot write {args.html}: {error.strerror}; name another place", file=sys.stderr)
-                return exit_codes.FAILED
-        print(json.dumps(found, indent=2) if args.json else "\n\n".join(text))
-        return exit_codes.FAILED if problems else exit_codes.OK
+        cluster = Cluster(parse(args.hardware), args.gpus_per_node, host)
+        known, remark = known_config(config, args.model_config)
+        nodes = cluster.fewest_nodes(config, known) if args.nodes is None else args.nodes
+        return (_search if args.search else _plan)(args, config, cluster, nodes, known, remark)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _machine(nodes: int, gpus: int) -> Machine:
-    return Machine(gpus=gpus, world_size=nodes * gpus, local_world_size=gpus)
+def _responses(args: argparse.Namespace) -> Responses:
+    mean, spread = (*(args.response_tokens or (None,)), SPREAD)[:2]
+    return Responses(args.response_lengths, mean, spread, args.prompt_tokens)
 
 
-def _fewest_nodes(config: Config, given: HFConfig | None, gpus: int, gib: float) -> int:
-    """The fewest nodes of so many GPUs that the layout divides, doubled until it fits by arithmetic (below 1,024)."""
-    nodes = fewest = max(1, math.lcm(smallest_world(config), gpus) // gpus)  # 0 of a size that `check` will refuse
-    while nodes < 1024:
-        with contextlib.suppress(
-            ConfigError
-        ):  # a batch may be too small for so many; the fewest are checked by the caller
-            own = check(config, command="train", machine=_machine(nodes, gpus), model=given)
-            if not any(make_plan(own, model_of(_hf_config(own, given)), nodes * gpus, gib * GIB).problems()):
-                return nodes
-        nodes *= 2
-    return fewest
+def _predictor(args: argparse.Namespace, config: Config, cluster: Cluster, known: HFConfig | None) -> Predictor:
+    model = model_of(hf_config_of(config, known))
+    return predictor_of(config, model, cluster, _responses(args), args.reward_seconds, args.calibrate)
 
 
-def _exactly(
-    config: Config, given: HFConfig | None, plan: MemoryPlan, node: int
-) -> list[tuple[RankMemory, MemoryPlan]]:
+def _plan(
+    args: argparse.Namespace, config: Config, cluster: Cluster, nodes: int, known: HFConfig | None, remark: str
+) -> int:
+    config = check(config, command="train", machine=cluster.machine(nodes), model=known)
+    predictor = _predictor(args, config, cluster, known)
+    plan = cluster.plan(config, predictor.model, nodes)
+    step = predictor.of(config, plan)
+    figures: dict[str, object] = {"step_time": tables.step_figures(step)}
+    text, simulated = [tables.step_table(step, predictor, config)], None
+    if args.simulate:
+        simulated = forecast(_simulation(args, nodes), config, plan, predictor, step)
+        figures |= tables.simulation_figures(simulated)
+        text.append(tables.simulation_table(simulated))
+    if args.exact:
+        from megatron_rl.planning.exact import on_rank
+
+        measured = [(memory, on_rank(plan, memory)) for memory in _measure(config, known, plan.world, cluster)]
+        figures |= tables.exact_figures(measured)
+        text.insert(0, tables.exact_table(measured))
+        memory = [(f"ranks {r.rank} to {r.rank + r.ranks - 1}", own) for r, own in tables.fullest_ranks(measured)]
+    else:
+        text.insert(0, tables.memory_table(config, plan, remark))
+        memory = [("the fullest GPU", plan)]
+    problems = list(dict.fromkeys(problem for _, held in memory for problem in held.problems()))
+    if args.html is not None:
+        from megatron_rl.planning import page
+
+        heading = f"{Path(args.recipe).stem} on {nodes} node{'s' * (nodes > 1)}"
+        try:
+            disk.replace(args.html, page.render(heading, problems, memory, step, simulated))
+        except OSError as error:
+            print(f"megatron-rl: cannot write {args.html}: {error.strerror}; name another place", file=sys.stderr)
+            return exit_codes.FAILED
+    print(json.dumps(figures, indent=2) if args.json else "\n\n".join(text))
+    return exit_codes.FAILED if problems else exit_codes.OK
+
+
+def _simulation(args: argparse.Namespace, nodes: int) -> Simulation:
+    judge = failures = None
+    if args.judge_seconds and args.judge_seconds[0]:
+        mean, at_once = (*args.judge_seconds, _JUDGED_AT_ONCE)[:2]
+        judge = mean, round(at_once)
+    if args.mtbf_hours:
+        hours, minutes = (*args.mtbf_hours, _RESTART_MINUTES)[:2]
+        failures = hours * 3600 / nodes, minutes * 60
+    return Simulation(args.simulated_steps, _responses(args), args.drawn_before, judge, failures)
+
+
+def _measure(config: Config, known: HFConfig | None, world: int, cluster: Cluster) -> Sequence[RankMemory]:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}  # read when torch is imported
-    import warnings
-
     warnings.filterwarnings("ignore", module=r"(torch\.distributed|megatron\.core)\..*")
     from megatron_rl.seams import torch_compile
 
     torch_compile.leave_out()
-    from megatron_rl.planning.exact import measure, on_rank
+    from megatron_rl.planning.exact import measure
 
-    return [(memory, on_rank(plan, memory)) for memory in measure(config, _hf_config(config, given), plan.world, node)]
-
-
-def figures(measured: Sequence[tuple[RankMemory, MemoryPlan]]) -> dict[str, object]:
-    """Each class of ranks, in bytes; of the last two phases they are the host's."""
-    names = ("rank", "ranks", "stage", "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes")
-    return {
-        "rank_classes": [
-            {name: getattr(memory, name) for name in names}
-            | {"phases": {phase: {"peak_bytes": round(plan.peak(phase))} for phase in (*PHASES, *HOST_PHASES)}}
-            for memory, plan in measured
-        ]
-    }
+    return measure(config, hf_config_of(config, known), world, cluster.gpus_per_node)
 
 
-def table(measured: Sequence[tuple[RankMemory, MemoryPlan]]) -> str:
-    """A line per pipeline stage, of those of its ranks that hold most."""
-    columns = ("weights", "gradients", "optimizer", "passes")
-    widths = _widths()
-    lines = [
-        f"{'GiB':>14s}{'counted on modules without content':>44s}  at the most, by phase; the last two on the host",
-        f"{'ranks':>14s}{'B parameters':>14s}"
-        + "".join(f"{name:>10s}" for name in columns)
-        + "".join(f"{phase:>{width}s}" for phase, width in widths.items()),
-    ]
-    for memory, plan in _fullest(measured):
-        counted = (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes, memory.update_bytes)
-        lines.append(
-            f"{f'{memory.rank} to {memory.rank + memory.ranks - 1}':>14s}{memory.parameters / 1e9:14.3f}"
-            + "".join(f"{value / GIB:10.1f}" for value in counted)
-            + "".join(f"{plan.peak(phase) / GIB:{width}.1f}" for phase, width in widths.items())
-        )
-    lines.append(f"{'there is':>68s}" + _there_is(measured[0][1]))
-    problems = list(dict.fromkeys(problem for _, plan in measured for problem in plan.problems()))
-    lines += ["", "it fits" if not problems else "IT DOES NOT FIT", *(f"  {problem}" for problem in problems)]
-    return "\n".join(lines)
-
-
-def _fullest(measured: Sequence[tuple[RankMemory, MemoryPlan]]) -> list[tuple[RankMemory, MemoryPlan]]:
-    """Of each pipeline stage the class that holds most, for all of the stage's ranks."""
-    found = []
-    for _, group in groupby(measured, key=lambda one: one[0].stage):
-        classes = list(group)
-        memory, plan = max(classes, key=lambda one: one[0].optimizer_bytes)
-        ranks = sum(own.ranks for own, _ in classes)
-        found.append((replace(memory, rank=classes[0][0].rank, ranks=ranks), plan))
-    return found
-
-
-def _widths() -> dict[str, int]:
-    """Columns of the table's phases."""
-    return {phase: max(len(phase) + 2, 8) for phase in (*PHASES, *HOST_PHASES)}
-
-
-def _there_is(plan: MemoryPlan) -> str:
-    """The line's cells: memory of a GPU, and of the host where it was given."""
-    host = "" if plan.host_bytes is None else f"{plan.host_bytes / GIB:.1f}"
-    cells = {phase: host if phase in HOST_PHASES else f"{plan.gpu_bytes / GIB:.1f}" for phase in _widths()}
-    return "".join(f"{cells[phase]:>{width}s}" for phase, width in _widths().items()).rstrip()
-
-
-def _given(config: Config, file: str | None) -> tuple[HFConfig | None, str]:
-    """The config.json to plan with, where it is not in `model.path`; and a remark for the table.
-
-    Raises:
-        ConfigError: the file cannot be read, or nothing is known of a model whose folder is not there.
+def _search(
+    args: argparse.Namespace, config: Config, cluster: Cluster, nodes: int, known: HFConfig | None, remark: str
+) -> int:
+    """Raises:
+    ConfigError: options that do not go together, a file that exists, or a recipe that is refused in any layout.
     """
-    if file is not None:
-        return _read(Path(file)), ""
-    if config.model.path is None or (folder := Path(config.model.path).expanduser()).exists():
-        return None, ""
-    known = published_config(folder.name)
-    if known is None:
+    if args.simulate or args.html is not None:
         raise ConfigError(
-            f"`model.path`: {folder} does not exist, and the package knows no published model called {folder.name}; give "
-            "its config.json: --model-config FILE"
+            "--search does not go with --simulate and --html: write the layout (--write FILE), then plan that"
         )
-    return known, f"; sizes of the published {folder.name}, since {folder} does not exist"
-
-
-def _read(path: Path) -> HFConfig:
-    try:
-        model = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model-config {path} cannot be read: {error}") from None
-    if not isinstance(model, dict):
-        raise ConfigError(f"--model-config {path} does not hold a JSON object")
-    return model
-
-
-def _sizes(config: Config) -> Model:
-    """The model of a recipe without `--model-config`."""
-    return model_of(_hf_config(config, _given(config, None)[0]))
-
-
-def _hf_config(config: Config, given: HFConfig | None) -> HFConfig:
-    if given is not None:
-        return given
-    if config.model.path is not None:
-        return read_hf_config(config.model.path)
-    assert config.model.create is not None  # `check` requires one of the two
-    return created_config(config.model.create)
-
-
-def render(config: Config, plan: MemoryPlan, source: str = "") -> str:
-    """The table, then what it means, then what does not fit. `source`: a remark on the model."""
-    parallel, model, widths = config.actor.parallel, plan.model, _widths()
-    total, active = total_parameters(model), active_parameters(model)
-    lines = [
-        f"model: {total / 1e9:.2f} B parameters"
-        + (f", {active / 1e9:.2f} B of them active per token" if active != total else "")
-        + source,
-        f"actor: tensor {parallel.tensor} x pipeline {parallel.pipeline} x "
-        + (f"context {parallel.context} x " if parallel.context > 1 else "")
-        + f"data {plan.data_parallel}"
-        + (f", expert {parallel.expert}" if model.experts else "")
-        + (f" x {parallel.expert_tensor}" if parallel.expert_tensor > 1 else "")
-        + f" on {plan.world} GPUs; {plan.parameters.total / 1e9:.3f} B parameters on the fullest",
-        f"engines: {plan.engines} of {config.rollout.tensor_parallel} GPUs; the cache of each holds "
-        f"{plan.cache_tokens:,.0f} tokens, {plan.full_length_sequences:.0f} sequences of full length ({plan.longest})",
-        "",
-        f"{'GiB on the fullest GPU (last two: host)':42s}"
-        + "".join(f"{phase:>{width}s}" for phase, width in widths.items()),
-    ]
-    for part in plan.components:
-        cells = "".join(
-            f"{part.bytes / GIB:{width}.1f}" if phase in part.phases else " " * width for phase, width in widths.items()
+    if args.write is not None and args.write.exists():
+        raise ConfigError(f"--write {args.write}: the file exists; name another one, or remove it")
+    predictor, hf_config = _predictor(args, config, cluster, known), hf_config_of(config, known)
+    machine, headroom = cluster.machine(nodes), args.headroom_gib * GIB
+    space = Space(config, predictor.model, hf_config, machine, cluster.gpu_bytes, headroom, args.fp8)
+    layouts = space.search(predictor)
+    if not layouts:
+        space.check_alone()
+    if args.exact:
+        layouts = found_layouts.counted(
+            layouts, lambda one: _measure(one.config, known, one.plan.world, cluster), space
         )
-        lines.append(f"{part.part.value + (' *' if part.estimate else ''):42s}{cells}".rstrip())
-    lines.append(f"{'sum':42s}" + "".join(f"{plan.peak(phase) / GIB:{width}.1f}" for phase, width in widths.items()))
-    lines.append(f"{'there is':42s}" + _there_is(plan))
-    lines.append("* estimates, not measured on a GPU; weights, gradients, optimizer state and cache are counted")
-    if plan.model.description.vision is not None:
-        lines.append("not in it: what the vision tower's passes keep, and their time")
-    problems = list(plan.problems())
-    lines += ["", "it fits" if not problems else "IT DOES NOT FIT", *(f"  {problem}" for problem in problems)]
-    return "\n".join(lines)
+    given = space.given(predictor)
+    if args.json:
+        figures = [tables.layout_figures(one) for one in layouts]
+        print(json.dumps({"layouts": figures, "given": given and tables.layout_figures(given)}, indent=2))
+    else:
+        print(tables.layout_table(layouts, given, space, predictor))
+    if layouts and args.write is not None:
+        found_layouts.write(args.write, args.recipe, args.overrides, space, layouts[0])
+    return exit_codes.OK if layouts else exit_codes.FAILED

@@ -151,11 +151,11 @@ function hover(step) {
     const own = Math.max(...found), shown = found.length > 0 && own >= range[0] && own <= range[1];  // no value between two
     chart.at.setAttribute("visibility", shown ? "visible" : "hidden");
     if (shown) { chart.at.setAttribute("x1", chart.x(own)); chart.at.setAttribute("x2", chart.x(own)); }
-    chart.note_.textContent = shown ? `step ${own}` : chart.note;
+    chart.note_.textContent = shown ? `${chart.axis} ${own}` : chart.note;
     chart.lines.forEach((line, i) => {
       const at = shown ? places[i] : -1;
       const spread = at >= 0 && line.low && !chart.stacked ? ` (${number(line.low[at])} to ${number(line.high[at])})` : "";
-      const earlier = at >= 0 && line.x[at] !== own ? `, step ${line.x[at]}` : "";
+      const earlier = at >= 0 && line.x[at] !== own ? `, ${chart.axis} ${line.x[at]}` : "";
       chart.values[i].textContent = at < 0 ? "" : number(line.y[at]) + spread + earlier;
     });
   }

@@ -119,7 +119,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart's lines. `stacked`: they are layers from `low` to `high`, each as high as its `y`. `at_least`: as `Chart`."""
+    """A chart's lines. `stacked`: they are layers from `low` to `high`, each as high as its `y`. `at_least`: as `Chart`.
+    `axis`: what `x` counts."""
 
     title: str
     note: str  # the metric, where there is one
@@ -127,6 +128,7 @@ class Drawing:
     log: bool = False
     at_least: float | None = None
     stacked: bool = False
+    axis: str = "step"
 
 
 def curves(drawings: Sequence[Drawing], number: int, steps: str = "") -> list[str]:

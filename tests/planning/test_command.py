@@ -38,7 +38,6 @@ def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
     goodput = simulated["goodput"]
     assert goodput["recipe"]["steps"] == 10
     assert goodput["recipe"]["goodput"] <= goodput["best"]["goodput"] < 1
-    assert np.mean(goodput["days"]) == pytest.approx(goodput["best"]["goodput"], abs=0.03)
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -55,15 +54,21 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mtbf-hours", "0"], "--mtbf-hours must be above 0"),
-        (["--judge-seconds", "-1"], "--judge-seconds must not be below 0"),
-        (["--simulated-steps", "0"], "--simulated-steps must be above 0"),
-        (["--response-lengths", "/nowhere"], "/nowhere has no recorded rollouts"),
+        (["--mtbf-hours", "0"], "--mtbf-hours: must be above 0"),
+        (["--judge-seconds", "-1"], "--judge-seconds: must not be below 0"),
+        (["--simulated-steps", "0"], "--simulated-steps: must be above 0"),
+        (["--response-tokens", "900,0.6,1"], "--response-tokens: '900,0.6,1' is no number"),
     ],
 )
-def test_what_cannot_be_simulated(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, *arguments]) == 2
+def test_values_that_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*PLAN, *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_lengths_that_are_not_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--response-lengths", "/nowhere"]) == 2
+    assert "/nowhere has no recorded rollouts" in capsys.readouterr().err
 
 
 def test_the_table_says_what_lowers_preemption_and_leaves_what_is_no_rate_empty(

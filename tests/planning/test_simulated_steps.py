@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from megatron_rl.planning.simulation.engines import EngineSpeed
-from megatron_rl.planning.simulation.failures import CheckpointInterval, Failures, daly, days, goodput, intervals, young
+from megatron_rl.planning.simulation.failures import (
+    CheckpointInterval,
+    Failures,
+    daly,
+    goodput,
+    intervals,
+    saves,
+    young,
+)
 from megatron_rl.planning.simulation.steps import MODES, Latency, SimulatedJob, SimulatedRun, simulate
 from megatron_rl.planning.time.lengths import LogNormal, Recorded, read_lengths
 
@@ -111,15 +119,14 @@ def test_a_judge_is_waited_for_only_at_the_end() -> None:
     assert total == pytest.approx([served] * 4, rel=0.03)
 
 
-def test_goodput_is_what_many_days_have() -> None:
+def test_goodput_is_what_a_long_job_keeps() -> None:
     seconds = simulate(JOB, "synchronous", 10, seed=0).seconds
     failures = Failures(between=4 * 3600, restart=300, blocked=20, write=60)
-    expected = goodput(seconds, 40, failures)
-    kept = np.array([day.kept for day in days(seconds, 40, failures, 2000, seed=0)]) / 86_400
-    # A day begins whole and ends without a loss: a little more than in the long run.
-    assert kept.mean() == pytest.approx(expected, abs=0.015)
-    failed = np.mean([len(day.failed) for day in days(seconds, 40, failures, 2000, seed=0)])
-    assert failed == pytest.approx(86_400 / (4 * 3600 + 300), rel=0.05)
+    whole, steps = saves(np.resize(seconds, 100_000), 40, failures)
+    lasts = np.random.default_rng(0).exponential(failures.between, 20_000)  # of each start, until it fails
+    saved = np.searchsorted(whole, lasts, side="right")
+    kept = np.concatenate([[0.0], steps])[saved].sum()
+    assert kept / (lasts + failures.restart).sum() == pytest.approx(goodput(seconds, 40, failures), rel=0.02)
 
 
 @pytest.mark.parametrize(("hours", "blocked"), [(2, 10.0), (12, 60.0), (50, 20.0)])

@@ -348,7 +348,7 @@ def test_plan_on_a_laptop_without_the_model(
     assert "235.09 B parameters, 22.19 B of them active per token\n" in printed
     assert "it fits" in printed.splitlines()
     assert "estimates, not measured" in printed
-    assert main(["plan", recipe, "--nodes", "16", "--gpu-memory-gib", "40", *model]) == 1
+    assert main(["plan", recipe, "--nodes", "16", "--hardware", "h100,memory_gib=40", *model]) == 1
     assert "IT DOES NOT FIT" in capsys.readouterr().out
     assert main(["plan", recipe, "actor.parallel.virtual_pipeline=5", "--nodes", "16", *model]) == 2
     assert "94 layers" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,32 +84,3 @@ def daly(failures: Failures) -> float:
         return between
     ratio = cost / (2 * between)
     return math.sqrt(2 * cost * between) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
-
-
-@dataclass(frozen=True)
-class Day:
-    """24 hours of a job: when it failed, and the seconds of steps that were kept."""
-
-    failed: Sequence[float]
-    kept: float
-
-
-def days(seconds: np.ndarray, every: int, failures: Failures, count: int, seed: int) -> list[Day]:
-    """Days that begin with a start. The last start of a day goes on, so nothing of it is lost."""
-    rng = np.random.default_rng((seed, 2))
-    whole, held = saves(_repeated(seconds, failures), every, failures)
-    found = []
-    for _ in range(count):
-        now, kept, failed = 0.0, 0.0, list[float]()
-        while now < 86_400:
-            lasts = float(rng.exponential(failures.between))
-            if now + lasts >= 86_400:
-                blocked = failures.blocked * np.searchsorted(whole, 86_400 - now)
-                kept += max(0.0, 86_400 - now - float(blocked))
-                break
-            saved = int(np.searchsorted(whole, lasts, side="right"))
-            kept += float(held[saved - 1]) if saved else 0.0
-            failed.append(now + lasts)
-            now += lasts + failures.restart
-        found.append(Day(failed, kept))
-    return found

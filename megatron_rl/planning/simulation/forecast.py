@@ -1,0 +1,135 @@
+"""A recipe's steps, simulated response by response, and what checkpoints and failures leave of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_rl.config import Config
+from megatron_rl.planning.components import MemoryPlan, Part
+from megatron_rl.planning.inputs import Responses
+from megatron_rl.planning.memory import total_parameters
+from megatron_rl.planning.simulation.engines import EngineSpeed
+from megatron_rl.planning.simulation.failures import CheckpointInterval, Failures, goodput, intervals
+from megatron_rl.planning.simulation.steps import MODES, Latency, Mode, SimulatedJob, SimulatedRun, simulate
+from megatron_rl.planning.time.generation import Decoding
+from megatron_rl.planning.time.kernels import host_seconds
+from megatron_rl.planning.time.step import GENERATE, REWARD, SYNC, Predictor, StepTime
+
+_NEAR = 32  # tokens of context in which passes are taken as equally long
+_JUDGE_SPREAD = 0.5  # of a judge's latency: standard deviation of the logarithm
+_DISK = 5e9  # bytes per second that the whole job writes
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What is simulated, beside the recipe.
+
+    Attributes:
+        steps: how many.
+        responses: whence lengths are drawn.
+        drawn_before: earlier responses to the same prompts say which to begin first.
+        judge: mean seconds of a judge's answer, and how many are under way; None: rewards take what the step's time has.
+        failures: mean seconds between two failures of the whole job, and until it runs again; None: there are none.
+    """
+
+    steps: int
+    responses: Responses
+    drawn_before: bool = False
+    judge: tuple[float, int] | None = None
+    failures: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Over the intervals between checkpoints; `recipe`: at the recipe's (None: it has no checkpoints)."""
+
+    failures: Failures
+    step_seconds: float
+    intervals: Sequence[CheckpointInterval]
+    recipe: CheckpointInterval | None
+
+    @property
+    def best(self) -> CheckpointInterval:
+        return max(self.intervals, key=lambda interval: interval.goodput)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    job: SimulatedJob
+    runs: Mapping[Mode, SimulatedRun]
+    goodput: Goodput | None
+
+
+def forecast(what: Simulation, config: Config, plan: MemoryPlan, predictor: Predictor, step: StepTime) -> Forecast:
+    """Simulated steps of a checked recipe, in every mode.
+
+    Raises:
+        ValueError: an engine's cache does not hold the longest sequence.
+    """
+    job = _job(what, config, plan, predictor, step)
+    modes = MODES if job.engines > 1 else MODES[:2]
+    runs = {mode: simulate(job, mode, what.steps, _SEED) for mode in modes}
+    return Forecast(job, runs, _goodput(what, config, plan, predictor, runs["synchronous"]))
+
+
+def _job(what: Simulation, config: Config, plan: MemoryPlan, predictor: Predictor, step: StepTime) -> SimulatedJob:
+    """The recipe's step with the times that are predicted of its parts."""
+    decoding = Decoding(plan.model, config.rollout, predictor.hardware, plan.cache_tokens)
+    prompt, factor = predictor.lengths.prompt, predictor.factors.get(GENERATE, 1.0)
+    phases = {name: seconds for name, seconds in step.seconds.items() if name not in (GENERATE, REWARD)}
+
+    @cache
+    def decode_seconds(running: int, context: int) -> float:
+        return factor * decoding.step_seconds(running, context)
+
+    def training(tokens: float) -> dict[str, float]:
+        more = tokens / step.tokens
+        return {name: seconds * (1.0 if name == SYNC else more) for name, seconds in phases.items()}
+
+    judge = None
+    if what.judge is not None:
+        judge = Latency(what.judge[0], _JUDGE_SPREAD, what.judge[1])
+    elif step.seconds.get(REWARD):
+        judge = Latency(step.seconds[REWARD], 0.0, config.trainer.prompts_per_step * config.rollout.group_size)
+    return SimulatedJob(
+        speed=EngineSpeed(
+            lambda running, context: decode_seconds(running, round(context / _NEAR) * _NEAR),
+            lambda tokens: factor * decoding.prompt_seconds(tokens, tokens * prompt / 2),
+            plan.cache_tokens,
+            config.rollout.max_concurrent,
+        ),
+        engines=plan.engines,
+        gpus=plan.world,
+        prompts=config.trainer.prompts_per_step,
+        count=config.rollout.group_size,
+        prompt=prompt,
+        lengths=what.responses.to_draw(predictor.lengths.mean, config.rollout.max_tokens),
+        training=training,
+        reward=judge,
+        drawn_before=what.drawn_before,
+    )
+
+
+def _goodput(
+    what: Simulation, config: Config, plan: MemoryPlan, predictor: Predictor, run: SimulatedRun
+) -> Goodput | None:
+    if what.failures is None:
+        return None
+    between, restart = what.failures
+    state = (2 + (8 if config.actor.optimizer.moments == "bfloat16" else 12)) * total_parameters(plan.model)
+    failures = Failures(
+        between=between,
+        restart=restart,
+        blocked=host_seconds(predictor.hardware, plan.bytes_of(Part.WEIGHTS, Part.OPTIMIZER)),
+        write=state / _DISK,
+    )
+    every = config.checkpoint.every
+    return Goodput(
+        failures,
+        float(run.seconds.mean()),
+        intervals(run.seconds, failures),
+        CheckpointInterval(every, goodput(run.seconds, every, failures)) if every else None,
+    )
