@@ -106,7 +106,8 @@ def _mixture_of_experts(actor: ActorConfig, transformer_engine: bool) -> dict[st
         # These two take sequences of varying length; Megatron refuses the third whatever the model.
         "moe_token_dispatcher_type": "flex" if deepep else "alltoall",
         **({"moe_flex_dispatcher_backend": "deepep"} if deepep else {}),
-        "moe_grouped_gemm": transformer_engine and not actor.lora.experts,  # an adapter belongs to one matrix
+        "moe_grouped_gemm": transformer_engine
+        and not (actor.lora and actor.lora.experts),  # an adapter belongs to one matrix
         "moe_permute_fusion": transformer_engine,
         "moe_router_fusion": transformer_engine and moe.routing_replay == "none",  # the kernel chooses by itself
     }

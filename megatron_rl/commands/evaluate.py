@@ -64,7 +64,7 @@ class _Checkpoint:
     recipe: Path  # <run>/recipe.yaml
     model: Path  # Hugging Face folder that the run started from: config and tokenizer
     dtype: str
-    lora: LoRAConfig  # the adapters that it holds, if any
+    lora: LoRAConfig | None  # the adapters that it holds, if any
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,8 +99,9 @@ def _resolve(args: argparse.Namespace, machine: Machine) -> tuple[Config, _Check
         if is_checkpoint and (of_a_run or not is_model) and not args.endpoint:
             checkpoint = _checkpoint(folder.resolve())
             overrides += [f"model.path={checkpoint.model}", f"model.dtype={checkpoint.dtype}"]
-            lora = {**asdict(checkpoint.lora), "path": None}  # what it began with is not needed
-            overrides += [f"actor.lora.{key}={json.dumps(value)}" for key, value in lora.items()]
+            if checkpoint.lora is not None:
+                lora = {**asdict(checkpoint.lora), "path": None}  # what it began with is not needed
+                overrides.append(f"actor.lora={json.dumps(lora)}")
         elif is_model:  # a Hugging Face folder, or a converted one
             overrides.append(f"model.path={folder}")
         else:

@@ -104,9 +104,9 @@ class MoEConfig(Section):
 
 @dataclass
 class LoRAConfig(Section):
-    """With a `rank`, only adapters beside linear layers are trained: [lora.md](lora.md)."""
+    """Only adapters beside linear layers are trained: [lora.md](lora.md)."""
 
-    rank: CountOrNone = key(0, "of the adapters; 0: there are none, and every parameter is trained")
+    rank: Count = key(meaning="of the adapters")
     alpha: Positive | None = key(None, "what an adapter adds is scaled by `alpha` / `rank`; null: by 1")
     targets: list[str] = key(
         ["all-linear"],
@@ -118,7 +118,6 @@ class LoRAConfig(Section):
         0.0,
         "share of the adapters' inputs that updates leave out at random, and they alone: [lora.md](lora.md#dropout)",
     )
-
     path: str | None = key(
         None,
         "what training begins with: a PEFT folder, as a run's `adapter/` is, of `model.path` and of this rank, alpha and "
@@ -165,7 +164,7 @@ class ActorConfig(Section):
         "gathered in the next forward pass; null: on a GPU, unless `logging.gradient_variance_every` measures",
     )
     moe: MoEConfig = field(default_factory=MoEConfig)
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    lora: LoRAConfig | None = key(None, "the section below; null: no adapters, every parameter is trained")
     freeze_vision_tower: bool = key(
         False, "models that read images: the tower stays as it is, without gradients and optimizer state"
     )

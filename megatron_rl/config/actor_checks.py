@@ -64,9 +64,9 @@ def check_actor(config: Config, command: str) -> Iterator[str]:
 
 
 def _check_lora(config: Config, command: str) -> Iterator[str]:
-    """Of `actor.lora`, beside the model; `models.lora.check_lora` has what depends on it."""
+    """Yields a sentence per key that `actor.lora` rules out; `models.lora.check_lora` has what depends on the model."""
     lora, kl = config.actor.lora, config.algorithm.kl
-    if not lora.rank:
+    if lora is None:
         return
     if not lora.targets:
         yield "`actor.lora.targets` is empty: no adapter would be trained; name linear layers, or all-linear"
@@ -175,7 +175,7 @@ def check_adapter(config: Config, model: Model) -> Iterator[str]:
     Their tensors' names and shapes are compared when they are loaded.
     """
     lora, kl = config.actor.lora, config.algorithm.kl
-    if not lora.rank or lora.path is None:
+    if lora is None or lora.path is None:
         return
     if config.model.path is None:
         yield "`actor.lora.path` has adapters of a model that exists; set `model.path` to it instead of `model.create`"

@@ -78,7 +78,8 @@ def check(
     config = copy.deepcopy(config)
     config.run_dir = os.path.expanduser(config.run_dir)
     for section in (config.model, config.actor.lora):
-        section.path = section.path and os.path.expanduser(section.path)
+        if section is not None and section.path is not None:
+            section.path = os.path.expanduser(section.path)
     config.model.create = config.model.create if config.model.path is None else None
     problems = list(_check_values(config))
     if not problems:  # the checks below may divide by these values

@@ -12,13 +12,11 @@ they are refused (`check_overrides`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.base.messages import show
-from megatron_rl.config.actor import LoRAConfig
 from megatron_rl.config.algorithm_checks import reward_columns
 from megatron_rl.config.presets import get_preset
 from megatron_rl.config.schema import Config, RewardConfig, TaskConfig
@@ -58,8 +56,6 @@ def _entries() -> Iterator[tuple[str, Only]]:
     yield "actor.recompute_layers", _with("actor", "recompute", lambda it: it == "full", "not full", "=full")
     selective = _with("actor", "recompute", lambda it: it == "selective", "not selective", "=selective")
     yield "actor.recompute_modules", selective
-    for name in _names(LoRAConfig, but="rank"):
-        yield f"actor.lora.{name}", _with("actor.lora", "rank", lambda it: it > 0, "0", "")
     yield "algorithm.overlong.weight", _with("algorithm.overlong", "share", lambda it: it > 0, "0", "")
     yield "algorithm.kl.estimator", _with("algorithm.kl", "coef", lambda it: it > 0, "0", "")
     yield "algorithm.kl.reward_estimator", _with("algorithm.kl", "reward_coef", lambda it: it > 0, "0", "")
@@ -103,10 +99,6 @@ def _entries() -> Iterator[tuple[str, Only]]:
 
 
 _STEPS = tuple(f"trainer.{name}" for name in ("steps", "prompts_per_step", "minibatches", "epochs"))
-
-
-def _names(section: type, but: str) -> list[str]:
-    return [field.name for field in dataclasses.fields(section) if field.name != but]
 
 
 ONLY: Mapping[str, Only] = dict(_entries())

@@ -247,7 +247,8 @@ def _check_layout(config: Config, model: Model, command: str) -> Iterator[str]:
         yield f"the model's {experts} experts must be a multiple of `actor.parallel.expert` ({parallel.expert})"
     yield from _check_vision(config, model)
     yield from check_actor_model(config, model)
-    yield from check_lora(config.actor.lora, model)
+    if config.actor.lora is not None:
+        yield from check_lora(config.actor.lora, model)
     yield from check_adapter(config, model)
     yield from _check_length(config, model.description.max_positions, command)
 

@@ -29,11 +29,8 @@ def check_supervised(config: Config, world: int, command: str) -> Iterator[str]:
             f"`actor.tokens_per_microbatch` ({config.actor.tokens_per_microbatch}) must hold both sides of the longest pair, "
             f"2 x (rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_tokens {rollout.max_tokens}) = {pair}"
         )
-    if command == "reward-model" and config.actor.lora.rank:
-        yield (
-            f"`actor.lora.rank` is {config.actor.lora.rank}, and adapters would leave a reward model's head as it is drawn; "
-            "set it to 0"
-        )
+    if command == "reward-model" and config.actor.lora is not None:
+        yield "`actor.lora` is set, and adapters would leave a reward model's head as it is drawn; set it to null"
     if config.sft.wanted and command in ("train", "sft") and config.tasks.train:
         without = [name for name, task in config.tasks.train.items() if task.demonstrations is None]
         if len(without) == len(config.tasks.train):

@@ -59,8 +59,6 @@ def targets_of(lora: LoRA, model: Model) -> list[str]:
 
 def check_lora(lora: LoRA, model: Model) -> Iterator[str]:
     """Yields a sentence per key of `actor.lora` that the model rules out."""
-    if not lora.rank:
-        return
     every = targetable(model, lora.experts)
     for name in lora.targets:
         if name in targetable(model, experts=True) and name not in every:

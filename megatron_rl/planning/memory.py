@@ -155,7 +155,7 @@ def make_plan(
     stage, fullest = _fullest_stage(model, parallel)
     trained = trained_parameters(model, config.actor)
     replicas = world // (parallel.tensor * parallel.pipeline)
-    weights = float((fullest.total + (trained.total if config.actor.lora.rank else 0)) * width)
+    weights = float((fullest.total + (trained.total if config.actor.lora is not None else 0)) * width)
     in_fp8, fp8_bytes = fp8_weights(model, config.actor, stage)
     if config.actor.fp8 is not None and config.actor.fp8.param_gather:
         weights, fp8_bytes = weights + fp8_bytes - width * in_fp8, 0
@@ -256,7 +256,7 @@ def _engine(config: Config, model: Model, weights: float, cache: float, width: i
 
 def _keeps_reference(config: Config) -> bool:
     kl = config.algorithm.kl
-    return not config.actor.lora.rank and (kl.coef > 0 or kl.reward_coef > 0)
+    return config.actor.lora is None and (kl.coef > 0 or kl.reward_coef > 0)
 
 
 def _host(
@@ -299,7 +299,7 @@ def _fullest_stage(model: Model, parallel: ParallelConfig) -> tuple[int, Paramet
 
 def trained_parameters(model: Model, actor: ActorConfig) -> Parameters:
     """Parameters that are trained, on the rank that holds most: with LoRA the adapters; no frozen tower, no buffers."""
-    if actor.lora.rank:
+    if actor.lora is not None:
         model = adapters_of(model, actor.lora)
     else:
         frozen = actor.freeze_vision_tower

@@ -90,7 +90,10 @@ def _beside(config: Config, folder: Path) -> Iterator[str]:
 
 def _files(config: Config) -> Iterator[tuple[str, str]]:
     """Key and path of the files and folders that a recipe names."""
-    for key, path in (("model.path", config.model.path), ("actor.lora.path", config.actor.lora.path)):
+    for key, path in (
+        ("model.path", config.model.path),
+        ("actor.lora.path", None if config.actor.lora is None else config.actor.lora.path),
+    ):
         if path is not None:
             yield key, path
     for split, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):

@@ -225,7 +225,7 @@ def make_sync(
 ) -> WeightSync:
     """The way that the recipe asks for. `note`: told why, where weights go whole though the recipe would have slices."""
     probe = VllmProbe(engine, grid)
-    if config.actor.lora.sync == "adapters":
+    if config.actor.lora is not None and config.actor.lora.sync == "adapters":
         return AdapterSync(config, grid, source, engine, probe)
     if config.rollout.sync == "sliced":
         reason = _no_plan(config, grid, source, engine)

@@ -64,8 +64,9 @@ class VllmEngine:
             self._in_fp8 = fp8.quantised_modules(model, self.config.fp8_skip)
         self._parameters_in_fp8 = fp8.vllm_parameters(model, self._in_fp8)
         self._adapters: LoRAConfig | None = None  # that the engine adds itself
-        if config.actor.lora.sync == "adapters":
-            self._adapters, self._targets = config.actor.lora, targets_of(config.actor.lora, model)
+        lora = config.actor.lora
+        if lora is not None and lora.sync == "adapters":
+            self._adapters, self._targets = lora, targets_of(lora, model)
         self._sees = images is not None
         if images is not None:
             register_images_only(images[1].processor)
@@ -197,7 +198,7 @@ def llm_options(config: Config, folder: str | Path, model: Model, most_images: i
         "seed": config.seed,
     }
     options |= gpu_options(rollout, model) if device.has_gpu() else cpu_options(rollout)
-    if config.actor.lora.sync == "adapters":
+    if config.actor.lora is not None and config.actor.lora.sync == "adapters":
         options |= engine_options(config.actor.lora, model)
     if most_images is not None:
         options |= images_options(most_images)

@@ -25,9 +25,9 @@ class AdapterFacts(TypedDict):
 
 def facts(actor: Actor, base: Path) -> AdapterFacts | None:
     """Of the actor's adapters beside the model in `base`, rank 0's on every rank; None where every parameter is trained."""
-    if actor.adapters is None:
-        return None
     lora = actor.config.lora
+    if lora is None:
+        return None
     weights = weights_checksum(base) if actor.grid.is_main else ""
     return {
         "rank": lora.rank,
@@ -47,8 +47,8 @@ def check(folder: Path, own: AdapterFacts | None) -> None:
     if saved is None or own is None:
         one, other = ("adapters only", "every parameter") if own is None else ("every parameter", "adapters only")
         raise CheckpointError(
-            f"{folder} is of a run that trained {one}, and this recipe trains {other} (actor.lora.rank = "
-            f"{0 if own is None else own['rank']}); set it back, or give this run another run_dir, or --resume never"
+            f"{folder} is of a run that trained {one}, and this recipe trains {other} (actor.lora is "
+            f"{'null' if own is None else 'set'}); set it back, or give this run another run_dir, or --resume never"
         )
     changed = [
         f"{_AS_RECIPE.get(name, f'actor.lora.{name}')} is {saved.get(name)!r} there and {value!r} here"

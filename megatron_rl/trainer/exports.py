@@ -23,8 +23,7 @@ def export(folder: Path, actor: Actor, model: Path, adapters: bool = False) -> s
         with device.megatron():
             if not adapters:
                 export_hf(folder, actor.chunks, actor.family, actor.hf_config, actor.parallel, model)
-            elif actor.adapters is not None:
-                lora = actor.config.lora
+            elif actor.adapters is not None and (lora := actor.config.lora) is not None:
                 export_peft(folder, actor.chunks, actor.adapters, lora, actor.hf_config, actor.parallel, model)
     except RuntimeError as failure:  # raised on every rank
         return str(failure)

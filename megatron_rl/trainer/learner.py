@@ -232,7 +232,7 @@ class Learner:
                             rollout_log_probs=micro.concatenate(batch.rollout_logprobs),
                         )
                     )
-                if parts or self.algorithm.corrects or self.config.actor.lora.dropout:
+                if parts or self.algorithm.corrects or (self.config.actor.lora and self.config.actor.lora.dropout):
                     scored = self.actor.log_probs(
                         part.micro_batches, self.config.rollout.temperature, with_entropy=True
                     )

@@ -174,12 +174,13 @@ def add_adapters(
 
     Returns the adapters as a model; None where the recipe has none and every parameter is trained.
     """
-    if not config.actor.lora.rank:
+    lora = config.actor.lora
+    if lora is None:
         return None
-    adapters = adapters_of(model, config.actor.lora)
-    _attach(chunks, model, config.actor.lora, parallel, config.actor.parallel.sequence)
-    given, where = config.actor.lora.path, next(chunks[0].parameters()).device
-    begin = FreshAdapters(adapters, config.seed, where) if given is None else SafetensorsFolder(given)
+    adapters = adapters_of(model, lora)
+    _attach(chunks, model, lora, parallel, config.actor.parallel.sequence)
+    device = next(chunks[0].parameters()).device
+    begin = FreshAdapters(adapters, config.seed, device) if lora.path is None else SafetensorsFolder(lora.path)
     load_hf_weights(chunks, adapters.family, hf_config, begin, parallel)
     if config.actor.recompute != "none" and chunks[0].pre_process:
         # What is computed again takes part in the backward pass only where its input does.

@@ -77,7 +77,8 @@ def make_actor(root: Path, layout: Layout) -> Actor:
         device=layout.device,
     )
     config.actor.tokens_per_microbatch = 192
-    config.actor.lora = LoRAConfig(rank=layout.lora, experts="experts" in layout.model, dropout=layout.dropout)
+    if layout.lora:
+        config.actor.lora = LoRAConfig(rank=layout.lora, experts="experts" in layout.model, dropout=layout.dropout)
     config.actor.logits_mib = 1
     config.trainer.minibatches = 2
     config.rollout.max_tokens = 40

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "tasks": "tasks.checks: keys belong to the source",
     "model": "model_checks",
     "actor.fp8": "null or in effect; actor_checks",
+    "actor.lora": "null or in effect; actor_checks",
     "actor.moe": "actor_checks, by the model's experts",
     "actor.parallel": "checks: layouts",
     "algorithm.correction.filters": "algorithm",
@@ -44,8 +45,7 @@ ALWAYS = {
     "rollout: tensor_parallel expert_parallel fp8 group_size max_prompt_tokens max_tokens temperature too_long",
     "rollout: memory_fraction",
     "rollout: cpu_cache_gib max_concurrent async_scheduling sync sync_check_every sync_check_rollouts sync_tolerance",
-    "actor: tokens_per_microbatch logits_mib recompute overlap freeze_vision_tower offload offload_weights fp8",
-    "actor.lora: rank",
+    "actor: tokens_per_microbatch logits_mib recompute overlap freeze_vision_tower offload offload_weights fp8 lora",
     *(
         f"{section}.optimizer: lr schedule warmup_steps betas eps weight_decay clip_grad distributed moments device"
         for section in ("actor", "sft", "reward_model")
@@ -147,10 +147,10 @@ def test_a_source_that_switches_a_feature_off_needs_no_further_words(write: Call
     )
     on = load_recipe(path)
     assert (on.checkpoint.keep, on.actor.optimizer.min_lr, on.watchdog.default_minutes) == (7, 1e-7, 5.0)
-    switches = ["checkpoint.every=0", "actor.optimizer.schedule=constant", "actor.lora.rank=0", "tasks.train.b=null"]
+    switches = ["checkpoint.every=0", "actor.optimizer.schedule=constant", "actor.lora=null", "tasks.train.b=null"]
     off = load_recipe(path, [*switches, "watchdog.enabled=false"])
     assert (off.checkpoint.keep, off.actor.optimizer.min_lr, off.watchdog.default_minutes) == (2, 0.0, 20.0)
-    assert (off.actor.lora.alpha, off.tasks.train["a"].weight) == (None, None)
+    assert (off.actor.lora, off.tasks.train["a"].weight) == (None, None)
     said = load_recipe(path, ["checkpoint.every=0", "checkpoint.keep=3"])
     assert said.checkpoint.keep == 3, "and so `check` refuses it"
 

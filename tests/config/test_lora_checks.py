@@ -37,16 +37,15 @@ OWN: AdapterFacts = {
             "has 'q_porj', and the model's linear layers are q_proj, k_proj.*mean 'q_proj'",
         ),
         (["rank=8", "targets=[]"], "targets` is empty"),
-        (["alpha=16"], "does nothing while `actor.lora.rank` is 0"),
+        (["rank=0"], "`actor.lora.rank` must be at least 1; it is 0"),
+        (["alpha=16"], "`actor.lora.rank` must be set"),
         (["rank=65"], r"\(65\) is larger than the model's k_proj, 64 x 128; make it at most 64"),
         (["rank=8", "experts=true"], "for experts, and the model has none"),
-        (["sync=adapters"], "does nothing while `actor.lora.rank` is 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_key(overrides: list[str], words: str) -> None:
-    config = load_recipe(QUICKSTART, [f"actor.lora.{each}" for each in overrides])
     with pytest.raises(ConfigError, match=words):
-        check(config, machine=Machine(gpus=0))
+        check(load_recipe(QUICKSTART, [f"actor.lora.{each}" for each in overrides]), machine=Machine(gpus=0))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([], {"peft_type": "IA3"}, "does not describe LoRA's adapters"),
         ([], None, "has no adapter_config.json"),
         (["algorithm.kl.coef=0.1"], {}, "set model.path to their run's export"),
-        (["actor.lora.rank=0"], {}, "does nothing while `actor.lora.rank` is 0"),
     ],
 )
 def test_adapters_that_are_not_this_recipes_are_refused_before_the_run(

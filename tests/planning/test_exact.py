@@ -199,7 +199,7 @@ def of_recipes() -> list[tuple[str, int, dict[str, Any]]]:
         key = json.dumps(
             [
                 *(world, Path(config.model.path).name, vars(actor.parallel), actor.optimizer.distributed),
-                *(actor.lora.rank, actor.fp8 is not None),
+                *(actor.lora and actor.lora.rank, actor.fp8 is not None),
             ]
         )
         found.setdefault(key, (name, world, dict(model)))

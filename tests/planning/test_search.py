@@ -39,7 +39,7 @@ def test_old_log_probs_have_a_pass_where_the_trainer_makes_one() -> None:
     """Those of the first minibatch come from its update, unless a correction or dropout needs them before."""
     made, predictor = space("qwen3-8b", 16)
     config = made.config
-    assert not config.actor.lora.dropout
+    assert config.actor.lora is None
     plan = make_plan(config, made.model, 16, 79 * GIB)
 
     def seconds(minibatches: int, weight: str = "none") -> dict[str, float]:

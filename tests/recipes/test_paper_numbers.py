@@ -117,7 +117,7 @@ def shrinkage(
         "trainer.eval_every": interval,
         "algorithm.estimator.name": "shrinkage",
         "actor.optimizer.lr": other["lr"],
-        "actor.lora.rank": other.get("rank", 0),
+        **({"actor.lora.rank": other["rank"]} if "rank" in other else {"actor.lora": None}),
         **({"trainer.steps": other["steps"]} if "steps" in other else {}),
     }
 

@@ -123,7 +123,7 @@ def overrides(config: Config, data: Path) -> list[str]:
         "reward_model.epochs": 1 if config.reward_model.wanted else None,
         "reward_model.batch_size": 8,
         "actor.tokens_per_microbatch": 2 * (prompt + response),  # a pair
-        "actor.lora.rank": min(config.actor.lora.rank, 16),
+        **({"actor.lora.rank": min(config.actor.lora.rank, 16)} if config.actor.lora is not None else {}),
         # layout
         **{f"actor.parallel.{name}": size for name, size in layout.items()},
         "actor.parallel.sequence": parallel.sequence and tensor > 1,

@@ -98,7 +98,7 @@ class Predictor:
         """`trained_parameters`, computed once for a search's many layouts with the same cut of the weights."""
         parallel = actor.parallel
         cut = (
-            actor.lora.rank,
+            0 if actor.lora is None else actor.lora.rank,
             actor.freeze_vision_tower,
             parallel.tensor,
             parallel.pipeline,
@@ -182,7 +182,7 @@ def _scored_share(config: Config) -> float:
     """Of the minibatches, those whose old log-probs have a pass of their own: not the first, whose update computes them
     (`Learner.update`), where nothing needs them earlier."""
     correction = config.algorithm.correction
-    if correction.weight != "none" or correction.filters or config.actor.lora.dropout:
+    if correction.weight != "none" or correction.filters or (config.actor.lora and config.actor.lora.dropout):
         return 1.0
     return 1 - 1 / config.trainer.minibatches
 

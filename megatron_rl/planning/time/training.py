@@ -225,7 +225,7 @@ class Training:
         added = memory_seconds(self.hardware, 8 * self._layer_parameters)
         return self._waiting(
             Cost(
-                products=once.products + (0.0 if self.actor.lora.rank else max(once.products, added)),
+                products=once.products + (0.0 if self.actor.lora is not None else max(once.products, added)),
                 attention=2.5 * once.attention,
                 memory=2 * once.memory,
                 tensor=once.tensor,
