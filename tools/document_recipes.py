@@ -18,8 +18,15 @@ from typing import Any
 from megatron_rl.base.typed_params import fields, unwrap
 from megatron_rl.config import Config
 from megatron_rl.config.keys import choices, entry_type, meaning
+from megatron_rl.rewards.registry import list_rewards
+from megatron_rl.tasks.sources import SOURCES
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+REGISTRIES = {
+    "<files>": [name for name, source in SOURCES.items() if not source.generates],
+    "<generators>": [name for name, source in SOURCES.items() if source.generates],
+    "<rewards>": list_rewards(),
+}
 TABLE = re.compile(r"\| key \| default \| meaning \|\n(?:\|.*\n)+")
 
 
@@ -63,6 +70,8 @@ def table(section: type) -> str:
             continue
         words = ", ".join(f"`{each}`" for each in choices(fields(section)[field.name]))
         cell = ": ".join(filter(None, (words, meaning(field))))
+        for placeholder, names in REGISTRIES.items():
+            cell = cell.replace(placeholder, ", ".join(f"`{name}`" for name in names))
         rows.append(f"| `{field.name}` | {shown(default(field))} | {cell} |".replace("|  |", "| |"))
     return "\n".join(rows) + "\n"
 

@@ -1,7 +1,7 @@
 """The recipe's schema: one dataclass per section. A key's type, choices, range, default and meaning are in its field only.
 
 This module imports no torch, so that recipes can be checked on a login node or a laptop. docs/recipes.md is written from it
-(`python tools/document_recipes.py`).
+(`python tools/document_recipes.py`), which replaces `<files>`, `<generators>`, `<rewards>` by the names in their registries.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class TaskConfig(Section):
     """Where prompts come from. `source` decides which of the other keys apply."""
 
     source: str = key(
-        meaning="`jsonl`, `parquet`, `huggingface` (your data), `reasoning_gym`, `tool_world`, `bars` (generated), `split` "
-        "(eval only: part of a train task), or a generator of your own: `path/file.py:function`, `package.module:function`",
+        meaning="<files> (your data), <generators> (generated), `split` (eval only: part of a train task), or a generator of "
+        "your own: `path/file.py:function`, `package.module:function`",
     )
     name: str | None = key(None, "reasoning_gym: the dataset, e.g. `chain_sum`, `countdown`, `knights_knaves`")
     params: Params = key({}, "generated: the generator's own parameters")
@@ -114,10 +114,8 @@ class RewardConfig(Section):
     """One named column of the reward table. The section `rewards` maps column name to this."""
 
     reward: str = key(
-        meaning="a registered reward (`puzzle`, `math`, `format`, `length`, `style`, `chain_sum_steps`, `tool_format`, "
-        "`tool_correctness`, `tool_exec`, `tool_outcome`, `api_bank`, `code_pass_rate`, `code_bug`, `judge`, `rubric`, "
-        "`pairwise`, `reward_model`: [rewards](rewards/README.md)), or your own: "
-        "`package.module:factory`, `path/file.py:factory`",
+        meaning="a registered reward (<rewards>: [rewards](rewards/README.md)), or your own: `package.module:factory`, "
+        "`path/file.py:factory`",
     )
     weight: Finite = key(1.0, "in the weighted sum that scalar estimators see")
     params: Params = key({}, "the reward's parameters; its docstring lists them")

@@ -14,6 +14,7 @@ from megatron_rl.models import HFConfig
 from megatron_rl.rewards import Reward, check_rewards
 from megatron_rl.tasks import check_tasks, first_items, tasks_to_evaluate
 from megatron_rl.tasks.preferences import conversations
+from megatron_rl.tasks.sources import SOURCES
 
 
 def check_recipe(
@@ -98,7 +99,7 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
             yield key, path
     for split, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):
         for name, task in tasks.items():
-            if task.path is not None and task.source in ("jsonl", "parquet", "huggingface"):
+            if task.path is not None and task.source in SOURCES and "path" in SOURCES[task.source].keys:
                 yield f"tasks.{split}.{name}.path", task.path
             if ".py:" in task.source:
                 yield f"tasks.{split}.{name}.source", task.source.rpartition(":")[0]

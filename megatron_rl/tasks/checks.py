@@ -10,7 +10,6 @@ from itertools import islice
 from megatron_rl.base.messages import unknown_name
 from megatron_rl.base.typed_params import Params
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
-from megatron_rl.tasks.bar_charts import bars_params
 from megatron_rl.tasks.demonstrations import COLUMN, make_writer
 from megatron_rl.tasks.files import Row, files_of, jsonl_rows, own_rows, parquet_rows
 from megatron_rl.tasks.image_placeholders import check_images
@@ -18,13 +17,14 @@ from megatron_rl.tasks.loading import fill_prompt, task_weights
 from megatron_rl.tasks.order import window_counts
 from megatron_rl.tasks.puzzle_checks import check_dataset_params, dataset_files, dataset_params, has_field
 from megatron_rl.tasks.row_mapping import Item, column_names, folder_of, has_column, to_item
-from megatron_rl.tasks.sources import SOURCES, SPLIT
+from megatron_rl.tasks.sources import OWN, SOURCES, SPLIT
 from megatron_rl.tasks.templates import check_template
-from megatron_rl.tasks.tool_world import tool_world_items, world_params
+from megatron_rl.tasks.tool_world import tool_world_items
 
 _ROWS = 8  # first rows of a file whose columns are looked at
 _MOST_ITEMS = 1_000_000_000  # prompts of a task
-_ALL = {
+# Keys of a task that every source reads; `Source.keys` has the others.
+_ALWAYS = {
     "source",
     "prompt",
     "chat",
@@ -35,17 +35,7 @@ _ALL = {
     "demonstrations",
     "demonstration_params",
 }
-_OWN = _ALL | {"params", "seed", "columns"}
-_PARAMS_OF: dict[str, Callable[[Params], object]] = {"tool_world": world_params, "bars": bars_params}
-_KEYS_OF = {
-    "reasoning_gym": _ALL | {"name", "params", "seed"},
-    "tool_world": _ALL | {"params", "seed"},
-    "bars": _ALL | {"params", "seed"},
-    "jsonl": _ALL | {"path", "columns"},
-    "parquet": _ALL | {"path", "columns"},
-    "huggingface": _ALL | {"path", "columns", "subset", "split", "revision"},
-    SPLIT: {"source", "of", "hold_out", "seed"},
-}
+_OF_SPLIT = {"source", "of", "hold_out", "seed"}
 
 
 def check_tasks(tasks: TasksConfig) -> None:
@@ -94,7 +84,8 @@ def _check_task(config: TaskConfig) -> None:
     _check_keys(config)
     if config.chat_params and not config.chat:
         raise ValueError("chat_params: has no effect without chat: true")
-    if config.size is None and config.source in ("reasoning_gym", "tool_world", "bars"):
+    source = SOURCES.get(config.source, OWN)
+    if config.size is None and source.generates:
         raise ValueError("size: is missing; say how many items to generate")
     try:
         in_template = check_template(config.prompt)
@@ -102,8 +93,8 @@ def _check_task(config: TaskConfig) -> None:
         raise ValueError(f"prompt: {error}") from None
     if config.source == "reasoning_gym":
         _check_reasoning_gym(config, in_template)
-    elif config.source in _PARAMS_OF:
-        _check_generated(config)
+    elif source.check_params is not None:
+        _check_generated(config, source.check_params)
     else:
         _check_data(config, in_template)
     if config.demonstrations is None:
@@ -143,8 +134,9 @@ def _check_reasoning_gym(config: TaskConfig, in_template: list[str]) -> None:
 def _check_keys(config: TaskConfig) -> None:
     """Keys that the source does not read have their defaults."""
     defaults = TaskConfig(source=config.source)
+    read = _OF_SPLIT if config.source == SPLIT else _ALWAYS | SOURCES.get(config.source, OWN).keys
     for name in (field.name for field in fields(TaskConfig)):
-        if name not in _KEYS_OF.get(config.source, _OWN) and getattr(config, name) != getattr(defaults, name):
+        if name not in read and getattr(config, name) != getattr(defaults, name):
             raise ValueError(f"{name}: has no effect with source: {config.source}; remove it")
 
 
@@ -164,9 +156,9 @@ def _check_split(config: TaskConfig, group: str, tasks: TasksConfig) -> None:
         raise ValueError(f"hold_out = {config.hold_out}, must be a whole number of prompts, or a share between 0 and 1")
 
 
-def _check_generated(config: TaskConfig) -> None:
+def _check_generated(config: TaskConfig, check_params: Callable[[Params], object]) -> None:
     try:
-        _PARAMS_OF[config.source](config.params)
+        check_params(config.params)
     except ValueError as error:
         raise ValueError(f"params: {error}") from error
     if config.source == "tool_world":  # an item of bars has an image to draw
@@ -185,8 +177,6 @@ def _fill(item: Item, config: TaskConfig) -> None:
 def _check_data(config: TaskConfig, in_template: list[str]) -> None:
     """Rows: the columns of the first ones, where reading them needs no network and no missing library."""
     is_plugin = ":" in config.source
-    if is_plugin and config.size is None:
-        raise ValueError("size: is missing; say how many items to generate")
     if not is_plugin and config.path is None:
         what = "the dataset's name, or its folder" if config.source == "huggingface" else f"the {config.source} file"
         raise ValueError(f"path: is missing; give {what}")

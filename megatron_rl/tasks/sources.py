@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+from megatron_rl.base.typed_params import Params
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.seams import reasoning_gym
-from megatron_rl.tasks.bar_charts import bars_items
+from megatron_rl.tasks.bar_charts import bars_items, bars_params
 from megatron_rl.tasks.files import huggingface_rows, jsonl_rows, own_rows, parquet_rows
 from megatron_rl.tasks.row_mapping import Item, file_items
-from megatron_rl.tasks.tool_world import tool_world_items
+from megatron_rl.tasks.tool_world import tool_world_items, world_params
 
 SPLIT = "split"  # the source that draws prompts from a train task
 
@@ -34,17 +36,38 @@ def reasoning_gym_items(config: TaskConfig) -> Iterator[Item]:
         yield Item(prompt=item["question"], answer=item["answer"], metadata=metadata)
 
 
-SOURCES: dict[str, Callable[[TaskConfig], Iterator[Item]]] = {
-    "reasoning_gym": reasoning_gym_items,
-    "tool_world": tool_world_items,
-    "bars": bars_items,
-    "jsonl": file_items(jsonl_rows, arrow=False),
-    "parquet": file_items(parquet_rows, arrow=True),
-    "huggingface": file_items(huggingface_rows, arrow=True),
+@dataclass(frozen=True)
+class Source:
+    """Where the prompts of a task come from.
+
+    Attributes:
+        items: the prompts, before templates and tokens.
+        keys: of the task that only some sources read, and this one does.
+        check_params: raises ValueError where the generator's own parameters are wrong; None: others know (reasoning-gym).
+    """
+
+    items: Callable[[TaskConfig], Iterator[Item]]
+    keys: frozenset[str]
+    check_params: Callable[[Params], object] | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether items are made, as many as asked for, and not read from files."""
+        return "params" in self.keys
+
+
+_GENERATED, _FILES = frozenset({"params", "seed"}), frozenset({"path", "columns"})
+OWN = Source(file_items(own_rows, arrow=False), _GENERATED | {"columns"})  # a generator of the user's
+SOURCES: dict[str, Source] = {
+    "reasoning_gym": Source(reasoning_gym_items, _GENERATED | {"name"}),
+    "tool_world": Source(tool_world_items, _GENERATED, world_params),
+    "bars": Source(bars_items, _GENERATED, bars_params),
+    "jsonl": Source(file_items(jsonl_rows, arrow=False), _FILES),
+    "parquet": Source(file_items(parquet_rows, arrow=True), _FILES),
+    "huggingface": Source(file_items(huggingface_rows, arrow=True), _FILES | {"subset", "split", "revision"}),
 }
 
 
 def items_of(config: TaskConfig) -> Iterator[Item]:
     """The items of a task's source: one of `SOURCES`, or the user's own."""
-    source = file_items(own_rows, arrow=False) if ":" in config.source else SOURCES[config.source]
-    return source(config)
+    return (OWN if ":" in config.source else SOURCES[config.source]).items(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import re
 import shutil
@@ -12,10 +11,8 @@ from types import ModuleType
 import pytest
 
 from megatron_rl.config import load_recipe
-from megatron_rl.config.keys import meaning
-from megatron_rl.config.schema import RewardConfig, TaskConfig
 from megatron_rl.rewards.registry import list_rewards
-from megatron_rl.tasks.sources import SOURCES, SPLIT
+from megatron_rl.tasks.sources import SOURCES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recipes.md"
@@ -35,6 +32,8 @@ def tool() -> ModuleType:
 def test_the_key_tables_are_those_of_the_schema(tool: ModuleType) -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert tool.write(page) == page, "run `python tools/document_recipes.py`"
+    assert all(f"`{name}`" in page for name in (*list_rewards(), *SOURCES))
+    assert not re.search("<(files|generators|rewards)>", page)
     assert "| `steps` | `100` | RL steps |" in page
     assert "| `dtype` | `bfloat16` | `float32`, `bfloat16`: " in page
 
@@ -64,14 +63,3 @@ def test_recipes_shown_load(page: str, tmp_path: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
-def test_the_keys_that_choose_from_a_registry_name_all_of_it() -> None:
-    """Their types cannot: the registries stand above the schema."""
-    for section, field, known in (
-        (RewardConfig, "reward", list_rewards()),
-        (TaskConfig, "source", (*SOURCES, SPLIT)),
-    ):
-        (found,) = (each for each in dataclasses.fields(section) if each.name == field)
-        listed = set(re.findall(r"`([a-z_]+)`", meaning(found)))
-        assert listed == set(known), field
