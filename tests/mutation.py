@@ -1,13 +1,13 @@
 """Mutation testing: changes one operator, constant or argument of the package, and asks whether a test fails.
 
-mutmut makes the mutants, all in one copy of the package; this runs a sample of them, each in a process forked after pytest has
-imported and collected the tests, against the tests that call its function.
+mutmut makes the mutants, all in one copy of the package; this runs a sample of them, each in a process forked after pytest
+has imported and collected the tests, against the tests that call its function.
 
     python -m tests.mutation make algorithms rewards
-    python -m tests.mutation run --mutants rewards/maths_forms.py --count 100 --seed 1 --tests tests/rewards/test_strict_maths.py
+    python -m tests.mutation run --mutants rewards/maths_forms.py --count 100 --tests tests/rewards/test_strict_maths.py
 
-On 2026-11-22 (5785d69, 71f9de5, 2f7a3a1) 269 of 2,310 mutants survived, and 247 more were in functions that no test called; on
-2026-11-23 (a7557de) 12 of 60. Tests answered them, or they make no difference.
+On 2026-11-22 (5785d69, 71f9de5, 2f7a3a1) 269 of 2,310 mutants survived, and 247 more were in functions that no test called;
+on 2026-11-23 (a7557de) 12 of 60. Tests answered them, or they make no difference.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
 STRICT = ConfigDict(strict=True, extra="forbid", revalidate_instances="always")  # no text as a number, no 1 as true
-_KINDS = {
+_TYPES = {
     "int_type": "an integer",
     "float_type": "a number",
     "bool_type": "true or false",
@@ -29,13 +29,15 @@ _KINDS = {
     "none_required": "null",
     "list_type": "a list",
     "dict_type": "a mapping",
-    "dataclass_type": "a section with keys of its own",
 }
 _BOUNDS = {
-    "greater_than_equal": ("at least", "ge"),
-    "greater_than": ("greater than", "gt"),
-    "less_than_equal": ("at most", "le"),
-    "less_than": ("less than", "lt"),
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "greater than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "finite_number": "a finite number",
+    "too_short": "a list of {min_length} values",
+    "too_long": "a list of {max_length} values",
 }
 
 
@@ -70,45 +72,40 @@ def check_types(function: Callable[..., object], params: Params) -> None:
 
 def refusals(error: ValidationError, hint: object, key: str) -> Iterator[str]:
     """A sentence per value of the type `hint` at `key`, or below it, that pydantic refuses: where, what it must be, value."""
-    found: dict[str, tuple[object, list[ErrorDetails]]] = {}
+    by_key: dict[str, tuple[object, list[ErrorDetails]]] = {}
     for each in error.errors(include_url=False):
         parts, inner = locate(hint, each["loc"])
-        found.setdefault(join(key, parts), (inner, []))[1].append(each)
-    for where, (inner, errors) in found.items():
-        yield f"`{where}` {must_be(errors, inner)}"
+        by_key.setdefault(join(key, parts), (inner, []))[1].append(each)
+    for name, (inner, errors) in by_key.items():
+        yield f"`{name}` {must_be(errors, inner)}"
 
 
 def must_be(errors: Sequence[ErrorDetails], hint: object) -> str:
-    """Says what a value of the type `hint` must be and is not, in words after its key. `errors`: one for each type it may
-    have."""
-    value, words = errors[0]["input"], []
-    near = ""
+    """Says what a value of the type `hint` must be and is not, in words after its key. `errors`: one per type it may have."""
+    kind, value, words, near = errors[-1]["type"], errors[0]["input"], [], ""
+    if kind == "value_error":
+        return str(errors[-1]["ctx"]["error"])
+    if kind == "missing":
+        return "must be set"
+    if kind == "string_unicode":
+        return f"holds bytes that are no text in UTF-8: {value!a:.80}"
     for error in errors:
-        kind, context = error["type"], error.get("ctx", {})
-        if kind == "value_error":
-            return str(context["error"])
-        if kind == "missing":
-            return "must be set"
-        if kind == "string_unicode":
-            return f"holds bytes that are no text in UTF-8: {value!a:.80}"
-        if kind == "literal_error":
+        if error["type"] == "literal_error":
             known = next(typing.get_args(arm) for arm in arms(hint) if typing.get_origin(arm) is Literal)
-            words.append(f"one of {', '.join(map(str, known))}")
             near = did_you_mean(value, known) if isinstance(value, str) else ""
-        elif kind in _BOUNDS:
-            bound, name = _BOUNDS[kind]
-            words.append(f"{bound} {_number(context[name])}")
-        elif kind == "finite_number":
-            words.append("a finite number")
-        elif kind in ("too_short", "too_long"):
-            words.append(f"a list of {context.get('min_length', context.get('max_length'))} values")
+            words.append(f"one of {', '.join(map(str, known))}")
+        elif error["type"] in _BOUNDS:
+            bounds = {
+                name: _number(bound) for name, bound in error.get("ctx", {}).items() if isinstance(bound, int | float)
+            }
+            words.append(_BOUNDS[error["type"]].format(**bounds))
         else:
-            words.append(_KINDS.get(kind) or f"something else ({error['msg']})")
-    if errors[-1]["type"] in _KINDS:
-        words += ["null"] * (types.NoneType in arms(hint))
-        near = "; put it in quotes" if "text" in words and isinstance(value, bool | int | float) else near
-        return f"must be {' or '.join(words)}, not {show(value)}{near}"
-    return f"must be {' or '.join(words)}; it is {show(value)}{near}"
+            words.append(_TYPES.get(error["type"], f"something else ({error['msg']})"))
+    if kind not in _TYPES:
+        return f"must be {' or '.join(words)}; it is {show(value)}{near}"
+    words += ["null"] * (types.NoneType in arms(hint))
+    quotes = "; put it in quotes" if "text" in words and isinstance(value, bool | int | float) else ""
+    return f"must be {' or '.join(words)}, not {show(value)}{quotes}"
 
 
 def _number(bound: float) -> str:

@@ -40,8 +40,8 @@ class CorrectionFilterConfig(Section):
     by: Literal["ratio", "k1", "k2", "k3"] = key(
         "ratio", "`ratio`: pi_train(old) / pi_rollout; the others: the KL divergence of the same samples"
     )
-    low: float | None = key(None, "lower bound")
-    high: float | None = key(None, "upper bound")
+    low: Finite | None = key(None, "lower bound")
+    high: Finite | None = key(None, "upper bound")
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from megatron_rl.config.algorithm import AlgorithmConfig, CorrectionConfig
@@ -80,8 +79,5 @@ def _check_correction(config: CorrectionConfig) -> None:
         where = f"algorithm.correction.filters[{index}]"
         if each.low is None and each.high is None:
             raise ValueError(f"{where} has neither low nor high, so it would drop nothing; set at least one")
-        for name in ("low", "high"):
-            if getattr(each, name) is not None and math.isnan(getattr(each, name)):
-                raise ValueError(f"{where}.{name} is not a number; set one, or null for no bound")
         if each.low is not None and each.high is not None and not each.low < each.high:
             raise ValueError(f"{where}: low ({each.low}) must be less than high ({each.high})")

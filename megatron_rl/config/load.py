@@ -74,13 +74,13 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
     if overrides:
         layers.append(_parse_overrides(overrides))
     source, tree = "the overrides" if path is None else str(path), _merged(layers)
-    config = _resolve(Config, tree, source)
+    config = _resolve(Config(run_dir=""), tree, source)
     trees = [layer.tree for layer in layers]
     switched_off = [key for key, _, only in inactive(config, switched=True) if _is_later(trees, only.by, key)]
     for key in switched_off:
         section, _, name = key.rpartition(".")
         _lookup(tree, section).pop(name)
-    return _resolve(Config, tree, source) if switched_off else config
+    return _resolve(Config(run_dir=""), tree, source) if switched_off else config
 
 
 def algorithm_config(section: Mapping[str, object]) -> AlgorithmConfig:
@@ -91,7 +91,7 @@ def algorithm_config(section: Mapping[str, object]) -> AlgorithmConfig:
     """
     tree = {"algorithm": copy.deepcopy(dict(section))}
     check_source(tree, "algorithm")
-    return _resolve(AlgorithmConfig, _merged([_Layer("algorithm", tree)])["algorithm"], "algorithm", "algorithm")
+    return _resolve(AlgorithmConfig(), _merged([_Layer("algorithm", tree)])["algorithm"], "algorithm", "algorithm")
 
 
 def to_yaml(config: Config) -> str:
@@ -345,40 +345,16 @@ def _deep_update(under: Tree, over: Mapping[str, object]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- resolving
-def _resolve(section: type[S], tree: Tree, source: str, key: str = "") -> S:
-    return validated(section, _interpolated(section, tree, source) if _asks(tree) else tree, source, key)
-
-
-def _asks(value: object) -> bool:
-    """Whether there is an interpolation in it, or a `${` that is protected from being one."""
-    if isinstance(value, dict | list):
-        return any(map(_asks, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str) and "${" in value
-
-
-def _interpolated(section: type[Section], tree: Tree, source: str) -> object:
-    try:
-        return OmegaConf.to_container(OmegaConf.create(_complete(section, tree)), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{source}: `{error.full_key}`: {_first_line(error)}") from None
-
-
-def _complete(hint: object, value: Any) -> Any:
-    """With the schema's defaults, which interpolations may ask for."""
-    hint = unwrap(hint)[0]
-    if not isinstance(value, dict):
-        return value
-    if isinstance(hint, type) and issubclass(hint, Section):
-        section = typing.cast(Any, hint)
-        defaults = {each.name: _default(each) for each in dataclasses.fields(section)}
-        tree = {name: _complete(inner, {**defaults, **value}[name]) for name, inner in fields(section).items()}
-        return {name: item for name, item in tree.items() if item is not dataclasses.MISSING}
-    return {name: _complete(entry_type(hint), item) for name, item in value.items()}
-
-
-def _default(of: dataclasses.Field[Any]) -> Any:
-    value = of.default_factory() if callable(of.default_factory) else of.default
-    return dataclasses.asdict(value) if isinstance(value, Section) else value  # type: ignore[call-overload]
+def _resolve(defaults: S, tree: Tree, source: str, key: str = "") -> S:
+    complete = dataclasses.asdict(typing.cast(Any, defaults))
+    complete.pop("run_dir", None)  # has no default
+    _deep_update(complete, tree)
+    if "${" in repr(complete):  # an interpolation, or text that is protected from being one
+        try:
+            complete = typing.cast(Tree, OmegaConf.to_container(OmegaConf.create(complete), resolve=True))
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{source}: `{error.full_key}`: {_first_line(error)}") from None
+    return validated(type(defaults), complete, source, key)
 
 
 def _escape(value: Any) -> Any:

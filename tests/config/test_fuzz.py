@@ -46,7 +46,7 @@ REFUSED = {
     "watchdog.default_minutes=1e-300": "`watchdog.default_minutes` must be at least 0.001",
     "watchdog.phases.update=1e300": "`watchdog.phases.update` must be at most 1,000,000",
     "algorithm.kl.coef=.nan": "`algorithm.kl.coef` must be a finite number; it is nan",
-    "algorithm.correction.filters=[{low: .nan}]": "algorithm.correction.filters[0].low is not a number",
+    "algorithm.correction.filters=[{low: .nan}]": "`algorithm.correction.filters[0].low` must be a finite number; it is nan",
     "trainer.eval_threshold=.nan": "`trainer.eval_threshold` must be a finite number; it is nan",
     "tasks.eval.part.hold_out=.inf": "hold_out = inf, must be a whole number of prompts",
     f"rollout.group_size={10**15}": "`rollout.group_size` must be at most 100,000; it is 1000000000000000",

@@ -53,6 +53,8 @@ def test_mappings_and_nulls_in_overrides(recipe) -> None:
     assert config.actor.fp8 is not None
     assert recipe("algorithm.weight.params.dual_clip=null").algorithm.weight.params["dual_clip"] is None
     assert recipe("model.create=null").model.create is None
+    phases = recipe("watchdog.phases.update=7").watchdog.phases
+    assert (phases["update"], phases["start"]) == (7.0, 40.0), "the others keep their defaults"
 
 
 def test_null_removes_an_entry(recipe) -> None:
