@@ -38,14 +38,14 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     width = scales.shape[1] * BLOCK
     step = max(1, _MOST // (width * BLOCK))  # rows of blocks at a time: fp32 copies stay small
     for index in range(0, scales.shape[0], step):
-        part = weight[index * BLOCK : (index + step) * BLOCK]
-        padded = part.new_zeros(-(-len(part) // BLOCK) * BLOCK, width, dtype=torch.float32)
-        padded[: len(part), :columns] = part
+        tile_rows = weight[index * BLOCK : (index + step) * BLOCK]
+        padded = tile_rows.new_zeros(-(-len(tile_rows) // BLOCK) * BLOCK, width, dtype=torch.float32)
+        padded[: len(tile_rows), :columns] = tile_rows
         blocks = padded.view(-1, BLOCK, scales.shape[1], BLOCK)
         scale = blocks.abs().amax(dim=(1, 3)) / LARGEST
         scale = scale.masked_fill(scale == 0, 1.0)
         scaled = (blocks / scale[:, None, :, None]).clamp(-LARGEST, LARGEST).view(-1, width)
-        values[index * BLOCK : (index + step) * BLOCK] = scaled[: len(part), :columns].to(torch.float8_e4m3fn)
+        values[index * BLOCK : (index + step) * BLOCK] = scaled[: len(tile_rows), :columns].to(torch.float8_e4m3fn)
         scales[index : index + step] = scale
     return values, scales
 

@@ -204,13 +204,13 @@ def read_metadata(folder: Path) -> Metadata:
         for index, info in record.storage_data.items():
             hint = getattr(index, "index", None)
             offset = getattr(index, "offset", None)
-            place = dcp.MetadataIndex(
+            metadata_index = dcp.MetadataIndex(
                 _text(index.fqn),
                 None if offset is None else _whole(offset),
                 None if hint is None else _whole([hint])[0],
             )
             start, length = _whole([info.offset, info.length])
-            storage[place] = StorageInfo(info.relative_path, start, length)
+            storage[metadata_index] = StorageInfo(info.relative_path, start, length)
     metadata = dcp.Metadata(entries, storage_data=storage)
     if hasattr(record, "mcore_data"):  # plain data, which Megatron-Core keeps beside torch's
         metadata.mcore_data = record.mcore_data  # type: ignore[attr-defined]

@@ -82,12 +82,12 @@ def _run(step: SelfTestStep, folder: Path, gpus: int) -> Result:
     outcome = run_ranks(command, step.processes, folder, rank_environment(gpus))
     seconds = time.monotonic() - begin
     path = folder / "result.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if "error" in found or outcome.code or not found:
+    written = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if "error" in written or outcome.code or not written:
         text = (
-            found.get("error") or f"{outcome.message} (a step has at most {step.minutes:g} min, compilation included)"
+            written.get("error") or f"{outcome.message} (a step has at most {step.minutes:g} min, compilation included)"
         )
         return Result(step, FAILED, seconds, text=text)
-    if "left_out" in found:
-        return Result(step, LEFT_OUT, seconds, text=found["left_out"])
-    return Result(step, OK, seconds, found["figures"])
+    if "left_out" in written:
+        return Result(step, LEFT_OUT, seconds, text=written["left_out"])
+    return Result(step, OK, seconds, written["figures"])

@@ -71,13 +71,13 @@ def _check_fp8(rollout: RolloutConfig, model: Model) -> Iterator[str]:
                 f"`rollout.fp8=blockwise`: the model's hidden_size ({model.dims['hidden']}) is no multiple of {BLOCK}, a "
                 "block's size; name mlp.experts in rollout.fp8_skip"
             )
-        parts = 1 if rule.per_expert and rollout.expert_parallel else rollout.tensor_parallel
-        for tensor in rule.hf if parts > 1 or len(rule.hf) > 1 else ():
-            size = model.in_engine(parts).dims[tensor.shape[rule.dim]] // parts
+        ranks = 1 if rule.per_expert and rollout.expert_parallel else rollout.tensor_parallel
+        for tensor in rule.hf if ranks > 1 or len(rule.hf) > 1 else ():
+            size = model.in_engine(ranks).dims[tensor.shape[rule.dim]] // ranks
             if size % BLOCK:
-                share = f" on each of {parts} ranks" if parts > 1 else ""
-                fewer = "lower rollout.tensor_parallel, or " if parts > 1 else ""
-                whole = "set rollout.expert_parallel=true, or " if rule.per_expert and parts > 1 else ""
+                share = f" on each of {ranks} ranks" if ranks > 1 else ""
+                fewer = "lower rollout.tensor_parallel, or " if ranks > 1 else ""
+                whole = "set rollout.expert_parallel=true, or " if rule.per_expert and ranks > 1 else ""
                 yield (
                     f"`rollout.fp8=blockwise`: {module_of(tensor.name).rpartition('{layer}.')[2]} has {size} "
                     f"{'columns' if rule.dim else 'rows'}{share}, and blocks have {BLOCK}; {fewer}{whole}name it in "

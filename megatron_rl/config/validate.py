@@ -80,22 +80,22 @@ def _refuse(errors: Sequence[ErrorDetails], section: type[Section], source: str,
 
 def _sentences(errors: Sequence[ErrorDetails], section: type[Section], key: str) -> Iterator[str]:
     for error in errors:
-        place, hint = locate(section, error["loc"])
-        where, value = shorten(join(key, place)), error["input"]
+        location, hint = locate(section, error["loc"])
+        where, value = shorten(join(key, location)), error["input"]
         if error["type"] == "invalid_key":  # a number
-            where = shorten(join(key, [*place[:-1], str(place[-1])]))
+            where = shorten(join(key, [*location[:-1], str(location[-1])]))
         if error["type"] in ("unexpected_keyword_argument", "invalid_key"):
-            cls = unwrap(locate(section, place[:-1])[1])[0]
+            cls = unwrap(locate(section, location[:-1])[1])[0]
             remedy = elsewhere.hint(where, value) or _nearest(
-                str(place[-1]), typing.cast(type, cls), join(key, place[:-1])
+                str(location[-1]), typing.cast(type, cls), join(key, location[:-1])
             )
             said = "" if isinstance(value, Mapping | list) else f" (set to {show(value)})"
             yield f"unknown key `{where}`{said}; {remedy}"
         elif error["loc"][-1:] == ("[key]",) and error["type"] == "string_type":
-            yield f"the name {value!r} in `{join(key, place[:-1])}` is not text; put it in quotes"
+            yield f"the name {value!r} in `{join(key, location[:-1])}` is not text; put it in quotes"
         elif error["loc"][-1:] == ("[key]",):
-            names = typing.get_args(unwrap(locate(section, place[:-1])[1])[0])[0]
-            yield f"the name {shorten(str(value))!a} in `{join(key, place[:-1])}` {must_be([error], names)}"
+            names = typing.get_args(unwrap(locate(section, location[:-1])[1])[0])[0]
+            yield f"the name {shorten(str(value))!a} in `{join(key, location[:-1])}` {must_be([error], names)}"
         elif error["type"] == "dict_type":
             none = value is None and dataclasses.is_dataclass(entry_type(unwrap(hint)[0]))
             more = f"; to remove an entry: {where}.NAME=null" if none else ""

@@ -67,14 +67,14 @@ class PromptImages:
         """
         import numpy as np
 
-        merge, parts, at, now = self.reader.vision.merge, list[np.ndarray](), 0, 0
+        merge, indices, at, now = self.reader.vision.merge, list[np.ndarray](), 0, 0
         for first, (frames, rows, columns) in zip(self.first, self.grid, strict=True):
-            parts.append(np.tile(np.arange(now, now + first - at), (3, 1)))
+            indices.append(np.tile(np.arange(now, now + first - at), (3, 1)))
             now += first - at
             shape = frames, rows // merge, columns // merge
-            parts.append(np.indices(shape).reshape(3, -1) + now)
+            indices.append(np.indices(shape).reshape(3, -1) + now)
             at, now = first + int(np.prod(shape)), now + max(shape)
-        return np.concatenate([*parts, np.tile(np.arange(now, now + length - at), (3, 1))], axis=1)
+        return np.concatenate([*indices, np.tile(np.arange(now, now + length - at), (3, 1))], axis=1)
 
     def collapsed(self, tokens: Sequence[int]) -> list[int]:
         """A sequence that begins with the prompt, with one token for each image: what vLLM takes."""

@@ -141,13 +141,13 @@ def _run(log: Log, job: Job, server: subprocess.Popen[bytes] | None) -> None:
         process = _start(
             [str(programs(name) / program), *arguments], output, {harness.key: key, **harness.variables(job)}
         )
-        asked = answered = time.monotonic()
+        last_health_check = answered = time.monotonic()
         try:
             while process.poll() is None:
                 if server is not None and server.poll() is not None:
                     raise OSError(_failed("vLLM's server", server.returncode, job.folder / "server.log"))
-                if server is None and time.monotonic() - asked > _ASK:
-                    asked = time.monotonic()
+                if server is None and time.monotonic() - last_health_check > _ASK:
+                    last_health_check = time.monotonic()
                     try:
                         find_server(job.server.urls, job.server.name, endpoint, longest=0)
                         answered = time.monotonic()
@@ -181,13 +181,13 @@ def _summary(config: Config, graded: Graded) -> TaskSummary:
 
 def _verdict(config: Config, graded: Sequence[Graded]) -> int:
     """Reports failed requests, which the harness counts as wrong; more than the recipe tolerates make the command fail."""
-    failed, asked = sum(one.failed for one in graded), sum(len(one.grades) for one in graded)
+    failed, count = sum(one.failed for one in graded), sum(len(one.grades) for one in graded)
     if not failed:
         return exit_codes.OK
     allowed = config.evaluation.endpoint.max_failed_share
     print(
-        f"megatron-rl: {failed} of {asked} requests failed (evaluation.endpoint.max_failed_share = {allowed:g}), and count "
+        f"megatron-rl: {failed} of {count} requests failed (evaluation.endpoint.max_failed_share = {allowed:g}), and count "
         f"as wrong: the harness's results in {Path(config.run_dir) / FOLDER} say why",
         file=sys.stderr,
     )
-    return exit_codes.FAILED if failed / asked > allowed else exit_codes.OK
+    return exit_codes.FAILED if failed / count > allowed else exit_codes.OK

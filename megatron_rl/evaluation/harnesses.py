@@ -111,7 +111,7 @@ def _number(row: Mapping[str, object], key: str) -> float:
 
 # ------------------------------------------------------------------------------------------------------------ lm_eval
 def _lm_eval_commands(job: Job) -> list[list[str]]:
-    asked = {
+    model_args = {
         "model": job.server.name,
         "base_url": f"{job.url}/completions",
         "tokenizer": job.config.model.path,
@@ -119,7 +119,7 @@ def _lm_eval_commands(job: Job) -> list[list[str]]:
         "num_concurrent": job.config.evaluation.endpoint.max_in_flight,
         "timeout": int(job.config.evaluation.endpoint.request_seconds),
     }
-    model = ",".join(f"{key}={value}" for key, value in asked.items() if value is not None)
+    model = ",".join(f"{key}={value}" for key, value in model_args.items() if value is not None)
     options = ["--tasks", ",".join(job.sets), "--output_path", str(job.folder), "--log_samples", "--model_args", model]
     return [["lm-eval", "run", "--model", "local-completions", *options, *job.arguments]]
 

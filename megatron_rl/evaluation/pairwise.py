@@ -42,15 +42,15 @@ def win_rate(pairs: Sequence[tuple[float, float]]) -> Interval | None:
 
     The interval goes from the 5 to the 95 % quantile, whatever `evaluation.confidence`.
     """
-    whole = [pair for pair in pairs if not any(map(math.isnan, pair))]
-    if not whole:
+    complete = [pair for pair in pairs if not any(map(math.isnan, pair))]
+    if not complete:
         return None
-    pool = [outcome for pair in whole for outcome in battles(pair)]
+    pool = [outcome for pair in complete for outcome in battles(pair)]
     draw = random.Random(_SEED)
     means = sorted(math.fsum(draw.choices(pool, k=len(pool))) / len(pool) for _ in range(ROUNDS))
     center = math.fsum(means) / ROUNDS
     spread = math.sqrt(math.fsum((value - center) ** 2 for value in means) / (ROUNDS - 1))
-    return Interval(center, spread, _quantile(means, 0.05), _quantile(means, 0.95), len(whole))
+    return Interval(center, spread, _quantile(means, 0.05), _quantile(means, 0.95), len(complete))
 
 
 def controlled_win_rate(pairs: Sequence[tuple[float, float]], styles: Sequence[Sequence[float]]) -> Interval | None:
@@ -60,9 +60,9 @@ def controlled_win_rate(pairs: Sequence[tuple[float, float]], styles: Sequence[S
         pairs: verdicts in both orders, as for `win_rate`.
         styles: of each pair, the features by which the response differs from the baseline's answer.
     """
-    whole = [(pair, style) for pair, style in zip(pairs, styles, strict=True) if not any(map(math.isnan, pair))]
-    rows = [(outcome, style) for pair, style in whole for verdict in pair for outcome in battles([verdict])]
-    if not whole:
+    complete = [(pair, style) for pair, style in zip(pairs, styles, strict=True) if not any(map(math.isnan, pair))]
+    rows = [(outcome, style) for pair, style in complete for verdict in pair for outcome in battles([verdict])]
+    if not complete:
         return None
     outcomes, features = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
     varies = np.ptp(features, axis=0) > _EQUAL * np.abs(features).max(axis=0)  # the deviation of equal numbers is not 0
@@ -76,7 +76,7 @@ def controlled_win_rate(pairs: Sequence[tuple[float, float]], styles: Sequence[S
         float(np.std(shares, ddof=1)),
         _quantile(shares, 0.05),
         _quantile(shares, 0.95),
-        len(whole),
+        len(complete),
     )
 
 

@@ -58,7 +58,7 @@ def differences(folder: Path, now: Mapping[str, object]) -> list[str] | None:
 def read(folder: Path, samples: Sequence[Sample]) -> Kept:
     """The responses to these prompts; those to others, and a killed process's last line, are skipped."""
     by_id = {sample.id: sample for sample in samples}
-    kept: Kept = {}
+    logged: Kept = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
@@ -68,8 +68,8 @@ def read(folder: Path, samples: Sequence[Sample]) -> Kept:
             sample = by_id.get(row["sample"])
             if sample is not None and row["prompt"] == _digest(sample.prompt_ids):
                 index = row["rollout"]
-                kept[sample.id, index] = Rollout.single_turn(sample, index, row["response_ids"], row["finish_reason"])
-    return kept
+                logged[sample.id, index] = Rollout.single_turn(sample, index, row["response_ids"], row["finish_reason"])
+    return logged
 
 
 def begin(folder: Path, now: Mapping[str, object]) -> None:

@@ -66,26 +66,28 @@ def mean(values: Sequence[float], confidence: float, bounded: bool = True) -> In
     return _estimate(center, math.sqrt(variance / n), n - 1, n, confidence, bounded)
 
 
-def combine(parts: Sequence[Interval], weights: Sequence[float], confidence: float, bounded: bool = True) -> Interval:
+def combine(
+    intervals: Sequence[Interval], weights: Sequence[float], confidence: float, bounded: bool = True
+) -> Interval:
     """The weighted mean of independent estimates, one per task: the standard errors add in squares.
 
     Args:
-        parts: one per task.
+        intervals: one per task.
         weights: of the same length; need not add up to 1.
         confidence, bounded: as in `mean`.
     """
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
-    center = math.fsum(share * part.value for share, part in zip(shares, parts, strict=True))
-    prompts = sum(part.prompts for part in parts)
+    center = math.fsum(share * interval.value for share, interval in zip(shares, intervals, strict=True))
+    prompts = sum(interval.prompts for interval in intervals)
     squares = []
-    for share, part in zip(shares, parts, strict=True):
-        if part.stderr is None:
+    for share, interval in zip(shares, intervals, strict=True):
+        if interval.stderr is None:
             return Interval(center, None, None, None, prompts)
-        squares.append((share * part.stderr) ** 2)
+        squares.append((share * interval.stderr) ** 2)
     # Welch and Satterthwaite's degrees of freedom of a sum of variances.
-    below = math.fsum(square**2 / (part.prompts - 1) for square, part in zip(squares, parts, strict=True))
-    freedom = math.fsum(squares) ** 2 / below if below else prompts - len(parts)
+    below = math.fsum(square**2 / (interval.prompts - 1) for square, interval in zip(squares, intervals, strict=True))
+    freedom = math.fsum(squares) ** 2 / below if below else prompts - len(intervals)
     return _estimate(center, math.sqrt(math.fsum(squares)), freedom, prompts, confidence, bounded)
 
 

@@ -80,18 +80,18 @@ def quantization_config(
     family: Family, description: ModelDescription, modules: frozenset[str] | None = None
 ) -> dict[str, JSON]:
     """The entry of config.json that transformers and vLLM read. `modules`: those in FP8; None: all that can be."""
-    kept = {family.output.hf[0].name.removesuffix(".weight"): None}  # in order
+    excluded = {family.output.hf[0].name.removesuffix(".weight"): None}  # in order
     for rule in (
         rule for rule in Model(family, description).parameters if rule.per_layer and len(rule.hf[0].shape) == 2
     ):
         for layer in rule.layers_of(description.dims["layers"]):
             names = {module_of(tensor.name): None for tensor in rule.at(layer, 0).hf}
             if not rule.is_projection or (modules is not None and modules.isdisjoint(names)):
-                kept |= names
+                excluded |= names
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": [*kept],
+        "modules_to_not_convert": [*excluded],
     }

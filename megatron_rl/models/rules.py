@@ -216,7 +216,7 @@ def _qkv_slices(dims: Dims, rank: int, tp: int) -> list[Slice]:
     low, high = _qkv_range(dims, rank, tp)
     groups, unit = dims["kv_heads"], dims["head_dim"]
     queries = dims["heads"] // groups * unit
-    pieces = []
+    slices = []
     for group in range(low // (queries + 2 * unit), groups):
         at = group * (queries + 2 * unit)
         if at >= high:
@@ -225,9 +225,9 @@ def _qkv_slices(dims: Dims, rank: int, tp: int) -> list[Slice]:
             start, stop = max(low, at), min(high, at + rows)
             if start < stop:
                 first = group * rows - at
-                pieces.append(Slice(tensor, start + first, stop + first))
+                slices.append(Slice(tensor, start + first, stop + first))
             at += rows
-    return _joined(pieces)
+    return _joined(slices)
 
 
 def _joined(pieces: Sequence[Slice]) -> list[Slice]:

@@ -84,13 +84,13 @@ def _of_layer(
     """Bytes per token of a layer that is computed again: what it keeps until then, and what it keeps then."""
     parallel = config.actor.parallel
     sizes = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor, "dtype_bytes": dtype_bytes}
-    whole = activation_bytes_per_token(model, experts, sequence=parallel.sequence, fp8=fp8, **sizes)
-    kept = whole
+    everything = activation_bytes_per_token(model, experts, sequence=parallel.sequence, fp8=fp8, **sizes)
+    kept = everything
     if config.actor.recompute == "full":  # each layer's input
         kept = dtype_bytes * model.dims["hidden"] / (parallel.tensor if parallel.sequence else 1)
     elif config.actor.recompute == "selective":
-        kept = whole - _recomputed(model, experts, config, dtype_bytes, _product_width(dtype_bytes, fp8))
-    return kept, whole
+        kept = everything - _recomputed(model, experts, config, dtype_bytes, _product_width(dtype_bytes, fp8))
+    return kept, everything
 
 
 def activations(model: Model, config: Config, dtype_bytes: int) -> float:
@@ -107,7 +107,7 @@ def activations(model: Model, config: Config, dtype_bytes: int) -> float:
         """Bytes per token of one micro-batch's activations in a stage of these layers, with its output."""
         mixtures = len(model.expert_layers.intersection(layers)) / len(layers)
         shares = {kind: mixtures if kind else 1 - mixtures for kind in kinds}
-        kept, per_layer = (sum(shares[kind] * sizes[kind][column] for kind in kinds) for column in (0, 1))
+        recomputed, per_layer = (sum(shares[kind] * sizes[kind][column] for kind in kinds) for column in (0, 1))
         ends = 0.0  # what the first stage's layers in bf16 keep more
         if fp8 is not None and fp8.bf16_ends:
             more = _of_layer(model, kinds[0], config, dtype_bytes, None)[0] - sizes[kinds[0]][0]
@@ -115,7 +115,9 @@ def activations(model: Model, config: Config, dtype_bytes: int) -> float:
         again = len(layers)
         if config.actor.recompute == "full" and config.actor.recompute_layers is not None:
             again = min(again, config.actor.recompute_layers * parallel.virtual_pipeline)
-        return kept * again + per_layer * (len(layers) - again) + ends + dtype_bytes * model.dims["hidden"] / split
+        return (
+            recomputed * again + per_layer * (len(layers) - again) + ends + dtype_bytes * model.dims["hidden"] / split
+        )
 
     # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
     under_way = max(of_stage(layers) * (len(stages) - stage) for stage, layers in enumerate(stages))

@@ -36,13 +36,13 @@ def check_command(saved: SavedState, command: str, folder: Path) -> None:
 
 
 def check_model(hf_config: HFConfig, folder: Path) -> None:
-    saved, own = manifest.read(folder)["model"], model_facts(hf_config)
+    saved, current = manifest.read(folder)["model"], model_facts(hf_config)
     # Older checkpoints have no objects and lists in it.
-    names = saved.keys() | {name for name, value in own.items() if not isinstance(value, dict | list)}
+    names = saved.keys() | {name for name, value in current.items() if not isinstance(value, dict | list)}
     changed = [
-        f"{name} is {saved.get(name)!r} there and {own.get(name)!r} here"
+        f"{name} is {saved.get(name)!r} there and {current.get(name)!r} here"
         for name in sorted(names)
-        if saved.get(name) != own.get(name)
+        if saved.get(name) != current.get(name)
     ]
     if changed:
         raise CheckpointError(

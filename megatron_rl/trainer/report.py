@@ -100,8 +100,8 @@ class Reporter:
 
     def _cut(self, path: Path, step: int, num_bytes: int | None = None) -> list[dict[str, float]]:
         """Removes rows after `step`; returns the others."""
-        kept = [row for row in disk.json_lines(path) if row["step"] <= step]
-        text = "".join(json.dumps(row) + "\n" for row in kept)
+        rows = [row for row in disk.json_lines(path) if row["step"] <= step]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
         if num_bytes is not None and len(text.encode()) != num_bytes:
             self.warn(
                 f"{path.relative_to(self.run_dir)} has {len(text.encode())} bytes up to step {step}, {num_bytes} were "
@@ -110,7 +110,7 @@ class Reporter:
         if text or path.exists():
             path.parent.mkdir(exist_ok=True)
             disk.replace(path, text)
-        return kept
+        return rows
 
     def _start_trackers(self, step: int) -> None:
         if self.active:
@@ -177,7 +177,7 @@ class Reporter:
         """Columns of the terminal; None for a file or a pipe."""
         return self.console.width if self.console.is_terminal else None
 
-    def _log(self, step: int, metrics: Mapping[str, float], told: str, warm_up: bool = False) -> None:
+    def _log(self, step: int, metrics: Mapping[str, float], line: str, warm_up: bool = False) -> None:
         if not self.active:
             return
         row = {"step": step, "time": round(time.time(), 3), **{k: metrics[k] for k in sorted(metrics)}}
@@ -190,8 +190,8 @@ class Reporter:
             for tracker in self._trackers:
                 tracker.log(step, metrics)
         self._progress.update(self._task, completed=step)
-        if told:
-            self.console.print(told)
+        if line:
+            self.console.print(line)
         for name, value in metrics.items():
             if name.startswith("eval/") and "/avg@" in name:
                 task = name.split("/")[1]

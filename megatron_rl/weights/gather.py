@@ -71,15 +71,15 @@ def iter_hf_weights(
 
 def _plan(local: dict[Key, LocalWeight], model: Model, parallel: ParallelGroups) -> list[_Task]:
     """All parameters of the model in file order, with the stage that holds each."""
-    own = [
+    mine = [
         (weight.key, tuple(weight.parameter.shape), weight.parameter.dtype)
         for weight in local.values()
         if not (model.description.tied and model.family.rules[weight.key[0]].is_output)
     ]
-    stages = [own]
+    stages = [mine]
     if parallel.pp.size > 1:
         stages = [[]] * parallel.pp.size
-        dist.all_gather_object(stages, own, group=parallel.pp.group)
+        dist.all_gather_object(stages, mine, group=parallel.pp.group)
     tasks = []
     for stage, held in enumerate(stages):
         for key, shape, dtype in held:

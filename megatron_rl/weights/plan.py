@@ -251,7 +251,7 @@ def _parts(
     positions = max(overlap.target.size for flow, _, _ in flown for shared in flow.pairs.overlaps for overlap in shared)
     parts = 1
     while True:
-        sent, found = load, []
+        sent, shipped = load, []
         for part in range(parts):
             shipments = [
                 _Shipment(flow, index, layer, part, parts, flow.sources(sent).astype(np.int32))
@@ -259,8 +259,8 @@ def _parts(
             ]
             traffic = Traffic.of(shipments, len(load))
             sent = sent + traffic.sent
-            found.append((shipments, traffic))
-        largest = max(traffic.largest for _, traffic in found)
+            shipped.append((shipments, traffic))
+        largest = max(traffic.largest for _, traffic in shipped)
         if largest <= limit or parts >= positions:
-            return found
+            return shipped
         parts = min(positions, max(parts + 1, int(largest * parts // limit)))

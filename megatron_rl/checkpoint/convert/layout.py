@@ -146,15 +146,15 @@ def chunks(model: Model, layout: Layout) -> Iterator[TensorChunk]:
         name, also = global_name(rule, apart), aliases(rule, apart)
         shape, tp = shard_shape(rule, dims, 1), layout.tensor_of(rule)
         for tp_rank in range(1 if rule.sharding is Sharding.REPLICATED else tp):
-            pieces = shard_slices(rule, dims, tp_rank, tp)
+            slices = shard_slices(rule, dims, tp_rank, tp)
             if rule.sharding is Sharding.GATED:  # gate rows and up rows of a rank lie apart in the global tensor
-                parts: list[tuple[int, int, tuple[Slice, ...]]] = [
-                    (p.tensor * (shape[0] // 2) + p.start, p.length, (p,)) for p in pieces
+                ranges: list[tuple[int, int, tuple[Slice, ...]]] = [
+                    (p.tensor * (shape[0] // 2) + p.start, p.length, (p,)) for p in slices
                 ]
             else:
                 length = shard_shape(rule, dims, tp)[rule.dim]
-                parts = [(tp_rank * length if rule.sharding is not Sharding.REPLICATED else 0, length, tuple(pieces))]
-            for first, length, own in parts:
+                ranges = [(tp_rank * length if rule.sharding is not Sharding.REPLICATED else 0, length, tuple(slices))]
+            for first, length, own in ranges:
                 start, size = [0] * len(shape), list(shape)
                 start[rule.dim], size[rule.dim] = first, length
                 yield TensorChunk(

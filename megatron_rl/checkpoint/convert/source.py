@@ -71,16 +71,16 @@ def megatron_folder(folder: Path) -> Path:
     raise ValueError(f"{folder} {what}")
 
 
-def config_folder(checkpoint: Path, given: Path | None) -> Path:
+def config_folder(checkpoint: Path, config_path: Path | None) -> Path:
     """The Hugging Face folder whose config.json and tokenizer belong to a Megatron checkpoint.
 
-    `given`, or the checkpoint itself (a conversion), or the model that the run started from (a training checkpoint).
+    `config_path`, or the checkpoint itself (a conversion), or the model that the run started from (a training checkpoint).
 
     Raises:
         ValueError: it cannot be told.
     """
-    if given is not None:
-        return given
+    if config_path is not None:
+        return config_path
     if (checkpoint / "config.json").is_file():
         return checkpoint
     run_dir = checkpoint.resolve().parent.parent

@@ -203,13 +203,15 @@ def _partial(job: SimulatedJob, steps: int, seed: int) -> list[SimulatedStep]:
 def _one_step_off(job: SimulatedJob, share: float, steps: int, seed: int) -> SimulatedRun:
     """Some GPUs draw the next step's responses while the others train on this one's; both wait for each other, and for the
     sync. What trains takes as much longer as it has fewer GPUs."""
-    part = replace(job, engines=round(job.engines * share))
+    generating = replace(job, engines=round(job.engines * share))
     done = []
     for number in range(steps):
-        lengths, order, rng = _drawn(part, seed, number)
-        generation = generate(part.speed, part.engines, part.prompt, np.zeros_like(lengths), lengths, order)
-        waited = _waiting(generation.ends.ravel(), generation.seconds, part.reward, rng)
-        tokens = float(lengths.sum() + lengths.size * part.prompt)
+        lengths, order, rng = _drawn(generating, seed, number)
+        generation = generate(
+            generating.speed, generating.engines, generating.prompt, np.zeros_like(lengths), lengths, order
+        )
+        waited = _waiting(generation.ends.ravel(), generation.seconds, generating.reward, rng)
+        tokens = float(lengths.sum() + lengths.size * generating.prompt)
         spans = [Span("generate", 0.0, generation.seconds, share, generation.idle_share)]
         if waited:
             spans.append(Span("reward", generation.seconds, waited, share, 1.0))

@@ -100,7 +100,7 @@ def parse(text: str) -> Hardware:
     Raises:
         ConfigError: an unknown name, or a value that is no number above 0.
     """
-    name, *given = text.split(",")
+    name, *items = text.split(",")
     values: dict[str, object] = {}
     if name.endswith((".yaml", ".yml")):
         values = _read(Path(name))
@@ -109,7 +109,7 @@ def parse(text: str) -> Hardware:
         raise ConfigError(
             f"--hardware {name}: known are {', '.join(TABLES)}, or a YAML file{did_you_mean(name, TABLES)}"
         )
-    for item in given:
+    for item in items:
         key, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"--hardware: `{item}` is not NAME=VALUE")

@@ -130,14 +130,14 @@ class Attempt:
         if not gone:  # else the folder that is there now is another run's
             with contextlib.suppress(OSError):  # the disk may be what failed
                 postmortem.write_rank(watchdog.folder, about, traceback.format_exc() + "\n" + stacks())
-        place = watchdog.folder / f"rank_{HEARTBEAT.rank}.txt"
+        file = watchdog.folder / f"rank_{HEARTBEAT.rank}.txt"
         if out_of_memory:
             help_ = "\n".join(f"  {line}" for line in remedies(HEARTBEAT.phase, config))
             where = postmortem.place(HEARTBEAT.record())
             print(
                 f"megatron-rl: out of memory {where}, on rank {HEARTBEAT.rank} (node {HEARTBEAT.host}): {text}\n"
                 f"memory in GiB:\n{textwrap.indent(table, '  ')}\nwhat would help here, what costs least first:\n{help_}\n"
-                f"(where it happened: {place}; docs/out-of-memory.md)",
+                f"(where it happened: {file}; docs/out-of-memory.md)",
                 file=sys.stderr,
             )
             return exit_codes.OUT_OF_MEMORY
@@ -156,7 +156,7 @@ class Attempt:
         if self.grid is None or not isinstance(error, expected) or isinstance(error, np.linalg.LinAlgError):
             traceback.print_exception(error)
             return exit_codes.FAILED
-        print(f"megatron-rl: {text}\n(where it happened: {place})", file=sys.stderr)
+        print(f"megatron-rl: {text}\n(where it happened: {file})", file=sys.stderr)
         return exit_codes.BAD_INPUT if isinstance(error, ValueError) else exit_codes.FAILED
 
     def close(self) -> None:

@@ -15,21 +15,21 @@ from megatron_rl.trainer.run import Run
 def memory_parts(run: Run) -> dict[str, float]:
     """GiB by what holds it, of what stays from step to step; activations and buffers are the rest of a phase's peak."""
     actor = run.learner.actor
-    parts = {
+    gib = {
         "actor's weights": _gib(p for chunk in actor.chunks for p in chunk.parameters()),
         "gradients": _gib(b.grad_data for c in actor.ddp_chunks for b in [*c.buffers, *c.expert_parallel_buffers]),
         "optimizer state": _gib(actor.optimizer_state() if actor.has_optimizer else ()),
     }
     if actor.reference is not None:
-        parts["reference policy, on the host"] = _gib(t for chunk in actor.reference for t in chunk.values())
+        gib["reference policy, on the host"] = _gib(t for chunk in actor.reference for t in chunk.values())
     if run.sampler.has_engine:
         rollout = run.config.rollout
         if device.has_gpu():
             total = torch.cuda.mem_get_info()[1] / GIB
-            parts["engine while awake: weights, KV cache, graphs"] = rollout.memory_fraction * total
+            gib["engine while awake: weights, KV cache, graphs"] = rollout.memory_fraction * total
         else:
-            parts["engine's KV cache"] = rollout.cpu_cache_gib
-    return parts
+            gib["engine's KV cache"] = rollout.cpu_cache_gib
+    return gib
 
 
 def _gib(tensors: Iterable[torch.Tensor]) -> float:
