@@ -7,6 +7,9 @@ file fresh as well, and ends the run when another command has taken the folder.
 A command that finds the file decides by evidence. An owner of the same host and process-id space lives exactly as long as its
 process does. Of any other owner (a requeued job usually comes to another host) only the heartbeat can be seen: one
 younger than 60 s means alive; otherwise the new run watches for up to 60 s before it takes over.
+
+No lock of the kernel's (`fcntl`, `filelock`): whether one holds between hosts depends on how each has mounted the disk,
+and a lock does not say who has it.
 """
 
 from __future__ import annotations

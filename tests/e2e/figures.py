@@ -408,10 +408,6 @@ def _awpo_top(step: Step) -> Expected:
 
 
 # ----------------------------------------------------------------------------------------------------------------- the update
-def _over_live(values: Callable[[Step], np.ndarray]) -> Callable[[Step], Expected]:
-    return lambda step: float(values(step).mean())
-
-
 def _plain_ratio(step: Step) -> np.ndarray:
     return (step.tokens["log_probs"] - step.tokens["old_log_probs"])[step.live]
 
