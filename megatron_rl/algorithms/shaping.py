@@ -54,7 +54,8 @@ def overlong_penalty(lengths: Tensor, max_length: int, share: float) -> Tensor:
 
 
 def signal_groups(table: RewardTable, columns: Sequence[str] | None = None) -> Tensor:
-    """Prompts with signal (not zero-variance): some reward of non-zero weight differs between two rollouts. bool [n].
+    """Prompts with signal (not zero-variance): some reward of non-zero weight differs between two rollouts, or tokens have
+    rewards. bool [n].
 
     Args:
         table: raw task rewards, before any shaping.
@@ -66,6 +67,8 @@ def signal_groups(table: RewardTable, columns: Sequence[str] | None = None) -> T
     names = table.names if columns is None else tuple(columns)
     for name in names:
         table.column(name)
+    if table.has_token_rewards and columns is None:
+        return table.mask.any(1)
     groups = Groups(table)
     decide = torch.tensor([name in names and table.weight(name) != 0 for name in table.names])
     return ((groups.columns.span[:, 0] > 0) & decide.to(groups.valid.device)).any(1)

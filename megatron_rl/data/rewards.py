@@ -22,6 +22,7 @@ class RewardTable:
         greedy: rewards of the greedy rollout, [n, k]; needed by ReMax.
         scored: bool tensor [n, m, k]; False where a reward has no value for a rollout (a judge that did not answer).
             Values there are ignored, see `filled`. None: every reward has scored every rollout.
+        has_token_rewards: beside these numbers, tokens have rewards (of weights other than 0), so no group is without signal.
 
     Raises:
         ValueError: on shapes that do not agree, an unknown name in `weights`, or non-finite values that count.
@@ -34,6 +35,7 @@ class RewardTable:
     lengths: Tensor | None = None
     greedy: Tensor | None = None
     scored: Tensor | None = None
+    has_token_rewards: bool = False
 
     def __post_init__(self) -> None:
         self.names = tuple(self.names)

@@ -33,6 +33,9 @@ class Rollout:
     experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, experts per token] that the engine chose
     messages: list[dict[str, str]] = field(default_factory=list)  # the policy's turns as text, once decoded
     rewards: dict[str, float] = field(default_factory=dict)  # one number per reward column; NaN: it has no value
+    token_rewards: np.ndarray | None = (
+        None  # float32 [sampled tokens, columns]; NaN: a column has no value. None: no columns
+    )
 
     @classmethod
     def single_turn(
@@ -113,8 +116,9 @@ FACTS = np.dtype(
         ("num_tokens", "<i4"),  # prompt included
         ("length", "<i4"),  # sampled tokens
         ("truncated", "?"),  # cut at the token limit
-        ("version", "<i8"),  # see `Rollout.version`
-        ("source", "<i4"),  # the rank that hands the rollout to others, or UNANSWERED
+        ("version", "<i8"),  # see `Rollout.version`; that of each segment goes with the tokens
+        # The rank that hands the rollout to others, one that has its token rewards where there are any; or UNANSWERED.
+        ("source", "<i4"),
     ]
 )
 """What every rank knows of every rollout."""
@@ -161,6 +165,9 @@ class Rollouts:
     columns: tuple[str, ...] = ()  # of the rewards
     # float64 [rows, columns]; NaN: it has no value
     rewards: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    token_weights: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of the columns of `Rollout.token_rewards`, in order
 
     def __len__(self) -> int:
         return len(self.facts)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypedDict, cast
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from megatron_rl.data.images import PromptImages
 
 Message: TypeAlias = dict[str, object]  # of a chat: `role`, `content`, and what else the model's template reads
@@ -29,6 +31,14 @@ class SampleMapping(TypedDict, total=False):
     metadata: dict[str, object]
     finish_reason: str  # stop | length
     num_tokens: int  # length of the response
+
+
+class TokenMapping(SampleMapping, total=False):
+    """What a reward per token receives besides."""
+
+    token_ids: np.ndarray  # int64 [tokens], of the prompt and all that follows
+    loss_mask: np.ndarray  # bool [tokens]; True where the policy drew the token
+    logprobs: np.ndarray  # float32 [response tokens], of the drawn ones, under the engine's sampling distribution
 
 
 @dataclass

@@ -163,7 +163,7 @@ def centre(values: Tensor, valid: Tensor, count: Tensor, unit: float, size: Tens
     `valid` is [n, m] with `count` [n], or of the values' own shape with `count` [n, k].
     """
     own = valid.dim() == values.dim() > 2
-    shape = (-1, 1, *count.shape[1:]) if own else (-1, 1, *([1] * (values.dim() - 2)))
+    shape = (len(count), 1, *(count.shape[1:] if own else [1] * (values.dim() - 2)))
     valid = valid if own else valid.reshape(*valid.shape, *([1] * (values.dim() - 2)))
     present = (count > 0).reshape(shape)
     low = values.where(valid, math.inf).amin(1, keepdim=True).where(present, 0.0)

@@ -14,9 +14,10 @@ from concurrent.futures import Future
 from typing import Any, TypedDict, Unpack
 
 from megatron_rl.data.sample import SampleMapping
+from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.runtime.calls import call_pool
 
-Score = float | Mapping[str, float] | None
+Score = float | Mapping[str, float] | Sequence[float] | None  # a sequence: one number per response token
 NumberFunction = Callable[[str, SampleMapping], float]  # of completion and sample
 ScoreFunction = Callable[[str, SampleMapping], Any]  # a user's own: what it returns is checked
 Bounds = tuple[float, float]  # the least and the greatest value
@@ -53,6 +54,8 @@ class Declared(TypedDict, total=False):
     columns: Iterable[str] | None
     bounds: Bounds
     may_abstain: bool
+    per_token: bool
+    check_tokenizer: Callable[[Tokenizer], object]
     check_sample: Callable[[SampleMapping], object]
     doubts: Callable[[Sequence[tuple[str, SampleMapping]]], list[str]]
     remarks: RemarkFunction
@@ -65,6 +68,8 @@ class Reward:
         columns: names of the numbers that it returns in a mapping; None: it returns one number.
         bounds: the least and the greatest value that each of its numbers can have. A run compares every value with them.
         may_abstain: it may return None: no value for this rollout.
+        per_token: it returns one number per response token, and reads a `TokenMapping`. For training's rollouts only.
+        check_tokenizer: raises ValueError where the reward does not understand the policy's tokens; called before a run.
         check_sample: raises ValueError where a sample lacks what the reward needs; called for every sample before a run.
         doubts: (id, sample) pairs to warnings about samples that may be scored wrongly.
         remarks: what there is to say of a scored completion besides its score; called for the rollouts in `samples/` only.
@@ -77,6 +82,8 @@ class Reward:
         columns: Iterable[str] | None = None,
         bounds: Bounds = ANY,
         may_abstain: bool = False,
+        per_token: bool = False,
+        check_tokenizer: Callable[[Tokenizer], object] = lambda tokenizer: None,
         check_sample: Callable[[SampleMapping], object] = lambda sample: None,
         doubts: Callable[[Sequence[tuple[str, SampleMapping]]], list[str]] = lambda samples: [],
         remarks: RemarkFunction = lambda completion, sample: (),
@@ -85,6 +92,9 @@ class Reward:
         self.columns = None if columns is None else tuple(columns)
         self.bounds = checked_bounds(bounds)
         self.may_abstain = may_abstain
+        self.per_token, self.check_tokenizer = per_token, check_tokenizer
+        if per_token and columns is not None:
+            raise ValueError("a reward per token has one column: leave out `columns`")
         self.check_sample = check_sample
         self.doubts = doubts
         self.remarks = remarks

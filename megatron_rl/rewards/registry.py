@@ -95,7 +95,7 @@ def _as_reward(made: ScoreFunction) -> Reward:
         return made
     if not callable(made):
         raise ValueError(f"the factory returned {made!r}, must be a function of completion and sample")
-    names = ("columns", "bounds", "may_abstain", "check_sample", "doubts", "remarks")
+    names = ("columns", "bounds", "may_abstain", "per_token", "check_tokenizer", "check_sample", "doubts", "remarks")
     declared = {name: getattr(made, name) for name in names if hasattr(made, name)}
     if not getattr(made, "concurrent", False):
         return InlineReward(made, **declared)
@@ -124,6 +124,8 @@ def check_rewards(rewards: Mapping[str, RewardConfig]) -> dict[str, Reward]:
         key, other = f"rewards.{name}.condition", config.condition.column
         if other not in columns:
             raise ValueError(f"{key}.column: {unknown_name('reward column', other, columns)}")
+        if made[columns[other]].per_token:
+            raise ValueError(f"{key}.column = {other!r} has one number per token; a condition needs one per rollout")
         if columns[other] == name:
             raise ValueError(f"{key}.column = {other!r}: a reward cannot depend on itself")
         if rewards[columns[other]].when_needed and not config.when_needed:

@@ -4,66 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
-import traceback
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.data.sample import Sample, SampleMapping
-from megatron_rl.rewards.kinds import InlineReward, PooledReward, Remark, Reward, Score
+from megatron_rl.data.sample import Sample, SampleMapping, TokenMapping
+from megatron_rl.rewards.kinds import InlineReward, PooledReward, Remark, Score
 from megatron_rl.rewards.registry import check_rewards, columns_of
-from megatron_rl.rewards.remote import Counts, RemoteReward, Verdict
+from megatron_rl.rewards.remote import RemoteReward
+from megatron_rl.rewards.results import (
+    RewardError,
+    ScoringStats,
+    condition_reward,
+    named_scores,
+    place_of,
+    token_scores,
+)
 from megatron_rl.runtime.calls import CallTimeout
 
-_PACKAGE = Path(__file__).parents[1]
-_STANDARD_LIBRARY = Path(os.__file__).parent
-_ROUNDING = 1e-9  # a sum of shares may end that far outside the bounds of a reward
+if TYPE_CHECKING:
+    import numpy as np
 
-
-class RewardError(RuntimeError):
-    """A reward raised, or returned no finite number within its bounds; names the reward and the sample."""
-
-
-@dataclass
-class ScoringStats:
-    """What one process's rewards did since the last report.
-
-    Attributes:
-        timeouts: per pooled reward with a deadline: calls past it.
-        remote: per remote reward: its counts, and answers for the other ranks.
-        started, early: calls of pooled and remote rewards; those that had finished when the last rollout ended.
-    """
-
-    timeouts: dict[str, int] = field(default_factory=dict)
-    remote: dict[str, tuple[Counts, Mapping[str, Verdict]]] = field(default_factory=dict)
-    started: int = 0
-    early: int = 0
-
-    def __iadd__(self, other: ScoringStats) -> ScoringStats:
-        """Sums of both; answers are not kept."""
-        for name, timeouts in other.timeouts.items():
-            self.timeouts[name] = self.timeouts.get(name, 0) + timeouts
-        for name, (counts, _) in other.remote.items():
-            total = self.remote[name][0] if name in self.remote else Counts()
-            total += counts
-            self.remote[name] = (total, {})
-        self.started, self.early = self.started + other.started, self.early + other.early
-        return self
-
-    def metrics(self) -> dict[str, float]:
-        """Timeouts, overlap with generation, and the counts of remote rewards."""
-        metrics = {f"reward_timeouts/{column}": float(count) for column, count in self.timeouts.items()}
-        if self.started:
-            metrics["reward_overlap/share"] = self.early / self.started
-        for column, (counts, _) in self.remote.items():
-            metrics |= counts.metrics(column)
-        return metrics
+    from megatron_rl.data.rollout import Rollout
+    from megatron_rl.data.tokenizer import Tokenizer
 
 
 @dataclass
@@ -73,14 +40,18 @@ class _Scoring:
     Attributes:
         mapping: its sample, as rewards get it.
         row: the columns known so far, before any `condition`.
+        rollout: where rewards per token are computed too.
         futures: running calls by reward.
+        tokens: float32 [response tokens] of each reward per token that is known.
     """
 
     completion: str
     sample: Sample
     mapping: SampleMapping
+    rollout: Rollout | None = None
     row: dict[str, float] = field(default_factory=dict)
     futures: dict[str, Future[Score]] = field(default_factory=dict)
+    tokens: dict[str, np.ndarray] = field(default_factory=dict)
 
     def cancel(self) -> None:
         for future in self.futures.values():
@@ -95,7 +66,7 @@ class Scorer:
         needed: columns the estimator asks for; rewards marked `when_needed` are computed only if they are among them.
 
     Raises:
-        ValueError: a mistake in the section, or a condition on a column that is not computed.
+        ValueError: a mistake in the section, a condition on a column that is not computed, or a needed column per token.
     """
 
     def __init__(self, rewards: Mapping[str, RewardConfig], needed: Collection[str] = ()) -> None:
@@ -104,7 +75,14 @@ class Scorer:
         self._inline = {name: reward for name, reward in self._rewards.items() if isinstance(reward, InlineReward)}
         self._pooled = {name: reward for name, reward in self._rewards.items() if isinstance(reward, PooledReward)}
         self._remote = {name: reward for name, reward in self._rewards.items() if isinstance(reward, RemoteReward)}
-        self._columns = {name: columns_of(name, reward) for name, reward in self._rewards.items()}
+        self.token_weights = {
+            name: self.configs[name].weight for name, reward in self._rewards.items() if reward.per_token
+        }
+        if by_token := sorted(self.token_weights.keys() & set(needed)):
+            raise ValueError(f"rewards.{by_token[0]} has a number per token; the estimator needs one per rollout there")
+        self._columns = {
+            name: () if reward.per_token else columns_of(name, reward) for name, reward in self._rewards.items()
+        }
         self._reward_of = {column: name for name, columns in self._columns.items() for column in columns}
         self._open: dict[Hashable, _Scoring] = {}
         self._stats = ScoringStats()
@@ -112,7 +90,7 @@ class Scorer:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the numbers every rollout gets, in order."""
+        """Names of the numbers every rollout gets, in order; without rewards per token (`token_weights`)."""
         return tuple(self._reward_of)
 
     @property
@@ -129,6 +107,14 @@ class Scorer:
                         reward.check_sample(sample.as_mapping())
                     except ValueError as error:
                         raise ValueError(f"the reward {name!r} cannot score sample {sample.id}: {error}") from error
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """ValueError where a reward does not understand the policy's tokens; names it."""
+        for name, reward in self._rewards.items():
+            try:
+                reward.check_tokenizer(tokenizer)
+            except ValueError as error:
+                raise ValueError(f"rewards.{name}: {error}") from error
 
     def doubts(self, samples: Sequence[Sample]) -> list[str]:
         """Warnings about samples that may be scored wrongly; names rewards and samples. Takes seconds."""
@@ -147,9 +133,10 @@ class Scorer:
         sample: Sample,
         finish_reason: str | None = None,
         num_tokens: int | None = None,
+        rollout: Rollout | None = None,
     ) -> None:
-        """Starts the pooled and remote rewards of a rollout; `score` finds them by the key."""
-        self._open[key] = self._start(completion, sample, finish_reason, num_tokens)
+        """Starts the pooled and remote rewards of a rollout; `score` finds them by the key. Arguments as there."""
+        self._open[key] = self._start(completion, sample, finish_reason, num_tokens, rollout)
 
     def score(
         self,
@@ -158,6 +145,7 @@ class Scorer:
         finish_reasons: Sequence[str] | None = None,
         num_tokens: Sequence[int] | None = None,
         keys: Sequence[Hashable] | None = None,
+        rollouts: Sequence[Rollout] | None = None,
     ) -> list[dict[str, float]]:
         """One dict per rollout: column name to value, in the order of `columns`.
 
@@ -169,18 +157,21 @@ class Scorer:
             finish_reasons: `stop` or `length`; None: all stopped.
             num_tokens: response lengths; needed by rewards on length.
             keys: of rollouts that were started; None: none was.
+            rollouts: whose `token_rewards` are filled in; each one's row then has also the means over its tokens. None: no
+                rewards per token are computed.
 
         Raises:
             RewardError: a reward raised or returned no finite number within its bounds; names column and sample.
         """
         count = len(completions)
-        given = (("samples", samples), ("finish_reasons", finish_reasons), ("num_tokens", num_tokens), ("keys", keys))
+        given: list[tuple[str, Sequence[object] | None]] = [("samples", samples), ("finish_reasons", finish_reasons)]
+        given += [("num_tokens", num_tokens), ("keys", keys), ("rollouts", rollouts)]
         for what, other in given:
             if other is not None and len(other) != count:
                 raise ValueError(f"{len(other)} {what} for {count} completions")
-        rollouts = [self._open.pop(key, None) for key in keys or ()] or [None] * count
+        started = [self._open.pop(key, None) for key in keys or ()] or [None] * count
         self._stats.early += sum(
-            future.done() for scoring in rollouts if scoring for future in scoring.futures.values()
+            future.done() for scoring in started if scoring for future in scoring.futures.values()
         )
         scorings = [
             scoring
@@ -189,8 +180,9 @@ class Scorer:
                 samples[i],
                 finish_reasons[i] if finish_reasons else None,
                 num_tokens[i] if num_tokens else None,
+                rollouts[i] if rollouts else None,
             )
-            for i, scoring in enumerate(rollouts)
+            for i, scoring in enumerate(started)
         ]
         try:
             return self._finish(scorings)
@@ -199,21 +191,55 @@ class Scorer:
                 scoring.cancel()
             raise
 
-    def _start(self, completion: str, sample: Sample, finish_reason: str | None, num_tokens: int | None) -> _Scoring:
-        mapping = _mapping(sample, finish_reason, num_tokens)
-        scoring = _Scoring(completion, sample, mapping)
+    def _start(
+        self,
+        completion: str,
+        sample: Sample,
+        finish_reason: str | None,
+        num_tokens: int | None,
+        rollout: Rollout | None,
+    ) -> _Scoring:
+        scoring = _Scoring(completion, sample, _mapping(sample, finish_reason, num_tokens), rollout)
         for name in self._rewards:
             if not self._applies(name, sample):
-                scoring.row |= dict.fromkeys(self._columns[name], 0.0)
+                self._fill(name, scoring, 0.0)
         for name, reward in (self._pooled | self._remote).items():
-            if not self._applies(name, sample):
-                continue
-            if self._is_gated_out(name, scoring):
-                scoring.row |= dict.fromkeys(self._columns[name], 0.0)
-            else:
-                scoring.futures[name] = reward.submit(completion, mapping)
+            if self._lacks(name, scoring) and self._is_gated_out(name, scoring):
+                self._fill(name, scoring, 0.0)
+            elif self._lacks(name, scoring):
+                scoring.futures[name] = reward.submit(completion, self._mapping_for(name, scoring))
         self._stats.started += len(scoring.futures)
         return scoring
+
+    def _lacks(self, name: str, scoring: _Scoring) -> bool:
+        """Whether a reward is yet to be computed for a rollout."""
+        if name in self.token_weights:
+            return scoring.rollout is not None and name not in scoring.tokens
+        return not scoring.row.keys() >= set(self._columns[name])
+
+    def _fill(self, name: str, scoring: _Scoring, value: float) -> None:
+        """One value in all columns of a reward, and for all tokens."""
+        if name in self.token_weights and scoring.rollout is not None:
+            import numpy as np
+
+            scoring.tokens[name] = np.full(scoring.rollout.length, value, dtype=np.float32)
+        scoring.row |= dict.fromkeys(self._columns[name], value)
+
+    def _take(self, name: str, scoring: _Scoring, score: Score) -> None:
+        """What a reward returned, checked."""
+        if name in self.token_weights:
+            assert scoring.rollout is not None
+            length, sample_id = scoring.rollout.length, scoring.sample.id
+            scoring.tokens[name] = token_scores(name, self._rewards[name], score, length, sample_id)
+        else:
+            scoring.row |= named_scores(name, self._rewards[name], score, scoring.sample.id)
+
+    def _mapping_for(self, name: str, scoring: _Scoring) -> SampleMapping:
+        if name not in self.token_weights or scoring.rollout is None:
+            return scoring.mapping
+        rollout = scoring.rollout
+        tokens = TokenMapping(token_ids=rollout.tokens, loss_mask=rollout.loss_mask, logprobs=rollout.logprobs)
+        return cast(SampleMapping, {**scoring.mapping, **tokens})
 
     def remarks(self, completion: str, sample: Sample, finish_reason: str, num_tokens: int) -> dict[str, list[Remark]]:
         """What rewards say of a scored rollout besides its score, by the reward's name; without those that say nothing."""
@@ -243,7 +269,7 @@ class Scorer:
     def _finish(self, scorings: Sequence[_Scoring]) -> list[dict[str, float]]:
         began = time.monotonic()
         for name in self._inline:
-            self._compute(name, [scoring for scoring in scorings if not scoring.row.keys() >= set(self._columns[name])])
+            self._compute(name, [scoring for scoring in scorings if self._lacks(name, scoring)])
         for name, reward in self._remote.items():  # waits for each no longer than its `step_seconds`
             futures = [scoring.futures[name] for scoring in scorings if name in scoring.futures]
             left = began + reward.rules.step_seconds - time.monotonic()
@@ -251,8 +277,8 @@ class Scorer:
                 reward.expire()
         for scoring in scorings:
             for name, future in scoring.futures.items():
-                scoring.row |= self._result(name, future, scoring.sample)
-        return [self._conditioned(scoring.row) for scoring in scorings]
+                self._await(name, future, scoring)
+        return [self._conditioned(scoring) for scoring in scorings]
 
     def _compute(self, name: str, scorings: Sequence[_Scoring]) -> None:
         """Fills in the columns of an inline reward."""
@@ -260,40 +286,57 @@ class Scorer:
             return
         reward = self._inline[name]
         with self._naming(name, scorings[0].sample):
-            scores = reward.scores([one.completion for one in scorings], [one.mapping for one in scorings])
+            mappings = [self._mapping_for(name, one) for one in scorings]
+            scores = reward.scores([one.completion for one in scorings], mappings)
         for one in scorings:
             with self._naming(name, one.sample):
                 score = next(scores)
-            one.row |= named_scores(name, reward, score, one.sample.id)
+            self._take(name, one, score)
 
-    def _result(self, name: str, future: Future[Score], sample: Sample) -> dict[str, float]:
-        """The columns of a pooled or remote reward; NaN where its call was late."""
-        with self._naming(name, sample):
+    def _await(self, name: str, future: Future[Score], scoring: _Scoring) -> None:
+        """Fills in the columns of a pooled or remote reward; NaN where its call was late."""
+        with self._naming(name, scoring.sample):
             try:
                 score = future.result()
             except CallTimeout:
                 self._pooled[name].late += 1
-                return dict.fromkeys(self._columns[name], math.nan)
-        return named_scores(name, self._rewards[name], score, sample.id)
+                self._fill(name, scoring, math.nan)
+                return
+        self._take(name, scoring, score)
 
     def _applies(self, name: str, sample: Sample) -> bool:
         tasks = self.configs[name].tasks
         return tasks is None or sample.task in tasks
 
-    def _conditioned(self, raw: Mapping[str, float]) -> dict[str, float]:
+    def _conditioned(self, scoring: _Scoring) -> dict[str, float]:
+        raw = scoring.row
         row = {column: raw[column] for column in self._reward_of}
         for name, config in self.configs.items():
             if config.condition is not None:
+                gate = raw[config.condition.column], config.condition.at_least
                 for column in self._columns[name]:
-                    row[column] = condition_reward(raw[column], raw[config.condition.column], config.condition.at_least)
-        return row
+                    row[column] = condition_reward(raw[column], *gate)
+                if name in scoring.tokens:
+                    scoring.tokens[name] *= condition_reward(1.0, *gate)
+        return row | self._token_means(scoring)
+
+    def _token_means(self, scoring: _Scoring) -> dict[str, float]:
+        """Fills in the rollout's token rewards. Returns each one's mean: NaN without a value, 0 without tokens."""
+        if scoring.rollout is None or not self.token_weights:
+            return {}
+        import numpy as np
+
+        scoring.rollout.token_rewards = np.stack([scoring.tokens[name] for name in self.token_weights], axis=1)
+        return {
+            name: float(scoring.tokens[name].mean()) if scoring.rollout.length else 0.0 for name in self.token_weights
+        }
 
     @contextlib.contextmanager
     def _naming(self, name: str, sample: Sample) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            text = f"{type(error).__name__}: {error}{_place(error)}"
+            text = f"{type(error).__name__}: {error}{place_of(error)}"
             if isinstance(error, KeyError):
                 text += f"; the sample's metadata has {', '.join(sample.metadata) or 'no keys'}"
             raise RewardError(f"the reward {name!r} failed on sample {sample.id}: {text}") from error
@@ -341,52 +384,3 @@ def _mapping(sample: Sample, finish_reason: str | None, num_tokens: int | None) 
     if num_tokens is not None:
         mapping["num_tokens"] = num_tokens
     return mapping
-
-
-def condition_reward(value: float, gate: float, threshold: float) -> float:
-    """`value` where the gate reaches the threshold, else 0 (GDPO, Eq. 8). Both are raw rewards, before any weight.
-
-    NaN where the gate has no value.
-    """
-    if math.isnan(gate):
-        return math.nan
-    return value if gate >= threshold else 0.0
-
-
-def named_scores(name: str, reward: Reward, score: Score, sample_id: str) -> dict[str, float]:
-    """A reward's result by column; NaN where it abstains. RewardError where it does not return what it declares.
-
-    Every value of every kind of reward comes through here, whoever computed it: this is where it is compared with the
-    reward's bounds.
-    """
-    if score is None and reward.may_abstain:
-        return dict.fromkeys(columns_of(name, reward), math.nan)
-    parts = reward.columns
-    named: dict[str, Any] = {name: score}
-    if isinstance(score, Mapping):
-        named = {f"{name}.{part}": value for part, value in score.items()}
-    if isinstance(score, Mapping) != (parts is not None) or set(named) != set(columns_of(name, reward)):
-        declared = "one number" if parts is None else f"the parts {list(parts)} in its attribute `columns`"
-        returned = list(score) if isinstance(score, Mapping) else repr(score)
-        raise RewardError(f"the reward {name!r} returns {returned} on sample {sample_id}, but it declares {declared}")
-    for column, value in named.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise RewardError(f"the reward {column!r} is {value!r} on sample {sample_id}, not a finite number")
-        low, high = reward.bounds
-        if not low - _ROUNDING <= float(value) <= high + _ROUNDING:
-            raise RewardError(
-                f"the reward {column!r} is {value!r} on sample {sample_id}, outside its bounds [{low:g}, {high:g}]"
-            )
-    return {column: float(value) for column, value in named.items()}
-
-
-def _place(error: Exception) -> str:
-    """File and line of a user's own code where it raised; nothing where that is this package's, or a library's."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
-def _is_users(file: str) -> bool:
-    path = Path(file)
-    libraries = path.is_relative_to(_STANDARD_LIBRARY) or "site-packages" in path.parts
-    return path.is_file() and not libraries and not path.is_relative_to(_PACKAGE)

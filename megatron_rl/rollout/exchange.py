@@ -19,8 +19,12 @@ import torch.distributed as dist
 from megatron_rl.data.rollout import Rollout, Rollouts, Segment
 from megatron_rl.runtime.distributed import ProcessGrid
 
-# Id, log-prob, whether it was sampled; prompts stay where they are: every rank has them. Experts go with all tokens.
+# Id, log-prob, author; prompts stay where they are: every rank has them. Sampled tokens have rewards too, all tokens experts.
 BYTES_PER_TOKEN = 9
+_BYTES_PER_REWARD = 4
+_AUTHORS = np.iinfo(
+    np.uint8
+).max  # 0: not sampled; 1: by the oldest weights that drew a part of the rollout; 2: one step newer
 _ALIGNMENT = 4  # bytes, of a rollout in a message
 Need = tuple[Sequence[int], Sequence[int]]
 """Ranks, and the rows that each of them needs."""
@@ -99,7 +103,8 @@ def sizes_of(rollouts: Rollouts) -> np.ndarray:
     """int64 [rows]: bytes of each that are exchanged."""
     tokens = rollouts.facts["num_tokens"].astype(np.int64)
     of_experts = 0 if rollouts.experts is None else rollouts.experts.itemsize
-    sizes = BYTES_PER_TOKEN * (tokens - rollouts.prompt_lengths) + of_experts * tokens
+    of_rewards = _BYTES_PER_REWARD * len(rollouts.token_weights) * rollouts.facts["length"].astype(np.int64)
+    sizes = BYTES_PER_TOKEN * (tokens - rollouts.prompt_lengths) + of_rewards + of_experts * tokens
     return -(-sizes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -114,43 +119,64 @@ def _buffers(messages: Sequence[np.ndarray]) -> list[_Buffer]:
 
 def flatten(rollouts: Rollouts, row: int, flat: np.ndarray) -> None:
     """Writes what follows the prompt of a rollout held here: ids int32, log-probs float32 (0 where a token was not sampled),
-    which were sampled; then experts, if any, of all tokens."""
+    token rewards float32, authors uint8 (`_AUTHORS`); then experts, if any, of all tokens.
+
+    Raises:
+        ExchangeError: its oldest and newest weights are more optimizer steps apart than an author can say.
+    """
     rollout = rollouts.held[row]
-    segments = rollout.segments[1:]
-    ids, log_probs, sampled, of_experts = _views(flat, sum(len(segment.ids) for segment in segments))
+    segments, oldest = rollout.segments[1:], rollout.version
+    parts = _views(rollouts, row, flat)
     end = 0
     for segment in segments:
         begin, end = end, end + len(segment.ids)
-        ids[begin:end] = segment.ids
-        log_probs[begin:end] = 0 if segment.logprobs is None else segment.logprobs
-        sampled[begin:end] = segment.logprobs is not None
+        author = 0 if segment.logprobs is None else 1 + segment.version - oldest
+        if author > _AUTHORS:
+            raise ExchangeError(
+                f"weights of {author} successive versions drew rollout {rollout.index} of {rollout.sample_id}"
+            )
+        parts.ids[begin:end] = segment.ids
+        parts.log_probs[begin:end] = 0 if segment.logprobs is None else segment.logprobs
+        parts.authors[begin:end] = author
+    if rollouts.token_weights:
+        parts.rewards[:] = rollout.token_rewards
     if rollouts.experts is not None:
         assert rollout.experts is not None
-        of_experts[: rollout.experts.nbytes] = rollout.experts.reshape(-1).view(np.uint8)
+        parts.experts[: rollout.experts.nbytes] = rollout.experts.reshape(-1).view(np.uint8)
 
 
 def unflatten(rollouts: Rollouts, row: int, flat: np.ndarray) -> Rollout:
     """Undoes `flatten`, by the facts about the rollout. Neighbouring segments of one author become one."""
-    sample, version = rollouts.sample(row), int(rollouts.facts["version"][row])
-    total = int(rollouts.facts["num_tokens"][row])
-    size = total - len(sample.prompt_ids)
-    ids, log_probs, sampled, of_experts = _views(flat, size)
+    sample, oldest = rollouts.sample(row), int(rollouts.facts["version"][row])
+    parts = _views(rollouts, row, flat)
     segments = [Segment(np.asarray(sample.prompt_ids, dtype=np.int64))]
-    cuts = 1 + np.flatnonzero(sampled[1:] != sampled[:-1])
-    for begin, end in itertools.pairwise([0, *cuts.tolist(), size]):
-        drawn = bool(sampled[begin:end].all())
-        segments.append(Segment(ids[begin:end], log_probs[begin:end] if drawn else None, version))
+    cuts = 1 + np.flatnonzero(parts.authors[1:] != parts.authors[:-1])
+    for begin, end in itertools.pairwise([0, *cuts.tolist(), len(parts.authors)]):
+        author = int(parts.authors[begin]) if end else 1  # an empty response was drawn
+        log_probs, version = (parts.log_probs[begin:end], oldest + author - 1) if author else (None, 0)
+        segments.append(Segment(parts.ids[begin:end], log_probs, version))
     experts = None
     if rollouts.experts is not None:
-        experts = np.frombuffer(of_experts, rollouts.experts, total)
-    return Rollout(sample.id, row % rollouts.count, segments, rollouts.finish_reason(row), experts)
+        experts = np.frombuffer(parts.experts, rollouts.experts, int(rollouts.facts["num_tokens"][row]))
+    rewards = parts.rewards if rollouts.token_weights else None
+    reason = rollouts.finish_reason(row)
+    return Rollout(sample.id, row % rollouts.count, segments, reason, experts, token_rewards=rewards)
 
 
-def _views(flat: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, log-probs and mask of so many tokens within the bytes, and the bytes behind them."""
-    return (
-        flat[: 4 * tokens].view(np.int32),
-        flat[4 * tokens : 8 * tokens].view(np.float32),
-        flat[8 * tokens : 9 * tokens].view(bool),
-        flat[9 * tokens :],
-    )
+class _Parts(NamedTuple):
+    """Views of a rollout's bytes."""
+
+    ids: np.ndarray
+    log_probs: np.ndarray
+    rewards: np.ndarray  # [sampled tokens, columns]
+    authors: np.ndarray
+    experts: np.ndarray  # uint8: their bytes, and what aligns the next rollout
+
+
+def _views(rollouts: Rollouts, row: int, flat: np.ndarray) -> _Parts:
+    tokens = int(rollouts.facts["num_tokens"][row]) - len(rollouts.sample(row).prompt_ids)
+    columns = len(rollouts.token_weights)
+    ends = np.cumsum([4 * tokens, 4 * tokens, _BYTES_PER_REWARD * columns * int(rollouts.facts["length"][row]), tokens])
+    ids, log_probs, rewards, authors, experts = np.split(flat, ends)
+    rewards = rewards.view(np.float32).reshape(-1, columns) if columns else np.zeros((0, 0), dtype=np.float32)
+    return _Parts(ids.view(np.int32), log_probs.view(np.float32), rewards, authors, experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -106,7 +107,7 @@ class Learner:
         own: dict[int, float] = {}
         with self.timer("ref_log_prob"):
             rows = np.arange(len(rollouts))
-            received = self._receive(rollouts, rows, [rows.tolist()])
+            received = self._receive(replace(rollouts, token_weights={}), rows, [rows.tolist()])
             micro_batches = self.actor.micro_batches(
                 TokenBatch.of(
                     rollouts.facts["num_tokens"].tolist(), received, {row: rollouts.sample(row) for row in received}

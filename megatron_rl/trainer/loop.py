@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.trainer.evaluate import evaluate
-from megatron_rl.trainer.metrics import response_metrics, reward_metrics, throughput
+from megatron_rl.trainer.metrics import response_metrics, reward_metrics, throughput, token_reward_metrics
 from megatron_rl.trainer.record import TokenLog, record_step
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.sft import warm_up
@@ -89,8 +89,9 @@ def step(run: Run) -> None:
     run.state = replace(run.state, step=number, position=position)
 
     seconds = run.timer.take()
-    metrics = estimate.metrics | reward_metrics(table) | response_metrics(rollouts) | learned
-    metrics |= run.checkpoints.metrics() | (difference.metrics() if difference is not None else {})
+    metrics = estimate.metrics | reward_metrics(table, rollouts) | response_metrics(rollouts) | learned
+    metrics |= token_reward_metrics(rollouts, config.rewards) | run.checkpoints.metrics()
+    metrics |= difference.metrics() if difference is not None else {}
     metrics |= throughput(rollouts, seconds) | seconds
     if (config.trainer.eval_every and number % config.trainer.eval_every == 0) or number == config.trainer.steps:
         metrics |= evaluate(sampler, run.report, number)

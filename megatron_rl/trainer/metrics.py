@@ -7,15 +7,40 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.data.rollout import Rollouts
 
 
-def reward_metrics(table: RewardTable) -> dict[str, float]:
-    """`reward/mean` and `reward/std` of the weighted sum of all columns, over all rollouts; see `RewardTable.filled`."""
-    total = sum(table.weight(name) * table.filled[:, :, i] for i, name in enumerate(table.names))
+def reward_metrics(table: RewardTable, rollouts: Rollouts) -> dict[str, float]:
+    """`reward/mean` and `reward/std` of the weighted sum of all columns, over all rollouts; see `RewardTable.filled`. Of a
+    reward per token the mean over the rollout counts."""
+    by_token = np.nan_to_num(rollouts.rewards[:, len(table.names) :]).reshape(*table.mask.shape, -1)
+    columns = [*table.filled.unbind(2), *torch.from_numpy(by_token).unbind(2)]
+    weights = [*map(table.weight, table.names), *rollouts.token_weights.values()]
+    total = sum(weight * column for weight, column in zip(weights, columns, strict=True))
     assert isinstance(total, torch.Tensor)
     return {"reward/mean": float(total.mean()), "reward/std": float(total.std(correction=0))}
+
+
+def token_reward_metrics(rollouts: Rollouts, rewards: Mapping[str, RewardConfig]) -> dict[str, float]:
+    """Means of rewards per token over the response tokens that they scored; and the reverse KL, all teachers' mean with the
+    other sign."""
+    metrics, teachers = dict[str, float](), list[tuple[float, float]]()
+    lengths = rollouts.facts["length"].astype(np.float64)
+    tasks = [sample.task for sample in rollouts.samples for _ in range(rollouts.count)]
+    for name in rollouts.token_weights:
+        means, only = rollouts.rewards[:, rollouts.columns.index(name)], rewards[name].tasks
+        scored = ~np.isnan(means) & np.array([only is None or task in only for task in tasks])
+        total, tokens = float((means[scored] * lengths[scored]).sum()), float(lengths[scored].sum())
+        if tokens:
+            metrics[f"reward/{name}"] = total / tokens
+            teachers += [(total, tokens)] if rewards[name].reward == "teacher" else []
+    if teachers:
+        metrics["distillation/reverse_kl"] = -sum(total for total, _ in teachers) / sum(
+            tokens for _, tokens in teachers
+        )
+    return metrics
 
 
 def response_metrics(rollouts: Rollouts) -> dict[str, float]:

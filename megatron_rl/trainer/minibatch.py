@@ -56,17 +56,26 @@ def train_batch(
             rollouts.facts["num_tokens"][rows].tolist(), known, {i: rollouts.sample(int(rows[i])) for i in known}
         ),
         rollout_logprobs={i: rollout.logprobs for i, rollout in known.items()},
-        advantages={i: _token_advantages(algorithm, advantages[i], rollout) for i, rollout in known.items()},
+        advantages={
+            i: _token_advantages(algorithm, advantages[i], rollout, rollouts.token_weights)
+            for i, rollout in known.items()
+        },
         group=rows // estimate.train.shape[1],
-        by_token=algorithm.estimator.has_token_part,
+        by_token=algorithm.estimator.has_token_part or bool(rollouts.token_weights),
     )
 
 
-def _token_advantages(algorithm: Algorithm, advantage: np.float32, rollout: Rollout) -> np.ndarray:
+def _token_advantages(
+    algorithm: Algorithm, advantage: np.float32, rollout: Rollout, weights: Mapping[str, float]
+) -> np.ndarray:
     """float32 [sampled tokens]: the rollout's advantage on all of its tokens, or what the method's token part makes of it."""
-    if not algorithm.estimator.has_token_part:
+    if not weights and not algorithm.estimator.has_token_part:
         return np.full(rollout.length, advantage)
-    tokens = RolloutTokens(float(advantage), torch.zeros(rollout.length, 0), torch.zeros(0))
+    values = torch.zeros(rollout.length, 0)
+    if weights:
+        assert rollout.token_rewards is not None  # of the rank that scored it
+        values = torch.from_numpy(np.nan_to_num(rollout.token_rewards))
+    tokens = RolloutTokens(float(advantage), values, torch.tensor([*weights.values()]), tuple(weights))
     return algorithm.estimator.token_advantages(tokens).numpy()
 
 

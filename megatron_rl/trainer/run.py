@@ -141,6 +141,8 @@ def build_run(
         set_steps(config.reward_model, len(pairs.train))
     algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
     scorer = Scorer(config.rewards, algorithm.estimator.needs.columns)
+    if command == "train":
+        scorer.check_tokenizer(tokenizer)
     for samples in ([prompts.train] if command == "train" else []) + list(prompts.eval.values()):
         scorer.check(samples)
         if grid.is_main:

@@ -122,7 +122,7 @@ class Sampler:
             taken = accepted.samples if accepted else []
             samples = _distinct([self.prompts.train[i] for i in self.order.take(position, needed)], taken)
             position += needed
-            drawn = self._scored_rollouts(samples, group_size, sampling, step)
+            drawn = self._scored_rollouts(samples, group_size, sampling, step, by_token=True)
             self._counters["rollouts/sampled"] = self._counters.get("rollouts/sampled", 0) + len(drawn)
             if not rounds:
                 return drawn, position
@@ -139,11 +139,13 @@ class Sampler:
         """One scored greedy rollout per sample (ReMax's baseline)."""
         return self._scored_rollouts(samples, 1, Sampling(0.0, 1.0, self.config.rollout.max_tokens), step)
 
-    def _scored_rollouts(self, samples: Sequence[Sample], count: int, sampling: Sampling, step: int) -> Rollouts:
+    def _scored_rollouts(
+        self, samples: Sequence[Sample], count: int, sampling: Sampling, step: int, by_token: bool = False
+    ) -> Rollouts:
         with self.timer("generate"):
-            rollouts = self.generate(samples, count, sampling, step)
+            rollouts = self.generate(samples, count, sampling, step, by_token=by_token)
         with self.timer("reward"):
-            self.score(rollouts)
+            self.score(rollouts, by_token)
         return rollouts
 
     def generate(
@@ -155,6 +157,7 @@ class Sampler:
         already_drawn: Mapping[tuple[str, int], Rollout] | None = None,
         on_drawn: Callable[[Rollout], None] | None = None,
         on_failed: Callable[[Failure], None] | None = None,
+        by_token: bool = False,
     ) -> Rollouts:
         """`count` rollouts per sample; those of this rank's engine decoded.
 
@@ -164,9 +167,10 @@ class Sampler:
             already_drawn: rollouts that are not drawn again, by sample id and index; the same on every rank.
             on_drawn: called with each newly drawn rollout of this rank's engine.
             on_failed: as for `generate`.
+            by_token: rewards per token start too.
         """
         HEARTBEAT.samples = [sample.id for sample in samples]
-        start_scoring = self._scoring_starter(samples)
+        start_scoring = self._scoring_starter(samples, by_token)
 
         def on_finished(rollout: Rollout) -> None:
             start_scoring(rollout)
@@ -190,7 +194,7 @@ class Sampler:
         return rollouts
 
     # --------------------------------------------------------------------------------------------------------- scoring
-    def _scoring_starter(self, samples: Sequence[Sample]) -> Callable[[Rollout], None]:
+    def _scoring_starter(self, samples: Sequence[Sample], by_token: bool) -> Callable[[Rollout], None]:
         """Starts the slow rewards of a rollout that has ended, where a reward is slow."""
         if not self.scorer.starts_early:
             return lambda rollout: None
@@ -200,7 +204,8 @@ class Sampler:
             decode(self.tokenizer, [rollout])
             if self._scores(rollout):
                 key, sample = (rollout.sample_id, rollout.index), by_id[rollout.sample_id]
-                self.scorer.start(key, rollout.text, sample, rollout.finish_reason, rollout.length)
+                drawn = rollout if by_token else None
+                self.scorer.start(key, rollout.text, sample, rollout.finish_reason, rollout.length, drawn)
 
         return start
 
@@ -210,8 +215,12 @@ class Sampler:
         text = f"{rollout.sample_id}/{rollout.text}".encode(errors="replace")
         return zlib.crc32(text) % engine.size == engine.rank
 
-    def score(self, rollouts: Rollouts) -> None:
-        """Fills in the rewards of all rollouts on every rank. The ranks of an engine share the scoring of what it drew."""
+    def score(self, rollouts: Rollouts, by_token: bool = False) -> None:
+        """Fills in the rewards of all rollouts on every rank. The ranks of an engine share the scoring of what it drew.
+
+        `by_token`: the rewards per token as well, on the rank that scored a rollout, which then hands it out, with means as
+        further columns. Where tokens have rewards they were drawn in training: greedy decoding and evaluations have none.
+        """
         share = [(row, rollout) for row, rollout in sorted(rollouts.held.items()) if self._scores(rollout)]
         HEARTBEAT.samples = [rollout.sample_id for _, rollout in share]
         rewards = self.scorer.score(
@@ -220,12 +229,16 @@ class Sampler:
             [rollout.finish_reason for _, rollout in share],
             [rollout.length for _, rollout in share],
             [(rollout.sample_id, rollout.index) for _, rollout in share],
+            [rollout for _, rollout in share] if by_token else None,
         )
-        columns = self.scorer.columns
+        rollouts.token_weights = self.scorer.token_weights if by_token else {}
+        columns = (*self.scorer.columns, *rollouts.token_weights)
         dtype = np.dtype([("row", "<i4"), ("rewards", "<f8", (len(columns),))])
         scored = [(row, tuple(values.values())) for (row, _), values in zip(share, rewards, strict=True)]
         parts = self.grid.all_gather_bytes(np.array(scored, dtype=dtype).tobytes())
         everything = np.frombuffer(b"".join(parts), dtype=dtype)
+        for rank, part in enumerate(parts if rollouts.token_weights else ()):
+            rollouts.facts["source"][np.frombuffer(part, dtype=dtype)["row"]] = rank
         rollouts.columns, rollouts.rewards = columns, np.full((len(rollouts), len(columns)), np.nan)
         rollouts.rewards[everything["row"]] = everything["rewards"]
         stats = self.scorer.take_stats()
@@ -242,8 +255,8 @@ class Sampler:
 
     def reward_table(self, rollouts: Rollouts, greedy: Rollouts | None = None) -> RewardTable:
         """A step's rewards, [prompts, group size, columns]; float64. `greedy`: one scored greedy rollout per sample."""
-        n, m, names = len(rollouts.samples), rollouts.count, rollouts.columns
-        values = torch.from_numpy(rollouts.rewards).view(n, m, -1)
+        n, m, names = len(rollouts.samples), rollouts.count, self.scorer.columns
+        values = torch.from_numpy(rollouts.rewards[:, : len(names)]).view(n, m, len(names))
         scored = ~values.isnan()
         weights = {column: config.weight for column, config in self.scorer.configs.items()}
         table = RewardTable(
@@ -252,6 +265,7 @@ class Sampler:
             weights={name: weights[name.partition(".")[0]] for name in names},
             lengths=torch.from_numpy(rollouts.facts["length"].astype(np.float64)).view(n, m),
             scored=None if scored.all() else scored,
+            has_token_rewards=any(rollouts.token_weights.values()),
         )
         if greedy is not None:
             drawn = torch.from_numpy(greedy.rewards)  # one that was not scored: as if it were its prompt's average

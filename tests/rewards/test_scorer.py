@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.schema import ConditionConfig, RewardConfig
+from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
 from megatron_rl.rewards import RewardError, Scorer, kinds
 from megatron_rl.rewards.remote import Counts
-from megatron_rl.rewards.scorer import ScoringStats
+from megatron_rl.rewards.results import ScoringStats
 from megatron_rl.runtime.calls import CallPool
 
 from .chat_server import serving
@@ -54,6 +55,19 @@ def good():
 
 def text():
     return lambda completion, sample: completion[0]
+
+def surprise():
+    def score(completion, sample):
+        assert sample["token_ids"][sample["loss_mask"]].size == sample["logprobs"].size
+        return None if completion == "silent" else [1.0] if completion == "short" else -sample["logprobs"]
+    score.per_token, score.may_abstain = True, True
+    return score
+
+def per_prompt():
+    def score(completion, sample):
+        return [1.0] * (len(completion) if completion == "short" else sample["num_tokens"])
+    score.per_token = score.concurrent = True
+    return score
 
 def forgets():
     return lambda completion, sample: None
@@ -118,6 +132,50 @@ def test_some_started_and_some_not(own: str) -> None:
     scorer.start(1, "abc", sample(1))
     rows = scorer.score(["ab", "abc", "abcd"], [sample(i) for i in range(3)], keys=[0, 1, 2])
     assert [row["slow"] for row in rows] == [2, 3, 4]
+
+
+def drawn(index: int, logprobs: list[float]) -> Rollout:
+    return Rollout.single_turn(sample(index), 0, range(len(logprobs)), "stop", logprobs)
+
+
+def test_a_reward_per_token_scores_the_rollouts_of_training_and_no_others(own: str) -> None:
+    rewards = {
+        "good": RewardConfig(reward=f"{own}:good"),
+        "gated": RewardConfig(
+            reward=f"{own}:per_prompt", weight=0.5, condition=ConditionConfig(column="good", at_least=1)
+        ),
+        "surprise": RewardConfig(reward=f"{own}:surprise", weight=2.0, tasks=["t"]),
+    }
+    scorer = Scorer(rewards)
+    assert (scorer.columns, scorer.token_weights) == (("good",), {"gated": 0.5, "surprise": 2.0})
+    texts, samples = ["good", "bad", "silent", "good"], [sample(0), sample(1), sample(2), sample(3, "other")]
+    rollouts = [drawn(0, [-1.0, -2.0]), drawn(1, [-4.0]), drawn(2, [-1.0]), drawn(3, [-1.0, -1.0])]
+    scorer.start(1, texts[0], samples[0], "stop", 2, rollouts[0])
+    rows = scorer.score(texts, samples, ["stop"] * 4, [2, 1, 1, 2], [1, 2, 3, 4], rollouts)
+    assert rows[0] == {"good": 1.0, "gated": 1.0, "surprise": 1.5}
+    assert rows[1] == {"good": 0.0, "gated": 0.0, "surprise": 4.0}
+    assert math.isnan(rows[2]["surprise"])
+    assert rows[3]["surprise"] == 0.0, "it is not of this task"
+    token_rewards = [rollout.token_rewards.tolist() for rollout in rollouts if rollout.token_rewards is not None]
+    assert token_rewards[:2] == [[[1.0, 1.0], [1.0, 2.0]], [[0.0, 4.0]]]
+    assert token_rewards[3] == [[1.0, 0.0], [1.0, 0.0]]
+    assert scorer.score(texts, samples) == [{"good": value} for value in (1.0, 0.0, 0.0, 1.0)]
+
+
+@pytest.mark.parametrize("reward", ["surprise", "per_prompt"])
+def test_a_reward_per_token_returns_a_number_for_each(own: str, reward: str) -> None:
+    scorer = Scorer({"dense": RewardConfig(reward=f"{own}:{reward}")})
+    with pytest.raises(RewardError, match=r"'dense' .*sample t/0.* 2 response tokens"):
+        scorer.score(["short"], [sample()], ["stop"], [2], rollouts=[drawn(0, [-1.0, -1.0])])
+
+
+def test_a_reward_per_token_is_no_gate_and_no_column_of_an_estimator(own: str) -> None:
+    dense = RewardConfig(reward=f"{own}:surprise")
+    gated = RewardConfig(reward=f"{own}:good", condition=ConditionConfig(column="dense", at_least=0))
+    with pytest.raises(ValueError, match="'dense' has one number per token; a condition needs one per rollout"):
+        Scorer({"dense": dense, "gated": gated})
+    with pytest.raises(ValueError, match=r"rewards\.dense has a number per token; the estimator needs one per rollout"):
+        Scorer({"dense": dense}, ["dense"])
 
 
 def test_a_missing_score_is_nan_and_a_gate_without_value_decides_nothing(own: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,19 +31,26 @@ def kind_of_experts(seed: int) -> np.dtype | None:
     return None if seed % 2 == 0 else np.dtype(((np.uint8, np.uint16)[seed // 2 % 2], (2, 3)))
 
 
+def token_weights(seed: int) -> dict[str, float]:
+    """Of every third seed two columns."""
+    return {"teacher": 1.0, "process": 0.5} if seed % 3 == 0 else {}
+
+
 def whole(seed: int, sample: Sample, index: int) -> Rollout:
-    """A rollout of one or several turns; tokens and log-probs are random."""
+    """A rollout of one or several turns, of two versions of the weights; tokens and log-probs are random."""
     rng = np.random.default_rng([seed, int(sample.id), index])
     segments = [Segment(np.array(sample.prompt_ids))]
     for turn in range(rng.integers(1, 4)):
         size = int(rng.integers(turn == 0, 9))
-        if turn and size:  # what a tool said
+        if turn and size and rng.integers(2):  # what a tool said
             segments.append(Segment(rng.integers(0, 99, 2)))
-        segments.append(Segment(rng.integers(0, 99, size), rng.normal(size=size).astype(np.float32), version=seed))
+        segments.append(Segment(rng.integers(0, 99, size), rng.normal(size=size).astype(np.float32), seed + turn % 2))
     rollout = Rollout(sample.id, index, segments, "length" if rng.integers(2) else "stop")
     kind = kind_of_experts(seed)
     if kind is not None:
         rollout.experts = rng.integers(0, 99, (rollout.num_tokens, *kind.shape)).astype(kind.base)
+    if columns := len(token_weights(seed)):
+        rollout.token_rewards = rng.normal(size=(rollout.length, columns)).astype(np.float32)
     return rollout
 
 
@@ -57,7 +65,10 @@ def rollouts_of(seed: int, prompts: int, rank: int, world: int, size: int) -> tu
         truncated = rollout.finish_reason == "length"
         facts[row] = (row, rollout.num_tokens, rollout.length, truncated, rollout.version, first + row % size)
     held = {row: drawn for row, drawn in everything.items() if row // COUNT % engines == rank // size}
-    return Rollouts(samples, COUNT, facts, held, kind_of_experts(seed)), everything
+    for row in held:
+        if facts["source"][row] != rank:  # another rank of the engine has scored it
+            held[row] = replace(held[row], token_rewards=None)
+    return Rollouts(samples, COUNT, facts, held, kind_of_experts(seed), token_weights=token_weights(seed)), everything
 
 
 def in_world(rank: int, folder: str, world: int, seconds: float, work: Callable[[ProcessGrid, Path], None]) -> None:
@@ -65,6 +76,12 @@ def in_world(rank: int, folder: str, world: int, seconds: float, work: Callable[
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)
     grid = ProcessGrid(**{**vars(ALONE), "rank": rank, "world": world, "host_group": dist.group.WORLD})
     work(grid, Path(folder))
+
+
+def versions_of(rollout: Rollout) -> np.ndarray:
+    """Of the weights that drew each sampled token."""
+    drawn = [segment for segment in rollout.segments if segment.logprobs is not None]
+    return np.repeat([segment.version for segment in drawn], [len(segment.ids) for segment in drawn])
 
 
 def every_layout(grid: ProcessGrid, folder: Path) -> None:
@@ -87,6 +104,11 @@ def every_layout(grid: ProcessGrid, folder: Path) -> None:
             np.testing.assert_array_equal(rollout.tokens, there.tokens)
             np.testing.assert_array_equal(rollout.loss_mask, there.loss_mask)
             np.testing.assert_array_equal(rollout.logprobs, there.logprobs)
+            np.testing.assert_array_equal(versions_of(rollout), versions_of(there))
+            if there.token_rewards is None:
+                assert rollout.token_rewards is None
+            else:
+                np.testing.assert_array_equal(rollout.token_rewards, there.token_rewards, strict=True)
             if there.experts is None:
                 assert rollout.experts is None
             else:
@@ -113,7 +135,7 @@ def bytes_of_worlds(grid: ProcessGrid, folder: Path) -> None:
     for world in (1, 2, 4):
         group = dist.new_group(list(range(world)))
         if grid.rank < world:
-            rollouts, _ = rollouts_of(0, 4 * world, grid.rank, world, 1)
+            rollouts, _ = rollouts_of(2, 4 * world, grid.rank, world, 1)
             rows = np.random.default_rng(world).permutation(len(rollouts)).reshape(world, -1)
             moved.update(isend=0, irecv=0)
             part = ProcessGrid(**{**vars(grid), "world": world, "host_group": group})

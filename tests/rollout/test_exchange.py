@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_rl.rollout.exchange import flatten, sizes_of, unflatten
+from megatron_rl.rollout.exchange import ExchangeError, flatten, sizes_of, unflatten
 from tests import ranks
 
 from . import exchanging
@@ -19,7 +20,7 @@ def test_every_rank_gets_what_it_needs_and_no_more_bytes_in_a_larger_world(tmp_p
 
 def test_what_travels_of_a_rollout_is_its_own_whatever_lay_in_the_memory() -> None:
     """Ids, log-probs (0 of tokens that were not sampled) and marks of what follows the prompt, at their places."""
-    rollouts, _ = exchanging.rollouts_of(0, 8, 0, 1, 1)
+    rollouts, _ = exchanging.rollouts_of(2, 8, 0, 1, 1)
     sizes = sizes_of(rollouts)
     several = [row for row, rollout in rollouts.held.items() if len(rollout.segments) > 2]
     assert several
@@ -34,6 +35,18 @@ def test_what_travels_of_a_rollout_is_its_own_whatever_lay_in_the_memory() -> No
         np.testing.assert_array_equal(flats[1][4 * size : 8 * size].view(np.float32), log_probs.astype(np.float32))
         again = unflatten(rollouts, row, flats[1])
         np.testing.assert_array_equal(again.tokens, rollouts.held[row].tokens)
+
+
+def test_a_reward_per_token_takes_four_bytes_of_each_response_token_and_versions_none() -> None:
+    rollouts, _ = exchanging.rollouts_of(6, 8, 0, 1, 1)
+    without = replace(rollouts, token_weights={})
+    more = sizes_of(rollouts) - sizes_of(without)
+    assert abs(more - 2 * 4 * rollouts.facts["length"]).max() < 4
+    rollout = next(one for one in rollouts.held.values() if len(one.segments) == 3)
+    rollout.segments[2] = replace(rollout.segments[2], version=rollout.segments[1].version + 255)
+    row = int(rollout.sample_id) * exchanging.COUNT + rollout.index
+    with pytest.raises(ExchangeError, match="256 successive versions"):
+        flatten(rollouts, row, np.zeros(sizes_of(rollouts)[row], dtype=np.uint8))
 
 
 @pytest.mark.parametrize("hangs", [False, True])

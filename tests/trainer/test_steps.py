@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,15 +17,17 @@ from megatron_rl.algorithms import (
     Groups,
     RolloutTokens,
     advantage_estimator,
+    list_advantage_estimators,
     make_advantage_estimator,
     make_algorithm,
 )
-from megatron_rl.config.schema import SupervisedConfig
+from megatron_rl.config.schema import RewardConfig, SupervisedConfig
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.data.rollout import FACTS, Rollout, Rollouts
 from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.statistics import pass_at_k
 from megatron_rl.methods import catalogue
+from megatron_rl.trainer.metrics import reward_metrics, token_reward_metrics
 from megatron_rl.trainer.minibatch import minibatches, train_batch
 from megatron_rl.trainer.state import State
 from megatron_rl.trainer.supervised import train_stage
@@ -94,6 +97,64 @@ def test_a_token_part_sees_each_rollout_that_this_rank_has(monkeypatch):
     batch = train_batch(Rollouts(samples, 2, facts, {}), estimate, {1: rollout}, algorithm)
     assert batch.by_token
     assert {row: values.tolist() for row, values in batch.advantages.items()} == {1: [8.0, 0.0, 0.0]}
+
+
+def rewarded_by_token() -> Rollouts:
+    """Three prompts of two rollouts each: two teachers of a task each, and a number per rollout; one answer is missing."""
+    rng = np.random.default_rng(0)
+    samples = [Sample(f"{task}/{i}", task, "", [1]) for i, task in enumerate(("sums", "sums", "words"))]
+    facts, held = np.zeros(6, dtype=FACTS), dict[int, Rollout]()
+    for row in range(6):
+        size = int(rng.integers(1, 9))
+        held[row] = Rollout.single_turn(samples[row // 2], row % 2, range(size), "stop", rng.normal(size=size))
+        own = row // 2 // 2
+        rewards = np.zeros((size, 2), dtype=np.float32)
+        rewards[:, own] = np.nan if row == 3 else rng.normal(size=size)
+        held[row].token_rewards = rewards
+        facts["length"][row], facts["num_tokens"][row] = size, size + 1
+    rollouts = Rollouts(samples, 2, facts, held, columns=("right", "adder", "poet"))
+    means = [held[row].token_rewards.mean(0) for row in range(6)]
+    rollouts.rewards = np.column_stack([np.arange(6.0), np.array(means, dtype=np.float64)])
+    rollouts.token_weights = {"adder": 1.0, "poet": 2.0}
+    return rollouts
+
+
+def test_rewards_per_token_are_added_to_the_advantage_of_any_method():
+    rollouts, algorithm = rewarded_by_token(), make_algorithm("grpo")
+    table = RewardTable(torch.arange(6.0).view(3, 2, 1), ("right",), has_token_rewards=True)
+    estimate = algorithm.estimate(table)
+    batch = train_batch(rollouts, estimate, rollouts.held, algorithm)
+    assert batch.by_token
+    for row, advantages in batch.advantages.items():
+        tokens = rollouts.held[row].token_rewards
+        added = 0.0 if row == 3 else tokens[:, 0] + 2 * tokens[:, 1]
+        np.testing.assert_allclose(advantages, float(estimate.advantages.flatten()[row]) + added, rtol=1e-6)
+
+
+def test_metrics_of_rewards_per_token_are_means_over_the_tokens_that_were_scored():
+    rollouts = rewarded_by_token()
+    teacher = RewardConfig(reward="teacher")
+    rewards = {"adder": replace(teacher, tasks=["sums"]), "poet": replace(teacher, tasks=["words"])}
+    metrics = token_reward_metrics(rollouts, rewards)
+    tokens = {row: rollout.token_rewards[:, row // 4] for row, rollout in rollouts.held.items() if row != 3}
+    both = np.concatenate([*tokens.values()])
+    assert metrics["reward/adder"] == pytest.approx(np.concatenate([tokens[row] for row in (0, 1, 2)]).mean(), rel=1e-6)
+    assert metrics["reward/poet"] == pytest.approx(np.concatenate([tokens[row] for row in (4, 5)]).mean(), rel=1e-6)
+    assert metrics["distillation/reverse_kl"] == pytest.approx(-both.mean(), rel=1e-6)
+    table = RewardTable(torch.arange(6.0).view(3, 2, 1), ("right",), weights={"right": 0.5})
+    sums = [0.5 * row + (0 if row == 3 else (1 + (row > 3)) * tokens[row].mean()) for row in range(6)]
+    assert reward_metrics(table, rollouts)["reward/mean"] == pytest.approx(np.mean(sums), rel=1e-6)
+
+
+def test_with_rewards_per_token_alone_every_group_trains_and_the_estimators_say_zero():
+    table = RewardTable(torch.zeros(3, 4, 0), (), lengths=torch.ones(3, 4), has_token_rewards=True)
+    for name in list_advantage_estimators():
+        algorithm = make_algorithm({"estimator": {"name": name}, "drop_no_signal_groups": True})
+        if algorithm.estimator.needs.columns or algorithm.estimator.needs.greedy:
+            continue
+        estimate = algorithm.estimate(table)
+        assert estimate.train.all(), name
+        assert not estimate.advantages.any(), name
 
 
 @pytest.mark.parametrize(
