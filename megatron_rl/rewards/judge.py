@@ -225,7 +225,7 @@ def chat_reward(
     def render(completion: str, sample: SampleMapping) -> dict[str, object]:
         return {"model": model, "messages": chat(completion, sample), **extra}
 
-    def read(reply: Reply) -> tuple[float, str]:
+    def read(reply: Reply, asked: Mapping[str, object]) -> tuple[float, str]:
         said = reply_text(reply)
         found = score(said)
         if found is None:

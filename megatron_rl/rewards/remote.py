@@ -105,7 +105,7 @@ class Counts:
 class Verdict:
     """The outcome of one question; `kind` and `reason` say why there is no score. The words are in a file of answers."""
 
-    score: float | None
+    score: Score
     kind: str = ""  # nonsense | expired | budget | failed | refused
     reason: str = ""
     rank: int = 0  # whose file
@@ -115,16 +115,21 @@ class Verdict:
 class RemoteReward(Reward):
     """A reward that is the reply of a server. Safe to use from several threads.
 
+    Attributes:
+        remembers: answers are kept, for equal questions and for a resumed run.
+
     Args:
         urls: base URL, or several of equal servers.
         server: how they are asked.
         rules: what the recipe decides.
         path: what is posted to, below the base URL.
         render: completion and sample to the request's JSON body.
-        read: the reply's JSON to a score and the text to keep; raises Nonsense.
+        read: the reply's JSON, and the request's, to a score and the text to keep; raises Nonsense.
         is_reply: whether a reply's JSON is one that can be read; the request is sent again where it is not.
         bounds: of the scores that `read` gives. The rollouts' have those of `neutral` too, where that is a score.
     """
+
+    remembers = True
 
     def __init__(
         self,
@@ -133,7 +138,7 @@ class RemoteReward(Reward):
         rules: AnswerRules,
         path: str,
         render: Callable[[str, SampleMapping], dict[str, object]],
-        read: Callable[[Reply], tuple[float, str]],
+        read: Callable[[Reply, Mapping[str, Any]], tuple[Score, str]],
         is_reply: Callable[[Reply], bool],
         bounds: Bounds,
     ) -> None:
@@ -164,6 +169,10 @@ class RemoteReward(Reward):
             EndpointError: the rule is `stop`, or the endpoint was never usable.
         """
         return asyncio.run_coroutine_threadsafe(self._score(completion, {**sample}), event_loop())
+
+    def ask(self, body: Mapping[str, object]) -> Reply:
+        """The reply to one request that scores nothing. Raises Unanswered and EndpointError."""
+        return asyncio.run_coroutine_threadsafe(self._endpoint.post(self._path, body), event_loop()).result()
 
     async def _score(self, completion: str, sample: SampleMapping) -> Score:
         body = self._render(completion, sample)
@@ -203,7 +212,7 @@ class RemoteReward(Reward):
             words = f"[the reply cannot be read from {path.name}: {error}]"
         return [(words, None)] if words else []
 
-    def _by_rule(self, verdict: Verdict) -> float | None:
+    def _by_rule(self, verdict: Verdict) -> Score:
         if verdict.score is not None:
             return verdict.score
         self._counts.no_score[verdict.kind] += 1
@@ -217,13 +226,15 @@ class RemoteReward(Reward):
         try:
             reply = await self._endpoint.post(self._path, body)
             try:
-                score, text = self._read(reply)
+                score, text = self._read(reply, body)
                 kind = reason = ""
             except Nonsense as error:
                 score, text = None, str(error)
                 kind, reason = "nonsense", f"the reply holds no score: {text[:200]!r}"
         except Unanswered as error:
             return Verdict(None, error.kind, str(error))
+        if not self.remembers:
+            return Verdict(score, kind, reason)
         # Scores and nonsense are kept, so that a resumed run sees the same; a failed request is sent again.
         offset = self._append(json.dumps({"key": key, "score": score, "reply": text[:_LONGEST_KEPT_REPLY]}) + "\n")
         verdict = Verdict(score, kind, reason, self._rank, offset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,7 +91,7 @@ def reward_model(
             return {**body, "input": conversation(prompt, completion)}
         return {**body, "messages": conversation(prompt, completion), "add_generation_prompt": False}
 
-    def read(reply: Reply) -> tuple[float, str]:
+    def read(reply: Reply, asked: Mapping[str, object]) -> tuple[float, str]:
         try:
             [value] = reply["data"][0]["probs"]
             if isinstance(value, bool) or not isinstance(value, int | float):  # a text, or the keys of a mapping

@@ -14,6 +14,8 @@ from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config, SupervisedConfig
 from megatron_rl.data.images import ImageReader
 from megatron_rl.data.rollout import Rollouts
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.evaluation.summary import deciding_column
 from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.rewards import Scorer
 from megatron_rl.rollout import environment
@@ -24,6 +26,7 @@ from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.owner import Ownership
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.runtime.stop import StopFlag
+from megatron_rl.tasks import Prompts
 from megatron_rl.tasks.loading import check_demonstrations, load_prompts
 from megatron_rl.tasks.preferences import Pairs, load_pairs
 from megatron_rl.trainer.checkpoints import Checkpoints
@@ -142,7 +145,7 @@ def build_run(
     algorithm = make_algorithm(config.algorithm, max_tokens=config.rollout.max_tokens)
     scorer = Scorer(config.rewards, algorithm.estimator.needs.columns)
     if command == "train":
-        scorer.check_tokenizer(tokenizer)
+        _check_token_rewards(config, scorer, tokenizer, prompts)
     for samples in ([prompts.train] if command == "train" else []) + list(prompts.eval.values()):
         scorer.check(samples)
         if grid.is_main:
@@ -169,6 +172,24 @@ def build_run(
         stop=stop or StopFlag(),
         pairs=pairs,
     )
+
+
+def _check_token_rewards(config: Config, scorer: Scorer, tokenizer: Tokenizer, prompts: Prompts) -> None:
+    """ValueError where a reward per token does not understand the prompts, or stands where a number per rollout is read."""
+    scorer.check_tokenizer(tokenizer)
+    teachers = [name for name in scorer.token_weights if config.rewards[name].reward == "teacher"]
+    if teachers and (seen := next((sample for sample in prompts.train if sample.images is not None), None)) is not None:
+        raise ValueError(
+            f"rewards.{teachers[0]}: the teacher is given tokens only, and the prompt {seen.id} has images"
+        )
+    deciding = {deciding_column(config, task, scorer.columns): "trainer.eval_reward" for task in prompts.eval}
+    for name, key in (
+        deciding | dict.fromkeys(config.algorithm.signal_rewards or (), "algorithm.signal_rewards")
+    ).items():
+        if name in scorer.token_weights:
+            raise ValueError(
+                f"`{key}` names {name!r}, which has a number per token; name one with a number per rollout"
+            )
 
 
 def set_steps(section: SupervisedConfig, examples: int) -> None:

@@ -28,7 +28,7 @@ def fetch_to_rank0(grid: ProcessGrid, rollouts: Rollouts, count: int, tokenizer:
     """The first `count` rollouts with tokens, text and rewards, on rank 0, without routed experts (unused there); []
     elsewhere."""
     rows = [row for row in range(len(rollouts))[:count] if rollouts.facts["source"][row] != UNANSWERED]
-    received = exchange(grid, replace(rollouts, experts=None), [((0,), rows)])
+    received = exchange(grid, replace(rollouts, experts=None, token_weights={}), [((0,), rows)])
     fetched = [received[row] for row in rows if grid.is_main]
     decode(tokenizer, fetched)
     for row, rollout in zip(rows if grid.is_main else (), fetched, strict=True):

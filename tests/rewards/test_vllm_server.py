@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 from e2e.serving import VllmServer
+from transformers import AutoTokenizer
 
-from megatron_rl.rewards import make_reward
+from megatron_rl.rewards import InlineReward, make_reward
 from megatron_rl.rewards.judge import TIERS
 from megatron_rl.rewards.remote import RemoteReward
 from tests.actor.processes import spawn
 
 from .test_judge import SAMPLE, adds_up, scores
+from .test_teacher import drawn
 from .tiny_models import CHAT_TEMPLATE, chat_model, classifier, export_reward_model
 
 pytestmark = pytest.mark.engine
@@ -32,7 +34,7 @@ LONG = "".join(chr(97 + i % 26) for i in range(700))  # tokens; the classifier t
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, Path]]:
-    """Base URLs of the judge and of the reward model, and the reward model's folder."""
+    """Base URLs of the judge, whose model teaches too, and of the reward model, and the reward model's folder."""
     folder = tmp_path_factory.mktemp("served")
     options = ("--chat-template", CHAT_TEMPLATE, "--distributed-executor-backend", "uni")
     chat = VllmServer(chat_model(folder / "chat"), folder / "chat.log", "--max-model-len", "4096", *options)
@@ -105,3 +107,20 @@ def test_the_served_reward_model_scores_as_transformers_does(
     with closing(served(servers[1], "reward_model", max_tokens=max_tokens)) as reward:
         score = reward(text, {"prompt": prompt})
     assert score == pytest.approx(local(text, {"prompt": prompt}), rel=1e-5, abs=1e-5)
+
+
+def test_the_served_teacher_finds_each_token_as_probable_as_transformers_does(
+    servers: tuple[str, str, Path], tmp_path: Path
+) -> None:
+    """And refuses a policy whose tokens mean something else to it."""
+    folder = chat_model(tmp_path / "chat")
+    local = make_reward("teacher", path=str(folder), batch_tokens=50)
+    rollouts = [drawn(seed) for seed in range(4)]
+    with closing(served(servers[0], "teacher")) as reward:
+        reward.check_tokenizer(AutoTokenizer.from_pretrained(folder))
+        found = [reward.submit("", rollout).result() for rollout in rollouts]
+        with pytest.raises(ValueError, match="another vocabulary than the policy: token"):
+            reward.check_tokenizer(AutoTokenizer.from_pretrained(chat_model(tmp_path / "other", characters="cba")))
+    assert isinstance(local, InlineReward)
+    for served_scores, scores_here in zip(found, local.scores([""] * 4, rollouts), strict=True):
+        assert served_scores == pytest.approx(scores_here, abs=1e-4)

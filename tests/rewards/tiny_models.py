@@ -8,11 +8,12 @@ from pathlib import Path
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
-def chat_model(folder: Path) -> Path:
+def chat_model(folder: Path, characters: str = "") -> Path:
+    """`characters`: the vocabulary's first."""
     from megatron_rl.config.model import CreateModelConfig
     from megatron_rl.weights.create import create_model
 
-    characters = "".join(dict.fromkeys(string.printable[:95] + "\n"))
+    characters = "".join(dict.fromkeys(characters + string.printable[:95] + "\n"))
     sizes = CreateModelConfig(
         layers=1,
         hidden_size=32,

@@ -1,0 +1,82 @@
+"""The teacher's reward per token against its definition, and the teachers that a run refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.data.sample import SampleMapping
+from megatron_rl.rewards import InlineReward, Scorer, make_reward
+
+from .chat_server import serving
+from .tiny_models import chat_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_model(tmp_path_factory.mktemp("teacher") / "model")
+
+
+def drawn(seed: int) -> SampleMapping:
+    """A rollout of two turns with something between, in ids of `chat_model`."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 12, 4)  # prompt, turn, tool, turn
+    mask = np.repeat([False, True, False, True], sizes)
+    log_probs = -rng.exponential(size=mask.sum()).astype(np.float32)
+    return cast(
+        SampleMapping, {"token_ids": rng.integers(3, 90, sizes.sum()), "loss_mask": mask, "logprobs": log_probs}
+    )
+
+
+def test_the_reward_is_the_difference_of_the_log_probs_whatever_shares_the_batch(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    rollouts: list[Any] = [drawn(seed) for seed in range(9)]
+    reward = make_reward("teacher", path=str(folder), batch_tokens=70)
+    assert isinstance(reward, InlineReward)
+    assert reward.per_token
+    for rollout, found in zip(rollouts, reward.scores([""] * 9, rollouts), strict=True):
+        logits = model(torch.from_numpy(rollout["token_ids"])[None]).logits[0].detach()
+        expected = [
+            float(logits[i - 1].log_softmax(-1)[rollout["token_ids"][i]]) for i in np.flatnonzero(rollout["loss_mask"])
+        ]
+        assert found == pytest.approx(np.array(expected) - rollout["logprobs"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({}, "give either urls .* or path"),
+        ({"urls": "http://localhost:1/v1"}, "model is missing"),
+        ({"path": "nowhere"}, "nowhere is not a Hugging Face folder: it has no config.json"),
+        ({"urls": "http://localhost:1/v1", "model": "m", "unanswered": "neutral"}, "unanswered"),
+        ({"urls": "localhost", "model": "m"}, "is not a URL"),
+    ],
+)
+def test_what_is_no_teacher_is_refused_with_the_recipe(params: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        make_reward("teacher", **params)
+
+
+def test_a_teacher_that_reads_other_tokens_or_does_not_answer_is_refused_before_the_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    mine, other = (AutoTokenizer.from_pretrained(path) for path in (folder, chat_model(tmp_path / "b", "cba")))
+    scorer = Scorer({"teacher": RewardConfig(reward="teacher", params={"path": str(folder)})})
+    scorer.check_tokenizer(mine)
+    with pytest.raises(
+        ValueError, match=r"rewards\.teacher: the teacher has another vocabulary .* token \d+ is '.' there"
+    ):
+        scorer.check_tokenizer(other)
+    with serving(lambda *_: "status:404") as server:
+        for url, reason in ((server.url, "HTTP 404"), ("http://127.0.0.1:9/v1", "not reachable")):
+            params = {"urls": url, "model": "big", "backoff_seconds": 0.01}
+            absent = Scorer({"teacher": RewardConfig(reward="teacher", params=params)})
+            with pytest.raises(ValueError, match=rf"rewards\.teacher: .*{reason}.*`vllm serve`.* the name 'big'"):
+                absent.check_tokenizer(mine)
+            absent.close()
