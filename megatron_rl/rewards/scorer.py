@@ -170,9 +170,7 @@ class Scorer:
             if other is not None and len(other) != count:
                 raise ValueError(f"{len(other)} {what} for {count} completions")
         started = [self._open.pop(key, None) for key in keys or ()] or [None] * count
-        self._stats.early += sum(
-            future.done() for scoring in started if scoring for future in scoring.futures.values()
-        )
+        self._stats.early += sum(future.done() for scoring in started if scoring for future in scoring.futures.values())
         scorings = [
             scoring
             or self._start(

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from megatron_rl.base.typed_params import Range
+from pydantic import Field
+
 from megatron_rl.config.schema import ServerConfig
 from megatron_rl.data.sample import SampleMapping, TokenMapping
 from megatron_rl.data.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ class TeacherRules:
     """As `AnswerRules`, without a neutral score: where the teacher does not answer, tokens have no reward of it."""
 
     unanswered: Literal["drop", "stop"] = "drop"
-    step_seconds: Annotated[float, Range(low=0.1)] = 600.0
+    step_seconds: Annotated[float, Field(ge=0.1)] = 600.0
     max_requests_per_run: Budget = None
     max_tokens_per_run: Budget = None
 
@@ -49,7 +50,7 @@ def teacher(
     urls: str | list[str] | None = None,
     model: str | None = None,
     path: str | None = None,
-    batch_tokens: Annotated[int, Range(low=1)] = 8192,
+    batch_tokens: Annotated[int, Field(ge=1)] = 8192,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> Reward:
     """log p(teacher) - log p(policy) of each drawn token: minus the reverse KL's sample.
