@@ -6,7 +6,7 @@ import pkgutil
 from megatron_rl.rewards.kinds import InlineReward, PooledReward, Reward, Score
 from megatron_rl.rewards.registry import check_rewards, list_rewards, make_reward, register_reward
 from megatron_rl.rewards.remote import RemoteReward
-from megatron_rl.rewards.results import RewardError, ScoringStats, condition_reward
+from megatron_rl.rewards.score_checks import RewardError, ScoringStats, condition_reward
 from megatron_rl.rewards.scorer import Scorer
 
 for _module in pkgutil.iter_modules(__path__):  # a file here that calls `register_reward` is a built-in reward

@@ -16,7 +16,7 @@ from megatron_rl.data.sample import Sample, SampleMapping, TokenMapping
 from megatron_rl.rewards.kinds import InlineReward, PooledReward, Remark, Score
 from megatron_rl.rewards.registry import check_rewards, columns_of
 from megatron_rl.rewards.remote import RemoteReward
-from megatron_rl.rewards.results import (
+from megatron_rl.rewards.score_checks import (
     RewardError,
     ScoringStats,
     condition_reward,

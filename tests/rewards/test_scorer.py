@@ -18,7 +18,7 @@ from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
 from megatron_rl.rewards import RewardError, Scorer, kinds
 from megatron_rl.rewards.remote import Counts
-from megatron_rl.rewards.results import ScoringStats
+from megatron_rl.rewards.score_checks import ScoringStats
 from megatron_rl.runtime.calls import CallPool
 
 from .chat_server import serving
