@@ -22,7 +22,7 @@ class Call(TypedDict):
 
 
 class SampleMapping(TypedDict, total=False):
-    """What a reward function receives; keys without a value are absent. The last two are there in a run only."""
+    """The mapping that a reward function receives; keys without a value are absent. The last two are there in a run only."""
 
     prompt: Prompt
     answer: object  # gold text, number or list
@@ -34,7 +34,7 @@ class SampleMapping(TypedDict, total=False):
 
 
 class TokenMapping(SampleMapping, total=False):
-    """What a reward per token receives besides."""
+    """The mapping that a reward per token receives."""
 
     token_ids: np.ndarray  # int64 [tokens], of the prompt and all that follows
     loss_mask: np.ndarray  # bool [tokens]; True where the policy drew the token

@@ -1,4 +1,4 @@
-"""What rewards return, checked: every value of every kind of reward comes through here, whoever computed it; and counts."""
+"""Checks of every value that any kind of reward returns, whoever computed it; and counts of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RewardError(RuntimeError):
 
 @dataclass
 class ScoringStats:
-    """What one process's rewards did since the last report.
+    """Counts of one process's rewards since the last report.
 
     Attributes:
         timeouts: per pooled reward with a deadline: calls past it.

@@ -224,7 +224,7 @@ class Scorer:
         scoring.row |= dict.fromkeys(self._columns[name], value)
 
     def _take(self, name: str, scoring: _Scoring, score: Score) -> None:
-        """What a reward returned, checked."""
+        """Checks and keeps what a reward returned."""
         if name in self.token_weights:
             assert scoring.rollout is not None
             length, sample_id = scoring.rollout.length, scoring.sample.id

@@ -124,7 +124,7 @@ def _has_log_probs(reply: Reply) -> bool:
 
 
 def _entries(reply: Reply, ids: Sequence[int]) -> list[dict[str, Any]]:
-    """Of each token but the first: its log-prob, and how the server reads it. Nonsense where they are of other tokens."""
+    """Log-prob of each token but the first, and how the server reads it. Nonsense where they are of other tokens."""
     [_, *entries] = reply["choices"][0]["prompt_logprobs"]
     try:
         return [entry[str(token)] for token, entry in zip(ids[1:], entries, strict=True)]
@@ -140,7 +140,7 @@ def _other_vocabulary(token: int, ours: object, theirs: object) -> ValueError:
 
 
 def _difference(log_probs: Sequence[float] | np.ndarray, sample: TokenMapping) -> list[float]:
-    """Of the drawn tokens, from the teacher's log-probs of all tokens but the first."""
+    """Rewards of the drawn tokens, from the teacher's log-probs of all tokens but the first."""
     import numpy as np
 
     teachers = np.asarray(log_probs, dtype=np.float64)[sample["loss_mask"][1:]]
@@ -192,7 +192,7 @@ class LocalTeacher(InlineReward):
         return iter(scores)
 
     def _log_probs(self, sequences: Sequence[np.ndarray], width: int) -> list[np.ndarray]:
-        """Of each sequence's tokens but the first, float32."""
+        """Log-probs of each sequence's tokens but the first, float32."""
         import torch
 
         model = self._load()

@@ -351,7 +351,7 @@ def _entropy_metric(entropy: Tensor | None) -> Metrics:
 
 
 def _token_metrics(tokens: PolicyTokens) -> Metrics:
-    """Of the advantages that a token part made."""
+    """Mean, size and largest size of the advantages that a token part made."""
     metrics, advantages = Metrics(), tokens.advantages
     metrics.mean("token_advantage/mean", advantages, _everything(advantages))
     metrics.mean("token_advantage/abs_mean", advantages.abs(), _everything(advantages))
