@@ -186,7 +186,7 @@ def write_mixture_of_experts(folder: Path) -> None:
         dtype="float32",
     )
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(folder)
 
 
 def compare(before: Path, after: Path, renamed: Mapping[str, str]) -> tuple[int, int, str]:

@@ -44,7 +44,7 @@ def test_a_seed_belongs_to_one_rollout():
 )
 def test_what_a_sync_may_differ_by_unless_the_recipe_says(recipe: Config, experts: int, tolerance: float) -> None:
     recipe.rollout.sync = "whole"
-    actor: Any = SimpleNamespace(model=SimpleNamespace(dims={"experts": experts}))
+    actor: Any = SimpleNamespace(model=SimpleNamespace(experts=experts))
     engine: Any = None
     assert make_sync(recipe, ALONE, actor, engine, print).tolerance == tolerance
 
