@@ -13,17 +13,12 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_rl.commands.run_recipe import (
-    add_check,
-    hold_run_folder,
-    machine_asked_for,
-    machine_here,
-    print_checked,
-    start_ranks,
-)
+from megatron_rl.commands.packages import require_torch
+from megatron_rl.commands.run_recipe import add_check, machine_asked_for, print_checked
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe
 from megatron_rl.config.actor import LoRAConfig
 from megatron_rl.evaluation.harnesses import HARNESSES, programs
+from megatron_rl.launch.ranks import RankLaunch, hold_run_folder, machine_here
 from megatron_rl.models import HFConfig, read_hf_config
 from megatron_rl.preflight.recipe import check_recipe
 from megatron_rl.runtime import exit_codes
@@ -82,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if args.endpoint or harness is not None:
         others = world is not None and world.rank > 0  # srun's further tasks: one process asks
         return exit_codes.OK if others else _ask(config, args.endpoint or [], args.served_name, machine.gpus)
-    return start_ranks("evaluate", config, str(checkpoint.folder) if checkpoint else "never", machine, world)
+    require_torch(args.command)
+    return RankLaunch("evaluate", config, str(checkpoint.folder) if checkpoint else "never", machine, world).start()
 
 
 def _resolve(args: argparse.Namespace, machine: Machine) -> tuple[Config, _Checkpoint | None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_rl.commands.packages import require_torch
 from megatron_rl.config import check, load_recipe
+from megatron_rl.launch.ranks import machine_here
 from megatron_rl.runtime import exit_codes, stop, streams
 from megatron_rl.runtime.attempts import rank_environment
 from megatron_rl.runtime.spawn import run_ranks
@@ -27,8 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 for fit, 3 where a node is not, 2 for a recipe that cannot run anywhere."""
-    from megatron_rl.commands.run_recipe import machine_here
-
     machine, world = machine_here()
     command = [sys.executable, "-m", "megatron_rl.preflight.main", args.recipe, *args.overrides]
     command += ["--minutes", str(args.minutes), *["--quick"] * args.quick, *["--json"] * args.json]

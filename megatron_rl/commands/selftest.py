@@ -10,7 +10,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from megatron_rl.commands.run_recipe import machine_here
+from megatron_rl.launch.ranks import machine_here
 from megatron_rl.runtime import exit_codes, streams
 from megatron_rl.runtime.attempts import rank_environment
 from megatron_rl.runtime.spawn import run_ranks

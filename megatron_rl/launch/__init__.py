@@ -1,4 +1,5 @@
-"""Starting runs elsewhere: what a launch consists of (`jobs`), the site's settings (`site`), and NeMo-Run (`nemo`).
+"""Starting runs: the ranks of this machine (`ranks`); elsewhere, what a launch consists of (`jobs`), the site's settings
+(`site`), and NeMo-Run (`nemo`).
 
 Needs neither torch nor, but for `nemo`, NeMo-Run.
 """

@@ -42,9 +42,10 @@ def as_rank(command: str, run_dir: str, kill: Kill | None, others: Callable[[], 
     scramble()
     if kill is not None and os.environ["RANK"] == "0":
         arm(kill, others)
+    from megatron_rl.runtime.rank_job import RankJob
     from megatron_rl.trainer.rank.main import main as run_rank
 
-    return run_rank(command, run_dir, str(Path(run_dir) / "recipe.yaml"), "auto")
+    return run_rank(RankJob(command, run_dir, str(Path(run_dir) / "recipe.yaml")))
 
 
 def scramble() -> None:

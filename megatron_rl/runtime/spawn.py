@@ -43,6 +43,12 @@ class RanksOutcome:
     message: str = ""
     is_ranks_own: bool = False  # written by a rank, for all of them
 
+    def said(self) -> int:
+        """The code, once the message is on the terminal."""
+        if self.message:
+            streams.say(f"megatron-rl: {self.message}")
+        return self.code
+
 
 @dataclass(frozen=True)
 class Graces:

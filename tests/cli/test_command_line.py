@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from megatron_rl.cli import main
-from megatron_rl.commands import evaluate, run_recipe
+from megatron_rl.commands import evaluate
 from megatron_rl.config import load_recipe
+from megatron_rl.launch import ranks
 from megatron_rl.runtime import stop
 from megatron_rl.runtime.spawn import RanksOutcome
 
@@ -140,7 +141,7 @@ def test_a_job_of_one_task_writes_into_its_batch_scripts_attempt(recipe: str, mo
     for name, value in {"MEGATRON_RL_ATTEMPT": str(attempt), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}.items():
         monkeypatch.setenv(name, value)
     logs = []
-    monkeypatch.setattr(run_recipe, "run_ranks", lambda *given, **more: logs.append(given[2]) or RanksOutcome(0))
+    monkeypatch.setattr(ranks, "run_ranks", lambda *given, **more: logs.append(given[2]) or RanksOutcome(0))
     assert main(["train", recipe]) == 0
     assert logs == [attempt]
     assert [path.name for path in Path("run/logs").iterdir()] == ["attempt_1"]
@@ -157,13 +158,13 @@ def test_a_second_command_for_a_run_folder_changes_nothing_there(
     """Also in the seconds before the first one's ranks have started: those of the first train the first's recipe."""
     seen = []
 
-    def ranks(command: list[str], *given: object, **more: object) -> RanksOutcome:
+    def run(command: list[str], *given: object, **more: object) -> RanksOutcome:
         seen.append(main(["train", recipe, "seed=2"]))
         seen.append(handed_over(command))
         seen.append([path.name for path in Path("run/logs").iterdir()])
         return RanksOutcome(0)
 
-    monkeypatch.setattr(run_recipe, "run_ranks", ranks)
+    monkeypatch.setattr(ranks, "run_ranks", run)
     assert main(["train", recipe, "seed=1"]) == 0
     code, text, attempts = seen
     assert code == 2
@@ -179,7 +180,7 @@ def test_what_the_ranks_read_is_not_a_file_that_another_can_replace(
 ) -> None:
     texts = []
 
-    def ranks(command: list[str], *given: object, files: tuple[int, ...], **more: object) -> RanksOutcome:
+    def run(command: list[str], *given: object, files: tuple[int, ...], **more: object) -> RanksOutcome:
         Path("run/recipe.yaml").write_text("seed: 7\n")
         code = "import sys; print(open(sys.argv[1]).read())"
         argument = command[command.index("--recipe") + 1]
@@ -190,7 +191,7 @@ def test_what_the_ranks_read_is_not_a_file_that_another_can_replace(
             texts.append(yaml.safe_load(done.stdout))
         return RanksOutcome(0)
 
-    monkeypatch.setattr(run_recipe, "run_ranks", ranks)
+    monkeypatch.setattr(ranks, "run_ranks", run)
     assert main(["train", recipe, "seed=1"]) == 0
     assert [text["seed"] for text in texts] == [1, 1]
 
@@ -215,7 +216,7 @@ def test_of_torchruns_processes_the_first_takes_the_run_folder_and_the_others_wr
 
 
 def test_what_a_command_writes_is_as_private_as_the_umask_says(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_recipe, "run_ranks", lambda *given, **more: RanksOutcome(0))
+    monkeypatch.setattr(ranks, "run_ranks", lambda *given, **more: RanksOutcome(0))
     before = os.umask(0o077)
     try:
         assert main(["train", recipe]) == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.commands.run_recipe import graces
+from megatron_rl.launch.ranks import graces_in
 from megatron_rl.runtime.attempts import free_port, new_attempt, rank_environment, shared_attempt
 from tests.cli.launched import Launched, is_running, wait_until
 
@@ -223,8 +223,8 @@ def test_sigterm_is_passed_on_and_then_enforced(launch, tmp_path: Path) -> None:
 
 
 def test_in_a_slurm_step_ranks_have_the_time_that_slurm_gives_them() -> None:
-    assert graces({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}).stop == math.inf
-    assert graces({"SLURM_JOB_ID": "7"}).stop == 30.0  # a shell of salloc, as on a laptop
+    assert graces_in({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}).stop == math.inf
+    assert graces_in({"SLURM_JOB_ID": "7"}).stop == 30.0  # a shell of salloc, as on a laptop
 
 
 def test_nobody_outlives_a_killed_launcher(launch) -> None:

@@ -99,6 +99,7 @@ def command(folder: Path, part: str, world: int, name: str, *overrides: str, res
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def rank(number: int) -> int:
+        from megatron_rl.runtime.rank_job import RankJob
         from megatron_rl.trainer.rank import main
 
         compare_syncs()
@@ -107,7 +108,7 @@ def command(folder: Path, part: str, world: int, name: str, *overrides: str, res
         os.dup2(log, 1)
         os.dup2(log, 2)
         recipe = str(run_dir / "recipe.yaml")
-        return main.main(name, str(run_dir), recipe, resume or ("auto" if name == "train" else "never"))
+        return main.main(RankJob(name, str(run_dir), recipe, resume or ("auto" if name == "train" else "never")))
 
     codes = wait([fork(rank, number) for number in range(world)])
     (folder / f"{part}.code").write_text(str(max(codes)))

@@ -37,12 +37,13 @@ import signal
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 import sys
 import megatron_rl.__main__ as entry
-from megatron_rl.commands import run_recipe
+from megatron_rl.launch import ranks
+from megatron_rl.runtime import rank_job
 sys.path.insert(0, folder := sys.argv.pop())
 import os
 os.environ["PYTHONPATH"] = folder
-run_recipe._rank = lambda command: [sys.executable, "-m", "rank", *command]
-run_recipe.IMPORTS = "imported"
+rank_job.MODULE = "rank"
+ranks.IMPORTS = "imported"
 sys.exit(entry.main())
 """
 RANK = """

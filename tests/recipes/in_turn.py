@@ -16,6 +16,7 @@ from pathlib import Path
 
 def run_all(lists: list[list[list[str]]], outcomes: Path) -> None:
     from megatron_rl.runtime.attempts import ATTEMPT, free_port
+    from megatron_rl.runtime.rank_job import RankJob
     from megatron_rl.trainer.rank.main import main
 
     del os.environ[ATTEMPT]  # of all; each run makes its own
@@ -26,7 +27,7 @@ def run_all(lists: list[list[list[str]]], outcomes: Path) -> None:
     for turn, (command, run_dir, resume) in enumerate(lists[number]):
         # A rank may begin while another still leaves the run before; a world of one needs no port that others know.
         os.environ["MASTER_PORT"] = str(port + turn if len(lists) == 1 else free_port())
-        code = main(command, run_dir, f"{run_dir}/recipe.yaml", resume)
+        code = main(RankJob(command, run_dir, f"{run_dir}/recipe.yaml", resume))
         if os.environ["RANK"] == "0":
             with (outcomes / f"{number}.jsonl").open("a") as file:
                 file.write(json.dumps([run_dir, code]) + "\n")

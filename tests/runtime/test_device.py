@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.commands import run_recipe
 from megatron_rl.config import Config, Machine
 from megatron_rl.config.actor import FP8Config
+from megatron_rl.launch.ranks import fp8_scales
 from megatron_rl.runtime import device, nvml
 
 
@@ -45,12 +45,12 @@ def test_the_launcher_asks_for_fp32_scales_on_hopper(
     library.capability = capability
     assert device.is_hopper() is (capability[0] == 9)
     config, gpus = Config(run_dir=""), Machine(gpus=8)
-    assert run_recipe._scales(config, gpus) == {}, "no FP8"
+    assert fp8_scales(config, gpus) == {}, "no FP8"
     config.actor.fp8 = FP8Config(recipe="blockwise")
-    assert run_recipe._scales(config, gpus) == ({nvml.FP32_SCALES: "1"} if capability[0] == 9 else {})
-    assert run_recipe._scales(config, Machine(gpus=0)) == {}
+    assert fp8_scales(config, gpus) == ({nvml.FP32_SCALES: "1"} if capability[0] == 9 else {})
+    assert fp8_scales(config, Machine(gpus=0)) == {}
     config.actor.fp8.param_gather = True
-    assert run_recipe._scales(config, gpus) == {}, "what parameters in FP8 stand for is sent in bf16"
+    assert fp8_scales(config, gpus) == {}, "what parameters in FP8 stand for is sent in bf16"
     config.actor.fp8.param_gather = False
     monkeypatch.setenv(nvml.FP32_SCALES, "0")
-    assert run_recipe._scales(config, gpus) == {}, "the user's"
+    assert fp8_scales(config, gpus) == {}, "the user's"

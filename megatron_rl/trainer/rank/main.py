@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.runtime import exit_codes, streams
 from megatron_rl.runtime.heartbeat import HEARTBEAT
+from megatron_rl.runtime.rank_job import RankJob
 from megatron_rl.runtime.stop import StopFlag, StopRequested
 from megatron_rl.trainer.rank.attempt import Attempt
 
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
     from megatron_rl.runtime.distributed import ProcessGrid
 
 
-def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
-    """Runs a command on this rank, by the resolved recipe in the file `recipe`; returns the exit code."""
+def main(job: RankJob) -> int:
+    """Runs a command on this rank; returns the exit code."""
     stop = StopFlag()  # before anything that takes time
     quiet_known_warnings()
     gc.disable()  # a million objects are imported, and stay: to search them for garbage again and again takes seconds
@@ -39,9 +38,9 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
     from megatron_rl.trainer.sft import sft
 
     torch_compile.leave_out()
-    config = load_recipe(recipe)
+    config = load_recipe(job.recipe)
     torch.manual_seed(config.seed)
-    attempt = Attempt(config, Path(run_dir))
+    attempt = Attempt(config, Path(job.run_dir))
     code = exit_codes.OK
     try:
         if not within_limits(config):
@@ -50,13 +49,13 @@ def main(command: str, run_dir: str, recipe: str, resume: str = "auto") -> int:
         agree(config, grid)
         if not _fit(config, grid):
             return exit_codes.PREFLIGHT
-        if command == "evaluate":
+        if job.command == "evaluate":
             attempt.end_at_once_on(stop)
-        attempt.run = build_run(config, grid, Path(run_dir), command, stop, attempt.ownership)
+        attempt.run = build_run(config, grid, Path(job.run_dir), job.command, stop, attempt.ownership)
         gc.freeze()
         gc.enable()
         commands = {"train": train, "sft": sft, "reward-model": reward_model, "evaluate": evaluate_only}
-        commands[command](attempt.run, resume)
+        commands[job.command](attempt.run, job.resume)
         attempt.run.report.summary()
         HEARTBEAT.finish()
     except StopRequested as request:
@@ -134,16 +133,7 @@ def quiet_known_warnings() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch\.distributed|megatron\.core)\..*")
 
 
-def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl.trainer.rank.main")
-    parser.add_argument("command", choices=("train", "sft", "reward-model", "evaluate"))
-    parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--recipe", required=True, metavar="FILE", help="the resolved recipe")
-    parser.add_argument("--resume", default="auto")
-    return parser.parse_args(arguments)
-
-
 if __name__ == "__main__":
-    args = _arguments()
+    job = RankJob.parse()
     streams.accept_any_text()
-    sys.exit(main(args.command, args.run_dir, args.recipe, args.resume))
+    sys.exit(main(job))
