@@ -135,7 +135,7 @@ STEPS = (
         "rl-images",
         "whole_runs.rl_of_images",
         "three RL steps of a model with a vision tower: do actor and engine see the same in images?",
-        "the tower, transformers' in the actor (models/vision.py) and vLLM's own in the engine, or its processor of images "
+        "the tower, transformers' in the actor (modules/vision.py) and vLLM's own in the engine, or its processor of images "
         "(seams/vllm_images.py)",
     ),
     SelfTestStep(
