@@ -119,12 +119,16 @@ def activations(model: Model, config: Config, dtype_bytes: int) -> float:
             recomputed * again + per_layer * (len(layers) - again) + ends + dtype_bytes * model.dims["hidden"] / split
         )
 
-    # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
-    under_way = max(of_stage(layers) * (len(stages) - stage) for stage, layers in enumerate(stages))
-    if parallel.virtual_pipeline > 1:  # interleaving: 1 + (p - 1) / (p v) times that (section 4.2.3)
-        under_way = max(map(of_stage, stages)) * (len(stages) + (len(stages) - 1) / parallel.virtual_pipeline)
-    once = max(_of_one_layer(model, kind, config, dtype_bytes, *sizes[kind]) for kind in kinds)
-    return tokens * under_way + max(0.0, tokens * once - head_workspace(model, config))
+    def peak(stage: int, layers: Sequence[int]) -> float:
+        # 1F1B: a stage's layers for each of the micro-batches under way, one fewer on each later stage.
+        batches: float = len(stages) - stage
+        if parallel.virtual_pipeline > 1:  # interleaving: 1 + (p - 1) / (p v) times that (section 4.2.3)
+            batches = len(stages) + (len(stages) - 1) / parallel.virtual_pipeline
+        here = {model.experts if layer in model.expert_layers else None for layer in layers}
+        once = max(_of_one_layer(model, kind, config, dtype_bytes, *sizes[kind]) for kind in here)
+        return tokens * (of_stage(layers) * batches) + max(0.0, tokens * once - head_workspace(model, config))
+
+    return max(peak(stage, layers) for stage, layers in enumerate(stages))
 
 
 def _of_one_layer(

@@ -35,7 +35,11 @@ def main() -> None:
 
     torch.nn.functional.scaled_dot_product_attention = cpu_attention
     from megatron_rl.config import load_recipe
+    from megatron_rl.models import registry
     from megatron_rl.planning import exact
+    from tests.models.mixed import FAMILY
+
+    registry.FAMILIES = (*registry.FAMILIES, FAMILY)
 
     found: list[Any] = []
     for case in json.loads(sys.argv[1]):

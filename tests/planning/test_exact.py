@@ -14,10 +14,11 @@ import pytest
 from megatron_rl.config import load_recipe
 from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import Config
-from megatron_rl.models import model_of
+from megatron_rl.models import model_of, registry
 from megatron_rl.planning.components import GIB, Part
 from megatron_rl.planning.memory import actor_parameters, checkpoint_bytes, make_plan
 from tests.actor.processes import spawn
+from tests.models.mixed import FAMILY, LAYERS
 from tests.recipes.test_recipes import header, runnable
 
 from .built import hold
@@ -116,6 +117,7 @@ def counted() -> dict[str, list[Any]]:
         "recipes": [as_counted(*recipe) for recipe in of_recipes()],
         "choices": [as_counted(*recipe, *overrides) for *recipe, overrides in of_choices()],
         "optimizers": [as_counted(*recipe, *overrides) for *recipe, overrides in of_optimizers()],
+        "mixed": [as_counted(*of_mixed())],
         "refused": [REFUSED],
         "images": of_images(),
     }
@@ -226,6 +228,16 @@ def of_choices() -> list[tuple[str, int, dict[str, Any], tuple[str, ...]]]:
     return found
 
 
+def of_mixed() -> tuple[str, int, dict[str, Any], str]:
+    """Dense layers on the first stage, experts on the second."""
+    model = {
+        **published_config("Qwen3-30B-A3B"),
+        "architectures": [FAMILY.architectures[0]],
+        "num_hidden_layers": LAYERS,
+    }
+    return "scale/qwen3-30b-a3b.yaml", 8, model, "actor.parallel={pipeline: 2, expert: 4}"
+
+
 def of_optimizers() -> list[tuple[str, int, dict[str, Any], tuple[str, ...]]]:
     """A dense model, with the optimizer as it is, its moments in bf16, and the optimizer on the CPU."""
     name, world, model = next(recipe for recipe in of_recipes() if recipe[0].startswith("awpo/qwen3-1.7b"))
@@ -275,6 +287,17 @@ def test_the_arithmetic_is_near_what_is_counted_of_every_way_to_recompute(counte
         sizes = parts(load_recipe(RECIPES / name, overrides), model, world)
         most = max(rank["update_bytes"] for rank in ranks)
         assert sizes[Part.ACTIVATIONS] + sizes[Part.HEAD] == pytest.approx(most, rel=0.1), (name, overrides)
+
+
+def test_stages_whose_layers_differ(counted: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "FAMILIES", (FAMILY,))
+    (name, world, model, layout), [ranks] = of_mixed(), counted["mixed"]
+    sizes = parts(load_recipe(RECIPES / name, [layout]), model, world)
+    for stage in range(2):
+        [parameters] = {rank["parameters"] for rank in ranks if rank["stage"] == stage}
+        assert parameters == actor_parameters(model_of(model), pipeline=2, expert=4, stage=stage).total
+    most = max(rank["update_bytes"] for rank in ranks)
+    assert sizes[Part.ACTIVATIONS] + sizes[Part.HEAD] == pytest.approx(most, rel=0.1)
 
 
 def parts(config: Config, model: dict[str, Any], world: int) -> dict[str, float]:
