@@ -42,25 +42,23 @@ def here() -> run.Config[run.LocalExecutor]:
     return nemo.local(ROOT).to_config()
 
 
-@run.cli.entrypoint(namespace=NAMESPACE, type="experiment")
-def train(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
-    """A training run: `recipe`, a YAML file in the work tree; `overrides`, key=value, separated by spaces."""
-    what = _Launch(ctx, recipe, overrides)
-    what.start([jobs.one("train", *what.arguments)])
+def _entrypoint(command: str, about: str) -> None:
+    """Registers a command that is one run."""
+
+    def start(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
+        what = _Launch(ctx, recipe, overrides)
+        what.start([jobs.one(command, *what.arguments)])
+
+    start.__name__ = start.__qualname__ = command.replace("-", "_")
+    start.__doc__ = about
+    run.cli.entrypoint(namespace=NAMESPACE, type="experiment")(start)
 
 
-@run.cli.entrypoint(namespace=NAMESPACE, type="experiment")
-def sft(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
-    """Supervised fine-tuning: arguments as for `train`."""
-    what = _Launch(ctx, recipe, overrides)
-    what.start([jobs.one("sft", *what.arguments)])
-
-
-@run.cli.entrypoint(namespace=NAMESPACE, type="experiment")
-def reward_model(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
-    """A reward model from preference pairs: arguments as for `train`."""
-    what = _Launch(ctx, recipe, overrides)
-    what.start([jobs.one("reward-model", *what.arguments)])
+_entrypoint(
+    "train", "A training run: `recipe`, a YAML file in the work tree; `overrides`, key=value, separated by spaces."
+)
+_entrypoint("sft", "Supervised fine-tuning: arguments as for `train`.")
+_entrypoint("reward-model", "A reward model from preference pairs: arguments as for `train`.")
 
 
 @run.cli.entrypoint(namespace=NAMESPACE, type="experiment")
