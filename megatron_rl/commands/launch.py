@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import megatron_rl
 from megatron_rl import launch
-from megatron_rl.launch import jobs
+from megatron_rl.launch import job_plan
 from megatron_rl.launch.package import name_in
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _tasks(args: argparse.Namespace, recipe: str, processes: int | None, root: P
     if args.chain:
         return launch.chain(recipe, args.overrides, processes, root, remote)
     if args.sweep:
-        return launch.sweep(recipe, jobs.read_sweep(args.sweep), args.overrides, processes, root, remote)
+        return launch.sweep(recipe, job_plan.read_sweep(args.sweep), args.overrides, processes, root, remote)
     return [launch.one(args.what or "train", recipe, args.overrides, processes, root, remote)]
 
 

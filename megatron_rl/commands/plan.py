@@ -99,7 +99,13 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         metavar="FILE",
         help="also a page: memory and time by phase; with --simulate the steps, drawn",
     )
-    add = parser.add_argument_group("the step's time").add_argument
+    _add_times(parser.add_argument_group("the step's time"))
+    _add_simulation(parser.add_argument_group("a simulation of steps, response by response"))
+    _add_search(parser.add_argument_group("other layouts"))
+
+
+def _add_times(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--response-lengths",
         type=Path,
@@ -126,7 +132,10 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         metavar="RUN",
         help="a run's folder: phases are scaled so that its own times come out, and its lengths are taken",
     )
-    add = parser.add_argument_group("a simulation of steps, response by response").add_argument
+
+
+def _add_simulation(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--simulate", action="store_true", help="synchronous steps, and what two other ways would give")
     add("--simulated-steps", type=_count, default=20, metavar="N", help="default 20")
     add("--drawn-before", action="store_true", help="later epochs: earlier responses say which prompts to begin first")
@@ -142,7 +151,10 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         metavar="H[,MINUTES]",
         help=f"mean time between two failures of one node, and until the job runs again (default {_RESTART_MINUTES:g})",
     )
-    add = parser.add_argument_group("other layouts").add_argument
+
+
+def _add_search(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--search",
         action="store_true",
@@ -213,11 +225,11 @@ def _plan(
         memory = [("the fullest GPU", plan)]
     problems = list(dict.fromkeys(problem for _, held in memory for problem in held.problems()))
     if args.html is not None:
-        from megatron_rl.planning import page
+        from megatron_rl.planning import plan_page
 
         heading = f"{Path(args.recipe).stem} on {nodes} node{'s' * (nodes > 1)}"
         try:
-            disk.replace(args.html, page.render(heading, problems, memory, step, simulated))
+            disk.replace(args.html, plan_page.render(heading, problems, memory, step, simulated))
         except OSError as error:
             print(f"megatron-rl: cannot write {args.html}: {error.strerror}; name another place", file=sys.stderr)
             return exit_codes.FAILED

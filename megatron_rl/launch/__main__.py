@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
-from megatron_rl.launch.jobs import LaunchError, chain, read_sweep, sweep
+from megatron_rl.launch.job_plan import LaunchError, chain, read_sweep, sweep
 from megatron_rl.runtime import exit_codes
 
 

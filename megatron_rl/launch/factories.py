@@ -19,8 +19,8 @@ import nemo_run as run
 
 import megatron_rl
 from megatron_rl.base.shipped import find_recipe
-from megatron_rl.launch import jobs, nemo
-from megatron_rl.launch.jobs import LaunchError, Task
+from megatron_rl.launch import job_plan, nemo
+from megatron_rl.launch.job_plan import LaunchError, Task
 from megatron_rl.launch.package import name_in
 from megatron_rl.launch.site import read_site
 
@@ -47,7 +47,7 @@ def _entrypoint(command: str, about: str) -> None:
 
     def start(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
         what = _Launch(ctx, recipe, overrides)
-        what.start([jobs.one(command, *what.arguments)])
+        what.start([job_plan.one(command, *what.arguments)])
 
     start.__name__ = start.__qualname__ = command.replace("-", "_")
     start.__doc__ = about
@@ -65,20 +65,20 @@ _entrypoint("reward-model", "A reward model from preference pairs: arguments as 
 def chain(ctx: run.cli.RunContext, recipe: str, overrides: str = "") -> None:
     """Convert, train, evaluate and export, in this order: arguments as for `train`."""
     what = _Launch(ctx, recipe, overrides)
-    what.start(jobs.chain(*what.arguments))
+    what.start(job_plan.chain(*what.arguments))
 
 
 @run.cli.entrypoint(namespace=NAMESPACE, type="experiment")
 def sweep(ctx: run.cli.RunContext, recipe: str, file: str, overrides: str = "") -> None:
     """A training run per line of `file`: the other arguments as for `train`."""
-    lines = jobs.read_sweep(Path(file))
+    lines = job_plan.read_sweep(Path(file))
     what = _Launch(ctx, recipe, overrides)
     name, words, processes, root, remote = what.arguments
-    what.start(jobs.sweep(name, lines, words, processes, root, remote))
+    what.start(job_plan.sweep(name, lines, words, processes, root, remote))
 
 
 class _Launch:
-    """NeMo-Run's command line as arguments for the functions of `jobs`."""
+    """NeMo-Run's command line as arguments for the functions of `job_plan`."""
 
     def __init__(self, ctx: run.cli.RunContext, recipe: str, overrides: str) -> None:
         if not isinstance(ctx.executor, run.SlurmExecutor | run.LocalExecutor):

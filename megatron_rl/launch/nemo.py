@@ -22,7 +22,7 @@ from pathlib import Path
 import nemo_run as run
 from invoke.exceptions import UnexpectedExit
 
-from megatron_rl.launch.jobs import LaunchError, Task
+from megatron_rl.launch.job_plan import LaunchError, Task
 from megatron_rl.launch.package import pack
 from megatron_rl.launch.site import Site
 

@@ -8,7 +8,7 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-from megatron_rl.launch.jobs import LaunchError
+from megatron_rl.launch.job_plan import LaunchError
 
 
 def name_in(root: Path, recipe: Path, packaged: bool) -> str:

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.launch.jobs import LaunchError
+from megatron_rl.launch.job_plan import LaunchError
 
 _PRINT = """
 set -euo pipefail

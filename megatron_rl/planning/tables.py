@@ -16,7 +16,7 @@ from megatron_rl.planning.memory import active_parameters, total_parameters
 from megatron_rl.planning.search import Found, Space
 from megatron_rl.planning.simulation.failures import daly, young
 from megatron_rl.planning.simulation.forecast import Forecast, Goodput
-from megatron_rl.planning.simulation.steps import BEGUN, Mode, SimulatedRun
+from megatron_rl.planning.simulation.simulated_steps import BEGUN, Mode, SimulatedRun
 from megatron_rl.planning.time.lengths import LogNormal, Recorded
 from megatron_rl.planning.time.step import GENERATE, SYNC, UPDATE, Predictor, StepTime
 

@@ -1,7 +1,5 @@
-"""One process per rank on this machine; none survives a failure, Ctrl-C, or the launcher's death.
-
-The ranks are all of a run (`run_ranks`), or the one that srun or torchrun asks this process to be (`run_rank`).
-"""
+"""One process per rank on this machine: all of a run (`run_ranks`), or the one that srun or torchrun asks this process to be
+(`run_rank`); none survives a failure, Ctrl-C, or the launcher's death."""
 
 from __future__ import annotations
 

@@ -45,7 +45,11 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class StorageCounter(TorchDispatchMode):
-    """Counts bytes of tensors on a kind of device that are made while it is entered, until they are freed."""
+    """Counts bytes of tensors on a kind of device that are made while it is entered, until they are freed.
+
+    torch's own `MemTracker` (torch.distributed._tools) finds the same peak of plain operators, and leaves out of it what
+    `resize_` gives back, as recomputation does.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

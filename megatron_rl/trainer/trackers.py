@@ -56,7 +56,7 @@ class WandB:
         self._run.finish()
 
 
-_OF_A_SWEEP = re.compile(r"\d{3}-.*")  # what `launch.jobs.sweep` calls the folder of a line
+_OF_A_SWEEP = re.compile(r"\d{3}-.*")  # what `launch.job_plan.sweep` calls the folder of a line
 
 
 def wandb_place(project: str, run_dir: Path, environment: Mapping[str, str]) -> dict[str, str]:

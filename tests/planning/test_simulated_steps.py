@@ -20,7 +20,7 @@ from megatron_rl.planning.simulation.failures import (
     saves,
     young,
 )
-from megatron_rl.planning.simulation.steps import MODES, Latency, SimulatedJob, SimulatedRun, simulate
+from megatron_rl.planning.simulation.simulated_steps import MODES, Latency, SimulatedJob, SimulatedRun, simulate
 from megatron_rl.planning.time.lengths import LogNormal, Recorded, read_lengths
 
 SPEED = EngineSpeed(lambda running, context: 0.02 + 1e-7 * running * context, lambda tokens: tokens / 2e4, 2e5, 256)

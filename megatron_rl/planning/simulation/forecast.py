@@ -12,7 +12,7 @@ from megatron_rl.planning.inputs import Responses
 from megatron_rl.planning.memory import total_parameters
 from megatron_rl.planning.simulation.engines import EngineSpeed
 from megatron_rl.planning.simulation.failures import CheckpointInterval, Failures, goodput, intervals
-from megatron_rl.planning.simulation.steps import MODES, Latency, Mode, SimulatedJob, SimulatedRun, simulate
+from megatron_rl.planning.simulation.simulated_steps import MODES, Latency, Mode, SimulatedJob, SimulatedRun, simulate
 from megatron_rl.planning.time.generation import Decoding
 from megatron_rl.planning.time.kernels import host_seconds
 from megatron_rl.planning.time.step import GENERATE, REWARD, SYNC, Predictor, StepTime

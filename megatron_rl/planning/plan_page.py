@@ -9,7 +9,7 @@ import numpy as np
 from megatron_rl.planning.components import GIB, HOST_PHASES, PHASES, MemoryPlan
 from megatron_rl.planning.simulation.failures import daly, young
 from megatron_rl.planning.simulation.forecast import Forecast, Goodput
-from megatron_rl.planning.simulation.steps import SimulatedRun
+from megatron_rl.planning.simulation.simulated_steps import SimulatedRun
 from megatron_rl.planning.tables import rate_of, title
 from megatron_rl.planning.time.step import StepTime
 from megatron_rl.report import charts

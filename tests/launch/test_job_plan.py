@@ -14,7 +14,7 @@ from megatron_rl import cli
 from megatron_rl.config import ConfigError
 from megatron_rl.launch import LaunchError, chain, one, read_site, sweep
 from megatron_rl.launch.__main__ import main
-from megatron_rl.launch.jobs import read_sweep
+from megatron_rl.launch.job_plan import read_sweep
 from megatron_rl.launch.package import pack
 
 from .conftest import need
@@ -164,6 +164,6 @@ def test_a_recipe_is_resolved_without_what_the_launching_environment_lacks(tmp_p
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     code = (
         "import sys; sys.modules |= dict.fromkeys(('torch', 'numpy', 'vllm', 'transformers', 'math_verify'))\n"
-        f"from megatron_rl.launch.jobs import resolve; resolve('train', {str(tmp_path / 'recipe.yaml')!r}, [], 1)"
+        f"from megatron_rl.launch.job_plan import resolve; resolve('train', {str(tmp_path / 'recipe.yaml')!r}, [], 1)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
