@@ -110,14 +110,3 @@ def hint(key: str, value: object) -> str | None:
             said = f" ({row.says})" if row.says else ""
             return f"{theirs} is {' and '.join(f'`{one}`' for one in row.here)} here{said}{more}"
     return None
-
-
-def markdown() -> str:
-    """The table of docs/migrate.md."""
-    lines = ["| verl | NeMo-RL | TRL | here | |", "|---|---|---|---|---|"]
-    for row in rows():
-        cells = [" ".join(f"`{name}`" for name in getattr(row, framework)) for framework in FRAMEWORKS]
-        cells[0] = cells[0].replace(_ACTOR, "")
-        here = " ".join(f"`{key}`" for key in row.here) or "none"
-        lines.append("| " + " | ".join([*cells, here, row.says]) + " |")
-    return "\n".join(lines) + "\n"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from document_migrate import PAGE, page
 
 from megatron_rl.base.messages import ConfigError
 from megatron_rl.base.typed_params import fields, unwrap
@@ -315,7 +314,3 @@ def test_the_table_names_keys_that_exist_and_none_twice() -> None:
         assert row.here or row.says
         assert all(exists(key) for key in row.here), row.here
     assert all(exists(key) for key in elsewhere._ALSO.values())
-
-
-def test_the_page_has_the_table_as_it_is() -> None:
-    assert PAGE.read_text() == page(PAGE.read_text()), "python tools/document_migrate.py"
