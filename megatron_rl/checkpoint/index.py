@@ -176,42 +176,19 @@ class GlobalTensor:
     chunks: list[Stored]
 
 
+# What is no tensor: file, offset, length.
+Objects = Mapping[str, tuple[str, int, int]]
+
+
 def read_metadata(folder: Path) -> Metadata:
     """The index of a distributed checkpoint as torch's objects, without what the ranks planned when they wrote it.
 
     Raises:
         UnpickleError: it names something else than torch's classes for it, is damaged, or points at files outside the folder.
     """
-    import torch
-    from torch.distributed.checkpoint import metadata as dcp
-
-    from megatron_rl.seams.torch_dist import StorageInfo
-
     record = _read(folder)
-    entries: dict[str, dcp.STORAGE_TYPES] = {}
-    storage: dict[dcp.MetadataIndex, StorageInfo] = {}
     with _damage(folder):
-        for name, entry in record.state_dict_metadata.items():
-            if not hasattr(entry, "chunks"):
-                entries[_text(name)] = dcp.BytesStorageMetadata()
-                continue
-            properties = dcp.TensorProperties(dtype=getattr(torch, _dtype(entry)))
-            chunks = [
-                dcp.ChunkStorageMetadata(torch.Size(_whole(c.offsets)), torch.Size(_whole(c.sizes)))
-                for c in entry.chunks
-            ]
-            entries[_text(name)] = dcp.TensorStorageMetadata(properties, torch.Size(_whole(entry.size)), chunks)
-        for index, info in record.storage_data.items():
-            hint = getattr(index, "index", None)
-            offset = getattr(index, "offset", None)
-            metadata_index = dcp.MetadataIndex(
-                _text(index.fqn),
-                None if offset is None else _whole(offset),
-                None if hint is None else _whole([hint])[0],
-            )
-            start, length = _whole([info.offset, info.length])
-            storage[metadata_index] = StorageInfo(info.relative_path, start, length)
-    metadata = dcp.Metadata(entries, storage_data=storage)
+        metadata = _as_torch(*_contents(record))
     if hasattr(record, "mcore_data"):  # plain data, which Megatron-Core keeps beside torch's
         metadata.mcore_data = record.mcore_data  # type: ignore[attr-defined]
     return metadata
@@ -224,20 +201,51 @@ def read_tensors(folder: Path) -> dict[str, GlobalTensor]:
         UnpickleError: as `read_metadata`.
     """
     record = _read(folder)
-    tensors: dict[str, GlobalTensor] = {}
-    sizes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
     with _damage(folder):
-        for name, entry in record.state_dict_metadata.items():
-            if hasattr(entry, "chunks"):
-                tensors[_text(name)] = GlobalTensor(_whole(entry.size), _dtype(entry), [])
-                sizes |= {(name, _whole(chunk.offsets)): _whole(chunk.sizes) for chunk in entry.chunks}
-        for index, info in record.storage_data.items():
-            if _text(index.fqn) in tensors:
-                start = _whole(index.offset)
-                offset, length = _whole([info.offset, info.length])
-                stored = Stored(start, sizes[index.fqn, start], info.relative_path, offset, length)
-                tensors[index.fqn].chunks.append(stored)
-    return tensors
+        return _contents(record)[0]
+
+
+def write(folder: Path, tensors: Mapping[str, GlobalTensor], objects: Objects) -> None:
+    """Writes `.metadata`, by torch's classes."""
+    (folder / METADATA).write_bytes(pickle.dumps(_as_torch(tensors, objects)))
+
+
+def _as_torch(tensors: Mapping[str, GlobalTensor], objects: Objects) -> Metadata:
+    import torch
+    from torch.distributed.checkpoint import metadata as dcp
+
+    from megatron_rl.seams.torch_dist import StorageInfo
+
+    entries: dict[str, dcp.STORAGE_TYPES] = {name: dcp.BytesStorageMetadata() for name in objects}
+    storage = {dcp.MetadataIndex(name): StorageInfo(*stored) for name, stored in objects.items()}
+    for name, tensor in tensors.items():
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(c.start), torch.Size(c.size)) for c in tensor.chunks]
+        properties = dcp.TensorProperties(dtype=getattr(torch, tensor.dtype))
+        entries[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        for chunk in tensor.chunks:
+            index = dcp.MetadataIndex(name, torch.Size(chunk.start))
+            storage[index] = StorageInfo(chunk.file, chunk.offset, chunk.length)
+    return dcp.Metadata(entries, storage_data=storage)
+
+
+def _contents(record: Any) -> tuple[dict[str, GlobalTensor], Objects]:
+    """Checked values of an index that was read as records."""
+    tensors: dict[str, GlobalTensor] = {}
+    objects: dict[str, tuple[str, int, int]] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    entries = record.state_dict_metadata
+    for name, entry in entries.items():
+        if hasattr(entry, "chunks"):
+            tensors[_text(name)] = GlobalTensor(_whole(entry.size), _dtype(entry), [])
+            sizes |= {(name, _whole(chunk.offsets)): _whole(chunk.sizes) for chunk in entry.chunks}
+    for index, info in record.storage_data.items():
+        name, (offset, length) = _text(index.fqn), _whole([info.offset, info.length])
+        if hasattr(entries[name], "chunks"):
+            start = _whole(index.offset)
+            tensors[name].chunks.append(Stored(start, sizes[name, start], info.relative_path, offset, length))
+        else:
+            objects[name] = info.relative_path, offset, length
+    return tensors, objects
 
 
 def _read(folder: Path) -> Any:
@@ -298,26 +306,3 @@ def unknown(source: str, name: str) -> UnpickleError:
         f"{source} names {name}, which is not one of the classes that a checkpoint is made of: reading the file freely could "
         "run any code. Nothing was run; do not use checkpoints from where this one came from"
     )
-
-
-def write(folder: Path, tensors: Mapping[str, GlobalTensor], objects: Mapping[str, tuple[str, int, int]]) -> None:
-    """Writes `.metadata`, by torch's classes.
-
-    Args:
-        objects: what is no tensor, by name: file, offset, length.
-    """
-    import torch
-    from torch.distributed.checkpoint import metadata as dcp
-
-    from megatron_rl.seams.torch_dist import StorageInfo
-
-    entries: dict[str, dcp.STORAGE_TYPES] = {name: dcp.BytesStorageMetadata() for name in objects}
-    storage = {dcp.MetadataIndex(name): StorageInfo(*place) for name, place in objects.items()}
-    for name, tensor in tensors.items():
-        chunks = [dcp.ChunkStorageMetadata(torch.Size(c.start), torch.Size(c.size)) for c in tensor.chunks]
-        properties = dcp.TensorProperties(dtype=getattr(torch, tensor.dtype))
-        entries[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        for chunk in tensor.chunks:
-            index = dcp.MetadataIndex(name, torch.Size(chunk.start))
-            storage[index] = StorageInfo(chunk.file, chunk.offset, chunk.length)
-    (folder / METADATA).write_bytes(pickle.dumps(dcp.Metadata(entries, storage_data=storage)))
