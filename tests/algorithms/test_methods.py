@@ -219,11 +219,13 @@ def test_own_methods_declare_choices_and_ranges_as_the_built_in_ones_do() -> Non
             check_method(ESTIMATOR, "bounded", params)
     with pytest.raises(ValueError, match="would grow"):
         check_method(ESTIMATOR, "Remembering", {"decay": 2.0})
-    with pytest.raises(ValueError, match=r"`half` must be at most 1; it is 2.0"):
 
-        @gradient_weight()
-        def wrong(log_ratio: Any, advantages: Any, *, half: Annotated[float, Field(le=1)] = 2.0) -> Any:
-            return log_ratio
+    @gradient_weight()
+    def wrong(log_ratio: Any, advantages: Any, *, half: Annotated[float, Field(le=1)] = 2.0) -> Any:
+        return log_ratio
+
+    with pytest.raises(ValueError, match=r"`half` must be at most 1; it is 2.0"):
+        check_method(WEIGHT, "wrong")
 
 
 @pytest.mark.usefixtures("_own_methods")
