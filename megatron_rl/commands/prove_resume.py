@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 
 from megatron_rl.base.messages import ConfigError
-from megatron_rl.config.checks import count_gpus
+from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.presets import list_presets
 from megatron_rl.runtime import exit_codes
 

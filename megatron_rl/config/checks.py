@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import itertools
 import math
 import os
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from megatron_rl.config.actor_checks import check_actor, check_actor_machine, op
 from megatron_rl.config.algorithm_checks import check_method_choice
 from megatron_rl.config.evaluation_checks import check_evaluation, runs_harness
 from megatron_rl.config.inactive import check_inactive
+from megatron_rl.config.machine import Machine
 from megatron_rl.config.model_checks import check_cpu_engine, check_model
 from megatron_rl.config.rollout_checks import check_rollout, check_rollout_machine
 from megatron_rl.config.schema import Config
@@ -32,29 +30,6 @@ from megatron_rl.models import HFConfig
 _LONGEST_PATH, _LONGEST_NAME = 3500, 255  # bytes; Linux takes 4095 and 255
 _MOST_PROCESSES = 4096  # on one machine
 _MOST_ROLLOUTS = 1e8  # of a step: all of them are in the memory of every rank
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where the processes run: this machine's GPUs, and the world that another launcher has started."""
-
-    gpus: int = 0
-    world_size: int | None = None  # processes in all, where torchrun or srun started them
-    local_world_size: int | None = None  # those of them on this machine
-
-    @staticmethod
-    def here() -> Machine:
-        return Machine(gpus=count_gpus())
-
-
-def count_gpus(devices: Path = Path("/dev")) -> int:
-    """GPUs that this process may use, found without torch: device files, narrowed by CUDA_VISIBLE_DEVICES."""
-    present = sum(re.fullmatch(r"nvidia[0-9]+", path.name) is not None for path in devices.glob("nvidia[0-9]*"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    chosen = itertools.takewhile(lambda part: part.strip() not in ("", "-1"), visible.split(","))  # CUDA stops there
-    return min(present, len(list(chosen)))
 
 
 def check(
@@ -101,7 +76,6 @@ def check(
             *_check_gradient_variance(config, world),
             *_check_trainer(config),
             *check_method_choice(config),
-            *_check_names(config),
             *_check_rewards(config, command),
             *_check_tasks(config, command),
             *check_model(config, model, command),
@@ -283,13 +257,6 @@ def _check_trainer(config: Config) -> Iterator[str]:
 
 
 # -------------------------------------------------------------------------------------------------- tasks and rewards
-def _check_names(config: Config) -> Iterator[str]:
-    for key in ("tasks.train", "tasks.eval", "rewards"):
-        for name in attrgetter(key)(config):
-            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-                yield f"`{key}.{name}`: names are made of letters, digits, `_` and `-`"
-
-
 def _check_rewards(config: Config, command: str) -> Iterator[str]:
     chosen = config.trainer.eval_reward
     of_evaluation = (f"evaluation.{name}_reward" for name in ("format", "bug", "pass_rate"))

@@ -4,8 +4,8 @@ A key that differs from its default (the preset's, where that sets it) while it 
 source, an override say, has switched the feature off, the keys of earlier sources that only described it are left out instead
 (`load`): `checkpoint.every=0` needs no further words on a recipe that sets `checkpoint.keep`.
 
-Not here, because other checks know more: keys of `tasks` that belong to another source (`tasks.checks`), what a model's shape
-or the machine rules out (`model_checks`, `rollout_checks`, `actor_checks`). Sections that other commands read, such as
+Not here, because other checks know more: keys of `tasks` that belong to another source (`tasks.task_checks`), what a model's
+shape or the machine rules out (`model_checks`, `rollout_checks`, `actor_checks`). Sections that other commands read, such as
 `reward_model` under `train`, stay legal in recipes, which commands share; as overrides of a command that does not read them
 they are refused (`check_overrides`).
 """

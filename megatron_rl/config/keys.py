@@ -35,6 +35,7 @@ Wait = Annotated[float, Field(ge=0, le=1e6)]  # minutes
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]  # of a task or a reward
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 

@@ -18,6 +18,7 @@ from megatron_rl.config.keys import (
     CountOrNone,
     Finite,
     Minutes,
+    Name,
     NonNegative,
     Params,
     PositiveShare,
@@ -96,8 +97,8 @@ class TaskConfig(Section):
 
 @dataclass
 class TasksConfig(Section):
-    train: dict[str, TaskConfig] = field(default_factory=dict)
-    eval: dict[str, TaskConfig] = field(default_factory=dict)
+    train: dict[Name, TaskConfig] = field(default_factory=dict)
+    eval: dict[Name, TaskConfig] = field(default_factory=dict)
 
 
 @dataclass
@@ -356,7 +357,7 @@ class Config(Section):
     seed: Seed = key(0, "model initialisation, order of prompts, sampling")
     model: ModelConfig = field(default_factory=ModelConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
-    rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    rewards: dict[Name, RewardConfig] = field(default_factory=dict)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

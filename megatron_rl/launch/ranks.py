@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_rl.base.messages import count
 from megatron_rl.config import Config, ConfigError, Machine, to_yaml
 from megatron_rl.config.actor_checks import parameters_in_fp8
-from megatron_rl.config.checks import count_gpus
+from megatron_rl.config.machine import count_gpus
 from megatron_rl.runtime import disk, exit_codes, nvml, owner, stop, streams
 from megatron_rl.runtime.attempts import (
     ATTEMPT,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.config.checks import count_gpus
+from megatron_rl.config.machine import count_gpus
 from megatron_rl.runtime import compilers, disk, exit_codes
 from megatron_rl.runtime.attempts import free_port
 from megatron_rl.runtime.server import VLLM, end, wait_until_healthy

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from megatron_rl.config.checks import count_gpus
+from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.verdict import FAILED, WARNING, Problems
 from megatron_rl.runtime import compilers

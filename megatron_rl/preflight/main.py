@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron_rl.config import ConfigError, Machine, check, load_recipe
-from megatron_rl.config.checks import count_gpus
+from megatron_rl.config.machine import count_gpus
 from megatron_rl.preflight.local import limits_in_the_way
 from megatron_rl.preflight.verdict import FAILED
 from megatron_rl.runtime import exit_codes, stop

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.config import check, load_recipe, to_yaml
-from megatron_rl.config.checks import Machine, count_gpus
+from megatron_rl.config.machine import Machine, count_gpus
 from megatron_rl.resume_proof.kills import POINTS, Kill
 from megatron_rl.resume_proof.starts import Start, start_anew
 from megatron_rl.runtime.heartbeat import heartbeats

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_rl.config import load_recipe
-from megatron_rl.config.checks import count_gpus
+from megatron_rl.config.machine import count_gpus
 from megatron_rl.resume_proof import kills
 from megatron_rl.resume_proof.kills import Kill, as_rank
 from megatron_rl.runtime.attempts import ATTEMPT, free_port, new_attempt, rank_environment

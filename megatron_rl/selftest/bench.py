@@ -16,7 +16,7 @@ from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.config import Config, Machine, check, load_recipe
 from megatron_rl.config.actor import ParallelConfig
-from megatron_rl.config.checks import count_gpus
+from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.data.batch import TokenBatch
 from megatron_rl.models import read_hf_config

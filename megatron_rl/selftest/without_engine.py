@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.actor.build import DTYPES
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
-from megatron_rl.config.checks import count_gpus
+from megatron_rl.config.machine import count_gpus
 from megatron_rl.modules.layers import packed_attention
 from megatron_rl.runtime import device, provenance
 from megatron_rl.seams.megatron import MAIN_GRADIENT

@@ -15,7 +15,7 @@ import torch
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config import Config, check, load_recipe
-from megatron_rl.config.checks import Machine
+from megatron_rl.config.machine import Machine
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.runtime import distributed
 from megatron_rl.runtime.stop import StopRequested

@@ -21,7 +21,7 @@ QUICKSTART = "recipes/cpu/quickstart.yaml"
 
 # Sections of which every key has an effect wherever the command reads the section, or is refused by the check of that name.
 ELSEWHERE = {
-    "tasks": "tasks.checks: keys belong to the source",
+    "tasks": "tasks.task_checks: keys belong to the source",
     "model": "model_checks",
     "actor.fp8": "null or in effect; actor_checks",
     "actor.lora": "null or in effect; actor_checks",

@@ -11,7 +11,7 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config import ConfigError, check, load_recipe
 from megatron_rl.config.actor import LoRAConfig
-from megatron_rl.config.checks import Machine
+from megatron_rl.config.machine import Machine
 from megatron_rl.config.published import published_config
 from megatron_rl.models import model_of
 from megatron_rl.models.lora import check_lora

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe
-from megatron_rl.config.checks import count_gpus
+from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.presets import PRESETS
 
 CPU = Machine()
@@ -111,7 +111,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["rewards.correct.weight=.inf"], "`rewards.correct.weight` must be a finite number"),
         (["rewards.correct.condition={column: x, at_least: .inf}"], "at_least` must be a finite number; it is inf"),
         (["tasks.train.sums=null"], "`tasks.train` is empty"),
-        (["tasks.train.a/b.source=jsonl"], "names are made of letters"),
+        (["tasks.train.a/b.source=jsonl"], "the name 'a/b' in `tasks.train` must be letters, digits, `_` and `-`"),
         (["tasks.train.sums.chat=true"], "makes no chat template"),
         (["sft.steps=5"], "no task has demonstrations to learn from; set `tasks.train.sums.demonstrations`"),
         (["model.create=null"], "set `model.path` to a Hugging Face folder, or `model.create`"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.config import ConfigError, check, load_recipe
-from megatron_rl.config.checks import Machine
+from megatron_rl.config.machine import Machine
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.rollout import ScoredLength
 from megatron_rl.data.sample import Sample

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from megatron_rl.config import ConfigError, load_recipe
-from megatron_rl.config.checks import Machine
+from megatron_rl.config.machine import Machine
 from megatron_rl.data.sample import Sample
 from megatron_rl.preflight.recipe import check_recipe
 from megatron_rl.rewards import make_reward

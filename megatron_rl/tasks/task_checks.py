@@ -49,8 +49,6 @@ def check_tasks(tasks: TasksConfig) -> None:
     for group, configs in (("train", tasks.train), ("eval", tasks.eval)):
         for name, config in configs.items():
             key = f"tasks.{group}.{name}"
-            if "/" in name:
-                raise ValueError(f"{key}: a task's name must not contain '/'")
             try:
                 if config.source == SPLIT:
                     _check_split(config, group, tasks)
