@@ -41,7 +41,7 @@ from megatron_rl.models import Model, model_of, read_hf_config
 from megatron_rl.models.registry import created_config
 from megatron_rl.planning.memory import total_parameters
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout, Piece, layers_of, numbered, unit_elements
-from megatron_rl.weights.plan import BUCKET_BYTES, Plan, make_plan
+from megatron_rl.weights.sync_plan import BUCKET_BYTES, Plan, make_plan
 
 NODE = 8  # GPUs
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -44,10 +44,10 @@ from megatron_rl.seams.megatron import PER_ELEMENT, Chunk, optimizer_parts, rout
 from megatron_rl.seams.megatron_meta import fused_kernels, under_way
 from megatron_rl.seams.meta_fp8 import quantised_layers, quantised_weights
 from megatron_rl.seams.torch_meta import StorageCounter, fake_world, storage_key
-from megatron_rl.weights import plan as reshard
+from megatron_rl.weights import sync_plan as reshard
 from megatron_rl.weights.inventory import unwrap
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout, unplaced
-from megatron_rl.weights.plan import BUCKET_BYTES
+from megatron_rl.weights.sync_plan import BUCKET_BYTES
 
 META = torch.device("meta")
 

@@ -42,7 +42,7 @@ from megatron_rl.planning.components import (
     Parameters,
     Part,
 )
-from megatron_rl.weights.plan import BUCKET_BYTES
+from megatron_rl.weights.sync_plan import BUCKET_BYTES
 
 # CUDA context, NCCL's buffers, cuBLAS workspaces, the allocator's fragmentation, CUDA graphs kept through vLLM's sleep.
 RESERVE_GIB = 5.0

@@ -24,7 +24,7 @@ from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.weights.check_shards import ShardProof
 from megatron_rl.weights.inventory import Key
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout, unplaced
-from megatron_rl.weights.plan import BUCKET_BYTES, Plan, make_plan
+from megatron_rl.weights.sync_plan import BUCKET_BYTES, Plan, make_plan
 from megatron_rl.weights.transfer import SyncError, Transfer
 
 # Of the mean over tokens. Two sets of kernels in bf16 differ by a heavy-tailed error, whose largest value over thousands of

@@ -63,7 +63,7 @@ class Chunk(nn.Module):
     expert_parallel_buffers: Sequence[Buffer]
 
 
-class Bucket(Protocol):
+class GradientBucket(Protocol):
     offset: int
     numel_unpadded: int
     grad_data: Tensor
@@ -73,7 +73,7 @@ class Buffer(Protocol):
     """A flat buffer of gradients (and parameters), in buckets that are padded."""
 
     numel: int
-    buckets: Sequence[Bucket]
+    buckets: Sequence[GradientBucket]
     grad_data: Tensor
     param_index_map: Mapping[nn.Parameter, tuple[int, int, int]]  # where each begins and ends in it; and its bucket
 

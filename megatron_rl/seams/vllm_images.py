@@ -55,13 +55,13 @@ def register_images_only(image_processor: Any) -> None:
         def get_supported_mm_limits(self) -> dict[str, int | None]:
             return {"image": None}
 
-    class Model(model.Qwen2_5_VLForConditionalGeneration):
+    class _Model(model.Qwen2_5_VLForConditionalGeneration):
         pass
 
     register = MULTIMODAL_REGISTRY.register_processor(
         model.Qwen2_5_VLMultiModalProcessor, info=Info, dummy_inputs=model.Qwen2_5_VLDummyInputsBuilder
     )
-    ModelRegistry.register_model(ARCHITECTURE, register(Model))
+    ModelRegistry.register_model(ARCHITECTURE, register(_Model))
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PreferencePairs:
     """All pairs of a run. `eval`: by task."""
 
     train: list[Pair]
@@ -78,7 +78,7 @@ def margin_of(fields: Mapping[str, object]) -> float:
 
 def load_pairs(
     prompts: Prompts, tokenizer: Tokenizer, rollout: RolloutConfig, vocab_size: int, note: Callable[[str], None]
-) -> Pairs:
+) -> PreferencePairs:
     """The pairs of all prompts, in tokens.
 
     Args:
@@ -97,7 +97,7 @@ def load_pairs(
         return pairs
 
     held_out = {task: fitting(samples, f"pairs of {task}") for task, samples in prompts.eval.items()}
-    return Pairs(fitting(prompts.train, "training pairs"), held_out)
+    return PreferencePairs(fitting(prompts.train, "training pairs"), held_out)
 
 
 def pairs_of(

@@ -28,7 +28,7 @@ from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.runtime.stop import StopFlag
 from megatron_rl.tasks import Prompts
 from megatron_rl.tasks.loading import check_demonstrations, load_prompts
-from megatron_rl.tasks.preferences import Pairs, load_pairs
+from megatron_rl.tasks.preferences import PreferencePairs, load_pairs
 from megatron_rl.trainer.checkpoints import Checkpoints
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.report import Reporter
@@ -50,7 +50,7 @@ class Run:
     report: Reporter
     timer: StepTimer
     stop: StopFlag
-    pairs: Pairs | None = None  # of a reward model's run
+    pairs: PreferencePairs | None = None  # of a reward model's run
     state: State = field(default_factory=State)
     actor_has_device: bool = True
     started_sync: WeightSync | None = None  # from `start_engine` on

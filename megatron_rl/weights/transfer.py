@@ -1,4 +1,4 @@
-"""Moves the actor's weights into the engines by the resharding plan (`weights/plan.py`), and proves that they arrived.
+"""Moves the actor's weights into the engines by the resharding plan (`weights/sync_plan.py`), and proves that they arrived.
 
 Two buckets are under way at a time: while one is unpacked and loaded, the next is packed and travels. A message is one flat
 buffer per source, target and bucket. Every box has a checksum, taken of the source's parameter and of what then stands in the
@@ -26,7 +26,7 @@ from megatron_rl.weights.checksum import INTEGERS, WORD, Checksums
 from megatron_rl.weights.gather import values
 from megatron_rl.weights.inventory import Key
 from megatron_rl.weights.layouts import layers_of
-from megatron_rl.weights.plan import Box, Bucket, Move, Plan
+from megatron_rl.weights.sync_plan import Box, Bucket, Move, Plan
 
 T = TypeVar("T")
 _LINE = 64  # words; a message's are summed as a matrix of so many columns, and it is filled up to whole rows

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import scale
 from megatron_rl.config import load_recipe
-from megatron_rl.weights.plan import BUCKET_BYTES
+from megatron_rl.weights.sync_plan import BUCKET_BYTES
 
 RECIPES = sorted(
     path for path in scale.RECIPES.glob("[!_]*.yaml") if "fp8" not in path.name

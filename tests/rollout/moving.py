@@ -27,7 +27,7 @@ from megatron_rl.weights.gather import iter_hf_weights
 from megatron_rl.weights.inventory import local_weights
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout
 from megatron_rl.weights.load import load_hf_weights
-from megatron_rl.weights.plan import Move, make_plan
+from megatron_rl.weights.sync_plan import Move, make_plan
 from megatron_rl.weights.transfer import Message, SyncError, Transfer
 
 

@@ -19,7 +19,7 @@ from models.test_reshard import model_of
 from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.runtime.distributed import ALONE
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout
-from megatron_rl.weights.plan import make_plan
+from megatron_rl.weights.sync_plan import make_plan
 from megatron_rl.weights.transfer import SyncError, Transfer
 
 from . import moving

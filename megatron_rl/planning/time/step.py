@@ -209,7 +209,7 @@ def _fill(lengths: Lengths, budget: int) -> float:
 
 def sync_bytes(model: Model, parallel: ParallelConfig, rollout: RolloutConfig) -> float:
     """What a rank receives of the weights in bf16: its slice of the engine's less what it holds of that in its stage; counted
-    by `weights.plan` to a few per cent (`rollout.sync: whole`: everything)."""
+    by `weights.sync_plan` to a few per cent (`rollout.sync: whole`: everything)."""
     if rollout.sync == "whole":
         return 2.0 * total_parameters(model)
     engine = rollout.tensor_parallel

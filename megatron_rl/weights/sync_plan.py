@@ -115,14 +115,14 @@ class _Shipment(NamedTuple):
         return np.where(self.flow.own, 0.0, self.flow.pairs.cut(self.part, self.parts)[1][self.flow.pair])
 
 
-class Traffic(NamedTuple):
+class SyncTraffic(NamedTuple):
     """Elements that each rank sends to others and receives from them; float64 [world]."""
 
     sent: np.ndarray
     received: np.ndarray
 
     @classmethod
-    def of(cls, shipments: Iterable[_Shipment], world: int) -> Traffic:
+    def of(cls, shipments: Iterable[_Shipment], world: int) -> SyncTraffic:
         sent, received = np.zeros(world), np.zeros(world)
         for shipment in shipments:
             sizes = shipment.moved
@@ -130,8 +130,8 @@ class Traffic(NamedTuple):
             received += np.bincount(shipment.flow.target, sizes, world)
         return cls(sent, received)
 
-    def plus(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent + other.sent, self.received + other.received)
+    def plus(self, other: SyncTraffic) -> SyncTraffic:
+        return SyncTraffic(self.sent + other.sent, self.received + other.received)
 
     @property
     def largest(self) -> float:
@@ -183,9 +183,9 @@ class Plan:
             box = Box(ship.rule, ship.layer, *needed[:5])
             yield Move(box, rule, at, expert, needed.at, needed.expert)
 
-    def traffic(self) -> Iterator[Traffic]:
+    def traffic(self) -> Iterator[SyncTraffic]:
         """Traffic of each bucket."""
-        return (Traffic.of(shipments, self.actor.world) for shipments in self.buckets)
+        return (SyncTraffic.of(shipments, self.actor.world) for shipments in self.buckets)
 
 
 def make_plan(
@@ -213,7 +213,7 @@ def make_plan(
     flows: dict[tuple[int, tuple[int, ...]], Flow] = {}
     load = np.zeros(actor.world)
     buckets: list[list[_Shipment]] = [[]]
-    filled = Traffic.of((), actor.world)
+    filled = SyncTraffic.of((), actor.world)
 
     def flow(index: int, layer: int) -> Flow:
         rule = model.family.rules[index]
@@ -246,7 +246,7 @@ def _walk(model: Model, actor: ActorLayout) -> Iterator[list[tuple[int, int]]]:
 
 def _parts(
     flown: Sequence[tuple[Flow, int, int]], load: np.ndarray, limit: int
-) -> list[tuple[list[_Shipment], Traffic]]:
+) -> list[tuple[list[_Shipment], SyncTraffic]]:
     """Weights cut into parts in which no rank sends or receives more than `limit`; `load`: what each rank sends before."""
     positions = max(overlap.target.size for flow, _, _ in flown for shared in flow.pairs.overlaps for overlap in shared)
     parts = 1
@@ -257,7 +257,7 @@ def _parts(
                 _Shipment(flow, index, layer, part, parts, flow.sources(sent).astype(np.int32))
                 for flow, index, layer in flown
             ]
-            traffic = Traffic.of(shipments, len(load))
+            traffic = SyncTraffic.of(shipments, len(load))
             sent = sent + traffic.sent
             shipped.append((shipments, traffic))
         largest = max(traffic.largest for _, traffic in shipped)
