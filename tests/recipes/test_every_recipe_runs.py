@@ -23,6 +23,7 @@ from megatron_rl.config import Config, ConfigError, Machine, load_recipe, to_yam
 from megatron_rl.config.algorithm_checks import reward_columns
 from megatron_rl.preflight.recipe import check_recipe
 from megatron_rl.runtime.attempts import new_attempt, rank_environment
+from megatron_rl.weights.create import create_model
 from tests.rewards.chat_server import ChatServer
 from tests.rewards.tiny_models import classifier
 from tests.warm import run_ranks
@@ -90,6 +91,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
             "JUDGE_URL": judge.url,
             "REWARD_MODEL_URL": judge.url.removesuffix("/v1"),
             "REWARD_MODEL": classifier(root / "reward_model"),
+            "TEACHER_URL": judge.url,
+            "TEACHER": teacher(root / "teacher"),
             "HF_HUB_OFFLINE": 1,
             "CUDA_VISIBLE_DEVICES": "",
         }.items():
@@ -123,7 +126,22 @@ def answer(number: int, body: dict[str, Any]) -> str:
         return "say:[[A>B]]"
     if "use_activation" in body:
         return "raw:" + json.dumps({"data": [{"probs": [number % 7]}]})
+    if (
+        "prompt_logprobs" in body
+    ):  # of a model whose every token is as probable, and whose tokenizer leaves no readable text
+        entries = [
+            {str(token): {"logprob": -2.0, "decoded_token": "\N{REPLACEMENT CHARACTER}"}} for token in body["prompt"]
+        ]
+        return "raw:" + json.dumps({"choices": [{"prompt_logprobs": [None, *entries[1:]]}]})
     return f"score:{number % 5 / 4}"
+
+
+def teacher(folder: Path) -> Path:
+    """A model of the quick start's kind with other weights."""
+    shape = load_recipe(RECIPES / "cpu/quickstart.yaml").model.create
+    assert shape is not None
+    create_model(folder, shape, seed=7)
+    return folder
 
 
 def prepared(name: str, root: Path) -> list[str]:
@@ -226,6 +244,15 @@ def test_a_training_recipe_takes_a_step_that_learns(ran: Ran, name: str) -> None
         assert after["actor/grad_norm"] > 0
     assert (Path(config.run_dir) / "export" / "model.safetensors").is_file()
     assert (Path(config.run_dir) / "checkpoints" / "step_1" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["cpu/distillation.yaml", "distillation/qwen3-8b.yaml"])
+def test_the_reverse_kl_of_the_rollouts_is_that_of_the_tokens_that_are_trained_on(ran: Ran, name: str) -> None:
+    """Of the sampler's numbers and of the learner's tokens, which an exchange lies between; nothing else is rewarded."""
+    _, after = ran.rows(name)
+    assert after["distillation/reverse_kl"] != 0
+    assert after["token_advantage/mean"] == pytest.approx(-after["distillation/reverse_kl"], rel=1e-5)
+    assert (after["advantage/max"], after["groups/signal_share"]) == (0, 1)
 
 
 def test_awpos_judge_is_asked(ran: Ran) -> None:
