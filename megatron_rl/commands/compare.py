@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_rl.comparison.run import compare
+    from megatron_rl.comparison.recorded_run import compare
 
     compare(
         args.run_dir,

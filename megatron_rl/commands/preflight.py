@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 for fit, 3 where a node is not, 2 for a recipe that cannot run anywhere."""
     machine, world = machine_here()
-    command = [sys.executable, "-m", "megatron_rl.preflight.main", args.recipe, *args.overrides]
+    command = [sys.executable, "-m", "megatron_rl.preflight.rank_main", args.recipe, *args.overrides]
     command += ["--minutes", str(args.minutes), *["--quick"] * args.quick, *["--json"] * args.json]
     config = load_recipe(args.recipe, args.overrides)
     if world is None:

@@ -1,5 +1,5 @@
 """A configuration of verl, NeMo-RL or TRL as a recipe of this package: `megatron-rl migrate`. Needs no torch."""
 
-from megatron_rl.migrate.convert import migrate
+from megatron_rl.migrate.recipe_text import migrate
 
 __all__ = ["migrate"]

@@ -15,7 +15,7 @@ HOMONYMS: dict[str, str] = {
     "__main__": "Python's",
     **dict.fromkeys(("actor", "algorithm"), "a package's main class, and the recipe's section for it"),
     **dict.fromkeys(("convert", "evaluate", "plan", "report", "status"), "a command, and what does its work"),
-    **dict.fromkeys(("run", "main", "page", "jobs", "steps", "files", "sources", "load"), "to be renamed"),
+    **dict.fromkeys(("run", "files", "sources", "load"), "to be renamed"),
     **dict.fromkeys(("gather", "adapters", "memory", "metrics", "fp8", "pairwise"), "to be renamed"),
     "registry": "what users name in recipes, by package",
     "reward_model": "one is trained here, and used as a reward there",

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.preflight import across_ranks
-from megatron_rl.preflight.main import RendezvousError, _Ranks
+from megatron_rl.preflight.rank_main import RendezvousError, _Ranks
 
 
 def gives_up(*args: Any, **kwargs: Any) -> None:

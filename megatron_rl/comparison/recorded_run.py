@@ -11,7 +11,6 @@ from rich.console import Console
 from megatron_rl.algorithms import list_advantage_estimators, list_gradient_weights
 from megatron_rl.base.messages import ConfigError, unknown_name
 from megatron_rl.base.plugins import read_yaml
-from megatron_rl.comparison.page import draw, estimator_table, weight_table
 from megatron_rl.comparison.summaries import (
     AdvantageSummary,
     Parameters,
@@ -19,6 +18,7 @@ from megatron_rl.comparison.summaries import (
     compare_weights,
     summarize_advantages,
 )
+from megatron_rl.comparison.tables_and_plot import draw, estimator_table, weight_table
 from megatron_rl.methods import ESTIMATOR, WEIGHT, check_method, load_plugins
 from megatron_rl.trainer.record import RecordedStep, read_step, recorded_steps
 

@@ -146,7 +146,7 @@ def meet(minutes: float) -> _Ranks:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl.preflight.main")
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.preflight.rank_main")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--quick", action="store_true")
