@@ -26,7 +26,7 @@ from megatron_rl.algorithms import (
     Denominators,
     RewardTable,
     list_advantage_estimators,
-    list_gradient_weights,
+    list_surrogates,
     make_advantage_estimator,
     make_algorithm,
 )
@@ -140,7 +140,13 @@ def estimators() -> list[list[object]]:
         rows.append(row)
     whole = make_algorithm("gdpo")
     rows.append(
-        ["gdpo, whole step with its metrics", f"{seconds(lambda: whole.estimate(table)) * 1e3:.1f}", "", "", ""]
+        [
+            "gdpo, whole step with its metrics",
+            f"{seconds(lambda: whole.compute_advantages(table)) * 1e3:.1f}",
+            "",
+            "",
+            "",
+        ]
     )
     return rows
 
@@ -157,7 +163,7 @@ def scaling() -> list[list[object]]:
 
 
 def loss() -> list[list[object]]:
-    """The time that the policy loss adds to forward and backward of plain log-probs, per gradient weight."""
+    """The time that the policy loss adds to forward and backward of plain log-probs, per surrogate."""
     generator = torch.Generator().manual_seed(0)
     rollouts = 128
     sequence_ids = torch.arange(rollouts).repeat_interleave(TOKENS // rollouts)
@@ -165,8 +171,8 @@ def loss() -> list[list[object]]:
     mask = torch.ones(TOKENS, dtype=torch.bool)
     shift = 0.3 * torch.randn(TOKENS, generator=generator)
     own: dict[str, float] = {}
-    for name in list_gradient_weights():
-        algorithm = make_algorithm({"weight": {"name": name}})
+    for name in list_surrogates():
+        algorithm = make_algorithm({"surrogate": {"name": name}})
         log_probs = torch.randn(TOKENS, generator=generator, requires_grad=True)
         old = log_probs.detach() + shift
 
@@ -226,7 +232,7 @@ def page() -> str:
         f"**Loss**: forward and backward of the log-probs of {TOKENS:,} tokens from the last hidden states, in ms (the "
         "model itself not included), and what the policy loss with all its metrics adds. The "
         "first line is the quick start's head.",
-        markdown_table(("", "log-probs, ms", *list_gradient_weights()), loss()),
+        markdown_table(("", "log-probs, ms", *list_surrogates()), loss()),
     ]
     return "\n\n".join(blocks) + "\n"
 

@@ -1,4 +1,4 @@
-"""One algorithm from four choices: estimator, gradient weight, aggregation, corrections. What the trainer talks to."""
+"""One algorithm from four choices: estimator, surrogate, aggregation, corrections. What the trainer talks to."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from megatron_rl.algorithms.correction import Correction, correct, correction_me
 from megatron_rl.algorithms.diagnostics import advantage_metrics, reward_metrics
 from megatron_rl.algorithms.kl import kl_divergence
 from megatron_rl.algorithms.metrics import Metrics
-from megatron_rl.algorithms.registry import make_advantage_estimator, make_gradient_weight
-from megatron_rl.algorithms.shaping import add_column, complete_groups, overlong_penalty, signal_groups, with_valid
+from megatron_rl.algorithms.registry import make_advantage_estimator, make_surrogate
+from megatron_rl.algorithms.shaping import (
+    add_column,
+    complete_groups,
+    groups_with_variance,
+    overlong_penalty,
+    with_valid,
+)
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.algorithm_checks import check_algorithm
 from megatron_rl.config.load import algorithm_config
@@ -27,26 +33,26 @@ _REPORTED_BOUNDS = (0.2, 0.2)  # regions are reported at these where the weight 
 
 
 @dataclass
-class StepEstimate:
+class StepAdvantages:
     """The advantages of one step, and which rollouts are trained on."""
 
     advantages: Tensor  # float [n, m]; 0 where a rollout does not take part
     train: Tensor  # bool [n, m]: rollouts that enter the update. The others must not reach the loss or its denominators
-    signal: Tensor  # bool [n]: prompts whose raw rewards differ between rollouts
+    has_variance: Tensor  # bool [n]: prompts whose raw rewards differ between rollouts
     clip_range: tuple[float, float] | None = None  # give it to every `policy_loss` of the step
     metrics: dict[str, float] = field(default_factory=dict)  # numbers for the step's log
     group: dict[str, Tensor] = field(default_factory=dict)  # the estimator's quantities per prompt, [n] each
 
 
 class Algorithm:
-    """The four choices, ready to use: `estimator` (rewards -> advantages), `weight` (F(w, A)), and what `config` says."""
+    """The four choices, ready to use: `estimator` (rewards -> advantages), `surrogate` (F(w, A)), and what `config` says."""
 
     def __init__(self, config: AlgorithmConfig, max_tokens: int | None = None) -> None:
         load_plugins(config.plugins)
         check_algorithm(config)
         self.config = config
         self.estimator = make_advantage_estimator(config.estimator.name, **config.estimator.params)
-        self.weight = make_gradient_weight(config.weight.name, **config.weight.params)
+        self.surrogate = make_surrogate(config.surrogate.name, **config.surrogate.params)
         self.max_length = None  # tokens, the constant of `seq-mean-token-sum-norm`
         if config.aggregation == "seq-mean-token-sum-norm":
             self.max_length = _budget("algorithm.max_length", config.max_length or max_tokens)
@@ -71,9 +77,9 @@ class Algorithm:
         return self.config.correction.weight != "none" or bool(self.config.correction.filters)
 
     # ----------------------------------------------------------------------------------------- rewards to advantages
-    def estimate(
+    def compute_advantages(
         self, table: RewardTable, *, truncated: Tensor | None = None, reference_kl: Tensor | None = None
-    ) -> StepEstimate:
+    ) -> StepAdvantages:
         """Advantages of a step, and which rollouts are trained on.
 
         Args:
@@ -85,10 +91,10 @@ class Algorithm:
             ValueError: naming the missing input.
         """
         config = self.config
-        signal = signal_groups(table, config.signal_rewards)
+        has_variance = groups_with_variance(table, config.zero_variance_rewards)
         shaped = self._shape(table, reference_kl)
         metrics = reward_metrics(shaped)
-        metrics["groups/signal_share"] = _share(signal, table.mask.any(1))
+        metrics["groups/signal_share"] = _share(has_variance, table.mask.any(1))
         valid = table.mask
         lossless = torch.zeros_like(valid)
         if config.truncated != "keep":
@@ -98,8 +104,8 @@ class Algorithm:
             metrics["rollouts/truncated_share"] = _share(lossless, valid)
             if config.truncated == "drop":
                 valid = valid & ~lossless
-        if config.drop_no_signal_groups:
-            valid = valid & signal[:, None]
+        if config.drop_zero_variance_groups:
+            valid = valid & has_variance[:, None]
         complete = complete_groups(valid, self.estimator.needs.group_size)
         metrics["groups/incomplete"] = float((valid.any(1) & ~complete.any(1)).sum())
         if int(complete.any(1).sum()) < self.estimator.needs.prompts:
@@ -108,10 +114,12 @@ class Algorithm:
         result = self.estimator(with_valid(shaped, complete)) if complete.any() else None
         if result is None:
             dtype = torch.float64 if table.values.dtype == torch.float64 else torch.float32
-            return StepEstimate(torch.zeros_like(valid, dtype=dtype), complete, signal, None, metrics)
+            return StepAdvantages(torch.zeros_like(valid, dtype=dtype), complete, has_variance, None, metrics)
         metrics.update(advantage_metrics(result.advantages, complete))
         metrics.update(result.metrics)
-        return StepEstimate(result.advantages, complete & ~lossless, signal, result.clip_range, metrics, result.group)
+        return StepAdvantages(
+            result.advantages, complete & ~lossless, has_variance, result.clip_range, metrics, result.group
+        )
 
     def _shape(self, table: RewardTable, reference_kl: Tensor | None) -> RewardTable:
         overlong, kl = self.config.overlong, self.config.kl
@@ -232,13 +240,13 @@ class Algorithm:
         log_ratio = token_log_ratio
         if config.ratio != "token":
             log_ratio = sequence_log_ratio(log_ratio, live, sequence_ids, mean=config.ratio == "sequence")
-        weight = self.weight(log_ratio, advantages, clip_range)
+        weight = self.surrogate(log_ratio, advantages, clip_range)
         factor = weight if corrected.weights is None else weight * corrected.weights.to(precise)
         coefficients = token_coefficients(live, sequence_ids, config.aggregation, denominators, self.max_length)
         loss = weighted_sum(-(factor.double() * advantages) * log_probs, coefficients)
 
         metrics = self._surrogate_metrics(token_log_ratio, log_ratio, advantages, weight, live, clip_range)
-        objective = self.weight.objective(log_ratio, advantages, weight, clip_range)
+        objective = self.surrogate.objective(log_ratio, advantages, weight, clip_range)
         if corrected.weights is not None:
             objective = objective * corrected.weights.to(precise)
         count = denominators.num_tokens if config.aggregation == "token-mean" else denominators.num_sequences
@@ -297,7 +305,7 @@ class Algorithm:
         ratio = bounded_exp(log_ratio)
         metrics.mean("ratio/mean", ratio, live)
         metrics.maximum("ratio/max", ratio, live)
-        low, high = clip_range or self.weight.clip_range or _REPORTED_BOUNDS
+        low, high = clip_range or self.surrogate.clip_range or _REPORTED_BOUNDS
         region = regions(log_ratio, advantages, low, high)
         for index, name in enumerate(REGIONS):
             inside = live & (region == index)

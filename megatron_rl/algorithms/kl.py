@@ -46,7 +46,7 @@ def _expm1(value: Tensor) -> Tensor:
 def sequence_kl(old_log_probs: Tensor, reference: Tensor, sequence_ids: Tensor, estimator: str = "k1") -> Tensor:
     """KL summed over each rollout's response, for the reward: [tokens] -> float64 [rollouts].
 
-    Give it, as [n, m], to `Algorithm.estimate(reference_kl=...)`.
+    Give it, as [n, m], to `Algorithm.compute_advantages(reference_kl=...)`.
     """
     tokens = kl_divergence(old_log_probs.detach(), reference.detach(), estimator).double()
     rollouts = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0

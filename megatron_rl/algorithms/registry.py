@@ -1,4 +1,4 @@
-"""Estimators and gradient weights from the catalogue, ready to use on tensors."""
+"""Estimators and surrogates from the catalogue, ready to use on tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data.rewards import RewardTable
-from megatron_rl.methods import ESTIMATOR, WEIGHT, Estimate, Needs, check_method, get_method, list_methods
+from megatron_rl.methods import ESTIMATOR, SURROGATE, Estimate, Needs, check_method, get_method, list_methods
 from megatron_rl.methods.groups import Groups
 from megatron_rl.methods.tokens import RolloutTokens, add_rewards
 
@@ -108,13 +108,13 @@ class AdvantageEstimator:
         return _call(self.name, self.params)
 
 
-class GradientWeight:
-    """F(w, A) of DGPO's Eq. 1; made by `make_gradient_weight`. `params` are complete."""
+class Surrogate:
+    """F(w, A) of DGPO's Eq. 1; made by `make_surrogate`. `params` are complete."""
 
     def __init__(self, name: str, params: Mapping[str, object]) -> None:
         self.name = name
-        self.params = check_method(WEIGHT, name, params)
-        self._method = get_method(WEIGHT, name)
+        self.params = check_method(SURROGATE, name, params)
+        self._method = get_method(SURROGATE, name)
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
@@ -167,14 +167,14 @@ def make_advantage_estimator(name: str, **params: object) -> AdvantageEstimator:
     return AdvantageEstimator(name, params)
 
 
-def make_gradient_weight(name: str, **params: object) -> GradientWeight:
-    """A gradient weight by name. ValueError, naming the nearest, on an unknown name or parameter."""
-    return GradientWeight(name, params)
+def make_surrogate(name: str, **params: object) -> Surrogate:
+    """A surrogate by name. ValueError, naming the nearest, on an unknown name or parameter."""
+    return Surrogate(name, params)
 
 
 def list_advantage_estimators() -> tuple[str, ...]:
     return list_methods(ESTIMATOR)
 
 
-def list_gradient_weights() -> tuple[str, ...]:
-    return list_methods(WEIGHT)
+def list_surrogates() -> tuple[str, ...]:
+    return list_methods(SURROGATE)

@@ -53,7 +53,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, share: float) -> Tensor:
     return -((lengths.double() - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
 
 
-def signal_groups(table: RewardTable, columns: Sequence[str] | None = None) -> Tensor:
+def groups_with_variance(table: RewardTable, columns: Sequence[str] | None = None) -> Tensor:
     """Prompts with signal (not zero-variance): some reward of non-zero weight differs between two rollouts, or tokens have
     rewards. bool [n].
 

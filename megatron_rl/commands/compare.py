@@ -1,4 +1,4 @@
-"""`megatron-rl compare RUN`: what every estimator and gradient weight would have done with rollouts that a run recorded.
+"""`megatron-rl compare RUN`: what every estimator and surrogate would have done with rollouts that a run recorded.
 
 The run records its rollouts every `logging.record_every` steps. Methods run at their default parameters, unless `--params`
 says otherwise; the line `run` is what the run itself used.
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         "--estimator",
         metavar="NAME",
         default="run",
-        help="whose advantages the gradient weights see (default: the run's own)",
+        help="whose advantages the surrogates see (default: the run's own)",
     )
     parser.add_argument("--ratio", default="token", choices=get_args(Ratio), help="level of the ratio (default: token)")
     parser.add_argument(

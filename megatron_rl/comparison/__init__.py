@@ -1,1 +1,1 @@
-"""Compares estimators and gradient weights on the rollouts that a run has recorded."""
+"""Compares estimators and surrogates on the rollouts that a run has recorded."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from megatron_rl.algorithms import list_advantage_estimators, list_gradient_weights
+from megatron_rl.algorithms import list_advantage_estimators, list_surrogates
 from megatron_rl.base.messages import ConfigError, unknown_name
 from megatron_rl.base.plugins import read_yaml
 from megatron_rl.comparison.summaries import (
@@ -19,7 +19,7 @@ from megatron_rl.comparison.summaries import (
     summarize_advantages,
 )
 from megatron_rl.comparison.tables_and_plot import draw, estimator_table, weight_table
-from megatron_rl.methods import ESTIMATOR, WEIGHT, check_method, load_plugins
+from megatron_rl.methods import ESTIMATOR, SURROGATE, check_method, load_plugins
 from megatron_rl.trainer.record import RecordedStep, read_step, recorded_steps
 
 RUN = "run"  # the label of what the run itself did
@@ -39,7 +39,7 @@ def compare(
 
     Args:
         step: which; None: the last.
-        estimator: whose advantages the gradient weights see.
+        estimator: whose advantages the surrogates see.
         plugins: in place of those of the run's recipe.
         params: `METHOD.KEY=VALUE`.
 
@@ -66,7 +66,7 @@ def compare(
         log_ratio,
         per_rollout[recorded.sequence_ids] if by_token is None else by_token,
         recorded.sequence_ids,
-        list_gradient_weights(),
+        list_surrogates(),
         ratio=ratio,
         params=method_params,
     )
@@ -97,7 +97,7 @@ def _unknown(name: str, known: Mapping[str, object]) -> str:
 
 
 def parameters(texts: Sequence[str]) -> dict[str, dict[str, object]]:
-    """`METHOD.KEY=VALUE` of estimators and gradient weights, checked; by the method's name.
+    """`METHOD.KEY=VALUE` of estimators and surrogates, checked; by the method's name.
 
     Raises:
         ConfigError: it is none, or the method or parameter is unknown or its value not allowed; with the nearest name.
@@ -108,10 +108,10 @@ def parameters(texts: Sequence[str]) -> dict[str, dict[str, object]]:
         name, _, key = place.rpartition(".")
         if not (name and key and is_value):
             raise ConfigError(f"--params {text}: write METHOD.KEY=VALUE, for instance clip.eps_high=0.28")
-        kind = next((kind for kind in (ESTIMATOR, WEIGHT) if name in _names()[kind]), None)
+        kind = next((kind for kind in (ESTIMATOR, SURROGATE) if name in _names()[kind]), None)
         if kind is None:
             raise ConfigError(
-                f"--params {text}: {unknown_name('method', name, [*_names()[ESTIMATOR], *_names()[WEIGHT]])}"
+                f"--params {text}: {unknown_name('method', name, [*_names()[ESTIMATOR], *_names()[SURROGATE]])}"
             )
         by_method.setdefault(name, {})[key] = yaml.safe_load(value)
         try:
@@ -122,7 +122,7 @@ def parameters(texts: Sequence[str]) -> dict[str, dict[str, object]]:
 
 
 def _names() -> dict[str, tuple[str, ...]]:
-    return {ESTIMATOR: list_advantage_estimators(), WEIGHT: list_gradient_weights()}
+    return {ESTIMATOR: list_advantage_estimators(), SURROGATE: list_surrogates()}
 
 
 def choose_step(run_dir: Path, number: int | None) -> tuple[int, RecordedStep]:

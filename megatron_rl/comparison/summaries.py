@@ -1,4 +1,4 @@
-"""Numbers that compare estimators and gradient weights on one step: pure functions of its rewards and log-probs."""
+"""Numbers that compare estimators and surrogates on one step: pure functions of its rewards and log-probs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.algorithms import (
     RewardTable,
     count_advantage_groups,
     make_advantage_estimator,
-    make_gradient_weight,
+    make_surrogate,
     regions,
 )
 from megatron_rl.algorithms.correction import sequence_log_ratio
@@ -94,7 +94,7 @@ def compare_estimators(
 
 @dataclass
 class WeightSummary:
-    """Summary of one gradient weight on one step's tokens.
+    """Summary of one surrogate on one step's tokens.
 
     Attributes:
         weights: F, float64 [tokens].
@@ -124,13 +124,13 @@ def compare_weights(
     bounds: tuple[float, float] = (0.2, 0.2),
     params: Parameters | None = None,
 ) -> tuple[dict[str, WeightSummary], dict[str, float]]:
-    """Gradient weights on one step's tokens, with the parameters given for them or else their defaults.
+    """Surrogates on one step's tokens, with the parameters given for them or else their defaults.
 
     Args:
         log_ratio: log of pi / pi_old, [tokens] over whole rollouts.
         advantages: each rollout's, repeated on its tokens.
         sequence_ids: int64 [tokens], which rollout each token belongs to.
-        names: the gradient weights.
+        names: the surrogates.
         ratio: level of the ratio, as `algorithm.ratio`.
         bounds: (eps_low, eps_high) that regions are counted at.
         params: by the weight's name.
@@ -144,10 +144,10 @@ def compare_weights(
         log_ratio = sequence_log_ratio(log_ratio, everything, sequence_ids, mean=ratio == "sequence")
     region = regions(log_ratio, advantages, *bounds)
     live = advantages != 0
-    plain = make_gradient_weight("none")(log_ratio, advantages)
+    plain = make_surrogate("none")(log_ratio, advantages)
     summaries = {}
     for name in names:
-        weight = make_gradient_weight(name, **(params or {}).get(name, {}))(log_ratio, advantages)
+        weight = make_surrogate(name, **(params or {}).get(name, {}))(log_ratio, advantages)
         summaries[name] = _summarize_weight(weight, plain, advantages, region, live)
     shares = {name: _mean((region == index).double()) for index, name in enumerate(REGIONS)}
     return summaries, shares

@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from megatron_rl.algorithms import REGIONS, make_gradient_weight
+from megatron_rl.algorithms import REGIONS, make_surrogate
 from megatron_rl.comparison.summaries import AdvantageSummary, Parameters, WeightSummary
 from megatron_rl.trainer.record import RecordedStep
 
@@ -29,7 +29,7 @@ def estimator_table(summaries: Mapping[str, AdvantageSummary]) -> Table:
 
 
 def weight_table(summaries: Mapping[str, WeightSummary], shares: Mapping[str, float], ratio: str, whose: str) -> Table:
-    title = f"Gradient weights, {ratio} ratio, advantages of {whose}"
+    title = f"Surrogates, {ratio} ratio, advantages of {whose}"
     table = Table(title=title, title_justify="left", caption_justify="left")
     table.caption = "share of tokens: " + ", ".join(f"{name} {share:.2%}" for name, share in shares.items())
     for column in ("weight", "mean F", "max F", "stopped", *(f"F in {name}" for name in REGIONS), "push", "effective"):
@@ -77,12 +77,12 @@ def draw(
 def _draw_curves(axis: Any, names: Sequence[str], params: Parameters) -> None:
     log_ratio = torch.linspace(-1.5, 1.5, 301, dtype=torch.float64)
     for index, name in enumerate(names):
-        weight = make_gradient_weight(name, **params.get(name, {}))
+        weight = make_surrogate(name, **params.get(name, {}))
         for sign, style in ((1.0, "-"), (-1.0, ":")):
             values = weight(log_ratio, torch.full_like(log_ratio, sign))
             label = name if sign > 0 else None
             axis.plot(log_ratio.exp(), values, style, color=f"C{index}", label=label, linewidth=1.2)
-    axis.set(xlabel="ratio w", ylabel="F", ylim=(0, 3.2), title="gradient weights (solid A > 0, dotted A < 0)")
+    axis.set(xlabel="ratio w", ylabel="F", ylim=(0, 3.2), title="surrogates (solid A > 0, dotted A < 0)")
     axis.legend(fontsize="small")
 
 

@@ -69,9 +69,9 @@ class AlgorithmConfig(Section):
     preset: str = key(
         "grpo", "fills in every key below that the recipe does not set, see [presets](algorithms/presets.md)"
     )
-    plugins: list[str] = key([], "Python files or modules that register your own estimators or weights")
+    plugins: list[str] = key([], "Python files or modules that register your own estimators or surrogates")
     estimator: MethodConfig = field(default_factory=lambda: MethodConfig(name="grpo"))
-    weight: MethodConfig = field(default_factory=lambda: MethodConfig(name="clip"))
+    surrogate: MethodConfig = field(default_factory=lambda: MethodConfig(name="clip"))
     ratio: Ratio = key("token", "`sequence` is the geometric mean: [ratios](algorithms/ratios.md)")
     aggregation: Aggregation = key(
         "seq-mean-token-mean", "one loss per token to one number: [aggregation](algorithms/aggregation.md)"
@@ -86,6 +86,8 @@ class AlgorithmConfig(Section):
     truncated: Literal["keep", "mask", "drop"] = key(
         "keep", "rollouts cut at the token limit; `mask`: no loss, `drop`: no loss, no statistics"
     )
-    drop_no_signal_groups: bool = key(False, "groups whose rewards are all equal leave the update and its denominators")
-    signal_rewards: list[str] | None = key(None, "columns that decide it; null: all")
+    drop_zero_variance_groups: bool = key(
+        False, "groups whose rewards are all equal leave the update and its denominators"
+    )
+    zero_variance_rewards: list[str] | None = key(None, "columns that decide it; null: all")
     resample_rounds: CountOrNone = key(0, "further rounds of prompts to replace dropped groups (dynamic sampling)")

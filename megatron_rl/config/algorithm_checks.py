@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_rl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.config.validate import problems
-from megatron_rl.methods import ESTIMATOR, WEIGHT, Needs, check_method, get_method, load_plugins
+from megatron_rl.methods import ESTIMATOR, SURROGATE, Needs, check_method, get_method, load_plugins
 
 
 def _needs(config: Config) -> Needs:
@@ -42,11 +42,11 @@ def check_method_choice(config: Config) -> Iterator[str]:
     for column, is_on in (("kl", algorithm.kl.reward_coef > 0), ("overlong", algorithm.overlong.share > 0)):
         if is_on and column in config.rewards:
             yield f"`rewards.{column}`: `algorithm.{column}` adds a column of this name; rename the reward"
-    for name in algorithm.signal_rewards or []:
+    for name in algorithm.zero_variance_rewards or []:
         if name not in columns:
-            yield f"`algorithm.signal_rewards` names {name!r}; the rewards computed here are {', '.join(columns)}"
-    if algorithm.signal_rewards is not None and not algorithm.drop_no_signal_groups:
-        yield "`algorithm.signal_rewards` has no effect while `algorithm.drop_no_signal_groups` is false"
+            yield f"`algorithm.zero_variance_rewards` names {name!r}; the rewards computed here are {', '.join(columns)}"
+    if algorithm.zero_variance_rewards is not None and not algorithm.drop_zero_variance_groups:
+        yield "`algorithm.zero_variance_rewards` has no effect while `algorithm.drop_zero_variance_groups` is false"
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
@@ -60,17 +60,17 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     for problem in problems(config, "algorithm"):
         raise ValueError(problem)
     check_method(ESTIMATOR, config.estimator.name, config.estimator.params)
-    check_method(WEIGHT, config.weight.name, config.weight.params)
+    check_method(SURROGATE, config.surrogate.name, config.surrogate.params)
     _check_correction(config.correction)
     if config.max_length is not None and config.aggregation != "seq-mean-token-sum-norm":
         raise ValueError(
             f"algorithm.max_length ({config.max_length}) has no effect with aggregation {config.aggregation!r}; "
             "remove it, or use seq-mean-token-sum-norm"
         )
-    if config.resample_rounds and not config.drop_no_signal_groups:
+    if config.resample_rounds and not config.drop_zero_variance_groups:
         raise ValueError(
             f"algorithm.resample_rounds ({config.resample_rounds}) replaces dropped groups; "
-            "it needs algorithm.drop_no_signal_groups=true"
+            "it needs algorithm.drop_zero_variance_groups=true"
         )
 
 

@@ -69,6 +69,10 @@ _ALSO = {
     "trainer.num_epochs": "trainer.steps",
     "trainer.save_every": "checkpoint.every",
     "num_gpus": "launch.processes",
+    # Names of earlier versions.
+    "algorithm.weight": "algorithm.surrogate",
+    "algorithm.drop_no_signal_groups": "algorithm.drop_zero_variance_groups",
+    "algorithm.signal_rewards": "algorithm.zero_variance_rewards",
 }
 
 

@@ -1,4 +1,4 @@
-"""Presets: a paper's choice of estimator, gradient weight, aggregation and corrections, as plain data.
+"""Presets: a paper's choice of estimator, surrogate, aggregation and corrections, as plain data.
 
 A preset holds only what it sets; everything else keeps the schema's defaults. `docs/algorithms/` says where each number
 comes from. Keys are those of `AlgorithmConfig`.
@@ -17,16 +17,16 @@ def _clip(low: float = 0.2, high: float = 0.2) -> Section:
     return {"name": "clip", "params": {"eps_low": low, "eps_high": high}}
 
 
-def _preset(estimator: str, aggregation: str, weight: Section | None = None, **more: object) -> Section:
-    return {"estimator": {"name": estimator}, "weight": weight or _clip(), "aggregation": aggregation, **more}
+def _preset(estimator: str, aggregation: str, surrogate: Section | None = None, **more: object) -> Section:
+    return {"estimator": {"name": estimator}, "surrogate": surrogate or _clip(), "aggregation": aggregation, **more}
 
 
-def _compared(weight: str, **params: float) -> Section:
-    """The setting in which DGPO's paper compares gradient weights: GRPO's advantages, token mean, no KL."""
-    return _preset("grpo", "token-mean", {"name": weight, "params": {**params, "eps_low": 0.2, "eps_high": 0.2}})
+def _compared(surrogate: str, **params: float) -> Section:
+    """The setting in which DGPO's paper compares surrogates: GRPO's advantages, token mean, no KL."""
+    return _preset("grpo", "token-mean", {"name": surrogate, "params": {**params, "eps_low": 0.2, "eps_high": 0.2}})
 
 
-_DYNAMIC_SAMPLING: Section = {"drop_no_signal_groups": True, "resample_rounds": 10}
+_DYNAMIC_SAMPLING: Section = {"drop_zero_variance_groups": True, "resample_rounds": 10}
 
 PRESETS: dict[str, Section] = {
     "grpo": _preset("grpo", "seq-mean-token-mean"),

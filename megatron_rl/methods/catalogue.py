@@ -1,4 +1,4 @@
-"""The catalogue of methods: every advantage estimator and gradient weight by name, the user's own included.
+"""The catalogue of methods: every advantage estimator and surrogate by name, the user's own included.
 
 A method is declared once, by its function: its keyword-only parameters, with annotations and defaults, are what a recipe
 may set, and the decorator says what it needs from the batch.
@@ -28,7 +28,7 @@ else:  # for annotations only: importing a method loads no torch
     Tensor = Groups = RolloutTokens = object
 
 ESTIMATOR = "advantage estimator"
-WEIGHT = "gradient weight"
+SURROGATE = "surrogate"
 
 # Types of parameters that several methods have.
 Ddof = Annotated[int, Field(ge=0, le=1)]  # 1: sample, 0: population variance
@@ -108,7 +108,7 @@ class Estimate:
     Attributes:
         advantages: [n, m], 0 where invalid; float64 for a float64 table, otherwise float32.
         metrics: numbers for the step's log.
-        clip_range: (eps_low, eps_high) that replaces the gradient weight's own bounds for this batch, or None.
+        clip_range: (eps_low, eps_high) that replaces the surrogate's own bounds for this batch, or None.
         group: quantities per prompt, [n] each.
     """
 
@@ -123,7 +123,7 @@ class Method:
     """An entry of the catalogue.
 
     Attributes:
-        kind: `ESTIMATOR` or `WEIGHT`.
+        kind: `ESTIMATOR` or `SURROGATE`.
         name: in recipes.
         function: the method itself; or a class, whose instances are called and keep state between steps.
         defaults: its parameters.
@@ -157,7 +157,7 @@ CATALOGUE: dict[tuple[str, str], Method] = {}
 
 
 def list_methods(kind: str) -> tuple[str, ...]:
-    """Names known for `ESTIMATOR` or `WEIGHT`, sorted, the user's own included."""
+    """Names known for `ESTIMATOR` or `SURROGATE`, sorted, the user's own included."""
     return tuple(sorted(name for of, name in CATALOGUE if of == kind))
 
 
@@ -217,8 +217,8 @@ def advantage_estimator(
     return _registers(ESTIMATOR, name, needs or fixed, tokens)
 
 
-def gradient_weight(name: str | None = None, objective: Objective | None = None) -> Callable[[Function], Function]:
-    """Registers a function of (log_ratio, advantages), and keyword-only parameters, as a gradient weight.
+def surrogate(name: str | None = None, objective: Objective | None = None) -> Callable[[Function], Function]:
+    """Registers a function of (log_ratio, advantages), and keyword-only parameters, as a surrogate: its gradient weight F.
 
     It receives float32 or float64 tensors without gradient and returns a tensor of the same shape. With parameters
     `eps_low` and `eps_high` it also follows an estimator's clip range.
@@ -226,7 +226,7 @@ def gradient_weight(name: str | None = None, objective: Objective | None = None)
     Args:
         objective: whose gradient it is, a function of the same arguments: its value per token is logged in place of F A.
     """
-    return _registers(WEIGHT, name, Needs(), objective=objective)
+    return _registers(SURROGATE, name, Needs(), objective=objective)
 
 
 def _registers(

@@ -112,10 +112,12 @@ def complete(draft: Draft) -> None:
             "correct: a guess; docs/rewards/README.md lists them, docs/rewards/your-own.md says how to write one",
         )
     recipe.setdefault("algorithm", {}).setdefault("preset", "grpo")
-    if draft.get("algorithm.weight.params"):
-        draft.put("algorithm.weight.name", "clip")
-        if (low := draft.get("algorithm.weight.params.eps_low") or 0) >= 1:
-            draft.put("algorithm.weight.params.eps_low", 0.999, f"{low:g} there, which is no bound: ratios are above 0")
+    if draft.get("algorithm.surrogate.params"):
+        draft.put("algorithm.surrogate.name", "clip")
+        if (low := draft.get("algorithm.surrogate.params.eps_low") or 0) >= 1:
+            draft.put(
+                "algorithm.surrogate.params.eps_low", 0.999, f"{low:g} there, which is no bound: ratios are above 0"
+            )
     if not draft.get("actor.lora.rank"):
         recipe.get("actor", {}).pop("lora", None)
     if (draft.get("actor.parallel.tensor") or 1) == 1 and draft.get("actor.parallel.sequence") is not None:

@@ -114,7 +114,7 @@ def _algorithm(draft: Draft) -> None:
         draft.put("algorithm.truncated", "mask")
     rounds = draft.count("grpo.dynamic_sampling_max_gen_batches")
     if draft.take("grpo.use_dynamic_sampling"):
-        draft.put("algorithm.drop_no_signal_groups", True)
+        draft.put("algorithm.drop_zero_variance_groups", True)
         draft.put("algorithm.resample_rounds", rounds or 10)
     if draft.take("grpo.async_grpo.enabled"):
         draft.remark("trainer", "grpo.async_grpo: training and generation take turns here")

@@ -96,8 +96,8 @@ def _algorithm(draft: Draft) -> None:
     draft.put("algorithm.aggregation", draft.take(f"{_ARR}.actor.loss_agg_mode"))
     if (clip := draft.number(f"{_ARR}.actor.clip_ratio")) is not None:
         for key in ("eps_low", "eps_high"):
-            if draft.get(f"algorithm.weight.params.{key}") is None:
-                draft.put(f"algorithm.weight.params.{key}", clip)
+            if draft.get(f"algorithm.surrogate.params.{key}") is None:
+                draft.put(f"algorithm.surrogate.params.{key}", clip)
     if draft.take(f"{_ARR}.actor.policy_loss.loss_mode") == "gspo":
         draft.put("algorithm.ratio", "sequence")
     kind = draft.take(f"{_ARR}.actor.kl_loss_type")
@@ -109,7 +109,7 @@ def _algorithm(draft: Draft) -> None:
         draft.put("algorithm.kl.reward_coef", 0.001 if reward_coef is None else reward_coef)
     rounds = draft.count("algorithm.filter_groups.max_num_gen_batches")
     if draft.take("algorithm.filter_groups.enable"):
-        draft.put("algorithm.drop_no_signal_groups", True)
+        draft.put("algorithm.drop_zero_variance_groups", True)
         draft.put("algorithm.resample_rounds", rounds if rounds and rounds > 0 else 10)
     weight = draft.take("algorithm.rollout_correction.rollout_is")
     cap = draft.number("algorithm.rollout_correction.rollout_is_threshold")

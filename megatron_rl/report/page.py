@@ -79,12 +79,12 @@ def _heads(runs: Sequence[RunRecord]) -> Iterable[str]:
 
 
 def _algorithm(run: RunRecord) -> str:
-    """The preset; and the estimator and the gradient weight, where they are others than the preset's."""
+    """The preset; and the estimator and the surrogate, where they are others than the preset's."""
     section = run.recipe.get("algorithm") or {}
     preset = section.get("preset", "")
     usual = PRESETS.get(preset, {})
     other = []
-    for part in ("estimator", "weight"):
+    for part in ("estimator", "surrogate"):
         name, theirs = (section.get(part) or {}).get("name"), usual.get(part)
         if name is not None and not (isinstance(theirs, dict) and theirs.get("name") == name):
             other.append(f"{part} {name}")

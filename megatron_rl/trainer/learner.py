@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import Actor, UpdateResult
 from megatron_rl.actor.packing import MicroBatch
-from megatron_rl.algorithms import Algorithm, StepEstimate
+from megatron_rl.algorithms import Algorithm, StepAdvantages
 from megatron_rl.algorithms.aggregation import Denominators
 from megatron_rl.algorithms.kl import sequence_kl
 from megatron_rl.algorithms.metrics import Metrics
@@ -64,7 +64,7 @@ class Learner:
         return trainer.steps * trainer.minibatches * trainer.epochs
 
     # ------------------------------------------------------------------------------------------------------ advantages
-    def estimate(self, table: RewardTable, rollouts: Rollouts) -> StepEstimate:
+    def compute_advantages(self, table: RewardTable, rollouts: Rollouts) -> StepAdvantages:
         """The advantages of a step's rollouts.
 
         Raises:
@@ -77,13 +77,13 @@ class Learner:
                 f"{self.actor.optimizer_steps}: the engine missed a weight sync"
             )
         reference_kl = self._reference_kl(rollouts)
-        return self.algorithm.estimate(
+        return self.algorithm.compute_advantages(
             table,
             truncated=rollouts.truncated,
             reference_kl=None if reference_kl is None else reference_kl.view(table.mask.shape),
         )
 
-    def train_batch(self, rollouts: Rollouts, estimate: StepEstimate) -> TrainBatch:
+    def train_batch(self, rollouts: Rollouts, estimate: StepAdvantages) -> TrainBatch:
         """The rollouts that are trained on, with their advantages; tokens only of those in this rank's micro-batches."""
         rows = trained_rows(estimate)
         parts = minibatches(rows // rollouts.count, self.config.trainer.minibatches)

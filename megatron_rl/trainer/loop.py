@@ -69,7 +69,7 @@ def step(run: Run) -> None:
         run.hand_device_to_actor()
     table = sampler.reward_table(rollouts, greedy)
     with run.timer("estimate"):
-        estimate = learner.estimate(table, rollouts)
+        estimate = learner.compute_advantages(table, rollouts)
         batch = learner.train_batch(rollouts, estimate)
     log = TokenLog() if run.report.records(number) else None
     every = config.logging.gradient_variance_every

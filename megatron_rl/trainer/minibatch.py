@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.actor.packing import MicroBatch
-from megatron_rl.algorithms import Algorithm, StepEstimate
+from megatron_rl.algorithms import Algorithm, StepAdvantages
 from megatron_rl.algorithms.aggregation import Denominators
 from megatron_rl.data.batch import TokenBatch, TrainBatch
 from megatron_rl.data.rollout import Rollout, Rollouts
@@ -39,13 +39,13 @@ class Minibatch:
     denominators: Denominators = field(default_factory=lambda: Denominators(0.0, 0.0))  # of all ranks' shares
 
 
-def trained_rows(estimate: StepEstimate) -> np.ndarray:
+def trained_rows(estimate: StepAdvantages) -> np.ndarray:
     """int64 [trained rollouts]: the step's rows of those that are trained on."""
     return np.flatnonzero(estimate.train.flatten().numpy())
 
 
 def train_batch(
-    rollouts: Rollouts, estimate: StepEstimate, own: Mapping[int, Rollout], algorithm: Algorithm
+    rollouts: Rollouts, estimate: StepAdvantages, own: Mapping[int, Rollout], algorithm: Algorithm
 ) -> TrainBatch:
     """The rollouts that are trained on, with an advantage per token. `own`: those whose tokens this rank has, by row."""
     rows = trained_rows(estimate)

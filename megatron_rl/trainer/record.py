@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_rl.algorithms import StepEstimate
+from megatron_rl.algorithms import StepAdvantages
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.data.rollout import Rollouts
 from megatron_rl.runtime.distributed import ProcessGrid
@@ -70,7 +70,7 @@ class RecordedStep:
 
 
 def record_step(
-    path: Path, grid: ProcessGrid, rollouts: Rollouts, table: RewardTable, estimate: StepEstimate, log: TokenLog
+    path: Path, grid: ProcessGrid, rollouts: Rollouts, table: RewardTable, estimate: StepAdvantages, log: TokenLog
 ) -> None:
     """Writes one step: the tokens of every data-parallel replica by one of its ranks, then the rest by rank 0."""
     if grid.is_loss_rank:
@@ -98,7 +98,7 @@ def write_step(
     sample_ids: Sequence[str],
     table: RewardTable,
     truncated: torch.Tensor,
-    estimate: StepEstimate,
+    estimate: StepAdvantages,
     parts: int,
 ) -> None:
     """Writes one step's file, complete or not at all. `parts`: replicas that have written their tokens."""

@@ -184,7 +184,7 @@ def _check_token_rewards(config: Config, scorer: Scorer, tokenizer: Tokenizer, p
         )
     deciding = {deciding_column(config, task, scorer.columns): "trainer.eval_reward" for task in prompts.eval}
     for name, key in (
-        deciding | dict.fromkeys(config.algorithm.signal_rewards or (), "algorithm.signal_rewards")
+        deciding | dict.fromkeys(config.algorithm.zero_variance_rewards or (), "algorithm.zero_variance_rewards")
     ).items():
         if name in scorer.token_weights:
             raise ValueError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_rl.algorithms.shaping import signal_groups
+from megatron_rl.algorithms.shaping import groups_with_variance
 from megatron_rl.config.schema import Config
 from megatron_rl.data.images import PromptImages
 from megatron_rl.data.rewards import RewardTable
@@ -116,7 +116,7 @@ class Sampler:
         needed, group_size = config.trainer.prompts_per_step, config.rollout.group_size
         sampling = Sampling(config.rollout.temperature, 1.0, config.rollout.max_tokens)
         accepted: Rollouts | None = None
-        rounds = config.algorithm.resample_rounds if config.algorithm.drop_no_signal_groups else 0
+        rounds = config.algorithm.resample_rounds if config.algorithm.drop_zero_variance_groups else 0
         for round_ in range(rounds + 1):
             assert self.order is not None  # an evaluation takes no training prompts
             taken = accepted.samples if accepted else []
@@ -126,7 +126,7 @@ class Sampler:
             self._counters["rollouts/sampled"] = self._counters.get("rollouts/sampled", 0) + len(drawn)
             if not rounds:
                 return drawn, position
-            signal = signal_groups(self.reward_table(drawn), config.algorithm.signal_rewards).tolist()
+            signal = groups_with_variance(self.reward_table(drawn), config.algorithm.zero_variance_rewards).tolist()
             more = drawn.of_prompts([i for i, has_signal in enumerate(signal) if has_signal][: needed - len(taken)])
             accepted = accepted + more if accepted else more
             self._counters["rollouts/rounds"] = round_ + 1

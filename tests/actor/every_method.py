@@ -19,7 +19,7 @@ from megatron_rl.algorithms import (
     Metrics,
     RewardTable,
     list_advantage_estimators,
-    list_gradient_weights,
+    list_surrogates,
     make_algorithm,
 )
 from megatron_rl.config.actor import OptimizerConfig
@@ -40,7 +40,7 @@ SHAPE = CreateModelConfig(
     init_std=0.3,
 )
 GROUPS, GROUP_SIZE, LONGEST = 3, 3, 6
-LOSSES = list(itertools.product(list_gradient_weights(), get_args(Aggregation), get_args(Ratio)))
+LOSSES = list(itertools.product(list_surrogates(), get_args(Aggregation), get_args(Ratio)))
 # Every loss, with changing estimators; every estimator with every weight (it may bring bounds of its own), with changing
 # rest. The loss alone goes through all of them in tests/algorithms/test_loss.py.
 COMBINATIONS = [
@@ -49,7 +49,7 @@ COMBINATIONS = [
 COMBINATIONS += [
     (estimator, *loss)
     for index, estimator in enumerate(list_advantage_estimators())
-    for loss in LOSSES[index :: len(LOSSES) // len(list_gradient_weights())]
+    for loss in LOSSES[index :: len(LOSSES) // len(list_surrogates())]
     if (estimator, *loss) not in COMBINATIONS
 ]
 # Every choice at least once.
@@ -79,7 +79,7 @@ def make_table(responses: list[np.ndarray]) -> RewardTable:
 def algorithm_of(estimator: str, weight: str, aggregation: str, ratio: str) -> Algorithm:
     section = {
         "estimator": {"name": estimator},
-        "weight": {"name": weight},
+        "surrogate": {"name": weight},
         "aggregation": aggregation,
         "ratio": ratio,
     }
@@ -108,7 +108,7 @@ def run_steps(root: str, name: str, combinations: list[tuple[str, str, str, str]
     saved: dict[str, Any] = {"steps": {}}
     for combination in combinations:
         algorithm = algorithm_of(*combination)
-        estimate = algorithm.estimate(table)
+        estimate = algorithm.compute_advantages(table)
         advantages = estimate.advantages.flatten().numpy().astype(np.float32)
         whole = Denominators(sum(map(len, responses)), len(responses))
         loss = make_loss(algorithm, micro_batches, old, advantages, estimate.clip_range, whole)

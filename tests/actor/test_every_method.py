@@ -1,4 +1,4 @@
-"""Every estimator, and every gradient weight, aggregation and ratio level, through one training step of the real actor.
+"""Every estimator, and every surrogate, aggregation and ratio level, through one training step of the real actor.
 
 The gradient that arrives at the optimizer is compared with F(w, A) A coefficient, worked out here on padded rows, times
 the Jacobian of the log-probs, which the actor gave one token at a time.
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import aggregate_loss, make_gradient_weight
+from megatron_rl.algorithms import aggregate_loss, make_surrogate
 from megatron_rl.weights.create import create_model
 from tests.tolerance import differing
 
@@ -60,7 +60,7 @@ def token_coefficients(one: dict[str, Any], combination: tuple[str, str, str, st
         bounds = (
             {} if step["clip_range"] is None else dict(zip(("eps_low", "eps_high"), step["clip_range"], strict=True))
         )
-        method = make_gradient_weight(weight, **({} if weight == "none" else bounds))
+        method = make_surrogate(weight, **({} if weight == "none" else bounds))
         factor[place, : len(log_ratio)] = method(log_ratio, advantage) * advantage
         mask[place, : len(log_ratio)] = True
     score = torch.zeros_like(factor, requires_grad=True)

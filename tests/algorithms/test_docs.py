@@ -15,10 +15,10 @@ from megatron_rl.algorithms import (
     RolloutTokens,
     make_advantage_estimator,
     make_algorithm,
-    make_gradient_weight,
+    make_surrogate,
 )
 from megatron_rl.config.presets import PRESETS
-from megatron_rl.methods import ESTIMATOR, WEIGHT, catalogue, get_method, list_methods
+from megatron_rl.methods import ESTIMATOR, SURROGATE, catalogue, get_method, list_methods
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -33,7 +33,7 @@ def _own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "CATALOGUE", dict(catalogue.CATALOGUE))
 
 
-@pytest.mark.parametrize("kind", [ESTIMATOR, WEIGHT])
+@pytest.mark.parametrize("kind", [ESTIMATOR, SURROGATE])
 def test_every_method_has_a_page_that_names_its_parameters(kind: str) -> None:
     for name in list_methods(kind):
         page = (DOCS / f"{name}.md").read_text()
@@ -81,14 +81,14 @@ def test_adding_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     algorithm = make_algorithm(yaml.safe_load(recipe)["algorithm"])
     valid = torch.tensor([[True, True, True], [True, True, False]])
     table = RewardTable(torch.tensor([[[0.0], [1.0], [5.0]], [[1.0], [3.0], [9.0]]]), ("r",), valid)
-    assert algorithm.estimate(table).advantages.tolist() == [[-0.5, 0.0, 2.0], [0.0, 1.0, 0.0]]
+    assert algorithm.compute_advantages(table).advantages.tolist() == [[-0.5, 0.0, 2.0], [0.0, 1.0, 0.0]]
     with pytest.raises(ValueError, match="did you mean 'scale'"):
         make_advantage_estimator("median_baseline", scael=1.0)
     decayed = make_advantage_estimator("decayed", decay=0.5)
     values = torch.tensor([[1.0, 5.0], [0.0, 5.0], [2.0, 5.0]])
     rollout = RolloutTokens(4.0, values, torch.tensor([0.5, 0.0]), ("teacher", "other"))
     assert decayed.token_advantages(rollout).tolist() == [1.5, 2.0, 5.0]
-    gate = make_gradient_weight("sigmoid_gate")
+    gate = make_surrogate("sigmoid_gate")
     values = gate(torch.tensor([0.0, 1.0, -1.0, 1e3]), torch.tensor([1.0, 1.0, 1.0, 1.0]))
     assert float(values[0]) == 1.0
     assert torch.isfinite(values).all()

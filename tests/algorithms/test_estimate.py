@@ -11,10 +11,10 @@ from megatron_rl.algorithms import (
     RewardTable,
     add_column,
     count_advantage_groups,
+    groups_with_variance,
     make_advantage_estimator,
     make_algorithm,
     overlong_penalty,
-    signal_groups,
 )
 from megatron_rl.algorithms.diagnostics import GradientVariance, reward_metrics
 
@@ -35,12 +35,16 @@ def test_overlong_penalty() -> None:
 
 def test_overlong_shaping_enters_the_estimate_but_not_the_signal() -> None:
     algorithm = make_algorithm(
-        {"estimator": {"name": "dr_grpo"}, "overlong": {"share": 0.5, "weight": 2.0}, "drop_no_signal_groups": True},
+        {
+            "estimator": {"name": "dr_grpo"},
+            "overlong": {"share": 0.5, "weight": 2.0},
+            "drop_zero_variance_groups": True,
+        },
         max_tokens=10,
     )
     lengths = torch.tensor([[5, 10], [5, 10]])
-    step = algorithm.estimate(table([[1.0, 0.0], [1.0, 1.0]], lengths=lengths))
-    assert step.signal.tolist() == [True, False]
+    step = algorithm.compute_advantages(table([[1.0, 0.0], [1.0, 1.0]], lengths=lengths))
+    assert step.has_variance.tolist() == [True, False]
     assert step.train.tolist() == [[True, True], [False, False]]
     assert step.advantages.tolist() == [[1.5, -1.5], [0.0, 0.0]]
     assert step.metrics["groups/signal_share"] == 0.5
@@ -49,18 +53,18 @@ def test_overlong_shaping_enters_the_estimate_but_not_the_signal() -> None:
     assert step.metrics["reward_signal_share/overlong"] == 1.0
     assert step.metrics["reward_group_std/overlong"] == 0.5
     with pytest.raises(ValueError, match="lengths"):
-        algorithm.estimate(table([[1.0, 0.0]]))
+        algorithm.compute_advantages(table([[1.0, 0.0]]))
 
 
 def test_kl_in_the_reward() -> None:
     algorithm = make_algorithm({"estimator": {"name": "dr_grpo"}, "kl": {"reward_coef": 0.5}})
     assert algorithm.needs_reference
     given = table([[1.0, 1.0]])
-    step = algorithm.estimate(given, reference_kl=torch.tensor([[0.0, 2.0]]))
+    step = algorithm.compute_advantages(given, reference_kl=torch.tensor([[0.0, 2.0]]))
     assert step.advantages.tolist() == [[0.5, -0.5]]
     assert step.metrics["reward/kl"] == -1.0
     with pytest.raises(ValueError, match="reference_kl"):
-        algorithm.estimate(given)
+        algorithm.compute_advantages(given)
 
 
 def test_truncated_rollouts() -> None:
@@ -68,29 +72,29 @@ def test_truncated_rollouts() -> None:
     keep, mask, drop = (
         make_algorithm({"estimator": {"name": "dr_grpo"}, "truncated": how}) for how in ("keep", "mask", "drop")
     )
-    assert keep.estimate(given).train.all()
-    masked = mask.estimate(given, truncated=cut)
+    assert keep.compute_advantages(given).train.all()
+    masked = mask.compute_advantages(given, truncated=cut)
     assert masked.train.tolist() == [[True, True, False]]
     assert masked.advantages.tolist() == [[0.5, -0.5, 0.0]]  # their rewards still count in the group
-    dropped = drop.estimate(table([[1.0, 0.0, 5.0]]), truncated=cut)
+    dropped = drop.compute_advantages(table([[1.0, 0.0, 5.0]]), truncated=cut)
     assert dropped.train.tolist() == [[True, True, False]]
     assert dropped.advantages.tolist() == [[0.5, -0.5, 0.0]]
     assert dropped.metrics["rollouts/truncated_share"] == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="say which rollouts were cut"):
-        mask.estimate(given)
+        mask.compute_advantages(given)
 
 
 def test_groups_too_small_for_the_estimator_leave() -> None:
     valid = torch.tensor([[True, True], [True, False]])
-    step = make_algorithm("shrinkage").estimate(table([[0.0, 1.0], [1.0, math.nan]], valid=valid))
+    step = make_algorithm("shrinkage").compute_advantages(table([[0.0, 1.0], [1.0, math.nan]], valid=valid))
     assert step.train.tolist() == [[True, True], [False, False]]
     assert step.metrics["groups/incomplete"] == 1.0
 
 
 @pytest.mark.parametrize("preset", ["grpo", "gdpo", "shrinkage"])
 def test_nothing_left_to_train_on(preset: str) -> None:
-    algorithm = make_algorithm({"preset": preset, "drop_no_signal_groups": True})
-    step = algorithm.estimate(table([[1.0, 1.0], [0.0, 0.0]]))
+    algorithm = make_algorithm({"preset": preset, "drop_zero_variance_groups": True})
+    step = algorithm.compute_advantages(table([[1.0, 1.0], [0.0, 0.0]]))
     assert not step.train.any()
     assert (step.advantages == 0).all()
     assert step.metrics["groups/trained"] == 0.0
@@ -99,11 +103,14 @@ def test_nothing_left_to_train_on(preset: str) -> None:
 def test_signal_is_judged_on_the_named_columns_of_non_zero_weight() -> None:
     values = torch.tensor([[[1.0, 0.0], [1.0, 9.0]], [[0.0, 0.0], [1.0, 0.0]]])
     both = RewardTable(values, ("task", "length"))
-    assert signal_groups(both).tolist() == [True, True]
-    assert signal_groups(both, ["task"]).tolist() == [False, True]
-    assert signal_groups(RewardTable(values, ("task", "length"), weights={"length": 0.0})).tolist() == [False, True]
+    assert groups_with_variance(both).tolist() == [True, True]
+    assert groups_with_variance(both, ["task"]).tolist() == [False, True]
+    assert groups_with_variance(RewardTable(values, ("task", "length"), weights={"length": 0.0})).tolist() == [
+        False,
+        True,
+    ]
     with pytest.raises(ValueError, match="acc"):
-        signal_groups(both, ["acc"])
+        groups_with_variance(both, ["acc"])
 
 
 def test_added_columns() -> None:
@@ -122,7 +129,7 @@ def test_added_columns() -> None:
 def test_state_goes_through_the_algorithm() -> None:
     values = torch.tensor([[[1.0, 0.5], [2.0, 0.0]]])
     algorithm, other = make_algorithm("awpo"), make_algorithm("awpo")
-    algorithm.estimate(RewardTable(values, ("outcome", "judge")))
+    algorithm.compute_advantages(RewardTable(values, ("outcome", "judge")))
     other.load_state_dict(algorithm.state_dict())
     assert other.state_dict() == {"estimator": "awpo", "state": {"r_out_max": 1.5}}
     with pytest.raises(ValueError, match="'awpo', the recipe's 'grpo'"):
@@ -138,7 +145,7 @@ def test_reward_and_advantage_diagnostics() -> None:
     assert metrics["reward_group_std/task"] == 0.25
     advantages = make_advantage_estimator("grpo")(table([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]])).advantages
     assert count_advantage_groups(advantages, torch.ones(3, 2, dtype=torch.bool)) == 2
-    step = make_algorithm("grpo").estimate(table([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]))
+    step = make_algorithm("grpo").compute_advantages(table([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]))
     assert step.metrics["advantage/distinct_groups"] == 2.0
     assert step.metrics["advantage/silent_group_share"] == pytest.approx(1 / 3)
 

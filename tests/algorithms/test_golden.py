@@ -17,11 +17,11 @@ from megatron_rl.algorithms import (
     aggregate_loss,
     distinct_advantage_groups,
     make_advantage_estimator,
-    make_gradient_weight,
+    make_surrogate,
     regions,
     whiten,
 )
-from megatron_rl.methods.weights.clip import ppo_objective
+from megatron_rl.methods.surrogates.clip import ppo_objective
 
 CASES = json.loads((Path(__file__).parent / "golden.json").read_text())
 RTOL, ATOL = 1e-9, 1e-10
@@ -110,7 +110,7 @@ def awpo(r_out: list[Any], r_mix: list[Any], running_max: float | None = None, *
 
 def weight(name: str, w: list[float], adv: list[float], **params: Any) -> dict[str, list[float]]:
     advantages = torch.tensor(adv, dtype=torch.float64)
-    values = make_gradient_weight(name, **params)(torch.tensor(w, dtype=torch.float64).log(), advantages)
+    values = make_surrogate(name, **params)(torch.tensor(w, dtype=torch.float64).log(), advantages)
     return {"F": values.tolist(), "coef": (values * advantages).tolist()}
 
 
@@ -176,7 +176,7 @@ def run(fn: str, kwargs: dict[str, Any]) -> Any:
             pi, old = torch.tensor(kwargs["pi"]).double(), torch.tensor(kwargs["pi_old"]).double()
             pi, old = (torch.tensor(kwargs[key], dtype=torch.float64) for key in ("pi", "pi_old"))
             adv = torch.tensor(kwargs["adv"], dtype=torch.float64)
-            factor = make_gradient_weight("dgpo", n=kwargs["n"], m=kwargs["m"])((pi / old).log(), adv)
+            factor = make_surrogate("dgpo", n=kwargs["n"], m=kwargs["m"])((pi / old).log(), adv)
             return (factor / pi).tolist()
         case "region":
             return region_names(**kwargs)

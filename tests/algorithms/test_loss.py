@@ -22,9 +22,9 @@ from megatron_rl.algorithms import (
     count_live,
     kl_divergence,
     list_advantage_estimators,
-    list_gradient_weights,
+    list_surrogates,
     make_algorithm,
-    make_gradient_weight,
+    make_surrogate,
 )
 from megatron_rl.config.algorithm import Aggregation, KLEstimator, Ratio
 
@@ -125,13 +125,13 @@ def test_any_cut_of_the_minibatch_gives_the_same_loss_gradient_and_metrics(
         assert seen.values() == pytest.approx(metrics.values(), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", list_gradient_weights())
+@pytest.mark.parametrize("name", list_surrogates())
 def test_gradient_is_weight_times_advantage_times_score(name: str) -> None:
     batch = packed()
-    algorithm = make_algorithm({"weight": {"name": name}, "aggregation": "token-mean"})
+    algorithm = make_algorithm({"surrogate": {"name": name}, "aggregation": "token-mean"})
     whole = denominators(algorithm, batch)
     _, gradient, _ = loss_and_gradient(algorithm, batch, whole)
-    weight = make_gradient_weight(name)(batch["log_probs"] - batch["old_log_probs"], batch["advantages"])
+    weight = make_surrogate(name)(batch["log_probs"] - batch["old_log_probs"], batch["advantages"])
     expected = -weight * batch["advantages"] * batch["mask"] / batch["mask"].sum()
     torch.testing.assert_close(gradient, expected)
 
@@ -140,7 +140,7 @@ def test_gradient_is_weight_times_advantage_times_score(name: str) -> None:
 def test_correction_weighs_and_drops_tokens(correction: str) -> None:
     batch = packed()
     algorithm = make_algorithm(
-        {"weight": {"name": "dgpo"}, "aggregation": "token-mean", "correction": CORRECTIONS[correction]}
+        {"surrogate": {"name": "dgpo"}, "aggregation": "token-mean", "correction": CORRECTIONS[correction]}
     )
     corrected = algorithm.correct(
         batch["old_log_probs"], batch["rollout_log_probs"], batch["mask"], batch["sequence_ids"]
@@ -149,7 +149,7 @@ def test_correction_weighs_and_drops_tokens(correction: str) -> None:
     if correction != "tis":
         assert corrected.mask.sum() < batch["mask"].sum()
     _, gradient, metrics = loss_and_gradient(algorithm, batch, denominators(algorithm, batch))
-    weight = make_gradient_weight("dgpo")(batch["log_probs"] - batch["old_log_probs"], batch["advantages"])
+    weight = make_surrogate("dgpo")(batch["log_probs"] - batch["old_log_probs"], batch["advantages"])
     if corrected.weights is not None:
         weight = weight * corrected.weights
     expected = -weight * batch["advantages"] * corrected.mask / corrected.mask.sum()
@@ -162,7 +162,7 @@ def test_correction_weighs_and_drops_tokens(correction: str) -> None:
 
 def test_ppo_objective_is_logged_beside_the_surrogate() -> None:
     batch = packed()
-    algorithm = make_algorithm({"weight": {"name": "clip"}, "aggregation": "seq-mean-token-mean"})
+    algorithm = make_algorithm({"surrogate": {"name": "clip"}, "aggregation": "seq-mean-token-mean"})
     _, _, metrics = loss_and_gradient(algorithm, batch, denominators(algorithm, batch))
     ratio, adv = (batch["log_probs"] - batch["old_log_probs"]).exp(), batch["advantages"]
     value = torch.minimum(ratio * adv, ratio.clamp(0.8, 1.2) * adv)
@@ -174,7 +174,7 @@ def test_ppo_objective_is_logged_beside_the_surrogate() -> None:
 def test_gspo_gradient() -> None:
     """Mean over rollouts of s_i A_i, s_i the geometric mean ratio: autograd through s_i itself."""
     batch = packed()
-    algorithm = make_algorithm({"ratio": "sequence", "weight": {"name": "none"}})
+    algorithm = make_algorithm({"ratio": "sequence", "surrogate": {"name": "none"}})
     _, gradient, _ = loss_and_gradient(algorithm, batch, denominators(algorithm, batch))
     log_probs = batch["log_probs"].clone().requires_grad_()
     terms = []
@@ -191,7 +191,7 @@ def test_product_ratio_gradient() -> None:
     """AWPO's Eq. 25 as written: mean over rollouts of r_i A_i, r_i the product of the tokens' ratios."""
     batch = packed()
     algorithm = make_algorithm(
-        {"ratio": "sequence-product", "weight": {"name": "none"}, "aggregation": "seq-mean-token-sum"}
+        {"ratio": "sequence-product", "surrogate": {"name": "none"}, "aggregation": "seq-mean-token-sum"}
     )
     _, gradient, _ = loss_and_gradient(algorithm, batch, denominators(algorithm, batch))
     log_probs = batch["log_probs"].clone().requires_grad_()
@@ -346,7 +346,7 @@ def test_aggregation_with_global_denominators() -> None:
 
 
 COMBINATIONS = list(
-    itertools.product(list_advantage_estimators(), list_gradient_weights(), get_args(Aggregation), get_args(Ratio)),
+    itertools.product(list_advantage_estimators(), list_surrogates(), get_args(Aggregation), get_args(Ratio)),
 )
 
 
@@ -356,7 +356,7 @@ def test_every_combination_takes_a_step(estimator: str, weight: str, aggregation
     algorithm = make_algorithm(
         {
             "estimator": {"name": estimator},
-            "weight": {"name": weight},
+            "surrogate": {"name": weight},
             "aggregation": aggregation,
             "ratio": ratio,
         },
@@ -368,7 +368,7 @@ def test_every_combination_takes_a_step(estimator: str, weight: str, aggregation
     outcome = (actions == 0).double().mean(2)
     judge = 0.1 * (actions[:, :, 0] == 0).double()
     table = RewardTable(torch.stack([outcome, judge], 2), ("outcome", "judge"), greedy=torch.zeros(n, 2).double())
-    step = algorithm.estimate(table)
+    step = algorithm.compute_advantages(table)
     logits = torch.zeros(vocabulary, dtype=torch.float64, requires_grad=True)
     flat = actions.reshape(-1)
     ids = torch.arange(n * m).repeat_interleave(length)

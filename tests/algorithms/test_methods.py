@@ -14,16 +14,16 @@ from pydantic import Field
 from megatron_rl.algorithms import (
     RewardTable,
     advantage_estimator,
-    gradient_weight,
     list_advantage_estimators,
-    list_gradient_weights,
+    list_surrogates,
     make_advantage_estimator,
     make_algorithm,
-    make_gradient_weight,
+    make_surrogate,
+    surrogate,
 )
 from megatron_rl.config.load import algorithm_config
 from megatron_rl.config.presets import PRESETS, get_preset
-from megatron_rl.methods import ESTIMATOR, WEIGHT, catalogue, check_method, get_method, load_plugins
+from megatron_rl.methods import ESTIMATOR, SURROGATE, catalogue, check_method, get_method, load_plugins
 
 CONTRACT = {
     "grpo": {"ddof": 1, "eps": 1e-6},
@@ -77,11 +77,11 @@ def _own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_and_defaults_are_the_contract() -> None:
     assert list_advantage_estimators() == tuple(sorted(CONTRACT))
-    assert list_gradient_weights() == tuple(sorted(CONTRACT_WEIGHTS))
+    assert list_surrogates() == tuple(sorted(CONTRACT_WEIGHTS))
     for name, params in CONTRACT.items():
         assert make_advantage_estimator(name).params == params
     for name, params in CONTRACT_WEIGHTS.items():
-        assert make_gradient_weight(name).params == params
+        assert make_surrogate(name).params == params
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_names_and_defaults_are_the_contract() -> None:
         (ESTIMATOR, "gdpo", {"batch_norm": 1}, "`batch_norm` must be true or false, not 1"),
         (ESTIMATOR, "awpo", {"tau_low": 2.0}, "tau_low .2.0. must not exceed tau_high"),
         (ESTIMATOR, "awpo", {"r_out_max": "peak"}, "`r_out_max` must be a number or null, not 'peak'"),
-        (WEIGHT, "clipp", {}, "did you mean 'clip'"),
-        (WEIGHT, "clip", {"eps_low": 1.0}, "`eps_low` must be less than 1; it is 1.0"),
-        (WEIGHT, "clip", {"dual_clip": 1.0}, "`dual_clip` must be greater than 1; it is 1.0"),
-        (WEIGHT, "dgpo", {"n": 0}, "`n` must be at least 1; it is 0"),
-        (WEIGHT, "none", {"eps_low": 0.2}, "unknown parameter"),
+        (SURROGATE, "clipp", {}, "did you mean 'clip'"),
+        (SURROGATE, "clip", {"eps_low": 1.0}, "`eps_low` must be less than 1; it is 1.0"),
+        (SURROGATE, "clip", {"dual_clip": 1.0}, "`dual_clip` must be greater than 1; it is 1.0"),
+        (SURROGATE, "dgpo", {"n": 0}, "`n` must be at least 1; it is 0"),
+        (SURROGATE, "none", {"eps_low": 0.2}, "unknown parameter"),
     ],
 )
 def test_errors_say_what_is_wrong(kind: str, name: str, params: dict[str, Any], words: str) -> None:
-    make = make_advantage_estimator if kind == ESTIMATOR else make_gradient_weight
+    make = make_advantage_estimator if kind == ESTIMATOR else make_surrogate
     with pytest.raises(ValueError, match=words):
         check_method(kind, name, params)
     with pytest.raises(ValueError, match=words):
@@ -151,7 +151,7 @@ def test_own_methods_enter_the_catalogue() -> None:
         """Only the best rollout counts."""
         return scale * (groups.rewards == groups.rewards.amax(1, keepdim=True)).double()
 
-    @gradient_weight("half")
+    @surrogate("half")
     def half(log_ratio: torch.Tensor, advantages: torch.Tensor, *, eps_low: float = 0.1, eps_high: float = 0.1) -> Any:
         return torch.full_like(log_ratio, eps_high)
 
@@ -165,7 +165,7 @@ def test_own_methods_enter_the_catalogue() -> None:
     with pytest.raises(ValueError, match="at least 2 rollouts"):
         estimator(RewardTable(torch.tensor([[[0.0]]]), ("r",)))
     assert (
-        make_gradient_weight("half")(torch.zeros(2), torch.ones(2), clip_range=(0.3, 0.4)).tolist()
+        make_surrogate("half")(torch.zeros(2), torch.ones(2), clip_range=(0.3, 0.4)).tolist()
         == [pytest.approx(0.4)] * 2
     )
 
@@ -220,12 +220,12 @@ def test_own_methods_declare_choices_and_ranges_as_the_built_in_ones_do() -> Non
     with pytest.raises(ValueError, match="would grow"):
         check_method(ESTIMATOR, "Remembering", {"decay": 2.0})
 
-    @gradient_weight()
+    @surrogate()
     def wrong(log_ratio: Any, advantages: Any, *, half: Annotated[float, Field(le=1)] = 2.0) -> Any:
         return log_ratio
 
     with pytest.raises(ValueError, match=r"`half` must be at most 1; it is 2.0"):
-        check_method(WEIGHT, "wrong")
+        check_method(SURROGATE, "wrong")
 
 
 @pytest.mark.usefixtures("_own_methods")
@@ -253,7 +253,7 @@ def test_plugins_are_loaded_once_and_must_exist(tmp_path: Path) -> None:
 def test_methods_and_presets_import_no_torch() -> None:
     code = (
         "import sys; import megatron_rl.config.presets; from megatron_rl.methods import *; "
-        "assert 'torch' not in sys.modules; assert check_method(WEIGHT, 'dgpo')['m'] == 2; "
+        "assert 'torch' not in sys.modules; assert check_method(SURROGATE, 'dgpo')['m'] == 2; "
         "assert check_method(ESTIMATOR, 'awpo')['eps_mix'] == 0.7; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -263,10 +263,10 @@ def test_methods_and_presets_import_no_torch() -> None:
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_presets_are_complete_and_run(name: str) -> None:
     preset = get_preset(name)
-    assert {"estimator", "weight", "aggregation"} <= set(preset)
+    assert {"estimator", "surrogate", "aggregation"} <= set(preset)
     algorithm = make_algorithm(name, max_tokens=100)
     assert algorithm.config.preset == name
-    for kind, key in ((ESTIMATOR, "estimator"), (WEIGHT, "weight")):
+    for kind, key in ((ESTIMATOR, "estimator"), (SURROGATE, "surrogate")):
         check_method(kind, preset[key]["name"], preset[key].get("params"))
 
 
@@ -277,27 +277,27 @@ def test_contract_presets_exist() -> None:
 
 def test_what_presets_say() -> None:
     dapo = algorithm_config({"preset": "dapo"})
-    assert dapo.weight.params == {"eps_low": 0.2, "eps_high": 0.28}
+    assert dapo.surrogate.params == {"eps_low": 0.2, "eps_high": 0.28}
     assert dapo.aggregation == "token-mean"
-    assert dapo.drop_no_signal_groups
+    assert dapo.drop_zero_variance_groups
     assert dapo.resample_rounds > 0
     assert dapo.overlong.share == 0.2
     assert algorithm_config({"preset": "awpo_v1"}).estimator.params == {"r_out_max": 2.0}
     assert algorithm_config({"preset": "awpo"}).estimator.params == {}
-    assert algorithm_config({"preset": "dgpo"}).weight.params["m"] == 2
+    assert algorithm_config({"preset": "dgpo"}).surrogate.params["m"] == 2
     assert algorithm_config({"preset": "gdpo_math"}).kl.coef == 0.0005
 
 
 def test_recipe_keys_win_over_the_preset() -> None:
-    own = {"preset": "dapo", "weight": {"params": {"eps_high": 0.3}}, "overlong": {"share": 0.0}}
+    own = {"preset": "dapo", "surrogate": {"params": {"eps_high": 0.3}}, "overlong": {"share": 0.0}}
     config = algorithm_config(own)
-    assert config.weight.name == "clip"
-    assert config.weight.params == {"eps_low": 0.2, "eps_high": 0.3}
+    assert config.surrogate.name == "clip"
+    assert config.surrogate.params == {"eps_low": 0.2, "eps_high": 0.3}
     assert config.overlong.share == 0.0
-    assert config.drop_no_signal_groups
-    assert own["weight"] == {"params": {"eps_high": 0.3}}  # untouched
-    other = algorithm_config({"preset": "dapo", "weight": {"name": "dgpo"}})
-    assert other.weight.params == {}
+    assert config.drop_zero_variance_groups
+    assert own["surrogate"] == {"params": {"eps_high": 0.3}}  # untouched
+    other = algorithm_config({"preset": "dapo", "surrogate": {"name": "dgpo"}})
+    assert other.surrogate.params == {}
     assert algorithm_config({}).preset == "grpo"
     with pytest.raises(ValueError, match="did you mean 'grpo'"):
         algorithm_config({"preset": "gpro"})
@@ -320,7 +320,7 @@ def test_recipe_keys_win_over_the_preset() -> None:
         ({"correction": {"filters": [{"level": "word", "low": 1.0}]}}, "level` must be one of"),
         ({"max_length": 100}, "has no effect with aggregation"),
         ({"overlong": {"share": 2.0}}, "share` must be at most 1"),
-        ({"resample_rounds": 2}, "drop_no_signal_groups"),
+        ({"resample_rounds": 2}, "drop_zero_variance_groups"),
         ({"aggregation": "seq-mean-token-sum-norm"}, "max_tokens"),
         ({"overlong": {"share": 0.2}}, "max_tokens"),
         ({"estimator": {"name": "grpo", "params": {"epsilon": 1}}}, "unknown parameter of .*'epsilon'"),

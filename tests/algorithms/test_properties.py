@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron_rl.algorithms import (
     RewardTable,
     list_advantage_estimators,
-    list_gradient_weights,
+    list_surrogates,
     make_advantage_estimator,
-    make_gradient_weight,
+    make_surrogate,
     regions,
 )
 
@@ -188,19 +188,19 @@ def test_awpo_decomposition(table: RewardTable) -> None:
     torch.testing.assert_close(a_mix[live], rebuilt[live], rtol=1e-6, atol=1e-6)
 
 
-# ----------------------------------------------------------------------------------------------------- gradient weights
+# ----------------------------------------------------------------------------------------------------- surrogates
 log_ratios = st.sampled_from([0.0, math.log(0.8), math.log(1.2), 35.0, -35.0, 1e3, -1e3]) | st.floats(-1e3, 1e3)
 signs = st.sampled_from([0.0, 1.0, -1.0]) | st.floats(-5, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", list_gradient_weights())
+@pytest.mark.parametrize("name", list_surrogates())
 @quick
 @given(pairs=st.lists(st.tuples(log_ratios, signs), min_size=1, max_size=8))
 def test_weights_are_finite_in_every_branch(name: str, dtype: torch.dtype, pairs: list[tuple[float, float]]) -> None:
     log_ratio, adv = torch.tensor(pairs).T.to(dtype)
     for params in ({}, {"n": 2, "m": 1}) if name == "dgpo" else ({},):
-        weight = make_gradient_weight(name, **params)(log_ratio, adv)
+        weight = make_surrogate(name, **params)(log_ratio, adv)
         assert weight.shape == log_ratio.shape
         assert weight.dtype == dtype
         assert not weight.requires_grad
@@ -209,19 +209,19 @@ def test_weights_are_finite_in_every_branch(name: str, dtype: torch.dtype, pairs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", list_gradient_weights())
+@pytest.mark.parametrize("name", list_surrogates())
 def test_gradients_are_finite_at_huge_ratios(name: str, dtype: torch.dtype) -> None:
     """log w = 35 with n = 2 gives NaN where the branch not taken overflows."""
     log_probs = torch.tensor([35.0, -35.0, 1e3, -1e3] * 2, dtype=dtype, requires_grad=True)
     adv = torch.tensor([1.0] * 4 + [-1.0] * 4, dtype=dtype)
     params = {"n": 2} if name == "dgpo" else {}
-    weight = make_gradient_weight(name, **params)(log_probs - torch.zeros(8, dtype=dtype), adv)
+    weight = make_surrogate(name, **params)(log_probs - torch.zeros(8, dtype=dtype), adv)
     (-(weight * adv) * log_probs).float().sum().backward()
     assert log_probs.grad is not None
     assert torch.isfinite(log_probs.grad).all()
 
 
-@pytest.mark.parametrize("name", list_gradient_weights())
+@pytest.mark.parametrize("name", list_surrogates())
 @quick
 @given(pairs=st.lists(st.tuples(st.floats(-3, 3), signs), min_size=1, max_size=8))
 def test_autograd_of_the_surrogate(name: str, pairs: list[tuple[float, float]]) -> None:
@@ -229,7 +229,7 @@ def test_autograd_of_the_surrogate(name: str, pairs: list[tuple[float, float]]) 
     log_ratio, adv = torch.tensor(pairs, dtype=torch.float64).T
     logits = torch.stack([log_ratio, torch.zeros_like(log_ratio)], 1).requires_grad_()
     log_probs = torch.log_softmax(logits, 1)[:, 0]
-    weight = make_gradient_weight(name)(log_probs - log_probs.detach() + log_ratio, adv)
+    weight = make_surrogate(name)(log_probs - log_probs.detach() + log_ratio, adv)
     (got,) = torch.autograd.grad((-(weight * adv) * log_probs).sum(), logits, retain_graph=True)
     score = torch.stack(
         [torch.autograd.grad(value, logits, retain_graph=True)[0][i] for i, value in enumerate(log_probs)]
@@ -248,13 +248,13 @@ def test_clip_has_ppos_gradient() -> None:
             if dual is not None and adv < 0:
                 value = torch.maximum(value, torch.tensor(dual * adv, dtype=torch.float64))
             (expected,) = torch.autograd.grad(value.sum(), log_ratio)
-            weight = make_gradient_weight("clip", eps_high=0.28, dual_clip=dual)(grid, torch.full_like(grid, adv))
+            weight = make_surrogate("clip", eps_high=0.28, dual_clip=dual)(grid, torch.full_like(grid, adv))
             torch.testing.assert_close(weight * adv, expected)
 
 
 def test_dual_clip_leaves_positive_advantages_alone() -> None:
     at = torch.tensor([math.log(4.0)])
-    weight = make_gradient_weight("clip", eps_high=5.0, dual_clip=3.0)
+    weight = make_surrogate("clip", eps_high=5.0, dual_clip=3.0)
     assert float(weight(at, torch.ones(1))) == pytest.approx(4.0)
     assert float(weight(at, -torch.ones(1))) == 0.0
 
@@ -274,7 +274,7 @@ def test_bounds_themselves_are_inside(dtype: torch.dtype) -> None:
 
 def test_dgpo_is_continuous_and_decays() -> None:
     for n, m in ((1, 2), (2, 2), (3, 1)):
-        weight = make_gradient_weight("dgpo", n=n, m=m)
+        weight = make_surrogate("dgpo", n=n, m=m)
         for bound, adv, sign in ((math.log(0.8), -1.0, -1), (math.log(1.2), 1.0, 1)):
             at = torch.tensor([bound - sign * 1e-9, bound + sign * 1e-9], dtype=torch.float64)
             inside, outside = weight(at, torch.full_like(at, adv))
@@ -284,18 +284,18 @@ def test_dgpo_is_continuous_and_decays() -> None:
         assert (shrinking.diff() < 0).all()
     high = torch.tensor([0.5, 3.0], dtype=torch.float64)
     ones = torch.ones_like(high)
-    assert torch.equal(make_gradient_weight("dgpo", m=1)(high, ones), make_gradient_weight("gppo")(high, ones))
+    assert torch.equal(make_surrogate("dgpo", m=1)(high, ones), make_surrogate("gppo")(high, ones))
 
 
 def test_gppo_continues_with_the_weight_of_its_own_bounds() -> None:
     log_ratio, advantages = torch.tensor([math.log(0.1), math.log(9.0)]), torch.tensor([-1.0, 1.0])
-    weight = make_gradient_weight("gppo", eps_low=0.3, eps_high=0.4)
+    weight = make_surrogate("gppo", eps_low=0.3, eps_high=0.4)
     assert weight(log_ratio, advantages).tolist() == pytest.approx([0.7, 1.4])
 
 
-@pytest.mark.parametrize("name", list_gradient_weights())
+@pytest.mark.parametrize("name", list_surrogates())
 def test_a_half_precision_ratio_is_weighed_in_float32(name: str) -> None:
-    weight, log_ratio = make_gradient_weight(name), torch.linspace(-3, 3, 301).bfloat16()
+    weight, log_ratio = make_surrogate(name), torch.linspace(-3, 3, 301).bfloat16()
     for sign in (1.0, -1.0):
         advantages = torch.full_like(log_ratio, sign)
         assert torch.equal(weight(log_ratio, advantages), weight(log_ratio.float(), advantages.float()).bfloat16())
@@ -303,10 +303,8 @@ def test_a_half_precision_ratio_is_weighed_in_float32(name: str) -> None:
 
 def test_clip_range_replaces_the_bounds_of_any_weight() -> None:
     log_ratio, adv = torch.tensor([0.25, -0.25]), torch.tensor([1.0, -1.0])
-    for name in list_gradient_weights():
-        weight = make_gradient_weight(name)
-        own = make_gradient_weight(name, **({"eps_low": 0.4, "eps_high": 0.4} if weight.clip_range else {}))
+    for name in list_surrogates():
+        weight = make_surrogate(name)
+        own = make_surrogate(name, **({"eps_low": 0.4, "eps_high": 0.4} if weight.clip_range else {}))
         assert torch.equal(weight(log_ratio, adv, clip_range=(0.4, 0.4)), own(log_ratio, adv))
-    assert not torch.equal(
-        make_gradient_weight("clip")(log_ratio, adv), make_gradient_weight("clip")(log_ratio, adv, (0.4, 0.4))
-    )
+    assert not torch.equal(make_surrogate("clip")(log_ratio, adv), make_surrogate("clip")(log_ratio, adv, (0.4, 0.4)))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from reproduced import theory as t
 
-from megatron_rl.algorithms import RewardTable, make_gradient_weight
+from megatron_rl.algorithms import RewardTable, make_surrogate
 
 CASES = json.loads((Path(__file__).parent / "golden_theory.json").read_text())
 
@@ -88,7 +88,7 @@ def test_left_bias_is_the_integral_of_the_weights_we_train_with(
 ) -> None:
     steps = 200_000
     ratio = (torch.arange(steps, dtype=torch.float64) + 0.5) * (0.8 / steps)
-    factor = make_gradient_weight(weight, **params)(ratio.log(), -torch.ones_like(ratio))
+    factor = make_surrogate(weight, **params)(ratio.log(), -torch.ones_like(ratio))
     integral = float(((factor - ratio).abs() * ratio**gamma).sum()) * 0.8 / steps
     assert t.ln_bias(method, gamma, **params) == pytest.approx(integral, rel=1e-6)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import RewardTable, list_advantage_estimators, make_advantage_estimator, make_algorithm
 from megatron_rl.algorithms.diagnostics import reward_metrics
-from megatron_rl.algorithms.shaping import add_column, signal_groups, with_valid
+from megatron_rl.algorithms.shaping import add_column, groups_with_variance, with_valid
 
 NAMES = ("outcome", "judge")
 
@@ -101,12 +101,12 @@ def test_metrics_and_signal_are_over_what_was_scored() -> None:
     assert metrics["reward/judge"] == pytest.approx(float(given.values[:, :, 1][some()].mean()))
     nobody = table(torch.zeros(3, 6, dtype=torch.bool))
     assert "reward/judge" not in reward_metrics(nobody)
-    assert not signal_groups(nobody, ["judge"]).any()
-    assert signal_groups(given, ["judge"]).tolist() == [True, True, False]
+    assert not groups_with_variance(nobody, ["judge"]).any()
+    assert groups_with_variance(given, ["judge"]).tolist() == [True, True, False]
 
 
 def test_the_mask_survives_shaping_and_the_record(tmp_path: Path) -> None:
-    from megatron_rl.algorithms import StepEstimate
+    from megatron_rl.algorithms import StepAdvantages
     from megatron_rl.trainer.record import read_step, write_step
 
     given = table(some())
@@ -115,9 +115,13 @@ def test_the_mask_survives_shaping_and_the_record(tmp_path: Path) -> None:
     assert given.scored is not None
     assert longer.scored[:, :, :2].equal(given.scored)
     assert longer.scored[:, :, 2].all()
-    estimate = StepEstimate(torch.zeros(3, 6), torch.zeros(3, 6, dtype=torch.bool), torch.ones(3, dtype=torch.bool))
+    estimate = StepAdvantages(torch.zeros(3, 6), torch.zeros(3, 6, dtype=torch.bool), torch.ones(3, dtype=torch.bool))
     write_step(tmp_path / "s.npz", ["a", "b", "c"], given, torch.zeros(3, 6, dtype=torch.bool), estimate, parts=0)
     read = read_step(tmp_path / "s.npz").table
     assert read.scored is not None
     assert read.scored.equal(given.scored)
-    assert make_algorithm("awpo").estimate(read).advantages.equal(make_algorithm("awpo").estimate(given).advantages)
+    assert (
+        make_algorithm("awpo")
+        .compute_advantages(read)
+        .advantages.equal(make_algorithm("awpo").compute_advantages(given).advantages)
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.methods.groups import whiten
-from megatron_rl.methods.weights.clip import ppo_objective
+from megatron_rl.methods.surrogates.clip import ppo_objective
 
 VALUES = torch.tensor([[2.0, -1.0, 0.5], [7.0, 3.0, 99.0]], dtype=torch.float64)
 VALID = torch.tensor([[True, True, True], [True, True, False]])

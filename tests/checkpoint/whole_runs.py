@@ -257,7 +257,7 @@ def _estimator_state(root: Path, layout: Layout) -> None:
     facts: dict[str, Any] = {}
 
     def estimated(run: Run) -> torch.Tensor:
-        return run.learner.algorithm.estimate(second).advantages
+        return run.learner.algorithm.compute_advantages(second).advantages
 
     run = start(root, "awpo", layout, *awpo, command="train")
     run.resume("auto", run.config.actor.optimizer, 18)
@@ -265,7 +265,7 @@ def _estimator_state(root: Path, layout: Layout) -> None:
     facts["second only"] = estimated(run)
     end(run)
     run = start(root, "awpo", layout, *awpo, command="train")
-    run.learner.algorithm.estimate(first)
+    run.learner.algorithm.compute_advantages(first)
     facts["state"] = run.learner.algorithm.state_dict()
     run.learner.actor.start_optimizer(run.config.actor.optimizer, 18)
     run.learner.actor.optimizer_steps, run.state = 6, State(step=3, position=25)

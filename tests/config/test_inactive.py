@@ -35,10 +35,10 @@ ELSEWHERE = {
 ALWAYS = {
     "run_dir seed",
     "rewards.<name>: reward params tasks condition when_needed",
-    "algorithm: preset plugins ratio aggregation max_length entropy_coef truncated drop_no_signal_groups signal_rewards",
-    "algorithm: resample_rounds",
+    "algorithm: preset plugins ratio aggregation max_length entropy_coef truncated resample_rounds",
+    "algorithm: drop_zero_variance_groups zero_variance_rewards",
     "algorithm.estimator: name params",
-    "algorithm.weight: name params",
+    "algorithm.surrogate: name params",
     "algorithm.kl: coef reward_coef",
     "algorithm.correction: weight filters",
     "algorithm.overlong: share",

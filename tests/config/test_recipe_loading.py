@@ -51,7 +51,7 @@ def test_mappings_and_nulls_in_overrides(recipe) -> None:
     config = recipe("tasks.train.sums.params={min_terms: 2, deep: {x: [1, null]}}", "actor.fp8.recipe=delayed")
     assert config.tasks.train["sums"].params == {"min_terms": 2, "deep": {"x": [1, None]}}
     assert config.actor.fp8 is not None
-    assert recipe("algorithm.weight.params.dual_clip=null").algorithm.weight.params["dual_clip"] is None
+    assert recipe("algorithm.surrogate.params.dual_clip=null").algorithm.surrogate.params["dual_clip"] is None
     assert recipe("model.create=null").model.create is None
     phases = recipe("watchdog.phases.update=7").watchdog.phases
     assert (phases["update"], phases["start"]) == (7.0, 40.0), "the others keep their defaults"
@@ -77,6 +77,8 @@ def test_interpolations_are_resolved_and_typed(recipe) -> None:
     ("override", "message"),
     [
         ("trainer.step=5", "unknown key `trainer.step` (set to 5); did you mean `trainer.steps`?"),
+        ("algorithm.weight.name=dgpo", "unknown key `algorithm.weight`; that is `algorithm.surrogate` here"),
+        ("algorithm.drop_no_signal_groups=true", "that is `algorithm.drop_zero_variance_groups` here"),
         ("trainer.group_size=5", "did you mean `rollout.group_size`?"),
         ("sft.lr=1", "did you mean `sft.optimizer.lr`?"),
         ("tasks.train.sums.szie=3", "`tasks.train.sums.szie` (set to 3); did you mean `tasks.train.sums.size`?"),
@@ -205,16 +207,16 @@ def test_a_preset_fills_in_what_it_sets(recipe, name: str) -> None:
 
 
 def test_the_recipes_own_keys_win_over_the_preset(recipe) -> None:
-    algorithm = recipe("algorithm.preset=dapo", "algorithm.weight.params.eps_high=0.3").algorithm
-    assert algorithm.weight.params == {"eps_low": 0.2, "eps_high": 0.3}
-    assert algorithm.drop_no_signal_groups
+    algorithm = recipe("algorithm.preset=dapo", "algorithm.surrogate.params.eps_high=0.3").algorithm
+    assert algorithm.surrogate.params == {"eps_low": 0.2, "eps_high": 0.3}
+    assert algorithm.drop_zero_variance_groups
 
 
 def test_another_method_does_not_inherit_the_presets_parameters(recipe) -> None:
     algorithm = recipe(
-        "algorithm.weight.params.beta1=0.5", "algorithm.preset=dgpo", "algorithm.weight.name=ce_gppo"
+        "algorithm.surrogate.params.beta1=0.5", "algorithm.preset=dgpo", "algorithm.surrogate.name=ce_gppo"
     ).algorithm
-    assert algorithm.weight.params == {"beta1": 0.5}
+    assert algorithm.surrogate.params == {"beta1": 0.5}
     assert algorithm.estimator.name == "grpo"
 
 
@@ -224,7 +226,7 @@ def test_a_later_preset_starts_the_algorithm_afresh(write) -> None:
     path = write({"base": "base.yaml"})
     kept, changed = load_recipe(path).algorithm, load_recipe(path, ["algorithm.preset=gdpo"]).algorithm
     assert (kept.estimator.name, kept.kl.coef) == ("dr_grpo", 0.1)
-    assert (changed.estimator.name, changed.kl.coef, changed.drop_no_signal_groups) == ("gdpo", 0.0, False)
+    assert (changed.estimator.name, changed.kl.coef, changed.drop_zero_variance_groups) == ("gdpo", 0.0, False)
     assert changed.plugins == ["mine"]
 
 
@@ -232,7 +234,7 @@ def test_a_later_preset_starts_the_algorithm_afresh(write) -> None:
 def test_a_saved_recipe_reads_back_the_same(recipe, write) -> None:
     config = recipe(
         "algorithm.preset=dapo",
-        "algorithm.weight.name=none",
+        "algorithm.surrogate.name=none",
         "actor.optimizer.lr=1.5e-4",
         "tasks.train.sums.prompt='a \\${b} 1e5\n#\t'",
         "algorithm.correction.filters=[{level: token, high: 2}]",

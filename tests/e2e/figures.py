@@ -168,7 +168,7 @@ class Step:
         """Of the trust region."""
         if len(self.file["clip_range"]):
             return tuple(self.file["clip_range"].tolist())
-        params = self.algorithm["weight"].get("params", {})
+        params = self.algorithm["surrogate"].get("params", {})
         return params.get("eps_low", 0.2), params.get("eps_high", 0.2)
 
     @cached_property
@@ -186,7 +186,7 @@ class Step:
     def weight(self) -> np.ndarray:
         """F of every token that is left, by the papers' equations."""
         low, high = self.bounds
-        w, region, section = np.exp(self.log_ratio), self.region, self.algorithm["weight"]
+        w, region, section = np.exp(self.log_ratio), self.region, self.algorithm["surrogate"]
         if section["name"] == "clip":
             return np.where((region == "LN") | (region == "HP"), 0.0, w)
         if section["name"] == "cispo":
@@ -286,7 +286,7 @@ def _total(step: Step) -> np.ndarray:
 
 
 def _signal(step: Step) -> np.ndarray:
-    chosen = step.algorithm["signal_rewards"] or step.file["names"].tolist()
+    chosen = step.algorithm["zero_variance_rewards"] or step.file["names"].tolist()
     varies = [
         np.nanmax(_column(step, name), 1) > np.nanmin(_column(step, name), 1)
         for name, weight in zip(step.file["names"].tolist(), step.file["weights"], strict=True)
@@ -314,7 +314,7 @@ def _trained_groups(step: Step) -> np.ndarray:
     left = np.ones(step.lengths.shape, dtype=bool)
     if step.algorithm["truncated"] == "drop":
         left &= ~step.file["truncated"]
-    if step.algorithm["drop_no_signal_groups"]:
+    if step.algorithm["drop_zero_variance_groups"]:
         left &= _signal(step)[:, None]
     return left
 
@@ -416,7 +416,7 @@ def _objective(step: Step) -> float:
     """The pooled objective: by tokens, or by rollouts, of all minibatches."""
     low, high = step.bounds
     w, a = np.exp(step.log_ratio), step.advantage[step.live]
-    if step.algorithm["weight"]["name"] == "clip":
+    if step.algorithm["surrogate"]["name"] == "clip":
         value = np.minimum(w * a, np.clip(w, 1 - low, 1 + high) * a)
     else:
         value = step.weight * a

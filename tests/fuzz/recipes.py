@@ -29,7 +29,7 @@ SECONDS = 20.0  # of one check, on a busy machine
 PARAMS = (
     *("tasks.train.sums.params", "tasks.train.sums.demonstration_params", "tasks.train.sums.chat_params"),
     *("tasks.train.file.columns.metadata", "rewards.correct.params", "rewards.format.params", "rewards.judge.params"),
-    *("algorithm.estimator.params", "algorithm.weight.params", "watchdog.phases"),
+    *("algorithm.estimator.params", "algorithm.surrogate.params", "watchdog.phases"),
 )
 NAMES = {"tasks.train": "sums", "tasks.eval": "held_out", "rewards": "correct"}
 

@@ -161,7 +161,9 @@ def test_a_launch_script_of_verl(folder: Path) -> None:
     assert (rollout.tensor_parallel, rollout.memory_fraction, actor.parallel.tensor) == (2, 0.7, 2)
     assert actor.parallel.sequence
     assert (actor.optimizer.lr, actor.optimizer.weight_decay, actor.optimizer.betas) == (2e-6, 0.01, [0.9, 0.999])
-    assert algorithm.weight.params == {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 3.0}, "3 is on by default there"
+    assert algorithm.surrogate.params == {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 3.0}, (
+        "3 is on by default there"
+    )
     assert (algorithm.aggregation, algorithm.kl.coef, algorithm.kl.estimator) == ("token-mean", 0.002, "k3")
     assert (trainer.eval_every, trainer.eval_rollouts, trainer.eval_temperature, trainer.eval_top_p) == (
         5,
@@ -196,8 +198,8 @@ def test_a_configuration_of_nemo_rl_on_top_of_another(folder: Path) -> None:
     assert (actor.parallel.tensor, rollout.tensor_parallel) == (2, 2), "of the backend that is on"
     assert (actor.optimizer.lr, actor.optimizer.betas, actor.optimizer.clip_grad) == (5e-6, [0.9, 0.98], 0.5)
     assert (algorithm.aggregation, algorithm.truncated) == ("seq-mean-token-mean", "mask")
-    assert (algorithm.kl.coef, algorithm.weight.params["eps_high"]) == (0.01, 0.28)
-    assert algorithm.weight.params.get("dual_clip") is None
+    assert (algorithm.kl.coef, algorithm.surrogate.params["eps_high"]) == (0.01, 0.28)
+    assert algorithm.surrogate.params.get("dual_clip") is None
     assert (config.checkpoint.every, config.checkpoint.keep, config.run_dir) == (10, 3, "results/sums")
     assert config.tasks.train["data"].columns.prompt == "question"
     assert "cluster.gpus_per_node: 8" in text
@@ -208,7 +210,7 @@ def test_a_configuration_of_trl(folder: Path) -> None:
     assert (config.trainer.prompts_per_step, config.trainer.minibatches) == (16, 2), "64 rollouts, 32 an update"
     assert config.trainer.steps == 100 // 16
     assert (config.algorithm.preset, config.algorithm.aggregation) == ("dr_grpo", "seq-mean-token-sum-norm")
-    assert (config.algorithm.kl.coef, config.algorithm.weight.params["eps_high"]) == (0.04, 0.3)
+    assert (config.algorithm.kl.coef, config.algorithm.surrogate.params["eps_high"]) == (0.04, 0.3)
     assert (config.rollout.max_tokens, config.rollout.temperature, config.checkpoint.every) == (128, 0.9, 50)
     assert "warmup_ratio: 0.1" in text
 
@@ -234,7 +236,7 @@ def test_what_a_script_takes_from_the_environment_a_recipe_does_too(
     monkeypatch.setenv("UNSET", "")
     config, _ = recipe(folder, "run.sh", named.replace("clip_ratio=0.2", "clip_ratio_low=10"))
     assert config.model.path == str(folder / "model")
-    assert config.algorithm.weight.params["eps_low"] == 0.999, "no bound"
+    assert config.algorithm.surrogate.params["eps_low"] == 0.999, "no bound"
 
 
 def test_a_list_replaces_a_mapping_below_it(folder: Path) -> None:
@@ -282,7 +284,7 @@ def test_the_command_prints_the_recipe_and_refuses_what_is_nobodys(
         ("data.train_files=x", "verl's `data.train_files` is `tasks.train.<name>.path` here"),
         (
             "loss_fn.ratio_clip_max=0.28",
-            "NeMo-RL's `loss_fn.ratio_clip_max` is `algorithm.weight.params.eps_high` here",
+            "NeMo-RL's `loss_fn.ratio_clip_max` is `algorithm.surrogate.params.eps_high` here",
         ),
         ("critic.optim.lr=1", "there is no critic"),
         ("trainer.stepz=3", "did you mean `trainer.steps`?"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algorithms import RewardTable, make_advantage_estimator, make_gradient_weight
+from megatron_rl.algorithms import RewardTable, make_advantage_estimator, make_surrogate
 from megatron_rl.config import load_recipe
 from megatron_rl.config.schema import Config
 
@@ -51,12 +51,12 @@ GDPO_MATH = {
     "rollout.group_size": 16,
     "rollout.temperature": 1.0,
     "actor.optimizer.lr": 1e-6,
-    "algorithm.weight.name": "clip",
-    "algorithm.weight.params": {"eps_low": 0.2, "eps_high": 0.28},
+    "algorithm.surrogate.name": "clip",
+    "algorithm.surrogate.params": {"eps_low": 0.2, "eps_high": 0.28},
     "algorithm.kl.coef": 0.0005,
     "algorithm.kl.estimator": "mse",
     "algorithm.aggregation": "token-mean",
-    "algorithm.drop_no_signal_groups": True,
+    "algorithm.drop_zero_variance_groups": True,
     "algorithm.estimator.name": "gdpo",
     "trainer.steps": 500,
     "trainer.eval_rollouts": 16,
@@ -78,7 +78,7 @@ DGPO = {
     "actor.optimizer.clip_grad": 1.0,
     "algorithm.kl.coef": 0.0,
     "algorithm.aggregation": "token-mean",  # Eq. 1
-    "algorithm.weight.name": "dgpo",
+    "algorithm.surrogate.name": "dgpo",
     "model.dtype": "bfloat16",
     "seed": 42,
     "rewards.correct.params": {"wrong": -1.0},
@@ -88,7 +88,7 @@ DGPO = {
 
 def dgpo(n: int, lr: float) -> dict[str, Any]:
     params = {"n": n, "m": 2, "eps_low": 0.2, "eps_high": 0.2}
-    return {**DGPO, "actor.optimizer.lr": lr, "algorithm.weight.params": params}
+    return {**DGPO, "actor.optimizer.lr": lr, "algorithm.surrogate.params": params}
 
 
 def shrinkage(
@@ -108,7 +108,7 @@ def shrinkage(
         "trainer.minibatches": updates,
         "rollout.max_prompt_tokens": other.pop("prompt", 1024),
         "rollout.max_tokens": response,
-        "algorithm.weight.params": {"eps_low": clip, "eps_high": clip},
+        "algorithm.surrogate.params": {"eps_low": clip, "eps_high": clip},
         "algorithm.kl.coef": other.get("kl", 0.0),
         "algorithm.entropy_coef": 0.0,
         "rollout.temperature": temperature,
@@ -227,9 +227,9 @@ def test_dgpos_baselines_compute_with_table_12s_parameters() -> None:
     advantages = torch.cat([advantages, -advantages])
     found = []
     for line in sweep("dgpo/baselines.sweep"):
-        weight = load_recipe(RECIPES / "dgpo/7b.yaml", line).algorithm.weight
-        papers = make_gradient_weight(weight.name, **GRADIENT_WEIGHTS[weight.name])(log_ratio, advantages)
-        ours = make_gradient_weight(weight.name, **weight.params)(log_ratio, advantages)
+        weight = load_recipe(RECIPES / "dgpo/7b.yaml", line).algorithm.surrogate
+        papers = make_surrogate(weight.name, **GRADIENT_WEIGHTS[weight.name])(log_ratio, advantages)
+        ours = make_surrogate(weight.name, **weight.params)(log_ratio, advantages)
         torch.testing.assert_close(ours, papers, rtol=0, atol=0)
         found.append(weight.name)
     assert found == list(GRADIENT_WEIGHTS)

@@ -180,6 +180,6 @@ def test_rollouts_of_other_weights_than_the_actors_are_refused() -> None:
     table = RewardTable(torch.tensor([[[0.0], [1.0]]]), ("r",))
     rollouts = generated(Queue(), SAMPLES[:1], 2)
     with pytest.raises(ValueError, match=r"optimizer steps \[5\], and the actor is at step 6: .* missed a weight sync"):
-        learner.estimate(table, rollouts)
+        learner.compute_advantages(table, rollouts)
     actor.optimizer_steps = 5
-    assert learner.estimate(table, rollouts).train.shape == (1, 2)
+    assert learner.compute_advantages(table, rollouts).train.shape == (1, 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from megatron_rl.algorithms import RewardTable, list_advantage_estimators, list_gradient_weights, make_algorithm
+from megatron_rl.algorithms import RewardTable, list_advantage_estimators, list_surrogates, make_algorithm
 from megatron_rl.cli import main
 from megatron_rl.comparison import summaries as tool
 from megatron_rl.methods import ESTIMATOR
@@ -26,7 +26,7 @@ def run_dir(tmp_path: Path) -> Path:
     values[0] = 1.0
     lengths = torch.from_numpy(rng.integers(1, 6, (4, 4)))
     table = RewardTable(values, ("right", "format"), lengths=lengths)
-    estimate = make_algorithm("grpo").estimate(table)
+    estimate = make_algorithm("grpo").compute_advantages(table)
     log = TokenLog()
     for row, size in enumerate(lengths.flatten().tolist()):
         old = rng.normal(-1, 0.1, size).astype(np.float32)
@@ -69,7 +69,7 @@ def test_weights_by_hand() -> None:
     ratio = torch.tensor([1.0, 2.0, 0.5, 0.5, 1.0], dtype=torch.float64)
     advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, 0.0])
     ids = torch.tensor([0, 0, 1, 1, 1])
-    weights, shares = tool.compare_weights(ratio.log(), advantages, ids, list_gradient_weights())
+    weights, shares = tool.compare_weights(ratio.log(), advantages, ids, list_surrogates())
     assert shares == pytest.approx({"M": 0.4, "LN": 0.2, "HP": 0.2, "LP": 0.2, "HN": 0.0})
     clip, cispo = weights["clip"], weights["cispo"]
     assert clip.stopped == 0.5  # of the four tokens with A != 0
@@ -84,7 +84,7 @@ def test_weights_by_hand() -> None:
 def test_the_command(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(run_dir), "--estimator", "gdpo", "--ratio", "sequence"]) == 0
     printed = capsys.readouterr().out
-    for name in (*list_advantage_estimators(), *list_gradient_weights()):
+    for name in (*list_advantage_estimators(), *list_surrogates()):
         assert name in printed
     assert (run_dir / "compare_step_7.png").stat().st_size > 10_000
 

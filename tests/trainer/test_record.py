@@ -28,9 +28,9 @@ def test_two_ranks_write_one_step(tmp_path: Path) -> None:
     lengths = torch.tensor([[3, 1], [2, 2], [4, 2]])
     table = RewardTable(values.double(), ("a", "b"), weights={"b": 0.1}, lengths=lengths)
     estimate = make_algorithm(
-        {"preset": "awpo", "drop_no_signal_groups": True, "estimator": {"params": {"reasoning": "b"}}}
+        {"preset": "awpo", "drop_zero_variance_groups": True, "estimator": {"params": {"reasoning": "b"}}}
     )
-    result = estimate.estimate(table)
+    result = estimate.compute_advantages(table)
     assert result.train.tolist() == [[True, True], [False, False], [True, True]]
     sizes = [3, 1, 4, 2]  # tokens of the trained rollouts
     responses = [np.full(size, row + 1) for row, size in enumerate(sizes)]
@@ -104,7 +104,7 @@ def test_greedy_rewards_and_missing_scores_come_back(tmp_path: Path) -> None:
         greedy=torch.tensor([[0.25, 0.75]]).double(),
         scored=scored,
     )
-    estimate = make_algorithm("remax").estimate(table)
+    estimate = make_algorithm("remax").compute_advantages(table)
     write_step(tmp_path / "step_1.npz", ["x"], table, torch.zeros(1, 2, dtype=torch.bool), estimate, parts=0)
     back = read_step(tmp_path / "step_1.npz").table
     assert torch.equal(back.greedy, table.greedy)

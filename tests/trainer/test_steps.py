@@ -57,8 +57,8 @@ def test_minibatches_hold_every_row_once_and_no_group_is_cut(sizes, count):
 
 def test_only_rollouts_that_train_reach_the_batch():
     values = torch.tensor([[[1.0], [0.0]], [[1.0], [1.0]], [[0.0], [1.0]]])
-    algorithm = make_algorithm({"preset": "grpo", "drop_no_signal_groups": True})
-    estimate = algorithm.estimate(RewardTable(values, ("r",)))
+    algorithm = make_algorithm({"preset": "grpo", "drop_zero_variance_groups": True})
+    estimate = algorithm.compute_advantages(RewardTable(values, ("r",)))
     samples = [Sample(f"t/{i}", "t", "", [1]) for i in range(3)]
     held = {
         i * 2 + j: Rollout.single_turn(samples[i], j, [i, j], "stop", [0.0, 0.0]) for i in range(3) for j in range(2)
@@ -93,7 +93,7 @@ def test_a_token_part_sees_each_rollout_that_this_rank_has(monkeypatch):
     algorithm = make_algorithm({"estimator": {"name": "raw", "params": {"scale": 2.0}}})
     samples, facts = [Sample("t/0", "t", "", [1])], np.zeros(2, dtype=FACTS)
     rollout = Rollout.single_turn(samples[0], 1, [5, 6, 7], "stop", [0.0] * 3)
-    estimate = algorithm.estimate(RewardTable(torch.tensor([[[1.0], [4.0]]]), ("r",)))
+    estimate = algorithm.compute_advantages(RewardTable(torch.tensor([[[1.0], [4.0]]]), ("r",)))
     batch = train_batch(Rollouts(samples, 2, facts, {}), estimate, {1: rollout}, algorithm)
     assert batch.by_token
     assert {row: values.tolist() for row, values in batch.advantages.items()} == {1: [8.0, 0.0, 0.0]}
@@ -122,7 +122,7 @@ def rewarded_by_token() -> Rollouts:
 def test_rewards_per_token_are_added_to_the_advantage_of_any_method():
     rollouts, algorithm = rewarded_by_token(), make_algorithm("grpo")
     table = RewardTable(torch.arange(6.0).view(3, 2, 1), ("right",), has_token_rewards=True)
-    estimate = algorithm.estimate(table)
+    estimate = algorithm.compute_advantages(table)
     batch = train_batch(rollouts, estimate, rollouts.held, algorithm)
     assert batch.by_token
     for row, advantages in batch.advantages.items():
@@ -149,10 +149,10 @@ def test_metrics_of_rewards_per_token_are_means_over_the_tokens_that_were_scored
 def test_with_rewards_per_token_alone_every_group_trains_and_the_estimators_say_zero():
     table = RewardTable(torch.zeros(3, 4, 0), (), lengths=torch.ones(3, 4), has_token_rewards=True)
     for name in list_advantage_estimators():
-        algorithm = make_algorithm({"estimator": {"name": name}, "drop_no_signal_groups": True})
+        algorithm = make_algorithm({"estimator": {"name": name}, "drop_zero_variance_groups": True})
         if algorithm.estimator.needs.columns or algorithm.estimator.needs.greedy:
             continue
-        estimate = algorithm.estimate(table)
+        estimate = algorithm.compute_advantages(table)
         assert estimate.train.all(), name
         assert not estimate.advantages.any(), name
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import make_gradient_weight
+from megatron_rl.algorithms import make_surrogate
 from reproduced.page import Page, markdown_table
 from reproduced.theory import aspo_eq6, ln_bias
 
@@ -37,7 +37,7 @@ GAMMAS = [index / 2 for index in range(61)]
 
 def weight(label: str, ratio: Tensor, sign: int) -> Tensor:
     name, params = WEIGHTS[label]
-    return make_gradient_weight(name, **params)(ratio.log(), torch.full_like(ratio, float(sign)))
+    return make_surrogate(name, **params)(ratio.log(), torch.full_like(ratio, float(sign)))
 
 
 def mean_bias(label: str, region: str) -> float:

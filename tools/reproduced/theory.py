@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.methods.groups import Groups
 from megatron_rl.methods.numerics import above, below, bounded_exp
-from megatron_rl.methods.weights.dgpo import dgpo
+from megatron_rl.methods.surrogates.dgpo import dgpo
 
 LN_METHODS = ("grpo", "cispo", "ce", "ce_eq31", "dgpo")
 

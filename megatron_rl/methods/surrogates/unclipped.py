@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_rl.methods.catalogue import Tensor, gradient_weight
+from megatron_rl.methods.catalogue import Tensor, surrogate
 from megatron_rl.methods.numerics import bounded_exp
 
 
-@gradient_weight("none")
+@surrogate("none")
 def none(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """w."""
     return bounded_exp(log_ratio)

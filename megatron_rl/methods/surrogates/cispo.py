@@ -6,12 +6,12 @@ Chen et al. 2025, "MiniMax-M1", https://arxiv.org/abs/2506.13585
 from __future__ import annotations
 
 from megatron_rl.base.typed_params import NonNegative
-from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
+from megatron_rl.methods.catalogue import EpsLow, Tensor, surrogate
 from megatron_rl.methods.numerics import bounded_exp
 from megatron_rl.methods.ratios import log_bounds
 
 
-@gradient_weight("cispo")
+@surrogate("cispo")
 def cispo(log_ratio: Tensor, advantages: Tensor, *, eps_low: EpsLow = 0.2, eps_high: NonNegative = 0.2) -> Tensor:
     """w clamped to [1 - eps_low, 1 + eps_high], for either sign of the advantage."""
     low, high = log_bounds(eps_low, eps_high)

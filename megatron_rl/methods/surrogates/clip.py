@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from megatron_rl.base.typed_params import NonNegative
-from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
+from megatron_rl.methods.catalogue import EpsLow, Tensor, surrogate
 from megatron_rl.methods.numerics import above, bounded_exp
 from megatron_rl.methods.ratios import high_positive, left_negative
 
@@ -32,7 +32,7 @@ def ppo_objective(
     return value
 
 
-@gradient_weight("clip", objective=ppo_objective)
+@surrogate("clip", objective=ppo_objective)
 def clip(
     log_ratio: Tensor,
     advantages: Tensor,

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 
 from megatron_rl.base.typed_params import NonNegative, Positive
-from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
+from megatron_rl.methods.catalogue import EpsLow, Tensor, surrogate
 from megatron_rl.methods.numerics import above, below, bounded_exp
 
 
-@gradient_weight("aspo")
+@surrogate("aspo")
 def aspo(
     log_ratio: Tensor,
     advantages: Tensor,

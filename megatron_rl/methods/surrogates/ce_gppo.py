@@ -6,12 +6,12 @@ Su et al. 2025, "CE-GPPO", https://arxiv.org/abs/2509.20712
 from __future__ import annotations
 
 from megatron_rl.base.typed_params import NonNegative
-from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
+from megatron_rl.methods.catalogue import EpsLow, Tensor, surrogate
 from megatron_rl.methods.numerics import bounded_exp
 from megatron_rl.methods.ratios import high_positive, left_negative
 
 
-@gradient_weight("ce_gppo")
+@surrogate("ce_gppo")
 def ce_gppo(
     log_ratio: Tensor,
     advantages: Tensor,

@@ -11,14 +11,14 @@ from typing import Annotated
 from pydantic import Field
 
 from megatron_rl.base.typed_params import NonNegative
-from megatron_rl.methods.catalogue import EpsLow, Tensor, gradient_weight
+from megatron_rl.methods.catalogue import EpsLow, Tensor, surrogate
 from megatron_rl.methods.numerics import bounded_exp
 from megatron_rl.methods.ratios import high_positive, left_negative
 
 Exponent = Annotated[int, Field(ge=1)]
 
 
-@gradient_weight("dgpo")
+@surrogate("dgpo")
 def dgpo(
     log_ratio: Tensor,
     advantages: Tensor,
