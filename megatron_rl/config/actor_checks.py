@@ -1,4 +1,4 @@
-"""What must hold between the keys of `actor`, beside the layout; and of the adapters that a recipe begins with."""
+"""Checks between the keys of `actor`, beside the layout; and of the adapters that a recipe begins with."""
 
 from __future__ import annotations
 
@@ -221,23 +221,23 @@ def check_adapter(config: Config, model: Model) -> Iterator[str]:
         )
 
 
-def _is_same_model(theirs: Path, own: Path) -> bool:
+def _is_same_model(theirs: Path, ours: Path) -> bool:
     """By the weights' sizes and ends, or, where the adapters' model is not on this machine, by the folders' names."""
     try:
         is_here = theirs.is_dir()
     except (OSError, ValueError):  # a name that is too long
         is_here = False
-    return _looks(theirs) == _looks(own) if is_here else theirs.name == own.name
+    return _looks(theirs) == _looks(ours) if is_here else theirs.name == ours.name
 
 
 def _looks(folder: Path) -> list[tuple[str, int, bytes]]:
-    found = []
+    fingerprints = []
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             begin, size = file.read(_SAMPLE), os.fstat(file.fileno()).st_size
             file.seek(max(0, size - _SAMPLE))
-            found.append((path.name, size, begin + file.read()))
-    return found
+            fingerprints.append((path.name, size, begin + file.read()))
+    return fingerprints
 
 
 def parameters_in_fp8(config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""What must hold between the keys of a recipe before any process starts.
+"""Checks between the keys of a recipe before any process starts.
 
 Each check is a generator over one subject: it yields a sentence per problem, naming key, value and remedy. `check` runs
 them all, so that a recipe with three mistakes is refused once, not three times.
@@ -265,13 +265,13 @@ def _check_rewards(config: Config, command: str) -> Iterator[str]:
         if name is not None and name not in config.rewards:
             yield f"`{key}` names {name!r}, which is not one of `rewards` ({', '.join(config.rewards)})"
     for task in config.tasks.eval:
-        own = [name for name, reward in config.rewards.items() if reward.tasks is None or task in reward.tasks]
-        if chosen in config.rewards and chosen not in own:
+        of_task = [name for name, reward in config.rewards.items() if reward.tasks is None or task in reward.tasks]
+        if chosen in config.rewards and chosen not in of_task:
             yield (
                 f"`trainer.eval_reward` {chosen!r} is not computed for `tasks.eval.{task}`; add {task} to "
                 f"`rewards.{chosen}.tasks`, or set trainer.eval_reward=null to take each task's first reward"
             )
-        elif config.rewards and all(config.rewards[name].when_needed for name in own):
+        elif config.rewards and all(config.rewards[name].when_needed for name in of_task):
             yield f"no reward says whether a response to `tasks.eval.{task}` is right; add it to a `rewards.<name>.tasks`"
     if not config.rewards and _generates(config, command):
         yield "`rewards` is empty: name at least one, for example rewards.correct.reward=math"

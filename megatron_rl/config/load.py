@@ -145,15 +145,15 @@ def _found(path: Path) -> Path:
     """The file that a recipe's name stands for. ConfigError where there is none."""
     try:
         path.resolve()
-        found = shipped.find_recipe(path)
-        is_there = found.exists() or found.is_symlink()
+        file = shipped.find_recipe(path)
+        is_there = file.exists() or file.is_symlink()
     except (OSError, ValueError, RuntimeError):  # no name of a file: reading it says why
         return path
     if not is_there:
         near = shipped.like(path)
         hint = "" if near is None else f"; did you mean {near}?"
         raise ConfigError(f"{os.path.normpath(path)} does not exist{shipped.missing(path)}{hint}")
-    return found
+    return file
 
 
 def _base(folder: Path, name: str) -> Path:

@@ -60,15 +60,15 @@ def check_model(config: Config, model: HFConfig | None = None, command: str = "t
             yield f"`model.path`: {folder} {_not_there(folder)}; the other checks used the published sizes of {folder.name}"
             yield from _check_sizes(config, known, command)
             return
-        found = list(_check_folder(folder))
-        yield from found
-        if not found:
+        problems = list(_check_folder(folder))
+        yield from problems
+        if not problems:
             yield from _check_template(config, folder, command)
             yield from _check_sizes(config, read_hf_config(folder), command)
     elif config.model.create is not None:
-        found = list(check_create(config.model.create))
-        yield from found
-        if not found:
+        problems = list(check_create(config.model.create))
+        yield from problems
+        if not problems:
             yield from _check_sizes(config, created_config(config.model.create), command)
     else:
         yield "`model` names no model: set `model.path` to a Hugging Face folder, or `model.create` to make a small one"
@@ -254,7 +254,7 @@ def _check_layout(config: Config, model: Model, command: str) -> Iterator[str]:
 
 
 def _check_vision(config: Config, model: Model) -> Iterator[str]:
-    """What a vision tower rules out, and what needs one."""
+    """Yields options that a vision tower rules out, and those that need one."""
     if model.description.vision is None:
         for name in ("min_pixels", "max_pixels"):
             if getattr(config.model, name) is not None:

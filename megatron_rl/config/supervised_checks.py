@@ -1,4 +1,4 @@
-"""What must hold for the stages without rollouts: fine-tuning on demonstrations, reward models on preference pairs."""
+"""Checks of the stages without rollouts: fine-tuning on demonstrations, reward models on preference pairs."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ UNANSWERED = -1
 
 
 class Outcome(Protocol):
-    """What an evaluation's statistics read of a rollout."""
+    """The part of a rollout that an evaluation's statistics read."""
 
     @property
     def sample_id(self) -> str: ...

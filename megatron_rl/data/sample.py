@@ -57,6 +57,6 @@ class Sample:
     images: PromptImages | None = None  # whose tokens are among `prompt_ids`
 
     def as_mapping(self) -> SampleMapping:
-        """What a reward function receives, without the keys that only a run knows."""
+        """The mapping that a reward function receives, without the keys that only a run knows."""
         keys = ("prompt", "answer", "tool_calls", "needs_response", "metadata")
         return cast(SampleMapping, {key: getattr(self, key) for key in keys if getattr(self, key) is not None})

@@ -1,4 +1,4 @@
-"""What an advantage estimator reads: a reward table in float64, and statistics that stay exact on degenerate groups.
+"""The input of an advantage estimator: a reward table in float64, and statistics that stay exact on degenerate groups.
 
 Importing it loads no torch: a plug-in names `Groups` in its annotations, and recipes with plug-ins are checked without torch.
 """
@@ -230,7 +230,8 @@ def whiten(
 
 
 class Moments(NamedTuple):
-    """Of a set of numbers: how many, their mean, their sum of squared deviations; and the sum of a second quantity."""
+    """Moments of a set of numbers: how many, their mean, their sum of squared deviations; and the sum of a second
+    quantity."""
 
     size: Tensor
     mean: Tensor
@@ -261,15 +262,15 @@ def leave_one_out(values: Tensor, extra: Tensor, present: Tensor) -> Moments:
     while levels[-1].size.numel() > 1:
         below = levels[-1]
         if below.size.numel() % 2:
-            below = levels[-1] = Moments(*(_with_zero(part) for part in below))
-        levels.append(_merge(Moments(*(part[0::2] for part in below)), Moments(*(part[1::2] for part in below))))
+            below = levels[-1] = Moments(*(_with_zero(x) for x in below))
+        levels.append(_merge(Moments(*(x[0::2] for x in below)), Moments(*(x[1::2] for x in below))))
     others = Moments(*map(_zeros, levels[-1]))
     for level in reversed(levels[:-1]):
-        left, right = Moments(*(part[0::2] for part in level)), Moments(*(part[1::2] for part in level))
-        others = Moments(*(part[: left.size.numel()] for part in others))
+        left, right = Moments(*(x[0::2] for x in level)), Moments(*(x[1::2] for x in level))
+        others = Moments(*(x[: left.size.numel()] for x in others))
         of_left, of_right = _merge(others, right), _merge(others, left)
         others = Moments(*map(_interleaved, of_left, of_right))
-    return Moments(*(part[: values.numel()] for part in others))
+    return Moments(*(x[: values.numel()] for x in others))
 
 
 def _zeros(like: Tensor) -> Tensor:

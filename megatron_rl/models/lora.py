@@ -80,7 +80,7 @@ def check_lora(lora: LoRA, model: Model) -> Iterator[str]:
 
 
 def _check_engine(lora: LoRA, model: Model) -> Iterator[str]:
-    """What adapters in the engine rule out."""
+    """Yields options that adapters in the engine rule out."""
     for what, found in (
         ("a mixture of experts", model.experts),
         ("a model that reads images", model.description.vision),
@@ -145,7 +145,7 @@ def pair(rule: Rule, tensor: HFTensor, decoder: str) -> tuple[Rule, Rule]:
 
 
 def parameter_names(tensor: HFTensor) -> tuple[str, str]:
-    """Of A and B, in the child module."""
+    """Names of A and B, in the child module."""
     return f"{module_of(tensor)}_A", f"{module_of(tensor)}_B"
 
 

@@ -43,13 +43,13 @@ def largest_micro_batch(config: Config, actor: Actor, tokens: int) -> MicroBatch
     prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_tokens
     whole, rest = divmod(tokens, prompt + response)
     lengths = [prompt + response] * whole + [rest] * (rest > 1)
-    given = [min(prompt, length - 1) for length in lengths]
+    prompts_ = [min(prompt, length - 1) for length in lengths]
     batch = TokenBatch.continuations(
-        (np.zeros(first), np.zeros(length - first)) for first, length in zip(given, lengths, strict=True)
+        (np.zeros(first), np.zeros(length - first)) for first, length in zip(prompts_, lengths, strict=True)
     )
     micro = actor.pack(batch, range(len(lengths)), torch.device("cpu"))
     if actor.description.vision is not None:
-        micro.images = _images(config, actor.model, actor.description.vision, given)
+        micro.images = _images(config, actor.model, actor.description.vision, prompts_)
     return micro
 
 

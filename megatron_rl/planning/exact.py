@@ -165,11 +165,11 @@ def _measure_rank(
     plain = with_plain_layers(config)
     with built_rank(plain, hf_config, rank, world, where) as (actor, memory, loaded), ExitStack() as stack:
         moments = build.DTYPES[config.actor.optimizer.moments].itemsize
-        held = state_of(actor, moments)
-        now = memory.now - state_of(actor).optimizer_bytes + held.optimizer_bytes
-        held = replace(held, load_bytes=max(loaded - now, memory.peak - memory.now))
+        rank_memory = state_of(actor, moments)
+        now = memory.now - state_of(actor).optimizer_bytes + rank_memory.optimizer_bytes
+        rank_memory = replace(rank_memory, load_bytes=max(loaded - now, memory.peak - memory.now))
         if config.actor.fp8 is not None:
-            held = _with_fp8_weights(held, actor, config.actor.fp8)
+            rank_memory = _with_fp8_weights(rank_memory, actor, config.actor.fp8)
         if fused:
             actor.config.fp8 = config.actor.fp8  # for rows that pad a micro-batch
             stack.enter_context(_fused(actor, config.actor))
@@ -189,8 +189,8 @@ def _measure_rank(
         update = [
             _run_chunk(actor, chunk, largest_micro_batch(config, actor, tokens), memory) for chunk in actor.ddp_chunks
         ]
-        held = replace(held, forward_bytes=forward, check_bytes=check)
-        return held, update, _optimizer_bytes(actor, held.optimizer_bytes, moments)
+        rank_memory = replace(rank_memory, forward_bytes=forward, check_bytes=check)
+        return rank_memory, update, _optimizer_bytes(actor, rank_memory.optimizer_bytes, moments)
 
 
 @contextmanager
@@ -250,13 +250,15 @@ def state_of(actor: Actor, moments: int = 4) -> RankMemory:
     )
 
 
-def _with_fp8_weights(held: RankMemory, actor: Actor, fp8: FP8Config) -> RankMemory:
+def _with_fp8_weights(rank_memory: RankMemory, actor: Actor, fp8: FP8Config) -> RankMemory:
     """With matrices in FP8 beside those of the model's dtype, or in their place."""
     weights = quantised_weights(quantised_layers(actor.chunks, fp8.bf16_ends))
     size = sum(weight_bytes(weight.shape[0], weight.shape[1], fp8.recipe) for weight in weights)
     if not fp8.param_gather:
-        return replace(held, fp8_bytes=size)
-    return replace(held, parameter_bytes=held.parameter_bytes + size - sum(weight.nbytes for weight in weights))
+        return replace(rank_memory, fp8_bytes=size)
+    return replace(
+        rank_memory, parameter_bytes=rank_memory.parameter_bytes + size - sum(weight.nbytes for weight in weights)
+    )
 
 
 def _sync_bytes(config: Config, model: Model, world: int, node: int) -> np.ndarray | None:
@@ -272,15 +274,15 @@ def _sync_bytes(config: Config, model: Model, world: int, node: int) -> np.ndarr
     return np.max(buckets[:-1] + buckets[1:] if len(buckets) > 1 else buckets, axis=0)
 
 
-def _optimizer_bytes(actor: Actor, own: int, moments: int = 4) -> list[tuple[int, int]]:
-    """For each rank of a pipeline stage, whose first holds `own`: bytes of moments and master weights, and of all.
+def _optimizer_bytes(actor: Actor, of_first: int, moments: int = 4) -> list[tuple[int, int]]:
+    """For each rank of a pipeline stage, whose first holds `of_first`: bytes of moments and master weights, and of all.
 
     Shards are equal parts of the gradients' buffers, some of which only pad them. Beside them torch's Adam keeps a float32
     number of steps for each parameter.
     """
     parallel, stage = actor.config.parallel, actor.grid.world // actor.grid.pp
     if not actor.config.optimizer.distributed or actor.config.optimizer.device == "cpu":
-        return [(own, own)] * stage
+        return [(of_first, of_first)] * stage
     elements, parameters = np.zeros((2, stage), dtype=np.int64)
     for name, ranks in (
         ("buffers", parallel.tensor),
@@ -296,24 +298,24 @@ def _optimizer_bytes(actor: Actor, own: int, moments: int = 4) -> list[tuple[int
                     elements, parameters = elements + shared, parameters + (shared > 0)
     state = (2 * moments + (4 if actor.dtype != torch.float32 else 0)) * elements
     every = state + 4 * parameters
-    return list(zip(state.tolist(), (own + every - every[0]).tolist(), strict=True))
+    return list(zip(state.tolist(), (of_first + every - every[0]).tolist(), strict=True))
 
 
 def _run_chunk(actor: Actor, chunk: Chunk, micro: MicroBatch, memory: StorageCounter) -> _Chunk:
     """One micro-batch through a chunk, and back where gradients are on, between neighbours that hold the hidden states."""
-    whole = unwrap(chunk)
+    module = unwrap(chunk)
     before = memory.restart()
     with device.megatron():
-        if not whole.pre_process:
-            whole.set_input_tensor(_hidden_states(actor, micro))
+        if not module.pre_process:
+            module.set_input_tensor(_hidden_states(actor, micro))
         output: Tensor = actor.forward(chunk, micro, updates=torch.is_grad_enabled())
-        if whole.post_process:
+        if module.post_process:
             output = actor.score(micro, output, temperature=1.0, with_entropy=False)[0]
         kept = memory.now - before
         if torch.is_grad_enabled():
             torch.autograd.backward(output, torch.empty_like(output))
         del output
-        whole.set_input_tensor(None)
+        module.set_input_tensor(None)
     return _Chunk(kept, memory.peak - before)
 
 

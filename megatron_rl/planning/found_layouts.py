@@ -26,16 +26,16 @@ def counted(found: Sequence[Found], measure: Measure, space: Space) -> list[Foun
     """Those that fit by the count of real modules, with its figures; each actor's is made once."""
     result: list[Found] = []
     classes: dict[str, Sequence[RankMemory]] = {}
-    for one in found:
-        actor = repr(one.config.actor)
+    for layout in found:
+        actor = repr(layout.config.actor)
         if actor not in classes:
-            classes[actor] = measure(one)
+            classes[actor] = measure(layout)
         from megatron_rl.planning.exact import on_rank  # after `measure` has set what torch reads
 
-        plans = [on_rank(one.plan, memory) for memory in classes[actor]]
+        plans = [on_rank(layout.plan, memory) for memory in classes[actor]]
         fullest = max(plans, key=lambda plan: max(map(plan.peak, PHASES)))
         if not any(problem for plan in plans for problem in plan.problems()) and space.fits(fullest):
-            result.append(replace(one, plan=fullest))
+            result.append(replace(layout, plan=fullest))
     return pareto(result)
 
 

@@ -1,4 +1,4 @@
-"""What a plan is made from beside the recipe: the model's sizes, the machines, the lengths of responses."""
+"""Inputs of a plan beside the recipe: the model's sizes, the machines, the lengths of responses."""
 
 from __future__ import annotations
 

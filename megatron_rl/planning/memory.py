@@ -88,12 +88,12 @@ def actor_parameters(
 
 
 def total_parameters(model: Model) -> int:
-    """Of the whole model, a tied output layer counted once."""
+    """Parameters of the whole model, a tied output layer counted once."""
     return actor_parameters(model).total
 
 
 def active_parameters(model: Model) -> int:
-    """Of the whole model, those that one token passes through."""
+    """Parameters of the whole model that one token passes through."""
     whole = actor_parameters(model)
     return whole.dense + (whole.expert // model.experts.count * model.experts.top_k if model.experts else 0)
 
@@ -262,7 +262,7 @@ def _keeps_reference(config: Config) -> bool:
 def _host(
     config: Config, model: Model, weights: float, trained: float, optimizer: float, cache_tokens: float
 ) -> Iterator[Component]:
-    """What stays in the host's memory from its first use on."""
+    """Components that stay in the host's memory from their first use on."""
     actor = config.actor
     on_gpu = ("actor.offload=false",) if actor.optimizer.device == "gpu" else ("actor.optimizer.device=gpu",)
     yield Component(Part.HOST_OPTIMIZER, optimizer, HOST_PHASES, (*on_gpu, "more nodes"))
@@ -275,7 +275,8 @@ def _host(
 
 
 def checkpoint_bytes(config: Config, trained: Parameters, world: int, width: int) -> float:
-    """Of a checkpoint, in the mean of the ranks that share them: weights, and in fp32 master weights and two moments."""
+    """Bytes of a checkpoint, in the mean of the ranks that share them: weights, and in fp32 master weights and two
+    moments."""
     parallel = config.actor.parallel
     stage = world // parallel.pipeline  # ranks
     copies = stage // parallel.tensor, stage // (parallel.expert * parallel.expert_tensor)
@@ -285,7 +286,7 @@ def checkpoint_bytes(config: Config, trained: Parameters, world: int, width: int
 
 
 def fullest_rank(model: Model, parallel: ParallelConfig) -> Parameters:
-    """Of the pipeline stage that holds most; the inner stages are alike."""
+    """Parameters of the pipeline stage that holds most; the inner stages are alike."""
     return _fullest_stage(model, parallel)[1]
 
 

@@ -45,15 +45,15 @@ def render(
     )
     plan = memory[0][1]
     about = f"{plan.world} GPUs, {plan.engines} engines; nothing here was measured on a GPU"
-    parts = [f'<h1>{text(heading)}</h1><p class="sub">{text(about)}</p>', fits]
-    parts += section("Memory", list(_memory(memory)))
-    parts += section("A step", list(_time(step)))
+    elements = [f'<h1>{text(heading)}</h1><p class="sub">{text(about)}</p>', fits]
+    elements += section("Memory", list(_memory(memory)))
+    elements += section("A step", list(_time(step)))
     if forecast is not None:
-        parts += section("Simulated steps", list(_simulated(forecast)))
+        elements += section("Simulated steps", list(_simulated(forecast)))
         if forecast.goodput is not None:
-            parts += section("Checkpoints and failures", list(_failures(forecast.goodput)))
-        parts.append(charts.script())
-    return document(heading, charts.STYLE + _STYLE, parts)
+            elements += section("Checkpoints and failures", list(_failures(forecast.goodput)))
+        elements.append(charts.script())
+    return document(heading, charts.STYLE + _STYLE, elements)
 
 
 def _coloured(names: Sequence[str]) -> dict[str, str]:
@@ -69,10 +69,14 @@ def _memory(memory: Sequence[tuple[str, MemoryPlan]]) -> Iterator[str]:
     for label, plan in memory:
         yield f'<div class="card"><b>{text(label)}</b>'
         for phase, limit in limits.items():
-            held = [part for part in plan.components if phase in part.phases]
+            held = [component for component in plan.components if phase in component.phases]
             pieces = [
-                (part.bytes / most, colours[part.part.value], f"{part.part.value}: {part.bytes / GIB:.1f} GiB")
-                for part in held
+                (
+                    component.bytes / most,
+                    colours[component.part.value],
+                    f"{component.part.value}: {component.bytes / GIB:.1f} GiB",
+                )
+                for component in held
             ]
             figure = f"{plan.peak(phase) / GIB:.1f} {'GiB' if limit is None else f'of {limit / GIB:.0f} GiB'}"
             bar = _bar(pieces, limit=None if limit is None else min(1.0, limit / most))
@@ -82,8 +86,11 @@ def _memory(memory: Sequence[tuple[str, MemoryPlan]]) -> Iterator[str]:
         yield "</div>"
     yield _legend(colours)
     rows = [
-        [part.part.value, *(f"{part.bytes / GIB:.1f}" if phase in part.phases else "" for phase in limits)]
-        for part in memory[0][1].components
+        [
+            component.part.value,
+            *(f"{component.bytes / GIB:.1f}" if phase in component.phases else "" for phase in limits),
+        ]
+        for component in memory[0][1].components
     ]
     yield f"<details><summary>GiB, {text(memory[0][0])}</summary>{table(['', *limits], rows, len(limits))}</details>"
 
@@ -174,18 +181,18 @@ def _decoded(run: SimulatedRun) -> tuple[list[float], list[float]]:
     return shown.round(1).tolist(), np.concatenate([[0.0], counts.cumsum()])[at].tolist()
 
 
-def _failures(found: Goodput) -> Iterator[str]:
-    each, failures = found.step_seconds, found.failures
-    marks = [("best", found.best.steps * each), ("Young", young(failures)), ("Daly", daly(failures))]
-    if found.recipe is not None:
-        marks.append(("this recipe", found.recipe.steps * each))
+def _failures(result: Goodput) -> Iterator[str]:
+    each, failures = result.step_seconds, result.failures
+    marks = [("best", result.best.steps * each), ("Young", young(failures)), ("Daly", daly(failures))]
+    if result.recipe is not None:
+        marks.append(("this recipe", result.recipe.steps * each))
     said = ", ".join(f"{name} {seconds / 60:,.0f} min" for name, seconds in marks)
     yield (
-        f"<p>A failure every {failures.between / 3600:,.1f} h. At the best interval {found.best.goodput:.1%} of the time are "
-        f"steps that are kept. Work between two saves: {said}.</p>"
+        f"<p>A failure every {failures.between / 3600:,.1f} h. At the best interval "
+        f"{result.best.goodput:.1%} of the time are steps that are kept. Work between two saves: {said}.</p>"
     )
-    minutes = [round(interval.steps * each / 60, 2) for interval in found.intervals]
-    goodput = [round(interval.goodput, 5) for interval in found.intervals]
+    minutes = [round(interval.steps * each / 60, 2) for interval in result.intervals]
+    goodput = [round(interval.goodput, 5) for interval in result.intervals]
     line = Line("goodput", COLOURS[0], minutes, goodput)
     yield from curves(
         [Drawing("Goodput by minutes of work between two saves", "", [line], axis="minute")], 1, "minutes"

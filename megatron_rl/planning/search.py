@@ -178,14 +178,14 @@ class Space:
     def search(self, predictor: Predictor) -> list[Found]:
         """Layouts of which none is both faster and leaves more memory, the fastest first: the fastest with the headroom, with
         twice of it, four times, ..., as long as any fits."""
-        layouts, found, free = self.layouts(predictor), list[Found](), self.headroom
+        layouts, fitting, free = self.layouts(predictor), list[Found](), self.headroom
         while front := (level := replace(self, headroom=free)).front(layouts):
             engines = [one for one in self.engines() if self.accepts(self.recipe(front[0], one))]
-            found += [
+            fitting += [
                 one for actor in front for engine in engines for one in level.with_engine(predictor, actor, engine)
             ]
             free = 2 * free or _LEAST
-        return [one for one in pareto(found) if self.accepts(one.config)]
+        return [one for one in pareto(fitting) if self.accepts(one.config)]
 
     def with_engine(self, predictor: Predictor, actor: ActorConfig, engine: RolloutConfig) -> Iterator[Found]:
         """With the largest shares of the GPU for the engine."""

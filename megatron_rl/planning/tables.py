@@ -98,14 +98,14 @@ def exact_table(measured: Sequence[tuple[RankMemory, MemoryPlan]]) -> str:
 
 
 def fullest_ranks(measured: Sequence[tuple[RankMemory, MemoryPlan]]) -> list[tuple[RankMemory, MemoryPlan]]:
-    """Of each pipeline stage the class that holds most, for all of the stage's ranks."""
-    found = []
+    """The rank class of each pipeline stage that holds most, for all of the stage's ranks."""
+    fullest = []
     for _, group in groupby(measured, key=lambda one: one[0].stage):
         classes = list(group)
         memory, plan = max(classes, key=lambda one: one[0].optimizer_bytes)
         ranks = sum(own.ranks for own, _ in classes)
-        found.append((replace(memory, rank=classes[0][0].rank, ranks=ranks), plan))
-    return found
+        fullest.append((replace(memory, rank=classes[0][0].rank, ranks=ranks), plan))
+    return fullest
 
 
 def _widths() -> dict[str, int]:
@@ -174,22 +174,22 @@ def _kind(predictor: Predictor, config: Config) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ layouts
-def layout_figures(one: Found) -> dict[str, object]:
+def layout_figures(layout: Found) -> dict[str, object]:
     """The layout's keys, its step and what stays free."""
-    actor, rollout = as_tree(one.config)["actor"], as_tree(one.config)["rollout"]
+    actor, rollout = as_tree(layout.config)["actor"], as_tree(layout.config)["rollout"]
     of_actor = ("parallel", "tokens_per_microbatch", "recompute", "recompute_modules", "recompute_layers", "offload")
     of_rollout = ("tensor_parallel", "expert_parallel", "memory_fraction", "fp8")
     return {
         "actor": {name: actor[name] for name in (*of_actor, "offload_weights", "fp8")},
         "rollout": {name: rollout[name] for name in of_rollout},
-        "headroom_bytes": round(one.headroom),
-        "step_time": step_figures(one.step),
+        "headroom_bytes": round(layout.headroom),
+        "step_time": step_figures(layout.step),
     }
 
 
-def _describe(one: Found) -> tuple[str, ...]:
+def _describe(layout: Found) -> tuple[str, ...]:
     """Cells of the table: actor, micro-batch, what is computed again, what is offloaded, engines."""
-    actor, rollout = one.config.actor, one.config.rollout
+    actor, rollout = layout.config.actor, layout.config.rollout
     parallel = actor.parallel
     sizes = {
         "TP": parallel.tensor,
@@ -206,17 +206,17 @@ def _describe(one: Found) -> tuple[str, ...]:
         again = f"{actor.recompute_layers} layers"
     return (
         " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
-        + f" DP{one.plan.data_parallel}"
+        + f" DP{layout.plan.data_parallel}"
         + (" FP8" if actor.fp8 is not None else ""),
         f"{actor.tokens_per_microbatch}",
         again,
         "all" if actor.offload_weights else "state" if actor.offload else "",
-        f"{one.plan.engines} x {rollout.tensor_parallel}{' EP' * rollout.expert_parallel}"
+        f"{layout.plan.engines} x {rollout.tensor_parallel}{' EP' * rollout.expert_parallel}"
         f"{' FP8' if rollout.fp8 != 'none' else ''}, {rollout.memory_fraction:.2f}",
     )
 
 
-def layout_table(found: Sequence[Found], given: Found | None, space: Space, predictor: Predictor) -> str:
+def layout_table(layouts: Sequence[Found], recipe_layout: Found | None, space: Space, predictor: Predictor) -> str:
     lengths = predictor.lengths
     columns = f"{'actor':28s}{'tokens':>7s}  {'again':18s}{'offload':9s}engines, share"
     lines = [
@@ -224,12 +224,12 @@ def layout_table(found: Sequence[Found], given: Found | None, space: Space, pred
         f"{lengths.mean:,.0f} tokens in the mean; at least {space.headroom / GIB:g} GiB stay free; times are predictions",
         f"{'s/step':>8s}{'tok/s/GPU':>10s}{'free GiB':>9s}  {columns}",
     ]
-    for one in (*found, *([given] if given is not None else [])):
+    for one in (*layouts, *([recipe_layout] if recipe_layout is not None else [])):
         actor, tokens, again, offload, engine = _describe(one)
         rates = f"{one.step.total:8.1f}{one.step.tokens_per_s_per_gpu['step']:10,.0f}{one.headroom / GIB:9.1f}"
-        own = "  (the recipe's own)" if one is given else ""
+        own = "  (the recipe's own)" if one is recipe_layout else ""
         lines.append(f"{rates}  {actor:28s}{tokens:>7s}  {again:18s}{offload:9s}{engine}{own}")
-    return "\n".join([*lines, *([] if found else ["NO LAYOUT FITS: more nodes, or shorter sequences"])])
+    return "\n".join([*lines, *([] if layouts else ["NO LAYOUT FITS: more nodes, or shorter sequences"])])
 
 
 # --------------------------------------------------------------------------------------------------------- simulation
@@ -284,8 +284,8 @@ def simulation_table(simulated: Forecast) -> str:
     return "\n".join(lines)
 
 
-def _goodput_lines(found: Goodput) -> list[str]:
-    failures, best, each = found.failures, found.best, found.step_seconds
+def _goodput_lines(forecast: Goodput) -> list[str]:
+    failures, best, each = forecast.failures, forecast.best, forecast.step_seconds
     lines = [
         f"a failure every {failures.between / 3600:,.1f} h: {failures.restart / 60:g} min to restart; a save holds training "
         f"up for {failures.blocked:.1f} s and is written in {failures.write:,.0f} s",
@@ -293,13 +293,13 @@ def _goodput_lines(found: Goodput) -> list[str]:
         f"{best.steps * each / 60:,.0f} min of work "
         f"(Young: {young(failures) / 60:,.0f}, Daly: {daly(failures) / 60:,.0f} min)",
     ]
-    if found.recipe is not None:
-        lines.append(f"with this recipe's checkpoint.every={found.recipe.steps}: {found.recipe.goodput:.1%}")
+    if forecast.recipe is not None:
+        lines.append(f"with this recipe's checkpoint.every={forecast.recipe.steps}: {forecast.recipe.goodput:.1%}")
     return lines
 
 
 def simulation_figures(simulated: Forecast) -> dict[str, object]:
-    found: dict[str, object] = {
+    result: dict[str, object] = {
         mode: {
             "seconds": float(run.seconds.mean()),
             "seconds_p50": float(np.median(run.seconds)),
@@ -316,10 +316,10 @@ def simulation_figures(simulated: Forecast) -> dict[str, object]:
     }
     if simulated.goodput is not None:
         best, own, failures = simulated.goodput.best, simulated.goodput.recipe, simulated.goodput.failures
-        found["goodput"] = {
+        result["goodput"] = {
             "best": {"steps": best.steps, "goodput": best.goodput},
             "recipe": None if own is None else {"steps": own.steps, "goodput": own.goodput},
             "young_seconds": young(failures),
             "daly_seconds": daly(failures),
         }
-    return {"simulation": found}
+    return {"simulation": result}

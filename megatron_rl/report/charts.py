@@ -1,4 +1,4 @@
-"""What the page's charts show, as data; charts.js draws them. One line per run and metric; colours tell runs apart, dashes
+"""Data of the page's charts; charts.js draws them. One line per run and metric; colours tell runs apart, dashes
 metrics. Runs of one recipe with several seeds are one line, their mean, in a band from the lowest to the highest."""
 
 from __future__ import annotations

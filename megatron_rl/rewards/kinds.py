@@ -49,7 +49,7 @@ def _is_number(value: object) -> bool:
 
 
 class Declared(TypedDict, total=False):
-    """What a reward declares of itself beside its function: the keywords of `Reward`."""
+    """A reward's declarations beside its function: the keywords of `Reward`."""
 
     columns: Iterable[str] | None
     bounds: Bounds

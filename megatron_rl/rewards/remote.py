@@ -54,7 +54,7 @@ class AnswerRules:
 
 @dataclass
 class Counts:
-    """What happened since the counts were last taken.
+    """Events since the counts were last taken.
 
     Attributes:
         scored: rollouts that were to be scored.
@@ -199,7 +199,7 @@ class RemoteReward(Reward):
         return hashlib.blake2b(json.dumps([self._path, body], sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def _words(self, completion: str, sample: SampleMapping) -> list[Remark]:
-        """What the server said of a rollout, as far as the file of answers has it."""
+        """The server's words on a rollout, as far as the file of answers has it."""
         verdict = self._cache.get(self._key(self._render(completion, sample)))
         if verdict is None or verdict.offset < 0 or self._file is None:
             return []

@@ -110,7 +110,7 @@ def reward_model(
 
 
 def conversation(prompt: Prompt, response: str) -> Prompt:
-    """What is scored: the chat that ends with the response, or of a prompt of text that text and the response."""
+    """The text that is scored: the chat that ends with the response, or of a prompt of text that text and the response."""
     return prompt + response if isinstance(prompt, str) else [*prompt, Message(role="assistant", content=response)]
 
 

@@ -240,7 +240,7 @@ class Scorer:
         return cast(SampleMapping, {**scoring.mapping, **tokens})
 
     def remarks(self, completion: str, sample: Sample, finish_reason: str, num_tokens: int) -> dict[str, list[Remark]]:
-        """What rewards say of a scored rollout besides its score, by the reward's name; without those that say nothing."""
+        """Remarks of rewards on a scored rollout, by the reward's name; without those that say nothing."""
         mapping, found = _mapping(sample, finish_reason, num_tokens), dict[str, list[Remark]]()
         for name, reward in self._rewards.items():
             if self._applies(name, sample):

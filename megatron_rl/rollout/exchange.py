@@ -62,24 +62,24 @@ def exchange(grid: ProcessGrid, rollouts: Rollouts, needs: Sequence[Need]) -> di
     incoming = _buffers([sizes[message.rows] for message in receives])
     outgoing = _buffers([sizes[message.rows] for message, _ in sends])
     works: list[tuple[dist.Work | None, str, list[int]]] = []
-    for (tag, source, rows), (whole, _) in zip(receives, incoming, strict=True):
-        if len(whole):
+    for (tag, source, rows), (buffer, _) in zip(receives, incoming, strict=True):
+        if len(buffer):
             with _naming(failure := f"rank {source} did not hand over", rollouts, rows, failed):
-                works.append((dist.irecv(torch.from_numpy(whole), source, grid.host_group, tag), failure, rows))
-    for ((tag, _, rows), targets), (whole, parts) in zip(sends, outgoing, strict=True):
-        for row, part in zip(rows, parts, strict=True):
-            flatten(rollouts, row, part)
-        for target in targets if len(whole) else ():
+                works.append((dist.irecv(torch.from_numpy(buffer), source, grid.host_group, tag), failure, rows))
+    for ((tag, _, rows), targets), (buffer, views) in zip(sends, outgoing, strict=True):
+        for row, view in zip(rows, views, strict=True):
+            flatten(rollouts, row, view)
+        for target in targets if len(buffer) else ():
             with _naming(failure := f"rank {target} did not take", rollouts, rows, failed):
-                works.append((dist.isend(torch.from_numpy(whole), target, grid.host_group, tag), failure, rows))
+                works.append((dist.isend(torch.from_numpy(buffer), target, grid.host_group, tag), failure, rows))
     for work, failure, rows in works:
         with _naming(failure, rollouts, rows, failed):
             assert work is not None  # this rank is in the group
             work.wait()
     if failed:
         raise failed[0]
-    for (*_, rows), (_, parts) in zip(receives, incoming, strict=True):
-        got |= {row: unflatten(rollouts, row, part) for row, part in zip(rows, parts, strict=True)}
+    for (*_, rows), (_, views) in zip(receives, incoming, strict=True):
+        got |= {row: unflatten(rollouts, row, view) for row, view in zip(rows, views, strict=True)}
     return got
 
 
@@ -126,7 +126,7 @@ def flatten(rollouts: Rollouts, row: int, flat: np.ndarray) -> None:
     """
     rollout = rollouts.held[row]
     segments, oldest = rollout.segments[1:], rollout.version
-    parts = _views(rollouts, row, flat)
+    views = _views(rollouts, row, flat)
     end = 0
     for segment in segments:
         begin, end = end, end + len(segment.ids)
@@ -135,30 +135,30 @@ def flatten(rollouts: Rollouts, row: int, flat: np.ndarray) -> None:
             raise ExchangeError(
                 f"weights of {author} successive versions drew rollout {rollout.index} of {rollout.sample_id}"
             )
-        parts.ids[begin:end] = segment.ids
-        parts.log_probs[begin:end] = 0 if segment.logprobs is None else segment.logprobs
-        parts.authors[begin:end] = author
+        views.ids[begin:end] = segment.ids
+        views.log_probs[begin:end] = 0 if segment.logprobs is None else segment.logprobs
+        views.authors[begin:end] = author
     if rollouts.token_weights:
-        parts.rewards[:] = rollout.token_rewards
+        views.rewards[:] = rollout.token_rewards
     if rollouts.experts is not None:
         assert rollout.experts is not None
-        parts.experts[: rollout.experts.nbytes] = rollout.experts.reshape(-1).view(np.uint8)
+        views.experts[: rollout.experts.nbytes] = rollout.experts.reshape(-1).view(np.uint8)
 
 
 def unflatten(rollouts: Rollouts, row: int, flat: np.ndarray) -> Rollout:
     """Undoes `flatten`, by the facts about the rollout. Neighbouring segments of one author become one."""
     sample, oldest = rollouts.sample(row), int(rollouts.facts["version"][row])
-    parts = _views(rollouts, row, flat)
+    views = _views(rollouts, row, flat)
     segments = [Segment(np.asarray(sample.prompt_ids, dtype=np.int64))]
-    cuts = 1 + np.flatnonzero(parts.authors[1:] != parts.authors[:-1])
-    for begin, end in itertools.pairwise([0, *cuts.tolist(), len(parts.authors)]):
-        author = int(parts.authors[begin]) if end else 1  # an empty response was drawn
-        log_probs, version = (parts.log_probs[begin:end], oldest + author - 1) if author else (None, 0)
-        segments.append(Segment(parts.ids[begin:end], log_probs, version))
+    cuts = 1 + np.flatnonzero(views.authors[1:] != views.authors[:-1])
+    for begin, end in itertools.pairwise([0, *cuts.tolist(), len(views.authors)]):
+        author = int(views.authors[begin]) if end else 1  # an empty response was drawn
+        log_probs, version = (views.log_probs[begin:end], oldest + author - 1) if author else (None, 0)
+        segments.append(Segment(views.ids[begin:end], log_probs, version))
     experts = None
     if rollouts.experts is not None:
-        experts = np.frombuffer(parts.experts, rollouts.experts, int(rollouts.facts["num_tokens"][row]))
-    rewards = parts.rewards if rollouts.token_weights else None
+        experts = np.frombuffer(views.experts, rollouts.experts, int(rollouts.facts["num_tokens"][row]))
+    rewards = views.rewards if rollouts.token_weights else None
     reason = rollouts.finish_reason(row)
     return Rollout(sample.id, row % rollouts.count, segments, reason, experts, token_rewards=rewards)
 

@@ -121,13 +121,13 @@ class Ownership:
         """
         if self.path.is_dir():
             raise OwnedError(f"{self.path} is a folder, and should be the file that names the run in it: remove it")
-        found = read(self.path.parent)
-        gone = found.is_gone() if found is not None else None
+        previous = read(self.path.parent)
+        gone = previous.is_gone() if previous is not None else None
         if gone is False:
-            raise OwnedError(_refusal(self.path, found))
+            raise OwnedError(_refusal(self.path, previous))
         if gone is None:
-            self._wait_for_silence(found)
-        return found
+            self._wait_for_silence(previous)
+        return previous
 
     def release(self) -> None:
         """Releases the folder, unless it is held on behalf of another process, which does so itself."""
@@ -179,7 +179,7 @@ class Ownership:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _wait_for_silence(self, found: Owner | None) -> None:
+    def _wait_for_silence(self, previous: Owner | None) -> None:
         """Returns when the file has not been touched for `stale_seconds`, by the file system's own clock.
 
         That clock may have been set since the owner's last beat. So the file is watched for two beats at least, on this
@@ -196,7 +196,7 @@ class Ownership:
                     return
                 time.sleep(min(self._beat_seconds / 2, 1.0))
                 if self.path.stat().st_mtime != first:
-                    raise OwnedError(_refusal(self.path, found))
+                    raise OwnedError(_refusal(self.path, previous))
         except FileNotFoundError:
             return
 
@@ -205,14 +205,14 @@ class Ownership:
         with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".owner") as file:
             return os.fstat(file.fileno()).st_mtime - self.path.stat().st_mtime
 
-    def _remove(self, found: Owner | None) -> None:
+    def _remove(self, previous: Owner | None) -> None:
         """Removes a dead owner's file, but not that of a newer owner."""
         aside = self.path.with_name(f".owner.{os.getpid()}.{socket.gethostname()}")
         try:
             self.path.rename(aside)
         except FileNotFoundError:
             return
-        if read(aside.parent, aside.name) != found:
+        if read(aside.parent, aside.name) != previous:
             with contextlib.suppress(FileExistsError):
                 os.link(aside, self.path)
         aside.unlink()

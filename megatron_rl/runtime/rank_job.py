@@ -1,4 +1,4 @@
-"""What a command tells its ranks: made by the launcher, read by each rank from its command line."""
+"""A command's message to its ranks: made by the launcher, read by each rank from its command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankJob:
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None = None) -> RankJob:
-        """Of a rank's command line, as `words` writes it."""
+        """Reads a rank's command line, as `words` writes it."""
         parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
         parser.add_argument("command", choices=("train", "sft", "reward-model", "evaluate"))
         parser.add_argument("--run-dir", required=True)

@@ -17,7 +17,8 @@ SHARDED_KEYS = "sharded_state_dict keep_only_main_replica"
 
 
 def split(state: State, check: bool) -> tuple[State, State]:
-    """What ranks hold in parts, and what is the same on all of them. `check`: that every shard has exactly one writer."""
+    """Splits a state in what ranks hold in parts and what is the same on all of them. `check`: that every shard has exactly
+    one writer."""
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
     sharded, common = save_preprocess(state, validate_access_integrity=check)

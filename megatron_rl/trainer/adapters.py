@@ -1,4 +1,4 @@
-"""What a checkpoint of LoRA's adapters says of them and of the model they belong to, and whether a run's are the same."""
+"""Facts in a checkpoint on LoRA's adapters and the model they belong to, and whether a run's are the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class AdapterFacts(TypedDict):
 
 
 def facts(actor: Actor, base: Path) -> AdapterFacts | None:
-    """Of the actor's adapters beside the model in `base`, rank 0's on every rank; None where every parameter is trained."""
+    """Facts on the actor's adapters and the model in `base`, rank 0's on every rank; None where every parameter is
+    trained."""
     lora = actor.config.lora
     if lora is None:
         return None
@@ -39,26 +40,28 @@ def facts(actor: Actor, base: Path) -> AdapterFacts | None:
     }
 
 
-def check(folder: Path, own: AdapterFacts | None) -> None:
+def check(folder: Path, facts_here: AdapterFacts | None) -> None:
     """Raises CheckpointError where a checkpoint's adapters are not those of this run, or belong to another model."""
     saved: AdapterFacts | None = manifest.read(folder).get("adapters")
-    if saved is None and own is None:
+    if saved is None and facts_here is None:
         return
-    if saved is None or own is None:
-        one, other = ("adapters only", "every parameter") if own is None else ("every parameter", "adapters only")
+    if saved is None or facts_here is None:
+        one, other = (
+            ("adapters only", "every parameter") if facts_here is None else ("every parameter", "adapters only")
+        )
         raise CheckpointError(
             f"{folder} is of a run that trained {one}, and this recipe trains {other} (actor.lora is "
-            f"{'null' if own is None else 'set'}); set it back, or give this run another run_dir, or --resume never"
+            f"{'null' if facts_here is None else 'set'}); set it back, or give this run another run_dir, or --resume never"
         )
     changed = [
         f"{_AS_RECIPE.get(name, f'actor.lora.{name}')} is {saved.get(name)!r} there and {value!r} here"
-        for name, value in own.items()
+        for name, value in facts_here.items()
         if not name.startswith("base") and saved.get(name) != value
     ]
     if changed:
         raise CheckpointError(f"{folder} has other adapters: {'; '.join(changed)}; set it back, or --resume never")
-    if saved["base_weights"] != own["base_weights"]:
+    if saved["base_weights"] != facts_here["base_weights"]:
         raise CheckpointError(
             f"{folder} has adapters of another model: they were trained beside {saved['base']}, whose weights are not those "
-            f"of {own['base']}; set model.path to the model that they belong to"
+            f"of {facts_here['base']}; set model.path to the model that they belong to"
         )

@@ -67,15 +67,15 @@ class ReferenceFolder:
         grid, problems, written = self._actor.grid, list[str](), dict(digests or {})
         elsewhere = checkpoint.absolute().parents[1] / "reference"
         for folder in dict.fromkeys((self._folder, elsewhere)) if written else ():
-            found = grid.broadcast(manifest.digests(folder) if grid.is_main else {})
-            wrong = sorted(name for name, digest in written.items() if found.get(name) != digest)
+            present = grid.broadcast(manifest.digests(folder) if grid.is_main else {})
+            wrong = sorted(name for name, digest in written.items() if present.get(name) != digest)
             if not wrong:
                 self._actor.load_hf(folder)
                 self._actor.keep_reference()
                 if folder == self._folder:  # otherwise the next save writes it here
                     self.digests = written
                 return
-            problems.append(f"{folder / wrong[0]} is not what was written" if found else f"{folder} is missing")
+            problems.append(f"{folder / wrong[0]} is not what was written" if present else f"{folder} is missing")
         raise CheckpointError(
             f"the recipe uses a reference policy (algorithm.kl), but {' and '.join(problems) or f'{checkpoint} has none'}; "
             "it is written with the first checkpoint of a run whose recipe uses one"

@@ -1,4 +1,4 @@
-"""What learns: the actor, by an algorithm. Rollouts and rewards to new weights."""
+"""The learner: the actor, by an algorithm. Rollouts and rewards to new weights."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Learner:
         kl, temperature = self.config.algorithm.kl, self.config.rollout.temperature
         if not kl.reward_coef:
             return None
-        own: dict[int, float] = {}
+        local: dict[int, float] = {}
         with self.timer("ref_log_prob"):
             rows = np.arange(len(rollouts))
             received = self._receive(replace(rollouts, token_weights={}), rows, [rows.tolist()])
@@ -120,9 +120,9 @@ class Learner:
             scored = zip(micro_batches if self._grid.is_last_stage else (), old, reference, strict=True)
             for micro, (log_probs, _), (ref_log_probs, _) in scored:
                 values = sequence_kl(log_probs, ref_log_probs, micro.sequence_ids, kl.reward_estimator)
-                own.update(zip(micro.rows, values.tolist(), strict=True))
+                local.update(zip(micro.rows, values.tolist(), strict=True))
         merged: dict[int, float] = {}
-        for part in self._grid.all_gather(own if self._grid.is_loss_rank else {}):
+        for part in self._grid.all_gather(local if self._grid.is_loss_rank else {}):
             merged.update(part)
         return torch.tensor([merged[row] for row in range(len(rollouts))], dtype=torch.float64)
 
@@ -173,35 +173,37 @@ class Learner:
         """
         if not len(batch):
             return {"actor/updates": 0.0}
-        parts, metrics = self._pack(batch)
+        batches, metrics = self._pack(batch)
         if batch.by_token:
-            metrics = metrics + self.actor.reduce([_token_metrics(tokens) for part in parts for tokens in part.tokens])
-        self._add_reference(parts)
-        self._add_denominators(parts)
+            metrics = metrics + self.actor.reduce(
+                [_token_metrics(tokens) for minibatch in batches for tokens in minibatch.tokens]
+            )
+        self._add_reference(batches)
+        self._add_denominators(batches)
         norms: list[float] = []
         variance: dict[str, float] = {}
         with self.timer("update"):
             epochs = self.config.trainer.epochs
             for epoch in range(epochs):
-                for number, part in enumerate(parts):
+                for number, minibatch in enumerate(batches):
                     size = _part_size(self.algorithm.config.aggregation) if measure_variance and not norms else None
                     result = self.actor.update(
-                        part.micro_batches,
-                        partial(self._loss, part, clip_range),
+                        minibatch.micro_batches,
+                        partial(self._loss, minibatch, clip_range),
                         self.config.rollout.temperature,
-                        self.algorithm.needs_entropy or _awaits_old(part),
+                        self.algorithm.needs_entropy or _awaits_old(minibatch),
                         size,
-                        more=(epoch, number) != (epochs - 1, len(parts) - 1),
+                        more=(epoch, number) != (epochs - 1, len(batches) - 1),
                     )
                     if size is not None:
                         variance = _variance_metrics(result)
                     metrics = metrics + result.metrics
                     norms.append(result.grad_norm)
         if log is not None and self._grid.is_loss_rank:
-            for part in parts:
-                for tokens in part.tokens:
-                    tokens.gradient_weights = self._gradient_weights(part, tokens, clip_range)
-                log.add(part, batch.by_token)
+            for minibatch in batches:
+                for tokens in minibatch.tokens:
+                    tokens.gradient_weights = self._gradient_weights(minibatch, tokens, clip_range)
+                log.add(minibatch, batch.by_token)
         return (
             metrics.values()
             | variance
@@ -220,12 +222,12 @@ class Learner:
         A correction needs the first's too: the tokens that its filters leave are counted before the update. So do adapters
         with dropout: the old policy is the one that was sampled, which drops nothing.
         """
-        parts, entropies = list[Minibatch](), list[Metrics]()
+        batches, entropies = list[Minibatch](), list[Metrics]()
         with self.timer("old_log_prob"):
             for rows in minibatches(batch.group, self.config.trainer.minibatches):
-                part = Minibatch(self.actor.micro_batches(batch.sequences, rows))
-                for micro in part.micro_batches if self._grid.is_last_stage else ():
-                    part.tokens.append(
+                minibatch = Minibatch(self.actor.micro_batches(batch.sequences, rows))
+                for micro in minibatch.micro_batches if self._grid.is_last_stage else ():
+                    minibatch.tokens.append(
                         PolicyTokens(
                             sequence_ids=micro.sequence_ids,
                             advantages=micro.concatenate(batch.advantages),
@@ -233,15 +235,15 @@ class Learner:
                             rollout_log_probs=micro.concatenate(batch.rollout_logprobs),
                         )
                     )
-                if parts or self.algorithm.corrects or (self.config.actor.lora and self.config.actor.lora.dropout):
+                if batches or self.algorithm.corrects or (self.config.actor.lora and self.config.actor.lora.dropout):
                     scored = self.actor.log_probs(
-                        part.micro_batches, self.config.rollout.temperature, with_entropy=True
+                        minibatch.micro_batches, self.config.rollout.temperature, with_entropy=True
                     )
-                    for tokens, (log_probs, entropy) in zip(part.tokens, scored, strict=True):
+                    for tokens, (log_probs, entropy) in zip(minibatch.tokens, scored, strict=True):
                         tokens.old_log_probs = log_probs
                         entropies.append(_entropy_metric(entropy))
-                parts.append(part)
-        return parts, self.actor.reduce(entropies)
+                batches.append(minibatch)
+        return batches, self.actor.reduce(entropies)
 
     def _add_reference(self, parts: Sequence[Minibatch]) -> None:
         """The reference policy's log-probs, where the loss has a KL term."""
@@ -253,44 +255,44 @@ class Learner:
                 for tokens, (log_probs, _) in zip(part.tokens, reference, strict=True):
                     tokens.ref_log_probs = log_probs
 
-    def _add_denominators(self, parts: Sequence[Minibatch]) -> None:
-        """Of every minibatch, over all micro-batches and data-parallel ranks, after correction filters."""
-        own = []
-        for part in parts:
-            whole = Denominators(0.0, 0.0)
-            for tokens in part.tokens if self._grid.is_loss_rank else ():
-                whole = whole + self.algorithm.count(
+    def _add_denominators(self, batches: Sequence[Minibatch]) -> None:
+        """Adds denominators to every minibatch, over all micro-batches and data-parallel ranks, after correction filters."""
+        local = []
+        for minibatch in batches:
+            total = Denominators(0.0, 0.0)
+            for tokens in minibatch.tokens if self._grid.is_loss_rank else ():
+                total = total + self.algorithm.count(
                     _everything(tokens.advantages),
                     tokens.sequence_ids,
                     old_log_probs=tokens.old_log_probs,
                     rollout_log_probs=tokens.rollout_log_probs,
                 )
-            own.append((float(whole.num_tokens), float(whole.num_sequences)))
-        ranks = self._grid.all_gather(own)
-        for i, part in enumerate(parts):
-            part.denominators = Denominators(sum(rank[i][0] for rank in ranks), sum(rank[i][1] for rank in ranks))
+            local.append((float(total.num_tokens), float(total.num_sequences)))
+        ranks = self._grid.all_gather(local)
+        for i, minibatch in enumerate(batches):
+            minibatch.denominators = Denominators(sum(rank[i][0] for rank in ranks), sum(rank[i][1] for rank in ranks))
 
     def _loss(
         self,
-        part: Minibatch,
+        minibatch: Minibatch,
         clip_range: tuple[float, float] | None,
         number: int,
         log_probs: Tensor,
         entropy: Tensor | None,
     ) -> tuple[Tensor, Metrics]:
         """The policy loss of micro-batch `number` of a minibatch."""
-        tokens = part.tokens[number]
+        tokens = minibatch.tokens[number]
         tokens.log_probs = log_probs.detach()
         extra = Metrics()
         if tokens.old_log_probs is None:
             tokens.old_log_probs = tokens.log_probs
             extra = _entropy_metric(entropy)
-        loss, metrics = self._policy_loss(part, tokens, clip_range, log_probs, entropy)
+        loss, metrics = self._policy_loss(minibatch, tokens, clip_range, log_probs, entropy)
         return loss, metrics + extra
 
     def _policy_loss(
         self,
-        part: Minibatch,
+        minibatch: Minibatch,
         tokens: PolicyTokens,
         clip_range: tuple[float, float] | None,
         log_probs: Tensor,
@@ -306,18 +308,18 @@ class Learner:
             tokens.advantages,
             _everything(log_probs),
             sequence_ids=tokens.sequence_ids,
-            denominators=part.denominators,
+            denominators=minibatch.denominators,
             clip_range=clip_range,
         )
 
     def _gradient_weights(
-        self, part: Minibatch, tokens: PolicyTokens, clip_range: tuple[float, float] | None
+        self, minibatch: Minibatch, tokens: PolicyTokens, clip_range: tuple[float, float] | None
     ) -> Tensor:
-        """What the last update multiplied the gradient of each token's log-prob with, [tokens]: advantage, gradient weight,
+        """Factor of the gradient of each token's log-prob in the last update, [tokens]: advantage, gradient weight,
         correction and aggregation, and what the KL term adds. Above 0 the token became more probable."""
         assert tokens.log_probs is not None
         log_probs = tokens.log_probs.clone().requires_grad_()
-        loss, _ = self._policy_loss(part, tokens, clip_range, log_probs, torch.zeros_like(tokens.log_probs))
+        loss, _ = self._policy_loss(minibatch, tokens, clip_range, log_probs, torch.zeros_like(tokens.log_probs))
         return -torch.autograd.grad(loss, log_probs)[0]
 
 
@@ -343,7 +345,7 @@ def _awaits_old(part: Minibatch) -> bool:
 
 
 def _entropy_metric(entropy: Tensor | None) -> Metrics:
-    """Of the old policy."""
+    """Entropy of the old policy."""
     assert entropy is not None
     metrics = Metrics()
     metrics.mean("actor/entropy", entropy.detach(), _everything(entropy))

@@ -99,7 +99,7 @@ def step(run: Run) -> None:
     run.report.log(number, metrics)
     if (count := config.logging.samples_per_step) > 0:
         shown = fetch_to_rank0(run.grid, rollouts, count, sampler.tokenizer)
-        details = remarks_of(sampler.scorer, sampler.tokenizer, rollouts.samples, shown, pieces=log is not None)
+        details = remarks_of(sampler.scorer, sampler.tokenizer, rollouts.samples, shown, with_pieces=log is not None)
         run.report.samples(number, rollouts.samples, shown, estimate.advantages, details)
     if log is not None:
         record_step(run.run_dir / "rollouts" / f"step_{number}.npz", run.grid, rollouts, table, estimate, log)

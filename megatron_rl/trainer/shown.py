@@ -37,17 +37,17 @@ def fetch_to_rank0(grid: ProcessGrid, rollouts: Rollouts, count: int, tokenizer:
 
 
 def remarks_of(
-    scorer: Scorer, tokenizer: Tokenizer, samples: Sequence[Sample], rollouts: Sequence[Rollout], pieces: bool
+    scorer: Scorer, tokenizer: Tokenizer, samples: Sequence[Sample], rollouts: Sequence[Rollout], with_pieces: bool
 ) -> list[dict[str, object]]:
-    """For each scored rollout `remarks`, what rewards say of it; and with `pieces` the text of each response token by itself,
-    where part of a character is U+FFFD."""
+    """For each scored rollout `remarks`, what rewards say of it; and with `with_pieces` the text of each response token by
+    itself, where part of a character is U+FFFD."""
     by_id, entries = {sample.id: sample for sample in samples}, list[dict[str, object]]()
     for rollout in rollouts:
         sample, tokens = by_id[rollout.sample_id], [[token] for token in rollout.response_ids]
         entry: dict[str, object] = {}
         if remarks := scorer.remarks(rollout.text, sample, rollout.finish_reason, rollout.length):
             entry["remarks"] = remarks
-        if pieces:
+        if with_pieces:
             entry["pieces"] = tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False)
         entries.append(entry)
     return entries

@@ -59,7 +59,7 @@ class Adapter(nn.Module):
             "experts" in weight.name,
             sequence,
         )
-        wanted = targets_of(lora, model)
+        targets = targets_of(lora, model)
         slices = shard_slices(rule, model.dims, axis.rank, axis.size)
         first: dict[int, int] = {}
         # (tensor, where in its part of B, length) of the output's pieces in their order
@@ -68,7 +68,7 @@ class Adapter(nn.Module):
         ]
         self.held: dict[int, _Held] = {}
         for number, tensor in enumerate(rule.hf):
-            if module_of(tensor) not in wanted:
+            if module_of(tensor) not in targets:
                 continue
             self.held[number] = _Held(parameter_names(tensor), pair(rule, tensor, model.family.decoder))
             rows = sum(length for piece, _, length in self.pieces if piece == number)
@@ -122,16 +122,16 @@ class Adapter(nn.Module):
         }
         return (weight.float() + self._laid_out(products, 0)).to(weight.dtype)
 
-    def _laid_out(self, parts: dict[int, Tensor], dim: int) -> Tensor:
+    def _laid_out(self, weights: dict[int, Tensor], dim: int) -> Tensor:
         """Every tensor's outputs along `dim`, in the order in which Megatron's fused weight has them; 0 without a pair."""
         if self.by_columns:
-            return parts[0]
-        some = next(iter(parts.values()))
+            return weights[0]
+        some = next(iter(weights.values()))
         shape = list(some.shape)
 
         def piece(tensor: int, start: int, length: int) -> Tensor:
-            if tensor in parts:
-                return parts[tensor].narrow(dim, start, length)
+            if tensor in weights:
+                return weights[tensor].narrow(dim, start, length)
             shape[dim] = length
             return some.new_zeros(shape)
 
@@ -189,13 +189,13 @@ def add_adapters(
 
 
 def _attach(chunks: Sequence[Chunk], model: Model, lora: LoRAConfig, parallel: ParallelGroups, sequence: bool) -> None:
-    wanted = set(targets_of(lora, model))
+    targets = set(targets_of(lora, model))
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)
     for weight in local_weights(chunks, model, parallel):
         rule = weight.rule
-        targeted = rule.is_projection and wanted.intersection(map(module_of, rule.hf))
+        targeted = rule.is_projection and targets.intersection(map(module_of, rule.hf))
         if not targeted or (rule.per_expert and not lora.experts):
             continue
         chunk = next(chunk for chunk in chunks if any(weight.parameter is own for own in chunk.parameters()))
@@ -214,7 +214,7 @@ def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Ten
 
 
 def _normed(layer: nn.Module, x: Tensor) -> Tensor:
-    """What the matrix is multiplied with: of Transformer Engine's layers with a norm fused in, the norm of the input."""
+    """The matrix's input: of Transformer Engine's layers with a norm fused in, the norm of the input."""
     weight: Tensor | None = getattr(layer, "layer_norm_weight", None)
     if weight is None:
         return x
@@ -271,7 +271,7 @@ def _seed_of(text: str) -> int:
 
 
 def sharded_adapters(chunk: nn.Module) -> dict[str, ShardedTensor]:
-    """What a checkpoint of a chunk with adapters holds; empty where there are none."""
+    """Tensors of a checkpoint of a chunk with adapters; empty where there are none."""
     return {name: tensor for at, adapter in adapters_in(chunk).items() for name, tensor in adapter.sharded(f"{at}.")}
 
 

@@ -24,10 +24,10 @@ HOMONYMS: dict[str, str] = {
 # used for more than five lines. It may only fall.
 BARE = frozenset({"own", "found", "held", "given", "there", "told", "wanted", "kept", "one"})
 BARE |= {"place", "places", "piece", "pieces", "part", "parts", "said", "whole", "asked"}
-BARE_PER_CENT = 1.6
+BARE_PER_CENT = 0.6
 # First words of docstrings that are no sentences.
 FRAGMENTS = ("Of ", "What ", "Has ")
-MOST_FRAGMENTS = 50
+MOST_FRAGMENTS = 0
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -113,7 +113,7 @@ def test_the_cache_is_never_overfull() -> None:
 
 def test_interrupted_responses_go_on_where_they_were() -> None:
     lengths, _ = LogNormal(200, 0.8, 1000).draw(np.random.default_rng(6), 12, 4)
-    first = generate(WIDE, 3, 10, np.zeros_like(lengths), lengths, range(12), wanted=8)
+    first = generate(WIDE, 3, 10, np.zeros_like(lengths), lengths, range(12), stop_after=8)
     whole = (first.left == 0).all(1)
     assert whole.sum() >= 8
     assert np.nanmax(first.ends) == first.seconds

@@ -149,7 +149,7 @@ def generate(
     drawn: np.ndarray,
     left: np.ndarray,
     order: Sequence[int],
-    wanted: int | None = None,
+    stop_after: int | None = None,
 ) -> SimulatedGeneration:
     """Responses to prompts of `prompt` tokens, handed out as `rollout/dispatch.py` does it.
 
@@ -157,7 +157,7 @@ def generate(
         drawn: int64 [groups, count], tokens that were drawn before; they are read again.
         left: int64 [groups, count], tokens to be drawn; 0: the response is whole.
         order: groups in the order in which they are begun.
-        wanted: generation is interrupted once so many groups are whole; None: it goes on to the end.
+        stop_after: generation is interrupted once so many groups are whole; None: it goes on to the end.
 
     Raises:
         ValueError: the cache does not hold the longest sequence.
@@ -170,9 +170,9 @@ def generate(
         )
     rest, before = left.ravel().tolist(), drawn.ravel().tolist()
     workers = [_Engine(speed, prompt, count, before, rest) for _ in range(engines)]
-    given = _hand_out_first(workers, order, count)
+    handed_out = _hand_out_first(workers, order, count)
     missing = [int((group > 0).sum()) for group in left]
-    whole, wanted = missing.count(0), groups if wanted is None else wanted
+    complete, stop_after = missing.count(0), groups if stop_after is None else stop_after
     ends = np.full(groups * count, np.nan)
     ends[left.ravel() == 0] = 0.0
     events: list[tuple[float, int]] = []
@@ -185,16 +185,16 @@ def generate(
     for number in range(engines):
         schedule(number)
     now = 0.0
-    while events and whole < wanted:
+    while events and complete < stop_after:
         now, number = heapq.heappop(events)
         worker = workers[number]
         for row in worker.advance():
             ends[row] = now
             missing[row // count] -= 1
-            whole += missing[row // count] == 0
-        while given < len(order) and worker.pending < speed.max_concurrent:
-            worker.waiting.extend(_rows(order[given], count, rest))
-            given += 1
+            complete += missing[row // count] == 0
+        while handed_out < len(order) and worker.pending < speed.max_concurrent:
+            worker.waiting.extend(_rows(order[handed_out], count, rest))
+            handed_out += 1
         schedule(number)
     for worker in workers:
         worker.interrupt(now)

@@ -1,4 +1,4 @@
-"""What failures and checkpoints leave of a job's time."""
+"""The share of a job's time that failures and checkpoints leave."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class CheckpointInterval:
 def intervals(seconds: np.ndarray, failures: Failures, most: int = 10_000) -> list[CheckpointInterval]:
     """Goodput over intervals from the shortest that the disk keeps up with to several times the best, about 10 to a factor of
     ten."""
-    tried, found, best = max(1, math.ceil(failures.write / float(seconds.mean()))), list[CheckpointInterval](), 0.0
-    while tried <= most or not found:
-        found.append(CheckpointInterval(tried, goodput(seconds, tried, failures)))
-        best = max(best, found[-1].goodput)
-        if found[-1].goodput < 0.9 * best:
+    tried, tested, best = max(1, math.ceil(failures.write / float(seconds.mean()))), list[CheckpointInterval](), 0.0
+    while tried <= most or not tested:
+        tested.append(CheckpointInterval(tried, goodput(seconds, tried, failures)))
+        best = max(best, tested[-1].goodput)
+        if tested[-1].goodput < 0.9 * best:
             break
         tried = max(tried + 1, round(tried * 1.25))
-    return found
+    return tested
 
 
 def young(failures: Failures) -> float:

@@ -25,7 +25,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Simulation:
-    """What is simulated, beside the recipe.
+    """The simulated job, beside the recipe.
 
     Attributes:
         steps: how many.

@@ -187,16 +187,16 @@ def _partial(job: SimulatedJob, steps: int, seed: int) -> list[SimulatedStep]:
     while len(done) < steps + _SETTLING:
         lengths, _, _ = _drawn(replace(job, prompts=under_way - len(left)), seed, number)
         before, left = np.concatenate([drawn, np.zeros_like(lengths)]), np.concatenate([left, lengths])
-        whole = before + left
+        lengths_now = before + left
         generation = generate(job.speed, job.engines, job.prompt, before, left, range(len(left)), job.prompts)
         ends, ended = generation.ends.max(1), np.flatnonzero((generation.left == 0).all(1))
         trained = ended[np.argsort(ends[ended], kind="stable")][: job.prompts]
         scored = generation.ends[(generation.ends > 0) & np.isin(np.arange(len(left)), trained)[:, None]]
         waited = _waiting(scored, generation.seconds, job.reward, np.random.default_rng((seed, number, 1)))
-        tokens = float(whole[trained].sum() + whole[trained].size * job.prompt)
+        tokens = float(lengths_now[trained].sum() + lengths_now[trained].size * job.prompt)
         done.append(_one_after_the_other(job, generation, waited, tokens))
         rest = np.setdiff1d(np.arange(len(left)), trained)
-        drawn, left, number = (whole - generation.left)[rest], generation.left[rest], number + 1
+        drawn, left, number = (lengths_now - generation.left)[rest], generation.left[rest], number + 1
     return done[_SETTLING:]
 
 

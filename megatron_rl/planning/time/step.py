@@ -59,7 +59,7 @@ class StepTime:
 
     @property
     def tokens_per_s_per_gpu(self) -> dict[str, float]:
-        """Of each phase and of the step; generation: of responses."""
+        """Tokens/s per GPU of each phase and of the step; of generation, of responses."""
         phases = {
             name: (self.responses if name == GENERATE else self.tokens) / seconds / self.gpus
             for name, seconds in self.seconds.items()
@@ -75,7 +75,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Predictor:
-    """What is common to all layouts of a recipe; `of` gives a layout's step.
+    """The quantities common to all layouts of a recipe; `of` gives a layout's step.
 
     Attributes:
         reward_seconds: what scoring takes after the last response.
@@ -155,7 +155,7 @@ class Predictor:
         return batches, training.passes(*self._whole(config, per_rank), train=False), update
 
     def training_seconds(self, config: Config, world: int) -> float:
-        """Of a step, what depends on the actor's layout: log-probs, the reference's too, and the update."""
+        """Seconds of a step that depend on the actor's layout: log-probs, the reference's too, and the update."""
         _, forward, update = self._training(config, world)
         scale = self.factors.get
         reference = forward.seconds * scale(REFERENCE, 1.0) if _has_reference(config) else 0.0
@@ -179,7 +179,7 @@ class Predictor:
 
 
 def _scored_share(config: Config) -> float:
-    """Of the minibatches, those whose old log-probs have a pass of their own: not the first, whose update computes them
+    """Share of the minibatches whose old log-probs have a pass of their own: not the first, whose update computes them
     (`Learner.update`), where nothing needs them earlier."""
     correction = config.algorithm.correction
     if correction.weight != "none" or correction.filters or (config.actor.lora and config.actor.lora.dropout):
@@ -195,8 +195,8 @@ def _has_reference(config: Config) -> bool:
 def _fill(lengths: Lengths, budget: int) -> float:
     """Share of the budget that sequences fill where the longest are packed first."""
     room: list[float] = []
-    wanted = [min(float(budget), lengths.prompt + value) for value in lengths.quantiles(_SAMPLES)]
-    for value in reversed(wanted):
+    samples = [min(float(budget), lengths.prompt + value) for value in lengths.quantiles(_SAMPLES)]
+    for value in reversed(samples):
         place = next((i for i, free in enumerate(room) if free >= value), None)
         if place is None:
             room.append(budget - value)
@@ -204,12 +204,12 @@ def _fill(lengths: Lengths, budget: int) -> float:
             room[place] -= value
     # The last bin of so few sequences is as empty as chance has it.
     whole = len(room) - 1 + (1 - room[-1] / budget) if len(room) > 1 else 1.0
-    return min(1.0, sum(wanted) / (whole * budget)) if len(room) > 1 else 1.0
+    return min(1.0, sum(samples) / (whole * budget)) if len(room) > 1 else 1.0
 
 
 def sync_bytes(model: Model, parallel: ParallelConfig, rollout: RolloutConfig) -> float:
-    """What a rank receives of the weights in bf16: its slice of the engine's less what it holds of that in its stage; counted
-    by `weights.sync_plan` to a few per cent (`rollout.sync: whole`: everything)."""
+    """Bytes of weights in bf16 that a rank receives: its slice of the engine's less what it holds of that in its stage;
+    counted by `weights.sync_plan` to a few per cent (`rollout.sync: whole`: everything)."""
     if rollout.sync == "whole":
         return 2.0 * total_parameters(model)
     engine = rollout.tensor_parallel
@@ -222,7 +222,7 @@ def sync_bytes(model: Model, parallel: ParallelConfig, rollout: RolloutConfig) -
 
 
 def _shared(actor: int, engine: int) -> float:
-    """Of an engine's slices, the part that the rank with least of it has as one of `actor` slices."""
+    """The part of an engine's slices that the rank with least of it has as one of `actor` slices."""
     return min(1.0, engine / actor) if actor == engine or 1 in (actor, engine) else 0.0
 
 

@@ -121,7 +121,7 @@ class Training:
 
     # ------------------------------------------------------------------------------------------------------ layers
     def _rows(self, tokens: float) -> tuple[float, float]:
-        """Of a micro-batch on each rank: rows of its matrix products, and rows between them (sequence parallelism)."""
+        """For a micro-batch on each rank: rows of its matrix products, and rows between them (sequence parallelism)."""
         rows = tokens / self.actor.parallel.context
         return rows, rows / self.actor.parallel.tensor if self.actor.parallel.sequence else rows
 
@@ -140,7 +140,7 @@ class Training:
         return 2 * self._tensor.gather_seconds(whole) * (1 - self.tensor_overlap)
 
     def attention(self, tokens: float, pairs: float) -> Cost:
-        """Of one layer's attention block, forwards."""
+        """Cost of one layer's attention block, forwards."""
         attention, parallel, hidden = self.model.attention, self.actor.parallel, self.model.dims["hidden"]
         rows, kept = self._rows(tokens)
         core = attention_seconds(self.hardware, attention.operations(rows, pairs / parallel.context, parallel.tensor))
@@ -158,7 +158,7 @@ class Training:
         )
 
     def feed_forward(self, tokens: float) -> Cost:
-        """Of one layer's dense feed-forward or experts, forwards; the mean where layers differ."""
+        """Cost of one layer's dense feed-forward or experts, forwards; the mean where layers differ."""
         if not (share := self.model.expert_share):
             return self._dense(tokens)
         return (
@@ -213,13 +213,13 @@ class Training:
         return cost + Cost(host=max(0.0, passes * issue - cost.seconds))
 
     def forward(self, tokens: float, pairs: float) -> Cost:
-        """Of one layer."""
+        """Cost of one layer's forward pass."""
         attention, feed_forward = self._halves(tokens, pairs)
         return self._waiting(attention + feed_forward, 1)
 
     def backward(self, tokens: float, pairs: float) -> Cost:
-        """Of one layer, without what is computed again: twice the products and bytes, the same communication; gradients of
-        the weights are added in fp32, and with LoRA there are none."""
+        """Cost of one layer, without what is computed again: twice the products and bytes, the same communication; gradients
+        of the weights are added in fp32, and with LoRA there are none."""
         attention, feed_forward = self._halves(tokens, pairs)
         once = attention + feed_forward
         added = memory_seconds(self.hardware, 8 * self._layer_parameters)
@@ -241,7 +241,7 @@ class Training:
         return (held.linear + held.expert) / max(self.stages)
 
     def again(self, tokens: float, pairs: float) -> Cost:
-        """What the backward pass of one layer computes again, mean over the layers of a stage."""
+        """Cost of what the backward pass of one layer computes again, mean over the layers of a stage."""
         actor = self.actor
         if actor.recompute == "none":
             return Cost()
@@ -311,8 +311,8 @@ class Training:
         return self._group(stage // parallel.tensor, parallel.tensor), self._group(stage // experts, experts)
 
     def data_communication(self, tokens: float, pairs: float) -> Cost:
-        """Of an optimizer step: gradients summed in fp32 under the last backward pass, weights gathered in bf16 under the
-        first forward pass."""
+        """Cost of an optimizer step's communication: gradients summed in fp32 under the last backward pass, weights gathered
+        in bf16 under the first forward pass."""
         dense, experts = self._shared()
         held = self.trained
         scatter = dense.gather_seconds(4 * held.dense) + experts.gather_seconds(4 * held.expert)
