@@ -22,7 +22,7 @@ from pathlib import Path
 from public_data import BENCHMARKS, FORMATS, STYLES, SYSTEM, Converter, Dropped, Options
 
 from megatron_rl.config.schema import TaskConfig
-from megatron_rl.tasks.files import Row, huggingface_rows, jsonl_rows, parquet_rows
+from megatron_rl.tasks.rows import Row, huggingface_rows, jsonl_rows, parquet_rows
 
 
 @dataclass

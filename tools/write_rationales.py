@@ -26,8 +26,8 @@ from megatron_rl.rewards.judge import check_body, has_message, messages, reply_t
 from megatron_rl.rewards.remote import Nonsense
 from megatron_rl.runtime.calls import event_loop
 from megatron_rl.runtime.http import Endpoint, EndpointError, Unanswered
-from megatron_rl.tasks.files import jsonl_rows, parquet_rows
 from megatron_rl.tasks.row_mapping import column, gold_calls
+from megatron_rl.tasks.rows import jsonl_rows, parquet_rows
 
 TEMPLATE = """\
 You write the reasoning of an expert assistant that uses tools. You are given a request and the tool calls that \

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.actor import build, fp8
+from megatron_rl.actor import build
+from megatron_rl.actor import fp8_training as fp8
 from megatron_rl.actor.build import learning_rate
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.actor.offload import ActorMemory
@@ -41,7 +42,7 @@ from megatron_rl.weights.check_shards import ShardProof
 from megatron_rl.weights.files import WeightSource
 from megatron_rl.weights.gather import iter_hf_weights
 from megatron_rl.weights.inventory import Key, local_weights
-from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.load_hf import load_hf_weights
 from megatron_rl.weights.parallel import ParallelGroups
 
 # (number of the micro-batch, log-probs, entropy or None) -> (loss, metrics). The loss is this micro-batch's share of the

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_rl.actor import fp8
+from megatron_rl.actor import fp8_training as fp8
 from megatron_rl.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.pipeline_split import chunk_layers
 from megatron_rl.models import Model, ModelDescription, padded_vocab_size

@@ -14,7 +14,7 @@ from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.models.classifier import classifier_config, is_classifier
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.weights.files import WeightSource
-from megatron_rl.weights.load import WithHead
+from megatron_rl.weights.load_hf import WithHead
 
 
 class RewardActor(Actor):

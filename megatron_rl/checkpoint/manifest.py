@@ -44,7 +44,7 @@ class Manifest(TypedDict):
     kind: NotRequired[str]  # `conversion`
     task: NotRequired[dict[str, object]]  # of a conversion: what the result depends on
     model: NotRequired[dict[str, object]]  # of a training checkpoint: config.json
-    adapters: NotRequired[Any]  # of a training checkpoint: what `trainer.adapters` says of them; null: there are none
+    adapters: NotRequired[Any]  # what `trainer.adapter_facts` says of a training checkpoint; null: there are none
 
 
 @dataclass(frozen=True)

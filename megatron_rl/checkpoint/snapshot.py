@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_rl.checkpoint import manifest
-from megatron_rl.checkpoint.gather import StandIns
+from megatron_rl.checkpoint.gather_optimizer import StandIns
 from megatron_rl.checkpoint.index import BACKEND
 from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.runtime import device

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_rl.base.block_fp8 import BLOCK
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import Model
-from megatron_rl.models.fp8 import module_of, quantised_modules
+from megatron_rl.models.fp8_weights import module_of, quantised_modules
 
 
 def check_rollout(config: Config, local_world_size: int | None) -> Iterator[str]:

@@ -18,8 +18,8 @@ from statistics import fmean
 
 from megatron_rl.config.schema import Config
 from megatron_rl.evaluation import response_log as kept
+from megatron_rl.evaluation.answers import Answers, Log, guarded, resume_responses, write_evaluation
 from megatron_rl.evaluation.harnesses import HARNESSES, Graded, Job, programs, version
-from megatron_rl.evaluation.run import Answers, Log, guarded, resume_responses, write_evaluation
 from megatron_rl.evaluation.statistics import Interval, mean, pass_at_k
 from megatron_rl.evaluation.summary import TaskSummary, passes
 from megatron_rl.rollout.endpoint_engine import find_server

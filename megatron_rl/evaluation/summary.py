@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from megatron_rl.config.schema import Config
 from megatron_rl.data.rollout import Outcome
 from megatron_rl.data.sample import Sample
-from megatron_rl.evaluation.pairwise import controlled_win_rate, win_rate
 from megatron_rl.evaluation.statistics import Interval, combine, mean, pass_at_k, sampling_error
+from megatron_rl.evaluation.win_rates import controlled_win_rate, win_rate
 
 Value = Callable[[Outcome], float]
 

@@ -16,7 +16,7 @@ from megatron_rl.config.actor import ActorConfig, ParallelConfig
 from megatron_rl.config.pipeline_split import stage_numbers
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.models import Model
-from megatron_rl.models.fp8 import module_of, quantised_modules
+from megatron_rl.models.fp8_weights import module_of, quantised_modules
 from megatron_rl.models.lora import adapters_of
 from megatron_rl.models.rules import Dims, Place, Rule, shard_shape
 from megatron_rl.planning.activations import (

@@ -26,7 +26,7 @@ from megatron_rl.preflight.verdict import FAILED, WARNING, Problems
 from megatron_rl.runtime import fetch
 from megatron_rl.runtime.disk import size_text
 from megatron_rl.runtime.provenance import versions
-from megatron_rl.tasks.files import files_of, read_jsonl
+from megatron_rl.tasks.rows import files_of, read_jsonl
 
 GIB = 2**30
 _HEAD = 2**16  # bytes of each data file that are compared

@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_rl.config.actor import LoRAConfig
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.images import ImageReader, PromptImages
-from megatron_rl.models import Model, fp8, model_of, read_hf_config
+from megatron_rl.models import Model, model_of, read_hf_config
+from megatron_rl.models import fp8_weights as fp8
 from megatron_rl.models.lora import engine_options, targets_of
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.engine import Completion, EngineError, Request, score_by_queue

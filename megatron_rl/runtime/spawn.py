@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.runtime import collectives, exit_codes, leftovers, memory, postmortem, stop, streams
+from megatron_rl.runtime import collectives, exit_codes, leftovers, postmortem, stop, streams
+from megatron_rl.runtime import memory_use as memory
 from megatron_rl.runtime.attempts import ATTEMPT, END, free_port
 from megatron_rl.runtime.fork_server import Adopted, ForkServer, RankWorld
 from megatron_rl.runtime.heartbeat import AwakeClock, heartbeats

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_rl.runtime import device
 from megatron_rl.runtime.heartbeat import HEARTBEAT
-from megatron_rl.runtime.memory import PhaseMemory
+from megatron_rl.runtime.memory_use import PhaseMemory
 
 
 class StepTimer:

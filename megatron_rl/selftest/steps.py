@@ -83,7 +83,7 @@ STEPS = (
         "checkpoint",
         "whole_runs.checkpoint",
         "does a run that resumes, also from step 0, end where an unbroken one does?",
-        "the optimizer's state, with Transformer Engine FusedAdam's: checkpoint/gather.py, checkpoint/store.py",
+        "the optimizer's state, with Transformer Engine FusedAdam's: checkpoint/gather_optimizer.py, checkpoint/store.py",
     ),
     SelfTestStep(
         "cpu-optimizer",
@@ -120,7 +120,7 @@ STEPS = (
         "whole_runs.rl",
         "the same with the engine's weights in FP8: how far is it from the actor?",
         "vLLM's kernels for blockwise FP8 on this card, or what its reload makes of values and scales (seams/vllm.py, "
-        "models/fp8.py); if the mean is just above it, rollout.sync_tolerance, which is not calibrated on GPUs",
+        "models/fp8_weights.py); if the mean is just above it, rollout.sync_tolerance, which is not calibrated on GPUs",
         need="GPU",
         overrides=("rollout.fp8=blockwise",),
     ),

@@ -15,8 +15,8 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.data.sample import Message, Prompt, Sample
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.reward_model import conversation, conversation_ids
-from megatron_rl.tasks.files import prune
 from megatron_rl.tasks.loading import Prompts
+from megatron_rl.tasks.rows import prune
 
 SIDES = ("chosen", "rejected")
 

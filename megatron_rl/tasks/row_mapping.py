@@ -13,7 +13,7 @@ from megatron_rl.config.schema import ColumnsConfig, TaskConfig
 from megatron_rl.data.images import Source
 from megatron_rl.data.sample import Call, Prompt
 from megatron_rl.rewards.tool_parsers import OPEN, as_call, load_json, parse_tool_calls
-from megatron_rl.tasks.files import Row, Rows, prune
+from megatron_rl.tasks.rows import Row, Rows, prune
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from megatron_rl.base.typed_params import Params
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.seams import reasoning_gym
 from megatron_rl.tasks.bar_charts import bars_items, bars_params
-from megatron_rl.tasks.files import huggingface_rows, jsonl_rows, own_rows, parquet_rows
 from megatron_rl.tasks.row_mapping import Item, file_items
+from megatron_rl.tasks.rows import huggingface_rows, jsonl_rows, own_rows, parquet_rows
 from megatron_rl.tasks.tool_world import tool_world_items, world_params
 
 SPLIT = "split"  # the source that draws prompts from a train task

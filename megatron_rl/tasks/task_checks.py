@@ -11,12 +11,12 @@ from megatron_rl.base.messages import unknown_name
 from megatron_rl.base.typed_params import Params
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.tasks.demonstrations import COLUMN, make_writer
-from megatron_rl.tasks.files import Row, files_of, jsonl_rows, own_rows, parquet_rows
 from megatron_rl.tasks.image_placeholders import check_images
 from megatron_rl.tasks.loading import fill_prompt, task_weights
 from megatron_rl.tasks.order import window_counts
 from megatron_rl.tasks.puzzle_checks import check_dataset_params, dataset_files, dataset_params, has_field
 from megatron_rl.tasks.row_mapping import Item, column_names, folder_of, has_column, to_item
+from megatron_rl.tasks.rows import Row, files_of, jsonl_rows, own_rows, parquet_rows
 from megatron_rl.tasks.sources import OWN, SOURCES, SPLIT
 from megatron_rl.tasks.templates import check_template
 from megatron_rl.tasks.tool_world import tool_world_items

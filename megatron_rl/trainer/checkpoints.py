@@ -25,8 +25,9 @@ from megatron_rl.runtime import disk, provenance
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.owner import Ownership
 from megatron_rl.runtime.step_timer import StepTimer
-from megatron_rl.trainer import adapters, compatibility
-from megatron_rl.trainer.adapters import AdapterFacts
+from megatron_rl.trainer import adapter_facts as adapters
+from megatron_rl.trainer import compatibility
+from megatron_rl.trainer.adapter_facts import AdapterFacts
 from megatron_rl.trainer.exports import ReferenceFolder, export
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.report import Reporter

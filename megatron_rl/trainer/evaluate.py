@@ -15,7 +15,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.rollout import Outcome, Rollout
 from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation import response_log as kept
-from megatron_rl.evaluation.run import (
+from megatron_rl.evaluation.answers import (
     Answers,
     answer_tasks,
     guarded,
@@ -31,7 +31,7 @@ from megatron_rl.runtime import exit_codes
 from megatron_rl.runtime.distributed import ALONE
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.tasks.loading import load_prompts
-from megatron_rl.trainer import adapters
+from megatron_rl.trainer import adapter_facts as adapters
 from megatron_rl.trainer.report import Reporter
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.sampler import Sampler

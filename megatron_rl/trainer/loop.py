@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.trainer.evaluate import evaluate
-from megatron_rl.trainer.metrics import response_metrics, reward_metrics, throughput, token_reward_metrics
 from megatron_rl.trainer.record import TokenLog, record_step
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.sft import warm_up
 from megatron_rl.trainer.shown import fetch_to_rank0, remarks_of
+from megatron_rl.trainer.step_metrics import response_metrics, reward_metrics, throughput, token_reward_metrics
 
 
 def train(run: Run, resume: str) -> None:

@@ -20,7 +20,7 @@ from megatron_rl.models.lora import MODULE, adapters_of, module_of, pair, parame
 from megatron_rl.models.rules import Rule, Sharding, shard_slices
 from megatron_rl.weights.files import MadeWeights, SafetensorsFolder
 from megatron_rl.weights.inventory import LocalWeight, local_weights, split_axis
-from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.load_hf import load_hf_weights
 from megatron_rl.weights.parallel import ParallelGroups
 
 if TYPE_CHECKING:

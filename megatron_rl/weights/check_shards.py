@@ -17,7 +17,7 @@ from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.rules import shard_slices
 from megatron_rl.weights.gather import values
 from megatron_rl.weights.inventory import local_weights, split_axis
-from megatron_rl.weights.load import weight_dims
+from megatron_rl.weights.load_hf import weight_dims
 from megatron_rl.weights.parallel import ParallelGroups
 
 

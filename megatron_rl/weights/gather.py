@@ -22,7 +22,7 @@ from megatron_rl.models.rules import Dims, Rule, Sharding, shard_slices
 from megatron_rl.weights.adapters import merged
 from megatron_rl.weights.inventory import Key, LocalWeight, local_experts, local_weights, split_axis
 from megatron_rl.weights.layouts import layers_of
-from megatron_rl.weights.load import weight_dims
+from megatron_rl.weights.load_hf import weight_dims
 from megatron_rl.weights.parallel import Axis, ParallelGroups
 
 BUCKET_BYTES = 256 * 2**20

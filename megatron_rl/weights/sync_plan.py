@@ -17,7 +17,7 @@ import numpy as np
 from megatron_rl.models.family import Model
 from megatron_rl.models.rules import Place
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout, numbered, unplaced
-from megatron_rl.weights.sources import Flow, Overlap, Pairs
+from megatron_rl.weights.overlaps import Flow, Overlap, Pairs
 
 BUCKET_BYTES = 256 * 2**20
 

@@ -24,7 +24,7 @@ from megatron_rl.weights.adapters import adapters_in, begin_pass, dropping
 from megatron_rl.weights.export import export_hf, export_peft
 from megatron_rl.weights.files import SafetensorsFolder, save_tensors
 from megatron_rl.weights.gather import iter_hf_weights
-from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.load_hf import load_hf_weights
 from tests.models import seeing, tiny
 
 from .layouts import make_batch

@@ -22,7 +22,7 @@ from megatron_rl.config.actor import LoRAConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.runtime import distributed
 from megatron_rl.seams.megatron import optimizer_parts
-from megatron_rl.trainer import adapters
+from megatron_rl.trainer import adapter_facts as adapters
 from tests.actor.layouts import make_batch
 
 UPDATES = 8  # the schedule's length: the rate is 0 at its end

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
-from megatron_rl.checkpoint import gather, manifest, store
+from megatron_rl.checkpoint import gather_optimizer as gather
+from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint import snapshot as snapshots
 from megatron_rl.checkpoint.convert.layout import state_names
 from megatron_rl.checkpoint.convert.reader import MASTERS

@@ -16,8 +16,8 @@ import yaml
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.convert import open_weights
 from megatron_rl.checkpoint.store import CheckpointError
-from megatron_rl.trainer import adapters
-from megatron_rl.trainer.adapters import AdapterFacts
+from megatron_rl.trainer import adapter_facts as adapters
+from megatron_rl.trainer.adapter_facts import AdapterFacts
 from megatron_rl.trainer.checkpoints import Checkpoints
 from megatron_rl.trainer.compatibility import check_frozen, check_model, model_facts
 from megatron_rl.trainer.exports import ReferenceFolder

@@ -15,8 +15,8 @@ from megatron_rl.config.machine import Machine
 from megatron_rl.config.published import published_config
 from megatron_rl.models import model_of
 from megatron_rl.models.lora import check_lora
-from megatron_rl.trainer.adapters import AdapterFacts
-from megatron_rl.trainer.adapters import check as check_adapters
+from megatron_rl.trainer.adapter_facts import AdapterFacts
+from megatron_rl.trainer.adapter_facts import check as check_adapters
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "cpu" / "quickstart.yaml"
 OWN: AdapterFacts = {

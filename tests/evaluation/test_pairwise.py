@@ -14,9 +14,9 @@ from megatron_rl.config.machine import Machine
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.rollout import ScoredLength
 from megatron_rl.data.sample import Sample
-from megatron_rl.evaluation.pairwise import battles, controlled_win_rate, logistic_fit, win_rate
-from megatron_rl.evaluation.run import guarded
+from megatron_rl.evaluation.answers import guarded
 from megatron_rl.evaluation.summary import metrics_of, summarize
+from megatron_rl.evaluation.win_rates import battles, controlled_win_rate, logistic_fit, win_rate
 from megatron_rl.rewards import make_reward
 from megatron_rl.rewards.pairwise import COLUMNS, difference, read_verdict
 from megatron_rl.runtime.distributed import ALONE

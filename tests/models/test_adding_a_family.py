@@ -18,7 +18,7 @@ from megatron_rl.models import model_of, read_hf_config, registry
 from megatron_rl.planning.memory import actor_parameters
 from megatron_rl.weights.files import SafetensorsFolder
 from megatron_rl.weights.gather import iter_hf_weights
-from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.load_hf import load_hf_weights
 from megatron_rl.weights.parallel import ParallelGroups
 
 from . import tiny

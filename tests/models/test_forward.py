@@ -11,7 +11,7 @@ from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.weights.create import create_model
 from megatron_rl.weights.export import export_hf
-from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.load_hf import load_hf_weights
 from megatron_rl.weights.parallel import ParallelGroups
 
 from . import tiny

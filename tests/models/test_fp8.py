@@ -7,7 +7,8 @@ import torch
 
 from megatron_rl.base import block_fp8
 from megatron_rl.config.published import published_config
-from megatron_rl.models import fp8, model_of
+from megatron_rl.models import fp8_weights as fp8
+from megatron_rl.models import model_of
 
 DENSE, EXPERTS = (model_of(published_config(name)) for name in ("Qwen3-8B", "Qwen3-30B-A3B"))
 

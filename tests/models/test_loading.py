@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.weights.export import export_hf
 from megatron_rl.weights.gather import iter_hf_weights
-from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.load_hf import load_hf_weights
 from megatron_rl.weights.parallel import ParallelGroups
 
 from . import tiny

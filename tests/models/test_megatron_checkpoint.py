@@ -17,7 +17,7 @@ from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.seams.megatron_cpu import MegatronOnCpu
 from megatron_rl.weights.files import SafetensorsFolder
-from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.load_hf import load_hf_weights
 from megatron_rl.weights.parallel import ParallelGroups
 
 from . import tiny

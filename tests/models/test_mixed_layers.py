@@ -20,7 +20,7 @@ from megatron_rl.weights.check_shards import ShardProof
 from megatron_rl.weights.files import SafetensorsFolder
 from megatron_rl.weights.gather import iter_hf_weights
 from megatron_rl.weights.inventory import local_weights
-from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.load_hf import load_hf_weights
 from megatron_rl.weights.parallel import ParallelGroups
 
 from . import tiny

@@ -19,7 +19,7 @@ from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.models import Model, family_for
 from megatron_rl.models.rules import Place, shard_shape, shard_slices
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout, Piece, numbered
-from megatron_rl.weights.sources import Flow, Overlap, Pairs
+from megatron_rl.weights.overlaps import Flow, Overlap, Pairs
 from megatron_rl.weights.sync_plan import Move, Plan, RankPlan, make_plan
 
 from .mixed import BIASED, LAYERS

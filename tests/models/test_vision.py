@@ -11,7 +11,7 @@ from megatron_rl.actor.packing import pack
 from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.runtime import device
 from megatron_rl.weights.gather import iter_hf_weights
-from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.load_hf import load_hf_weights
 from megatron_rl.weights.parallel import ParallelGroups
 
 from . import seeing

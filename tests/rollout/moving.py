@@ -26,7 +26,7 @@ from megatron_rl.runtime.distributed import ALONE, ProcessGrid
 from megatron_rl.weights.gather import iter_hf_weights
 from megatron_rl.weights.inventory import local_weights
 from megatron_rl.weights.layouts import ActorLayout, EngineLayout
-from megatron_rl.weights.load import load_hf_weights
+from megatron_rl.weights.load_hf import load_hf_weights
 from megatron_rl.weights.sync_plan import Move, make_plan
 from megatron_rl.weights.transfer import Message, SyncError, Transfer
 

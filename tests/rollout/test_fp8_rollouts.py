@@ -15,7 +15,8 @@ from models.test_reshard import Weights
 from torch import Tensor, nn
 
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.models import Model, fp8, model_of, read_hf_config
+from megatron_rl.models import Model, model_of, read_hf_config
+from megatron_rl.models import fp8_weights as fp8
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.vllm_engine import gpu_options
 from megatron_rl.seams.vllm import ShardLoader

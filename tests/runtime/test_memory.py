@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.runtime import memory
-from megatron_rl.runtime.memory import PhaseMemory, in_use, is_out_of_memory, oom_kills, table
+from megatron_rl.runtime import memory_use as memory
+from megatron_rl.runtime.memory_use import PhaseMemory, in_use, is_out_of_memory, oom_kills, table
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.trainer.rank import attempt
 

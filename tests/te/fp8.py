@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_rl.actor import fp8
+from megatron_rl.actor import fp8_training as fp8
 from megatron_rl.actor.actor import Actor
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.actor import FP8Config, OptimizerConfig, ParallelConfig

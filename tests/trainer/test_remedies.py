@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.config.schema import PHASES, Config
-from megatron_rl.trainer.rank.memory import remedies
+from megatron_rl.trainer.rank.memory_report import remedies
 
 
 @pytest.mark.parametrize("phase", PHASES)

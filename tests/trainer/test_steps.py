@@ -27,9 +27,9 @@ from megatron_rl.data.rollout import FACTS, Rollout, Rollouts
 from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.statistics import pass_at_k
 from megatron_rl.methods import catalogue
-from megatron_rl.trainer.metrics import reward_metrics, token_reward_metrics
 from megatron_rl.trainer.minibatch import minibatches, train_batch
 from megatron_rl.trainer.state import State
+from megatron_rl.trainer.step_metrics import reward_metrics, token_reward_metrics
 from megatron_rl.trainer.supervised import train_stage
 
 PASS_AT_K = json.loads((Path(__file__).parent / "pass_at_k.json").read_text())

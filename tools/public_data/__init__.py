@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_rl.tasks.files import Row
+from megatron_rl.tasks.rows import Row
 from public_data.dialogue import STYLES, SYSTEM, Dropped
 from public_data.feedback import arena_hard_rows, baseline_answers, preference_rows, prompt_rows
 from public_data.maths import dapo_rows, deepscaler_rows, eurus_rows, gsm8k_rows

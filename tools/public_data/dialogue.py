@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.data.sample import Call, Message
 from megatron_rl.rewards.tool_parsers import toolrl_calls
-from megatron_rl.tasks.files import Row
+from megatron_rl.tasks.rows import Row
 from megatron_rl.tasks.tool_world import function_schema, toolrl_response
 
 STYLES = ("toolrl", "chat")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.data.sample import Message
-from megatron_rl.tasks.files import Row, prune, read_jsonl
+from megatron_rl.tasks.rows import Row, prune, read_jsonl
 from public_data.dialogue import Dropped
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TypeGuard
 
-from megatron_rl.tasks.files import Row
 from megatron_rl.tasks.row_mapping import column
+from megatron_rl.tasks.rows import Row
 from public_data.dialogue import Dropped
 
 # DAPO's prompts tell, around the problem, how to write the answer; here a recipe's `prompt` does that.

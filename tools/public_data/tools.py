@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_rl.data.sample import Call
 from megatron_rl.rewards.tool_parsers import as_call, parse_tool_calls
-from megatron_rl.tasks.files import Row, prune
 from megatron_rl.tasks.row_mapping import column, gold_calls
+from megatron_rl.tasks.rows import Row, prune
 from public_data.dialogue import SYSTEM, Dialogue, Dropped, ToolSchema, Turn, decisions
 
 _FIELDS = re.compile(r"</?(tool_call|response)>")

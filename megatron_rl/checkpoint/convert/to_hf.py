@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.convert.source import SourceModel, fingerprint
 from megatron_rl.checkpoint.convert.to_megatron import CASTS
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import StoredChunk
-from megatron_rl.models import fp8
+from megatron_rl.models import fp8_weights as fp8
 from megatron_rl.models.hf_config import with_dtype
 from megatron_rl.models.rules import Rule
 from megatron_rl.weights.files import (

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.convert.jobs import Conversion, Progress, ProgressBa
 from megatron_rl.checkpoint.convert.merged import stored_model
 from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.models import model_of, read_hf_config
-from megatron_rl.runtime import memory
+from megatron_rl.runtime import memory_use as memory
 from megatron_rl.runtime.disk import size_text
 from megatron_rl.weights.files import DTYPES, WeightSource
 
@@ -178,7 +178,7 @@ def megatron_logits(folder: Path, config: Path, tokens: Tensor, master: bool = F
     from megatron_rl.actor.build import build_model
     from megatron_rl.config.actor import ActorConfig
     from megatron_rl.runtime import device
-    from megatron_rl.weights.load import load_hf_weights
+    from megatron_rl.weights.load_hf import load_hf_weights
     from megatron_rl.weights.parallel import ParallelGroups
 
     model = SourceModel.read(config)

@@ -105,8 +105,9 @@ class Attempt:
         from megatron_rl.checkpoint.store import CheckpointError
         from megatron_rl.rewards import RewardError
         from megatron_rl.rollout.engine import EngineError
-        from megatron_rl.runtime import collectives, memory
-        from megatron_rl.trainer.rank.memory import memory_parts, remedies
+        from megatron_rl.runtime import collectives
+        from megatron_rl.runtime import memory_use as memory
+        from megatron_rl.trainer.rank.memory_report import memory_parts, remedies
         from megatron_rl.weights.transfer import SyncError
 
         config, watchdog = self.config, self.watchdog
@@ -179,7 +180,8 @@ def gpu_timeout_minutes(config: Config) -> float:
 
 def rank_facts(full: bool) -> RankFacts:
     """Collectives and memory of this rank: for a heartbeat, or in full for a post-mortem."""
-    from megatron_rl.runtime import collectives, memory
+    from megatron_rl.runtime import collectives
+    from megatron_rl.runtime import memory_use as memory
 
     recent, waiting = collectives.recent(64 if full else 1)
     facts = RankFacts(collective=recent[-1] if recent else None, pending=waiting)

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.config.schema import Config
 from megatron_rl.runtime import device
-from megatron_rl.runtime.memory import GIB
+from megatron_rl.runtime.memory_use import GIB
 from megatron_rl.trainer.run import Run
 
 
