@@ -103,7 +103,7 @@ def token_scores(name: str, reward: Reward, score: Score, tokens: int, sample_id
     """The result of a reward per token, float32 [tokens]; NaN where it abstains.
 
     Raises:
-        RewardError: it is not one finite number per response token, within the reward's bounds.
+        RewardError: it is not one number per response token, finite in float32 and within the reward's bounds.
     """
     import numpy as np
 
@@ -117,14 +117,16 @@ def token_scores(name: str, reward: Reward, score: Score, tokens: int, sample_id
         returned = f"an array {values.shape}" if values.ndim == 1 else f"{score!r:.80}"
         raise RewardError(f"the reward {name!r} returns {returned} on sample {sample_id}, for {tokens} response tokens")
     low, high = reward.bounds
-    bad = ~np.isfinite(values) | (values < low - _ROUNDING) | (values > high + _ROUNDING)
+    with np.errstate(over="ignore"):  # a number that float32 does not hold is infinite there
+        rounded = values.astype(np.float32)
+    bad = ~np.isfinite(rounded) | (values < low - _ROUNDING) | (values > high + _ROUNDING)
     if bad.any():
         at = int(bad.argmax())
         raise RewardError(
             f"the reward {name!r} is {values[at]!r} for token {at} of the response on sample {sample_id}, not a finite "
             f"number in its bounds [{low:g}, {high:g}]"
         )
-    return values.astype(np.float32)
+    return rounded
 
 
 def place_of(error: Exception) -> str:

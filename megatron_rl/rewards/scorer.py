@@ -314,8 +314,9 @@ class Scorer:
                 gate = raw[config.condition.column], config.condition.at_least
                 for column in self._columns[name]:
                     row[column] = condition_reward(raw[column], *gate)
-                if name in scoring.tokens:
-                    scoring.tokens[name] *= condition_reward(1.0, *gate)
+                factor = condition_reward(1.0, *gate)
+                if name in scoring.tokens and factor != 1.0:
+                    self._fill(name, scoring, factor)
         return row | self._token_means(scoring)
 
     def _token_means(self, scoring: _Scoring) -> dict[str, float]:

@@ -6,6 +6,7 @@ sample per token as reward: Lu et al. 2025, "On-Policy Distillation", https://th
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _LOADING = threading.Lock()
 _COMPARED = 64  # tokens, over the whole vocabulary, that a server's tokenizer must read as the policy's does
+_ROUNDING = 1e-3  # a log-prob may be that far above 0
 _POSITIONS = 1024  # whose distributions over the vocabulary are in memory at a time
 
 
@@ -95,7 +97,7 @@ class TeacherServer(RemoteReward):
         return self._body(cast(TokenMapping, sample)["token_ids"].tolist())
 
     def _of_response(self, reply: Reply, asked: Mapping[str, Any]) -> tuple[Score, str]:
-        return [entry["logprob"] for entry in _entries(reply, asked["prompt"])], ""
+        return [log_prob for log_prob, _ in _read(reply, asked["prompt"])], ""
 
     async def _score(self, completion: str, sample: SampleMapping) -> Score:
         log_probs = await super()._score(completion, sample)
@@ -106,30 +108,49 @@ class TeacherServer(RemoteReward):
         ids = known[:: max(1, len(known) // _COMPARED)]
         try:
             reply = self.ask(self._body(ids))
-            entries = _entries(reply, ids)
+            entries = _read(reply, ids)
         except (Unanswered, EndpointError, Nonsense) as error:
             raise ValueError(
                 f"the teacher does not score a prompt of token ids of the policy's vocabulary: {error}; start it with "
                 f"`vllm serve`, of a model with the policy's tokenizer, under the name {self._model!r}"
             ) from error
-        for token, entry in zip(ids[1:], entries, strict=True):
-            ours, theirs = tokenizer.decode([token]), entry.get("decoded_token")
+        for token, (_, theirs) in zip(ids[1:], entries, strict=True):
+            ours = tokenizer.decode([token])
             if ours != theirs and "\N{REPLACEMENT CHARACTER}" not in f"{ours}{theirs}":
                 raise _other_vocabulary(token, ours, theirs)
 
 
 def _has_log_probs(reply: Reply) -> bool:
-    choices = reply.get("choices")
-    return isinstance(choices, list) and bool(choices) and isinstance(choices[0].get("prompt_logprobs"), list)
-
-
-def _entries(reply: Reply, ids: Sequence[int]) -> list[dict[str, Any]]:
-    """Log-prob of each token but the first, and how the server reads it. Nonsense where they are of other tokens."""
-    [_, *entries] = reply["choices"][0]["prompt_logprobs"]
     try:
-        return [entry[str(token)] for token, entry in zip(ids[1:], entries, strict=True)]
-    except (KeyError, TypeError, ValueError):
-        raise Nonsense(f"not the log-probs of the {len(ids)} tokens of the prompt: {str(entries)[:300]}") from None
+        return isinstance(reply["choices"][0]["prompt_logprobs"], list)
+    except (LookupError, TypeError):
+        return False
+
+
+def _read(reply: Reply, ids: Sequence[int]) -> list[tuple[float, object]]:
+    """Log-prob of each token but the first, and how the server reads it.
+
+    Raises:
+        Nonsense: they are of other tokens, or no log-probs, as under vLLM's `--logprobs-mode raw_logits`.
+    """
+    entries = reply["choices"][0]["prompt_logprobs"][1:]
+    try:
+        return [
+            (_checked(entry[str(token)]["logprob"]), entry[str(token)].get("decoded_token"))
+            for token, entry in zip(ids[1:], entries, strict=True)
+        ]
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+        raise Nonsense(
+            f"not the log-probs of the {len(ids)} tokens of the prompt ({error}): {str(entries)[:300]}"
+        ) from None
+
+
+def _checked(log_prob: object) -> float:
+    if isinstance(log_prob, bool) or not isinstance(log_prob, int | float):
+        raise TypeError(f"{log_prob!r:.80} in the place of a log-prob")
+    if not -math.inf < log_prob <= _ROUNDING:
+        raise ValueError(f"{log_prob!r:.80} is the logarithm of no probability")
+    return float(log_prob)
 
 
 def _other_vocabulary(token: int, ours: object, theirs: object) -> ValueError:

@@ -137,8 +137,8 @@ class Endpoint:
         self._in_flight = config.max_in_flight
 
     def share(self, parts: int) -> None:
-        """Take this process's part of `max_in_flight`, at least 1. Before the first request."""
-        self._in_flight = max(1, self.config.max_in_flight // parts)
+        """Take this process's part of `max_in_flight`, at least 1. While no request is under way."""
+        self._in_flight, self._slots = max(1, self.config.max_in_flight // parts), None
 
     async def post(self, path: str, body: Mapping[str, object]) -> Reply:
         """The JSON object that a server replies.

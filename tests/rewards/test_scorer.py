@@ -69,6 +69,11 @@ def per_prompt():
     score.per_token = score.concurrent = True
     return score
 
+def beyond_float32():
+    score = lambda completion, sample: [1e39] * sample["num_tokens"]
+    score.per_token = True
+    return score
+
 def forgets():
     return lambda completion, sample: None
 """
@@ -162,11 +167,28 @@ def test_a_reward_per_token_scores_the_rollouts_of_training_and_no_others(own: s
     assert scorer.score(texts, samples) == [{"good": value} for value in (1.0, 0.0, 0.0, 1.0)]
 
 
+def test_a_gate_that_fails_decides_also_where_a_reward_per_token_has_no_value(own: str) -> None:
+    gate = ConditionConfig(column="good", at_least=1)
+    surprise = RewardConfig(reward=f"{own}:surprise", condition=gate)
+    rollout = drawn(0, [-1.0, -2.0])
+    rewards = {"good": RewardConfig(reward=f"{own}:good"), "surprise": surprise}
+    [row] = Scorer(rewards).score(["silent"], [sample()], ["stop"], [2], rollouts=[rollout])
+    assert row["surprise"] == 0.0
+    assert rollout.token_rewards is not None
+    assert rollout.token_rewards.tolist() == [[0.0], [0.0]]
+
+
 @pytest.mark.parametrize("reward", ["surprise", "per_prompt"])
 def test_a_reward_per_token_returns_a_number_for_each(own: str, reward: str) -> None:
     scorer = Scorer({"dense": RewardConfig(reward=f"{own}:{reward}")})
     with pytest.raises(RewardError, match=r"'dense' .*sample t/0.* 2 response tokens"):
         scorer.score(["short"], [sample()], ["stop"], [2], rollouts=[drawn(0, [-1.0, -1.0])])
+
+
+def test_a_reward_per_token_is_finite_in_the_precision_of_the_advantages(own: str) -> None:
+    scorer = Scorer({"dense": RewardConfig(reward=f"{own}:beyond_float32")})
+    with pytest.raises(RewardError, match=r"'dense' is .*1e\+39.* for token 0 .* sample t/0, not a finite number"):
+        scorer.score(["long"], [sample()], ["stop"], [2], rollouts=[drawn(0, [-1.0, -1.0])])
 
 
 def test_a_reward_per_token_is_no_gate_and_no_column_of_an_estimator(own: str) -> None:

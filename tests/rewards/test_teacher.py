@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.sample import SampleMapping
 from megatron_rl.rewards import InlineReward, Scorer, make_reward
+from megatron_rl.rewards.remote import RemoteReward
 
-from .chat_server import serving
+from .chat_server import Behave, serving
 from .tiny_models import chat_model
 
 
@@ -80,3 +82,56 @@ def test_a_teacher_that_reads_other_tokens_or_does_not_answer_is_refused_before_
             with pytest.raises(ValueError, match=rf"rewards\.teacher: .*{reason}.*`vllm serve`.* the name 'big'"):
                 absent.check_tokenizer(mine)
             absent.close()
+
+
+def reply(entries: object) -> str:
+    return "raw:" + json.dumps({"choices": [{"prompt_logprobs": entries}]})
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        *(
+            (f"raw:{body}", "failed")
+            for body in ('{"choices": ["no"]}', '{"choices": {}}', '{"choices": [{}]}', "<html>")
+        ),
+        *(
+            (reply(entries), "nonsense")
+            for entries in ([], [None], [None, {}], ["a", "b"], [None, {"8": {"logprob": -1}}])
+        ),
+        *(
+            (reply([None, {"7": entry}]), "nonsense")
+            for entry in (None, -1.0, {}, *({"logprob": value} for value in (None, "-1", True, 4.5, -(10**400), [-1])))
+        ),
+        *((reply([None, {"7": {"logprob": value}}]), "nonsense") for value in (float("nan"), float("-inf"))),
+    ],
+)
+def test_what_is_not_the_log_probs_of_the_rollouts_tokens_is_no_reward(said: str, kind: str) -> None:
+    """The rollout goes without a reward of the teacher; the run goes on."""
+    rollout = {"token_ids": np.array([3, 7]), "loss_mask": np.array([False, True]), "logprobs": np.float32([-0.5])}
+    with serving(said) as server:
+        reward = make_reward("teacher", urls=server.url, model="big", retries=0)
+        assert isinstance(reward, RemoteReward)
+        assert reward.submit("", cast(SampleMapping, rollout)).result(10) is None
+        assert reward.take_counts()[0].no_score == {kind: 1}
+        reward.close()
+
+
+def test_the_start_leaves_each_rank_its_part_of_the_requests_in_flight(folder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def behave(number: int, body: dict[str, Any]) -> str:
+        read = [{str(token): {"logprob": -1, "decoded_token": tokenizer.decode([token])}} for token in body["prompt"]]
+        return reply([None, *read[1:]])
+
+    answering: Behave = behave
+    with serving(answering, work_seconds=0.05) as server:
+        params = {"urls": server.url, "model": "big", "max_in_flight": 8}
+        scorer = Scorer({"teacher": RewardConfig(reward="teacher", params=params)})
+        scorer.check_tokenizer(tokenizer)
+        scorer.open(tmp_path, rank=0, world=4)
+        [reward] = scorer._remote.values()
+        for score in [reward.submit("", drawn(seed)) for seed in range(12)]:
+            score.result(10)
+        assert server.most_open == 2
+        scorer.close()
