@@ -69,7 +69,7 @@ RUNS: dict[str, Job] = {
     "reward-model": Job(
         "reward-model",
         "recipes/cpu/preference_reward.yaml",
-        ("tasks.train.pairs.size={pairs}", "reward_model.eval_every=4"),
+        ("tasks.train.pairs.size={pairs}", "reward_model.eval_every=1"),
     ),
     "sft": Job("sft", QUICKSTART, ("sft.steps={steps}", "sft.log_every=1", *PIPELINE)),
 }
