@@ -242,9 +242,13 @@ def _contents(record: Any) -> tuple[dict[str, GlobalTensor], Objects]:
         name, (offset, length) = _text(index.fqn), _whole([info.offset, info.length])
         if hasattr(entries[name], "chunks"):
             start = _whole(index.offset)
-            tensors[name].chunks.append(Stored(start, sizes[name, start], info.relative_path, offset, length))
+            size = sizes.pop((name, start))
+            tensors[name].chunks.append(Stored(start, size, info.relative_path, offset, length))
         else:
             objects[name] = info.relative_path, offset, length
+    if sizes:  # torch would leave that part of a tensor as it is
+        name, start = next(iter(sizes))
+        raise LookupError(f"it does not say where the chunk at {start} of {name} lies")
     return tensors, objects
 
 

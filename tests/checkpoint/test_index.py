@@ -134,6 +134,16 @@ def test_values_are_checked_before_torch_has_them(old: bytes, new: bytes, tmp_pa
             reader(tmp_path)
 
 
+@pytest.mark.parametrize("index_of", [0, 1])
+def test_a_chunk_that_lies_nowhere_is_not_left_as_it_is(index_of: int, tmp_path: Path) -> None:
+    damaged = torchs_index()
+    del damaged.storage_data[dcp.MetadataIndex("layers.1.weight", torch.Size([8 * index_of, 0]))]
+    write(tmp_path, pickle.dumps(damaged))
+    for reader in (index.read_metadata, index.read_tensors):
+        with pytest.raises(index.UnpickleError, match=r"where the chunk at .* of layers.1.weight lies"):
+            reader(tmp_path)
+
+
 def test_a_key_that_would_take_years_to_hash_is_refused(tmp_path: Path) -> None:
     """Each of forty tuples holds the one before twice."""
     nested = b"(t" + b"2\x86" * 40
