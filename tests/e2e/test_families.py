@@ -178,10 +178,10 @@ def test_a_resumed_run_ends_at_the_same_weights(root: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "door"), [*((name, "export") for name in MODELS), *((name, "checkpoint") for name in forked.CHECKPOINTS)]
+    ("name", "model"), [*((name, "export") for name in MODELS), *((name, "checkpoint") for name in forked.CHECKPOINTS)]
 )
-def test_an_evaluation_answers_as_the_run_did(root: Path, name: str, door: str) -> None:
-    ended_well(root / name, door)
-    own = samples(root / name / door, "held_out.jsonl")
+def test_an_evaluation_answers_as_the_run_did(root: Path, name: str, model: str) -> None:
+    ended_well(root / name, model)
+    own = samples(root / name / model, "held_out.jsonl")
     want = samples(root / name / "run", "eval_held_out_step_2.jsonl")
     assert [record["response"] for record in own] == [record["response"] for record in want]

@@ -124,7 +124,7 @@ def test_macro_counts_tasks_and_micro_counts_prompts(tmp_path: Path) -> None:
     assert "eval_macro/bug_ratio" not in across, "only one of the tasks has it"
     assert overall(recipe, summaries[:1]) == {}
 
-    write_results(tmp_path / "evaluation.json", recipe, {"door": "folder"}, summaries, across, 1.0)
+    write_results(tmp_path / "evaluation.json", recipe, {"backend": "engine"}, summaries, across, 1.0)
     content = json.loads((tmp_path / "evaluation.json").read_text())
     assert content["metrics"]["eval/sums/avg@2"]["value"] == 0.5
     assert content["tasks"]["words"]["right_if"] == {"reward": "correct", "at_least": 1.0}

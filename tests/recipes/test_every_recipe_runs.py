@@ -47,7 +47,7 @@ TRAININGS = recipes(False)
 EVALUATIONS = [name for name in recipes(True) if name not in (*HARNESSES, *LIKE_ANOTHER)]
 REWARD_MODELS = ["cpu/preference_reward.yaml"]
 # The model of an evaluation: what a training run has left.
-DOORS = {
+EVALUATED = {
     "eval/api_bank.yaml": "runs/awpo/qwen3-8b/export",
     "eval/arena_hard_v2.yaml": "runs/awpo/qwen3-8b/export",
     "eval/code.yaml": "runs/gdpo/code-7b/export",
@@ -178,7 +178,7 @@ def evaluated(name: str, overrides: list[str], root: Path) -> tuple[Config, str]
         command="evaluate",
         recipe=str(RECIPES / name),
         overrides=overrides,
-        model=str(root / DOORS[name]),
+        model=str(root / EVALUATED[name]),
         endpoint=None,
         served_name=None,
         harness=None,
@@ -267,7 +267,7 @@ def test_awpos_judge_is_asked(ran: Ran) -> None:
 def test_an_evaluation_recipe_says_how_good_a_trained_model_is(ran: Ran, name: str) -> None:
     config = ran.config(name)
     content = json.loads((Path(config.run_dir) / "evaluation.json").read_text())
-    assert content["model"]["door"] == ("checkpoint" if "/checkpoints/" in DOORS[name] else "folder")
+    assert content["model"]["backend"] == ("checkpoint" if "/checkpoints/" in EVALUATED[name] else "engine")
     for task in config.tasks.eval:
         assert f"eval/{task}/avg@{config.trainer.eval_rollouts}" in content["metrics"]
         responses = (Path(config.run_dir) / "samples" / f"{task}.jsonl").read_text().splitlines()
@@ -275,4 +275,4 @@ def test_an_evaluation_recipe_says_how_good_a_trained_model_is(ran: Ran, name: s
 
 
 def test_every_evaluation_has_a_door() -> None:
-    assert DOORS.keys() == set(EVALUATIONS)
+    assert EVALUATED.keys() == set(EVALUATIONS)
