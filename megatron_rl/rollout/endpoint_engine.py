@@ -28,6 +28,7 @@ from megatron_rl.runtime import fetch, http
 from megatron_rl.runtime.calls import event_loop
 
 _MODELS_SECONDS = 30.0
+_LARGEST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class EndpointEngine:
 
     Raises:
         EndpointError: the server refuses access, or does not know the model.
-        ValueError: the server does not return token ids.
+        ValueError: the server does not return token ids, or more than were asked for.
     """
 
     def __init__(self, server: Server, config: EndpointConfig) -> None:
@@ -185,14 +186,21 @@ def _completion(request: Request, reply: Mapping[str, object]) -> Completion:
         raise ValueError(
             "the server does not return token ids (`return_token_ids`, vLLM 0.10.2 and later); text is never tokenised again"
         )
+    if not all(type(token) is int and 0 <= token <= _LARGEST_ID for token in tokens):
+        raise ValueError(f"the server's token ids are no whole numbers from 0 on: {str(tokens)[:200]}")
+    if len(tokens) > request.sampling.max_tokens:
+        raise ValueError(
+            f"the server answered {len(tokens)} tokens to a request of at most {request.sampling.max_tokens}"
+        )
     if choice.get("prompt_token_ids", prompt) != prompt:
         raise ValueError(
-            f"the server changed the prompt of {request.name[0]}: it answered {len(choice['prompt_token_ids'])} tokens"
+            f"the server changed the prompt of {request.name[0]} to {str(choice['prompt_token_ids'])[:200]}"
         )
     scores: list[float] = []
     if request.scores_tokens:  # one entry per token, {id: {logprob}}; null for the first
-        entries = choice.get("prompt_logprobs")
-        if not isinstance(entries, list) or len(entries) != len(prompt):
-            raise ValueError("the server does not return the log-probs of a prompt (`prompt_logprobs`)")
-        scores = [entry[str(token)]["logprob"] for token, entry in zip(prompt[1:], entries[1:], strict=True)]
+        try:
+            entries = zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
+            scores = [float(entry[str(token)]["logprob"]) for token, entry in entries]
+        except (LookupError, TypeError, ValueError, OverflowError):
+            raise ValueError("the server does not return the log-probs of a prompt (`prompt_logprobs`)") from None
     return Completion(request, tokens, None, reason, 0, np.asarray(scores, dtype=np.float32))

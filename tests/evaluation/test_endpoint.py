@@ -119,7 +119,13 @@ def test_an_aborted_response_is_no_response() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "match"), [({"token_ids": None}, "token ids"), ({"prompt_token_ids": [9, 9]}, "changed the prompt")]
+    ("changes", "match"),
+    [
+        ({"token_ids": None}, "does not return token ids"),
+        *(({"token_ids": [token]}, "no whole numbers") for token in (1.5, "5", True, -1, 2**31)),
+        ({"token_ids": [1] * 17}, "17 tokens to a request of at most 16"),
+        *(({"prompt_token_ids": ids}, "changed the prompt") for ids in ([9, 9], None)),
+    ],
 )
 def test_a_server_that_does_not_keep_to_tokens_is_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
@@ -149,12 +155,13 @@ def test_the_tokens_of_a_sequence_are_scored() -> None:
         scores = engine.score([[1, 2, 3], [4, 8]])
         assert [row.tolist() for row in scores] == [[-0.25, -0.375], [-1.0]]
         assert engine.max_scored == 63
-    with (
-        serving(echo) as server,
-        engine_of(server.url) as engine,
-        pytest.raises(ValueError, match="log-probs of a prompt"),
-    ):
-        engine.score([[1, 2]])
+    for entries in (None, [], [None, None], [None, {"3": {"logprob": -1}}]):
+        with (
+            serving(lambda request, _, entries=entries: answer(request, [1], prompt_logprobs=entries)) as server,
+            engine_of(server.url) as engine,
+            pytest.raises(ValueError, match="log-probs of a prompt"),
+        ):
+            engine.score([[1, 2]])
 
 
 def test_a_servers_weights_are_its_own() -> None:
