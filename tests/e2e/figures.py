@@ -551,6 +551,7 @@ _TIMED = (
     "sync",
     "sync_check",
 )
+_STEPS = "tests/trainer/test_steps.py"
 _JUDGE = "tests/e2e/test_judge.py::test_a_run_with_a_judge_and_its_resume_without_one"
 _PAIRS = "tests/actor/test_preferences.py::test_loss_and_gradients_are_those_of_transformers_in_float64"
 _SCORES = "tests/trainer/test_reward_model.py::test_the_export_scores_the_held_out_pairs_as_the_run_did"
@@ -608,6 +609,15 @@ TABLE: dict[str, Entry] = {
     "advantage/max": Recomputed(lambda step: float(np.abs(_seen(step)).max())),
     "advantage/silent_group_share": Recomputed(_silent),
     "advantage/distinct_groups": Recomputed(_distinct),
+    **{
+        f"token_advantage/{name}": Elsewhere(
+            f"{_STEPS}::test_metrics_of_a_token_part_are_over_the_tokens_of_all_micro_batches"
+        )
+        for name in ("mean", "abs_mean", "max")
+    },
+    "distillation/reverse_kl": Elsewhere(
+        f"{_STEPS}::test_metrics_of_rewards_per_token_are_means_over_the_tokens_that_were_scored"
+    ),
     "shrinkage/lambda": Recomputed(_shrinkage),
     "awpo/rho": Recomputed(_awpo_value("rho"), rel=1e-4),
     "awpo/sigma_out": Recomputed(_awpo_value("sigma_out")),

@@ -21,13 +21,15 @@ from megatron_rl.algorithms import (
     make_advantage_estimator,
     make_algorithm,
 )
+from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.schema import RewardConfig, SupervisedConfig
 from megatron_rl.data.rewards import RewardTable
 from megatron_rl.data.rollout import FACTS, Rollout, Rollouts
 from megatron_rl.data.sample import Sample
 from megatron_rl.evaluation.statistics import pass_at_k
 from megatron_rl.methods import catalogue
-from megatron_rl.trainer.minibatch import minibatches, train_batch
+from megatron_rl.trainer.learner import _token_metrics
+from megatron_rl.trainer.minibatch import PolicyTokens, minibatches, train_batch
 from megatron_rl.trainer.state import State
 from megatron_rl.trainer.step_metrics import reward_metrics, token_reward_metrics
 from megatron_rl.trainer.supervised import train_stage
@@ -213,3 +215,11 @@ def test_ranks_add_up_metrics_at_the_steps_that_are_logged_and_at_no_others(warm
     train_stage(run, "SFT", section, ["sums"] * 4, learn, lambda step: {})
     assert [step for step, is_logged in enumerate(given, 1) if is_logged] == logged
     assert rows == [(step, True) for step in logged]
+
+
+def test_metrics_of_a_token_part_are_over_the_tokens_of_all_micro_batches():
+    parts = [torch.tensor([0.5, -2.0, 1.0]), torch.tensor([0.25])]
+    metrics = sum((_token_metrics(PolicyTokens(torch.zeros(len(a)), a, None, a)) for a in parts), Metrics()).values()
+    assert metrics["token_advantage/mean"] == pytest.approx((0.5 - 2.0 + 1.0 + 0.25) / 4)
+    assert metrics["token_advantage/abs_mean"] == pytest.approx((0.5 + 2.0 + 1.0 + 0.25) / 4)
+    assert metrics["token_advantage/max"] == 2.0
