@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.actor import build
-from megatron_rl.actor import fp8_training as fp8
+from megatron_rl.actor import build, fp8_training
 from megatron_rl.actor.build import learning_rate
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.actor.offload import ActorMemory
@@ -164,7 +163,7 @@ class Actor:
     def pack(self, batch: TokenBatch, rows: Sequence[int], where: torch.device) -> MicroBatch:
         """The sequences `rows` of a batch as one micro-batch, in this rank's layout."""
         # Sequence parallelism cuts tokens over TP ranks.
-        multiple = (self.grid.tp if self.config.parallel.sequence else 1) * fp8.rows_multiple(self.config.fp8)
+        multiple = (self.grid.tp if self.config.parallel.sequence else 1) * fp8_training.rows_multiple(self.config.fp8)
         micro = pack(rows, batch, where, multiple, self.grid.cp, self.grid.cp_rank)
         if micro.experts is not None:
             layers = (routing.layer for routing in self._routings)
