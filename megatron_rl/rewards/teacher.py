@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -70,6 +70,12 @@ def teacher(
     """
     if (urls is None) == (path is None):
         raise ValueError("give either urls (of a server) or path (of a model folder)")
+    of_server = [*(["model"] if model is not None else []), *_changed(server), *_changed(rules)]
+    of_folder = [
+        name for name, changed in (("batch_tokens", batch_tokens != 8192), ("device", device != "auto")) if changed
+    ]
+    for key in of_server if path is not None else of_folder:
+        raise ValueError(f"{key} does nothing beside {'urls' if path is None else 'path'}: leave it out")
     if path is not None:
         if not (Path(path) / "config.json").exists():
             raise ValueError(f"path: {path} is not a Hugging Face folder: it has no config.json")
@@ -77,6 +83,11 @@ def teacher(
     if urls is None or not model:
         raise ValueError("model is missing: the name under which the server has the teacher")
     return TeacherServer(urls, server, AnswerRules(**vars(rules)), model)
+
+
+def _changed(settings: ServerConfig | TeacherRules) -> list[str]:
+    """Names of fields that are not at their defaults."""
+    return [field.name for field in fields(settings) if getattr(settings, field.name) != field.default]
 
 
 class TeacherServer(RemoteReward):
@@ -184,8 +195,11 @@ class LocalTeacher(InlineReward):
         self._model: PreTrainedModel | None = None
 
     def _check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        import torch
         from transformers import AutoTokenizer
 
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device = 'cuda', and this machine has no GPU")
         theirs = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False).get_vocab()
         ours = tokenizer.get_vocab()
         by_id = {token: text for text, token in theirs.items()}

@@ -58,6 +58,11 @@ def test_the_reward_is_the_difference_of_the_log_probs_whatever_shares_the_batch
         ({"path": "nowhere"}, "nowhere is not a Hugging Face folder: it has no config.json"),
         ({"urls": "http://localhost:1/v1", "model": "m", "unanswered": "neutral"}, "unanswered"),
         ({"urls": "localhost", "model": "m"}, "is not a URL"),
+        ({"urls": "http://localhost:1/v1", "model": "m", "batch_tokens": 9}, "batch_tokens does nothing beside urls"),
+        ({"urls": "http://localhost:1/v1", "model": "m", "device": "cpu"}, "device does nothing beside urls"),
+        ({"path": "nowhere", "model": "m"}, "model does nothing beside path"),
+        ({"path": "nowhere", "retries": 9}, "retries does nothing beside path"),
+        ({"path": "nowhere", "unanswered": "stop"}, "unanswered does nothing beside path"),
     ],
 )
 def test_what_is_no_teacher_is_refused_with_the_recipe(params: dict[str, Any], problem: str) -> None:
@@ -68,6 +73,10 @@ def test_what_is_no_teacher_is_refused_with_the_recipe(params: dict[str, Any], p
 def test_a_teacher_that_reads_other_tokens_or_does_not_answer_is_refused_before_the_run(
     folder: Path, tmp_path: Path
 ) -> None:
+    if not torch.cuda.is_available():
+        on_gpu = make_reward("teacher", path=str(folder), device="cuda")
+        with pytest.raises(ValueError, match="no GPU"):
+            on_gpu.check_tokenizer(AutoTokenizer.from_pretrained(folder))
     mine, other = (AutoTokenizer.from_pretrained(path) for path in (folder, chat_model(tmp_path / "b", "cba")))
     scorer = Scorer({"teacher": RewardConfig(reward="teacher", params={"path": str(folder)})})
     scorer.check_tokenizer(mine)
