@@ -27,7 +27,7 @@ def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | No
     return best[2] if best[2] and best[1] >= cutoff else None
 
 
-def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.0) -> str:
+def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.5) -> str:
     """`; did you mean 'x'?`, or nothing where no known name is near."""
     best = nearest(name, known, cutoff)
     return "" if best is None else f"; did you mean {best!r}?"

@@ -36,7 +36,7 @@ _BOUNDS = {
     "less_than_equal": "at most {le}",
     "less_than": "less than {lt}",
     "finite_number": "a finite number",
-    "string_pattern_mismatch": "letters, digits, `_` and `-`",  # the one pattern is that of names
+    "string_pattern_mismatch": "letters (a to z), digits, `_` and `-`",  # the one pattern is that of names
     "too_short": "a list of {min_length} values",
     "too_long": "a list of {max_length} values",
 }

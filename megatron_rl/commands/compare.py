@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         "--plugins",
         metavar="FILE",
         nargs="+",
-        help="Python files or modules with estimators and weights of your own (default: those of the run's recipe)",
+        help="Python files or modules with estimators and surrogates of your own (default: those of the run's recipe)",
     )
     parser.add_argument(
         "--params",

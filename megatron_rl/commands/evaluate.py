@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         nargs="?",
         help="YAML file with the tasks and how to sample; left out, that of the checkpoint's own run",
     )
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.eval_rollouts=16")
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="overrides, e.g. trainer.eval_rollouts=16"
+    )
     parser.add_argument(
         "--model",
         metavar="DIR",

@@ -25,7 +25,7 @@ Without it, slurm/submit.sh submits the same jobs with nothing but sbatch (docs/
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file inside the folder that is packaged")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.steps=5")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="overrides, e.g. trainer.steps=5")
     parser.add_argument("--executor", choices=("slurm", "local"), required=True)
     parser.add_argument("--command", choices=("train", "sft", "reward-model"), dest="what", help="default: train")
     parser.add_argument("--chain", action="store_true", help="convert, train, evaluate and export, one after the other")

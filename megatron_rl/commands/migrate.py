@@ -12,7 +12,9 @@ _FRAMEWORKS = {"verl": "verl", "nemo-rl": "nemo", "trl": "trl"}
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("configuration", metavar="FILE", type=Path, help="YAML, or a launch script with key=value")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="in the other framework's words, on top")
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="in the other framework's words, on top"
+    )
     parser.add_argument(
         "--from", dest="framework", choices=list(_FRAMEWORKS), help="whose it is (default: found by its keys)"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import warnings
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_rl.planning.exact import RankMemory
 
 _RESTART_MINUTES, _JUDGED_AT_ONCE = 10.0, 256.0
+_SIMULATED_STEPS, _HEADROOM_GIB = 20, 3.0
 
 
 def _numbers(least: float, above: bool = True, most: int = 1) -> Callable[[str], tuple[float, ...]]:
@@ -36,7 +38,7 @@ def _numbers(least: float, above: bool = True, most: int = 1) -> Callable[[str],
             values = tuple(float(word) for word in text.split(","))
         except ValueError:
             values = ()
-        if not 1 <= len(values) <= most:
+        if not 1 <= len(values) <= most or not all(map(math.isfinite, values)):
             raise argparse.ArgumentTypeError(f"{text!r} is no number")
         if any(value < least or (above and value == least) for value in values):
             raise argparse.ArgumentTypeError(f"must {'be above' if above else 'not be below'} {least:g}")
@@ -57,7 +59,9 @@ def _count(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. actor.recompute=full")
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="overrides, e.g. actor.recompute=full"
+    )
     add = parser.add_argument
     add(
         "--nodes",
@@ -137,7 +141,7 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
 def _add_simulation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--simulate", action="store_true", help="synchronous steps, and what two other ways would give")
-    add("--simulated-steps", type=_count, default=20, metavar="N", help="default 20")
+    add("--simulated-steps", type=_count, metavar="N", help=f"default {_SIMULATED_STEPS}")
     add("--drawn-before", action="store_true", help="later epochs: earlier responses say which prompts to begin first")
     add(
         "--judge-seconds",
@@ -164,15 +168,15 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     add(
         "--headroom-gib",
         type=_number(0, above=False),
-        default=3.0,
         metavar="GIB",
-        help="with --search: free on every GPU (default 3)",
+        help=f"with --search: free on every GPU (default {_HEADROOM_GIB:g})",
     )
     add("--write", type=Path, metavar="FILE", help="with --search: the fastest as a recipe, based on the given one")
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where it fits, 1 where it does not (with --search: where nothing does), 2 for a bad recipe."""
+    _check_options(args)
     try:
         config = load_recipe(args.recipe, args.overrides)
         if not config.rewards:
@@ -188,6 +192,19 @@ def run(args: argparse.Namespace) -> int:
         return (_search if args.search else _plan)(args, config, cluster, nodes, known, remark)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuses what would have no effect."""
+    for needed, is_used, options in (
+        ("--simulate", args.simulate, ("simulated_steps", "drawn_before", "judge_seconds", "mtbf_hours")),
+        ("--search", args.search, ("fp8", "headroom_gib", "write")),
+        ("no --response-lengths", args.response_lengths is None, ("response_tokens",)),
+    ):
+        for option in options:
+            value = getattr(args, option)
+            if not is_used and value is not None and value is not False:
+                raise ConfigError(f"--{option.replace('_', '-')} has no effect here: it needs {needed}")
 
 
 def _responses(args: argparse.Namespace) -> Responses:
@@ -241,11 +258,13 @@ def _simulation(args: argparse.Namespace, nodes: int) -> Simulation:
     judge = failures = None
     if args.judge_seconds and args.judge_seconds[0]:
         mean, at_once = (*args.judge_seconds, _JUDGED_AT_ONCE)[:2]
+        if at_once < 1:
+            raise ConfigError(f"--judge-seconds: {at_once:g} answers under way are too few; at least 1 is")
         judge = mean, round(at_once)
     if args.mtbf_hours:
         hours, minutes = (*args.mtbf_hours, _RESTART_MINUTES)[:2]
         failures = hours * 3600 / nodes, minutes * 60
-    return Simulation(args.simulated_steps, _responses(args), args.drawn_before, judge, failures)
+    return Simulation(args.simulated_steps or _SIMULATED_STEPS, _responses(args), args.drawn_before, judge, failures)
 
 
 def _measure(config: Config, known: HFConfig | None, world: int, cluster: Cluster) -> Sequence[RankMemory]:
@@ -272,7 +291,8 @@ def _search(
     if args.write is not None and args.write.exists():
         raise ConfigError(f"--write {args.write}: the file exists; name another one, or remove it")
     predictor, hf_config = _predictor(args, config, cluster, known), hf_config_of(config, known)
-    machine, headroom = cluster.machine(nodes), args.headroom_gib * GIB
+    machine = cluster.machine(nodes)
+    headroom = (_HEADROOM_GIB if args.headroom_gib is None else args.headroom_gib) * GIB
     space = Space(config, predictor.model, hf_config, machine, cluster.gpu_bytes, headroom, args.fp8)
     layouts = space.search(predictor)
     if not layouts:

@@ -18,7 +18,7 @@ from megatron_rl.runtime.spawn import run_ranks
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.steps=5")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="overrides, e.g. trainer.steps=5")
     parser.add_argument("--quick", action="store_true", help="what `train` checks by itself: no bandwidth")
     parser.add_argument("--json", action="store_true", help="the whole report as JSON")
     parser.add_argument(

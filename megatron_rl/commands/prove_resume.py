@@ -24,7 +24,9 @@ from megatron_rl.runtime import exit_codes
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", type=Path, help="YAML file")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. algorithm.kl.coef=0.01")
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="overrides, e.g. algorithm.kl.coef=0.01"
+    )
     parser.add_argument(
         "--presets", metavar="all|A,B", default="", help="all, or names with commas between; default: the recipe's own"
     )

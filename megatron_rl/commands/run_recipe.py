@@ -16,7 +16,7 @@ from megatron_rl.runtime import exit_codes
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. trainer.steps=5")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="overrides, e.g. trainer.steps=5")
     add_check(parser)
     parser.add_argument(
         "--resume",
@@ -49,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
     if unread := list(check_overrides(args.overrides, args.command)):
         raise ConfigError("\n".join(unread))
     config = check_recipe(load_recipe(args.recipe, args.overrides), args.command, machine, recipe=args.recipe)
+    resume = _resume(args.resume)
     if args.check:
         return print_checked(config, machine if args.processes is None else None, args.command)
     check_machine(config, machine, args.command)
-    resume = _resume(args.resume)
     require_torch(args.command)
     return RankLaunch(args.command, config, resume, machine, world).start()
 

@@ -59,8 +59,11 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     """
     for problem in problems(config, "algorithm"):
         raise ValueError(problem)
-    check_method(ESTIMATOR, config.estimator.name, config.estimator.params)
-    check_method(SURROGATE, config.surrogate.name, config.surrogate.params)
+    for kind, key, method in ((ESTIMATOR, "estimator", config.estimator), (SURROGATE, "surrogate", config.surrogate)):
+        try:
+            check_method(kind, method.name, method.params)
+        except ValueError as error:
+            raise ValueError(f"algorithm.{key}: {error}") from error
     _check_correction(config.correction)
     if config.max_length is not None and config.aggregation != "seq-mean-token-sum-norm":
         raise ValueError(

@@ -73,7 +73,12 @@ _ALSO = {
     "algorithm.weight": "algorithm.surrogate",
     "algorithm.drop_no_signal_groups": "algorithm.drop_zero_variance_groups",
     "algorithm.signal_rewards": "algorithm.zero_variance_rewards",
+    "algorithm.overlong.max_length": "rollout.max_tokens",
+    "actor.logprob_chunk_tokens": "actor.logits_mib",
+    "logging.samples_every": "logging.samples_per_step",
 }
+# Values of earlier versions that are refused now, and what is written instead.
+_EARLIER = {("actor.lora.rank", 0): "; without adapters it is `actor.lora: null`"}
 
 
 def find(key: str) -> tuple[str, str, Row] | None:
@@ -97,6 +102,11 @@ def row_of(framework: str, name: str) -> Row | None:
         if any(name == known or name.startswith(f"{known}.") for known in getattr(row, framework)):
             return row
     return None
+
+
+def remedy(key: str, value: object) -> str:
+    """The text that follows the refusal of a value that earlier versions took: what is written in its place."""
+    return _EARLIER.get((key, value), "") if isinstance(value, int) else ""
 
 
 def hint(key: str, value: object) -> str | None:

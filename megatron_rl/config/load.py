@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from megatron_rl.base import shipped
 from megatron_rl.base.messages import ConfigError, leaves, shorten, show
@@ -194,6 +194,8 @@ def _parse_overrides(overrides: Sequence[str]) -> _Layer:
         parts = key.split(".")
         if not equals or not all(parts) or key != key.strip() or len(parts) > MOST_LEVELS:
             raise ConfigError(f"{source}: overrides have the form section.key=value")
+        if parts[0] == "base":
+            raise ConfigError(f"{source}: `base` is a key of files; write it in a recipe, and give that")
         tree: Any = _parse_value(text, unwrap(locate(Config, parts)[1])[0], source)
         for part in reversed(parts):
             tree = {part: tree}
@@ -222,6 +224,8 @@ def _reading(text: str, what: str, value_is: str, failed: str = "") -> Iterator[
         raise
     except _NO_YAML as error:
         raise ConfigError(f"{what}{value_is} not valid YAML: {_yaml_problem(error)}") from None
+    except GrammarParseError as error:
+        raise ConfigError(f"{what}{failed}: an interpolation is not well formed: {_first_line(error)}") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{what}{failed}: {_first_line(error)}") from None
 
@@ -258,7 +262,7 @@ def _with_preset(layers: list[_Layer]) -> list[_Layer]:
     try:
         preset = get_preset(name)
     except ValueError as error:
-        raise ConfigError(f"{source}: {error}") from None
+        raise ConfigError(f"{source}: `algorithm.preset`: {error}") from None
     result = [_Layer(f"preset {name}", {"algorithm": {"preset": name, **preset}})]
     rollouts = [layer.tree["rollout"] for layer in layers if isinstance(layer.tree.get("rollout"), dict)]
     if next((section["fp8"] for section in reversed(rollouts) if "fp8" in section), "none") != "none":
@@ -353,7 +357,10 @@ def _resolve(defaults: S, tree: Tree, source: str, key: str = "") -> S:
         try:
             complete = typing.cast(Tree, OmegaConf.to_container(OmegaConf.create(complete), resolve=True))
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{source}: `{error.full_key}`: {_first_line(error)}") from None
+            text = _lookup(complete, str(error.full_key))
+            shown = f" ({show(text)})" if isinstance(text, str) else ""
+            problem = _first_line(error).rpartition("while resolving interpolation: ")[2]
+            raise ConfigError(f"{source}: `{error.full_key}`{shown}: {problem}") from None
     return validated(type(defaults), complete, source, key)
 
 

@@ -82,20 +82,21 @@ def _sentences(errors: Sequence[ErrorDetails], section: type[Section], key: str)
     for error in errors:
         location, hint = locate(section, error["loc"])
         where, value = shorten(join(key, location)), error["input"]
-        if error["type"] == "invalid_key":  # a number
-            where = shorten(join(key, [*location[:-1], str(location[-1])]))
-        if error["type"] in ("unexpected_keyword_argument", "invalid_key"):
+        if error["type"] == "invalid_key":
+            section_of = f"in `{join(key, location[:-1])}` " if join(key, location[:-1]) else ""
+            yield f"the key {show(value)} {section_of}is not text; put it in quotes"
+        elif error["type"] == "unexpected_keyword_argument":
             cls = unwrap(locate(section, location[:-1])[1])[0]
-            remedy = elsewhere.hint(where, value) or _nearest(
+            instead = elsewhere.hint(where, value) or _nearest(
                 str(location[-1]), typing.cast(type, cls), join(key, location[:-1])
             )
             said = "" if isinstance(value, Mapping | list) else f" (set to {show(value)})"
-            yield f"unknown key `{where}`{said}; {remedy}"
+            yield f"unknown key `{where}`{said}; {instead}"
         elif error["loc"][-1:] == ("[key]",) and error["type"] == "string_type":
             yield f"the name {value!r} in `{join(key, location[:-1])}` is not text; put it in quotes"
         elif error["loc"][-1:] == ("[key]",):
             names = typing.get_args(unwrap(locate(section, location[:-1])[1])[0])[0]
-            yield f"the name {shorten(str(value))!a} in `{join(key, location[:-1])}` {must_be([error], names)}"
+            yield f"the name {show(value)} in `{join(key, location[:-1])}` {must_be([error], names)}"
         elif error["type"] == "dict_type":
             none = value is None and dataclasses.is_dataclass(entry_type(unwrap(hint)[0]))
             more = f"; to remove an entry: {where}.NAME=null" if none else ""
@@ -103,7 +104,7 @@ def _sentences(errors: Sequence[ErrorDetails], section: type[Section], key: str)
         elif error["type"] == "dataclass_type":
             yield f"{f'`{where}`' if where else 'a recipe'} is a section with keys of its own, not {show(value)}"
         else:
-            yield f"`{where}` {must_be([error], hint)}"
+            yield f"`{where}` {must_be([error], hint)}{elsewhere.remedy(where, value)}"
 
 
 def _nearest(name: str, cls: type, key: str) -> str:

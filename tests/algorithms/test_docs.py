@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
 import yaml
+from pydantic import Field
 
 from megatron_rl.algorithms import (
     RewardTable,
@@ -17,6 +19,7 @@ from megatron_rl.algorithms import (
     make_algorithm,
     make_surrogate,
 )
+from megatron_rl.base.typed_params import check_types
 from megatron_rl.config.presets import PRESETS
 from megatron_rl.methods import ESTIMATOR, SURROGATE, catalogue, get_method, list_methods
 
@@ -93,3 +96,14 @@ def test_adding_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert float(values[0]) == 1.0
     assert torch.isfinite(values).all()
     assert values[1] < torch.tensor(1.0).exp()
+
+
+@pytest.mark.parametrize("page", ["algorithms/adding-an-estimator.md", "rewards/your-own.md"])
+def test_bounds_as_the_pages_write_them(page: str) -> None:
+    (annotation,) = re.findall(r"`(Annotated\[.*?\])`", (DOCS.parent / page).read_text())
+
+    def method(*, scale=1.0): ...
+
+    method.__annotations__["scale"] = eval(annotation, {"Annotated": Annotated, "Field": Field})
+    with pytest.raises(ValueError, match="`scale` must be at least"):
+        check_types(method, {"scale": -1})

@@ -66,8 +66,14 @@ def test_null_removes_an_entry(recipe) -> None:
 
 def test_interpolations_are_resolved_and_typed(recipe) -> None:
     assert recipe("sft.optimizer.lr=${actor.optimizer.lr}", "actor.optimizer.lr=0.5").sft.optimizer.lr == 0.5
-    with pytest.raises(ConfigError, match=r"rollout\.temperature.*nowhere"):
+    with pytest.raises(
+        ConfigError, match=r"`rollout\.temperature` \('\$\{nowhere\}'\): Interpolation key 'nowhere' not found"
+    ):
         recipe("rollout.temperature=${nowhere}")
+    with pytest.raises(ConfigError, match=r"\('\$\{oc\.env:NOWHERE\}'\): \"Environment variable 'NOWHERE' not found"):
+        recipe("rollout.temperature=${oc.env:NOWHERE}")
+    with pytest.raises(ConfigError, match=r"it is 'e4m3'$"):  # no choice is near
+        recipe("rollout.fp8=e4m3")
     with pytest.raises(ConfigError, match=r"trainer\.steps"):
         recipe("trainer.steps=${model.dtype}")
 
@@ -97,7 +103,12 @@ def test_interpolations_are_resolved_and_typed(recipe) -> None:
         ("rewards=5", "`rewards` is a mapping from names to values, not 5"),
         ("tasks.train.sums.params={1: 2}", "the name 1 in `tasks.train.sums.params` is not text"),
         ("algorithm.correction.filters=[{levle: token}]", "did you mean `algorithm.correction.filters[0].level`?"),
-        ("algorithm.preset=grop", "did you mean 'grpo'?"),
+        ("algorithm.preset=grop", "`algorithm.preset`: unknown preset 'grop'; did you mean 'grpo'?"),
+        ("algorithm.overlong.max_length=9", "that is `rollout.max_tokens` here"),
+        ("actor.lora.rank=0", "must be at least 1; it is 0; without adapters it is `actor.lora: null`"),
+        ("rewards.größe.reward=math", "the name 'größe' in `rewards` must be letters (a to z), digits"),
+        ("base=other.yaml", "`base` is a key of files; write it in a recipe, and give that"),
+        ("trainer.steps=${seed", "an interpolation is not well formed"),
         ("trainer.steps", "overrides have the form section.key=value"),
         ("trainer..steps=1", "overrides have the form section.key=value"),
         ("trainer.steps=", "has no value; for none write null"),
@@ -124,6 +135,8 @@ def test_a_bad_override_is_one_clear_message(recipe, override: str, message: str
         ("seed: 1\nseed: 2\n", "recipe.yaml is not valid YAML: line 2"),
         ("- a\n", "recipe.yaml must hold a mapping of sections, not a list"),
         ("{}\n", "`run_dir` must be set"),
+        ("yes: 1\n", "recipe.yaml: the key true is not text; put it in quotes"),
+        ("trainer: {5: 1}\n", "recipe.yaml: the key 5 in `trainer` is not text; put it in quotes"),
         ("base: [1]\n", "recipe.yaml: `base` must be the path of a recipe"),
         ("base: nowhere.yaml\n", "nowhere.yaml, the `base` of recipe.yaml, does not exist"),
         ("rewards: {x: {weight: 1}}\nrun_dir: a\n", "`rewards.x.reward` must be set"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.commands import COMMANDS
+from megatron_rl.commands import COMMANDS, load
 from tools.check_docs import PAGES, blocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,3 +60,36 @@ def test_commands_and_recipes_of_the_pages_exist(page: str) -> None:
     assert set(re.findall(r"^megatron-rl ([\w-]+)", code, re.MULTILINE)) <= set(COMMANDS)
     for recipe in set(re.findall(r"recipes/(?!mine|my)[\w./-]+\.yaml", code)):
         assert (ROOT / recipe).is_file(), recipe
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from options(inner)
+
+
+def shown_options(text: str) -> Iterator[tuple[str, str]]:
+    """Command and option of each command line of a page, in a block or within a sentence, comments behind it included."""
+    for line in re.findall(r"(?:megatron-rl|mrl-launch) ([a-z-]+(?: [^`\n]*)?)", text.replace("\\\n", " ")):
+        command, _, rest = line.partition(" ")
+        if command in COMMANDS:
+            yield from ((command, option) for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", rest))
+
+
+def test_options_of_the_pages_exist() -> None:
+    files = subprocess.run(["git", "ls-files", "*.md", "*.yaml"], cwd=ROOT, check=True, capture_output=True, text=True)
+    shown = {
+        (page, *one)
+        for page in files.stdout.split()
+        if page != "CHANGELOG.md"
+        for one in shown_options((ROOT / page).read_text(encoding="utf-8"))
+    }
+    assert len(shown) > 40
+    known = {}
+    for command in COMMANDS:
+        parser = argparse.ArgumentParser()
+        load(command).add_arguments(parser, command)
+        known[command] = {*options(parser)}
+    assert {one for one in shown if one[2] not in known[one[1]]} == set()

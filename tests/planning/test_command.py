@@ -57,12 +57,32 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--mtbf-hours", "0"], "--mtbf-hours: must be above 0"),
         (["--judge-seconds", "-1"], "--judge-seconds: must not be below 0"),
         (["--simulated-steps", "0"], "--simulated-steps: must be above 0"),
+        (["--mtbf-hours", "nan"], "--mtbf-hours: 'nan' is no number"),
         (["--response-tokens", "900,0.6,1"], "--response-tokens: '900,0.6,1' is no number"),
     ],
 )
 def test_values_that_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*PLAN, *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--simulated-steps", "2"], "--simulated-steps has no effect here: it needs --simulate"),
+        (["--drawn-before"], "--drawn-before has no effect here: it needs --simulate"),
+        (["--judge-seconds", "4"], "--judge-seconds has no effect here: it needs --simulate"),
+        (["--mtbf-hours", "4"], "--mtbf-hours has no effect here: it needs --simulate"),
+        (["--fp8"], "--fp8 has no effect here: it needs --search"),
+        (["--headroom-gib", "0"], "--headroom-gib has no effect here: it needs --search"),
+        (["--write", "x.yaml"], "--write has no effect here: it needs --search"),
+        (["--response-tokens", "9", "--response-lengths", "x"], "--response-tokens has no effect here"),
+        (["--simulate", "--judge-seconds", "4,0.4"], "--judge-seconds: 0.4 answers under way are too few"),
+    ],
+)
+def test_options_without_effect(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN[:4], *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
