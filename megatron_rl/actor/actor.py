@@ -198,8 +198,7 @@ class Actor:
             more: another update follows, and nothing else reads the weights before: with `actor.overlap` they are
                 gathered in its forward pass.
             part_size: where given, the gradient's variance is measured; see `GradientParts`.
-            with_metrics: those of `loss` are added over all ranks, which wait for each other; the same on all ranks. An
-                update without them is not counted by `expert_load`.
+            with_metrics: those of `loss` are added over all ranks, which wait; else `expert_load` does not count the update.
 
         Raises:
             FloatingPointError: if the gradient norm is not finite; nothing has been changed then.
