@@ -46,10 +46,40 @@ def _checked(config: Config, command: str, machine: Machine, model: HFConfig | N
     config = check(config, command=command, machine=machine, model=model)
     try:
         check_tasks(tasks_to_evaluate(config.tasks) if command == "evaluate" else config.tasks)
-        _check_first_samples(config, command, check_rewards(config.rewards) if command != "reward-model" else {})
+        rewards = check_rewards(config.rewards) if command != "reward-model" else {}
+        _check_readers(config, rewards)
+        _check_first_samples(config, command, rewards)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return config
+
+
+def _check_readers(config: Config, rewards: Mapping[str, Reward]) -> None:
+    """ValueError where a reward per token stands where a number per rollout is read."""
+    evaluation = config.evaluation
+    named = {
+        f"evaluation.{key}_reward": [getattr(evaluation, f"{key}_reward")] for key in ("format", "bug", "pass_rate")
+    }
+    named |= {"trainer.eval_reward": [config.trainer.eval_reward], "evaluation.style": [evaluation.style]}
+    named |= {"evaluation.pairwise": evaluation.pairwise or []}
+    named |= {"algorithm.zero_variance_rewards": config.algorithm.zero_variance_rewards or []}
+    for key, names in named.items():
+        for name in names:
+            if name in rewards and rewards[name].per_token:
+                raise ValueError(
+                    f"`{key}` names {name!r}, which has a number per token; name one with a number per rollout"
+                )
+    for task in config.tasks.eval if rewards else ():
+        of_task = [
+            name
+            for name, reward in config.rewards.items()
+            if not reward.when_needed and (reward.tasks is None or task in reward.tasks)
+        ]
+        if of_task and all(rewards[name].per_token for name in of_task):
+            raise ValueError(
+                f"no reward says whether a response to `tasks.eval.{task}` is right: {', '.join(of_task)} has a number per "
+                "token; add one with a number per rollout, with weight 0 where it is the evaluation's only"
+            )
 
 
 def _check_first_samples(config: Config, command: str, rewards: Mapping[str, Reward]) -> None:

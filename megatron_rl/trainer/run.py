@@ -15,7 +15,6 @@ from megatron_rl.config.schema import Config, SupervisedConfig
 from megatron_rl.data.images import ImageReader
 from megatron_rl.data.rollout import Rollouts
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.evaluation.summary import deciding_column
 from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.rewards import Scorer
 from megatron_rl.rollout import environment
@@ -175,21 +174,13 @@ def build_run(
 
 
 def _check_token_rewards(config: Config, scorer: Scorer, tokenizer: Tokenizer, prompts: Prompts) -> None:
-    """ValueError where a reward per token does not understand the prompts, or stands where a number per rollout is read."""
+    """ValueError where a reward per token does not understand the prompts."""
     scorer.check_tokenizer(tokenizer)
     teachers = [name for name in scorer.token_weights if config.rewards[name].reward == "teacher"]
     if teachers and (seen := next((sample for sample in prompts.train if sample.images is not None), None)) is not None:
         raise ValueError(
             f"rewards.{teachers[0]}: the teacher is given tokens only, and the prompt {seen.id} has images"
         )
-    deciding = {deciding_column(config, task, scorer.columns): "trainer.eval_reward" for task in prompts.eval}
-    for name, key in (
-        deciding | dict.fromkeys(config.algorithm.zero_variance_rewards or (), "algorithm.zero_variance_rewards")
-    ).items():
-        if name in scorer.token_weights:
-            raise ValueError(
-                f"`{key}` names {name!r}, which has a number per token; name one with a number per rollout"
-            )
 
 
 def set_steps(section: SupervisedConfig, examples: int) -> None:

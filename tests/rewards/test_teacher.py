@@ -11,13 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_rl.config import ConfigError, Machine, load_recipe
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.sample import SampleMapping
+from megatron_rl.preflight.recipe import check_recipe
 from megatron_rl.rewards import InlineReward, Scorer, make_reward
 from megatron_rl.rewards.remote import RemoteReward
 
 from .chat_server import Behave, serving
 from .tiny_models import chat_model
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +72,23 @@ def test_the_reward_is_the_difference_of_the_log_probs_whatever_shares_the_batch
 def test_what_is_no_teacher_is_refused_with_the_recipe(params: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         make_reward("teacher", **params)
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "evaluate"])
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["trainer.eval_reward=teacher"], "trainer.eval_reward"),
+        (["evaluation.format_reward=teacher"], "evaluation.format_reward"),
+        (["rewards.correct=null", "rewards.format=null", "rewards.judge=null"], "tasks.eval.chain_sum_test"),
+    ],
+)
+def test_no_evaluation_begins_that_would_read_a_number_per_rollout_of_it(
+    overrides: list[str], key: str, command: str, folder: Path
+) -> None:
+    recipe = load_recipe(ROOT / "recipes/cpu/distillation.yaml", [f"rewards.teacher.params.path={folder}", *overrides])
+    with pytest.raises(ConfigError, match=rf"`{key}` .*teacher.* a number per token"):
+        check_recipe(recipe, command, Machine(gpus=0))
 
 
 def test_a_teacher_that_reads_other_tokens_or_does_not_answer_is_refused_before_the_run(
