@@ -49,6 +49,8 @@ def framework_of(flat: Flat, path: Path) -> str:
         return "verl"
     if {"policy", "grpo"} & heads and heads & {"policy", "loss_fn", "cluster"}:
         return "nemo"
+    if {"base", "run_dir"} & heads:  # `model` and `seed` are TRL's words too
+        raise ConfigError(f"{path} is a recipe already; to check it: megatron-rl train {path} --check")
     if sum(elsewhere.row_of("trl", name) is not None for name in heads) >= 2:
         return "trl"
     raise ConfigError(

@@ -263,6 +263,9 @@ def test_the_command_prints_the_recipe_and_refuses_what_is_nobodys(
     (folder / "other.yaml").write_text("a: {b: 1}\n")
     assert main(["migrate", "other.yaml"]) == 2
     assert "has no keys of verl (actor_rollout_ref), NeMo-RL (policy, grpo) or TRL's" in capsys.readouterr().err
+    (folder / "ours.yaml").write_text("run_dir: runs/mine\nmodel: {path: m}\nseed: 1\n")
+    assert main(["migrate", "ours.yaml"]) == 2
+    assert "ours.yaml is a recipe already" in capsys.readouterr().err
     assert main(["migrate", "nothing.yaml"]) == 2
     with pytest.raises(ConfigError, match="write key=value"):
         migrate(folder / "run.sh", ["x"])
