@@ -18,7 +18,6 @@ from pydantic import Field
 from megatron_rl.config.schema import ServerConfig
 from megatron_rl.data.sample import SampleMapping, TokenMapping
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.models import read_hf_config
 from megatron_rl.rewards.kinds import ANY, InlineReward, Reward, Score
 from megatron_rl.rewards.registry import register_reward
 from megatron_rl.rewards.remote import AnswerRules, Budget, Nonsense, RemoteReward, Reply
@@ -196,7 +195,7 @@ class LocalTeacher(InlineReward):
 
     def _check_tokenizer(self, tokenizer: Tokenizer) -> None:
         import torch
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device = 'cuda', and this machine has no GPU")
@@ -206,7 +205,8 @@ class LocalTeacher(InlineReward):
         for text, token in ours.items():
             if theirs.get(text) != token:
                 raise _other_vocabulary(token, text, by_id.get(token))
-        rows = int(str(read_hf_config(self.path).get("vocab_size")))
+        # A model that reads images has its decoder's sizes in a section of their own.
+        rows = AutoConfig.from_pretrained(self.path, trust_remote_code=False).get_text_config().vocab_size
         if rows <= max(ours.values()):
             raise ValueError(
                 f"{self.path}: the teacher has {rows} rows of tokens, and the policy's go up to {max(ours.values())}"

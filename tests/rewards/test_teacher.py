@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2_5_VLConfig
 
 from megatron_rl.config import ConfigError, Machine, load_recipe
 from megatron_rl.config.schema import RewardConfig
@@ -116,6 +118,18 @@ def test_a_teacher_that_reads_other_tokens_or_does_not_answer_is_refused_before_
 
 def reply(entries: object) -> str:
     return "raw:" + json.dumps({"choices": [{"prompt_logprobs": entries}]})
+
+
+def test_the_rows_of_a_teacher_that_reads_images_are_its_decoders(folder: Path, tmp_path: Path) -> None:
+    with_images = shutil.copytree(folder, tmp_path / "teacher")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for rows in (len(tokenizer), len(tokenizer) - 1):
+        config = Qwen2_5_VLConfig(text_config={"vocab_size": rows})
+        config.save_pretrained(with_images)
+        assert "vocab_size" not in json.loads((with_images / "config.json").read_text())
+        teacher = make_reward("teacher", path=str(with_images))
+        with contextlib.nullcontext() if rows == len(tokenizer) else pytest.raises(ValueError, match=f"{rows} rows"):
+            teacher.check_tokenizer(tokenizer)
 
 
 @pytest.mark.parametrize(
