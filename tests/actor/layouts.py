@@ -158,7 +158,8 @@ def _updates(config: Config, actor: Actor, folder: Path, mode: str, layout: Layo
     batch = seeing_batch(folder) if layout.images else make_batch(given=layout.given)
     if layout.dropped:
         batch.sequences.loss_mask[3][-1] = False
-        batch.rollout_logprobs[3] = batch.rollout_logprobs[3][:-1]
+        for per_token in (batch.rollout_logprobs, batch.advantages):
+            per_token[3] = per_token[3][:-1]
     metrics = Learner(config, actor, algorithm, StepTimer()).update(batch, None)
     weights = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
     return {"metrics": metrics, "weights": weights}

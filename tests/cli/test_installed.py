@@ -103,7 +103,7 @@ def write_files(folder: Path) -> None:
         "algorithm": {
             "plugins": ["my_methods.py"],
             "estimator": {"name": "median_baseline", "params": {"scale": 0.5}},
-            "weight": {"name": "sigmoid_gate"},
+            "surrogate": {"name": "sigmoid_gate"},
         },
         "rewards": {"brief": {"reward": "my_rewards.py:word_limit"}},
     }

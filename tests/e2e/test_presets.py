@@ -32,9 +32,15 @@ def test_a_step_trains(steps: dict[str, dict[str, Any]], variant: str) -> None:
     row = steps[variant]
     assert all(math.isfinite(value) for value in row.values()), row
     assert row["actor/updates"] == inside.MINIBATCHES.get(variant, RECIPE["trainer"]["minibatches"])
-    assert row["actor/grad_norm"] > 0
-    assert row["advantage/abs_mean"] > 0
+    if row["groups/signal_share"]:
+        assert row["actor/grad_norm"] > 0
+        assert row["advantage/abs_mean"] > 0
     assert row["sync/logprob_max_diff"] < 1e-4
+
+
+def test_nearly_every_step_has_something_to_learn(steps: dict[str, dict[str, Any]]) -> None:
+    """What is drawn, and so whether its groups have signal, depends on the CPU's kernels."""
+    assert sum(row["groups/signal_share"] > 0 for row in steps.values()) >= 0.8 * len(steps)
 
 
 @pytest.mark.parametrize("preset", ["grpo", "awpo", "gdpo", "dgpo", "shrinkage", "dapo", "remax"])

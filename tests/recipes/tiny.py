@@ -207,7 +207,7 @@ def right_responses(config: Config) -> set[str]:
         if task.source in ("jsonl", "parquet"):
             forms.add(kind(Path(str(task.path)))[1])
         elif task.source == "reasoning_gym":
-            [item] = SOURCES[task.source](replace(task, size=1))
+            [item] = SOURCES[task.source].items(replace(task, size=1))
             forms.add("{n}: Answer: " + str(item.answer).replace("{", "{{").replace("}", "}}"))
     return forms
 

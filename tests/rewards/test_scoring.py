@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -193,11 +194,13 @@ def test_every_reward_declares_its_bounds(name: str) -> None:
         "judge": {**server, "unanswered": "neutral", "neutral": -1.0},
         "pairwise": {**server, "position": "A"},
         "reward_model": {**server, "squash": "sigmoid"},
+        "teacher": server,
     }
     special = {
         "judge": (-1, 1),
         "pairwise": (-2, 2),
         "style": (-1, 1),
+        "teacher": (-math.inf, math.inf),
         "tool_correctness": (-3, 3),
         "tool_outcome": (0, 2),
     }
