@@ -63,7 +63,7 @@ $(SET_UP_WITH):
 	@python3 -m venv .uv
 	@.uv/bin/python -m pip --quiet --disable-pip-version-check install pip==26.2 uv==0.13.8
 
-environment = $(UV) venv --clear --python $(PYTHON) $(1) || \
+environment = $(UV) venv --allow-existing --python $(PYTHON) $(1) || \
 	{ echo "no Python 3.12 found: install one (apt install python3.12, or pyenv install 3.12), or name it: PYTHON=/path/to/python3.12"; exit 1; }; \
 	$(call PIP,$(1)) pip==26.2
 install-into = $(UV) pip install --python $(1)/bin/python $(2) || \

@@ -117,7 +117,38 @@ def _reduce_scatter_unequal(
     output.copy_(total.split([shard.shape[0] for shard in input_list])[torch.distributed.get_rank(group)])
 
 
+def _rotate_packed(
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    rotary_interleaved: bool = False,
+    mla_rotary_interleaved: bool = False,
+    mscale: float = 1.0,
+    cp_group: dist.ProcessGroup | None = None,
+    multi_latent_attention: bool | None = None,
+) -> torch.Tensor:
+    """Rotates all packed sequences at once, [tokens, heads, width]: since 0.17 Megatron-Core rotates one after the other,
+    which makes forward and backward passes of short sequences twice as long on a CPU."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    assert cp_group is not None, "Megatron-Core names the group wherever sequences are packed"
+    settings = (rotary_interleaved, mla_rotary_interleaved, mscale)
+    if cp_group.size() > 1 or freqs.shape[0] == t.shape[0]:  # cut sequences, or an angle for each token
+        return _rotate_one_by_one()(t, cu_seqlens, freqs, *settings, cp_group, multi_latent_attention)
+    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=t.shape[0])
+    positions = torch.arange(t.shape[0], device=t.device) - starts
+    return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], *settings).squeeze(1)
+
+
+@functools.cache
+def _rotate_one_by_one() -> Callable[..., torch.Tensor]:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return MegatronOnCpu._saved[(rope_utils, "_apply_rotary_pos_emb_thd")]
+
+
 def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object]]:
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import random
 
     cuda = _TORCH_CUDA | {
@@ -127,6 +158,7 @@ def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object]]:
         (torch.distributed, "all_to_all_single"): _all_to_all_with_lists,
         (torch.distributed, "all_gather"): _all_gather_unequal,
         (torch.distributed, "reduce_scatter"): _reduce_scatter_unequal,
+        (rope_utils, "_apply_rotary_pos_emb_thd"): _rotate_packed,
         # Activation recomputation restores both before it computes a layer again, besides the CPU's own state.
         (random, "_get_cuda_rng_state"): lambda **_: torch.empty(0),
         (random, "_set_cuda_rng_state"): _NoStream()._nothing,
