@@ -1,5 +1,5 @@
-"""The first step of `make setup` (`before`), one in its middle (`index`) and its last: is this a machine for it, where is torch
-built for CPUs, and can it run what was installed?
+"""The first step of `make setup` (`before`), one in its middle (`index`) and its last: is this a machine for it, where
+is torch built for CPUs, and can it run what was installed?
 
 Prints the remedy where not. `before` runs in whatever python3 is there, the others in the environment.
 """
@@ -24,7 +24,9 @@ def problem(system: str, machine: str, python: tuple[int, int]) -> str | None:
             "that kind (on Windows WSL 2). `pip install .` alone, which checks recipes and plans, needs none of them"
         )
     if python < OLDEST:
-        return f"python3 is {python[0]}.{python[1]}, which is too old to run pip and uv: put a newer one first on the PATH"
+        return (
+            f"python3 is {python[0]}.{python[1]}, which is too old to run pip and uv: put a newer one first on the PATH"
+        )
     return None
 
 
@@ -36,7 +38,7 @@ def before() -> int:
 
 
 def index(url: str = CPU_INDEX, timeout: float = 5) -> str:
-    """PyTorch's index of CPU builds (0.2 GB) where it answers, else `none`: the package index's build brings CUDA (5 GB on the disk)."""
+    """PyTorch's index of CPU builds (0.2 GB) where it answers, else `none`: the package index's build brings CUDA, 5 GB."""
     try:
         with urllib.request.urlopen(f"{url}/torch/", timeout=timeout):
             return url
@@ -48,7 +50,10 @@ def main() -> int:
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
-        print(f"torch cannot be imported ({error}); its CPU build: make clean setup TORCH_INDEX={CPU_INDEX}", file=sys.stderr)
+        print(
+            f"torch cannot be imported ({error}); its CPU build: make clean setup TORCH_INDEX={CPU_INDEX}",
+            file=sys.stderr,
+        )
         return 1
     try:
         ctypes.CDLL("libnuma.so.1")

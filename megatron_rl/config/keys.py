@@ -11,7 +11,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -19,7 +19,6 @@ from pydantic_core import CoreSchema
 from megatron_rl.base.messages import LARGEST, shorten, show
 from megatron_rl.base.typed_params import STRICT, join
 
-T = TypeVar("T")
 MOST_LEVELS = 50  # of sections, mappings and lists in one another
 
 Count = Annotated[int, Field(ge=1, le=1e6)]
@@ -52,7 +51,7 @@ class Section:
         return schema
 
 
-def key(default: T = dataclasses.MISSING, meaning: str = "") -> T:  # type: ignore[assignment]
+def key[T](default: T = dataclasses.MISSING, meaning: str = "") -> T:  # type: ignore[assignment]
     """A field of a section: its default, none where it must be set, and what docs/recipes.md says of it (Markdown)."""
     metadata = {"description": meaning}  # pydantic's name
     if isinstance(default, list | dict):

@@ -28,8 +28,6 @@ from megatron_rl.config.presets import get_preset
 from megatron_rl.config.schema import Config, RewardConfig, SupervisedConfig, TaskConfig
 from megatron_rl.config.validate import Tree, check_source, validated
 
-S = typing.TypeVar("S", bound=Section)
-
 # Keys that name something, and the key with that thing's parameters: parameters go with the name they were written for.
 _NAMED: dict[object, tuple[tuple[str, str], ...]] = {
     MethodConfig: (("name", "params"),),
@@ -349,7 +347,7 @@ def _deep_update(under: Tree, over: Mapping[str, object]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- resolving
-def _resolve(defaults: S, tree: Tree, source: str, key: str = "") -> S:
+def _resolve[S: Section](defaults: S, tree: Tree, source: str, key: str = "") -> S:
     complete = dataclasses.asdict(typing.cast(Any, defaults))
     complete.pop("run_dir", None)  # has no default
     _deep_update(complete, tree)

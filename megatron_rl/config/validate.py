@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -16,13 +16,12 @@ from megatron_rl.config import elsewhere
 from megatron_rl.config.keys import Section, entry_type
 from megatron_rl.config.schema import Config
 
-S = TypeVar("S", bound=Section)
 Tree: TypeAlias = dict[str, Any]  # a recipe as nested plain data
 _MOST = 10  # problems of one source that are listed
 _ADAPTERS: dict[type[Section], TypeAdapter[Any]] = {}  # made once: that takes as long as the rest of loading a recipe
 
 
-def validated(section: type[S], tree: object, source: str, key: str = "") -> S:
+def validated[S: Section](section: type[S], tree: object, source: str, key: str = "") -> S:
     """The section that nested data describes, with the schema's defaults.
 
     Args:
@@ -60,7 +59,7 @@ def problems(section: Section, key: str = "") -> Iterator[str]:
         yield from _sentences(error.errors(include_url=False), type(section), key)
 
 
-def _adapter(section: type[S]) -> TypeAdapter[S]:
+def _adapter[S: Section](section: type[S]) -> TypeAdapter[S]:
     if section not in _ADAPTERS:
         _ADAPTERS[section] = TypeAdapter(section)
     return _ADAPTERS[section]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LOADING = threading.Lock()
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def conversation_ids(tokenizer: Tokenizer, whole: Prompt) -> list[int]:
     return list(tokenizer.apply_chat_template(whole, tokenize=True, return_dict=True)["input_ids"])
 
 
-def _encode(path: str, encode: Callable[[T], R], text: T) -> R:
+def _encode[T, R](path: str, encode: Callable[[T], R], text: T) -> R:
     try:
         return encode(text)
     except Exception as error:  # tokenizers raises bare Exceptions

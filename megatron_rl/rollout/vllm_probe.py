@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +11,6 @@ from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.runtime import device
 from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.seams import vllm as seam
-
-T = TypeVar("T")
 
 
 class VllmProbe:
@@ -89,6 +86,6 @@ def is_shard(shard: Tensor, full: Tensor, rank: int, ranks: int) -> bool:
     return False
 
 
-def _by_hf_name(named: dict[str, T]) -> dict[str, T]:
+def _by_hf_name[T](named: dict[str, T]) -> dict[str, T]:
     """vLLM puts the decoder of a model that reads images a level down."""
     return {name.removeprefix("language_model."): value for name, value in named.items()}

@@ -9,9 +9,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 class CallTimeout(Exception):
@@ -47,7 +44,7 @@ class CallPool:
     def __init__(self, workers: int) -> None:
         self._workers = asyncio.Semaphore(workers)
 
-    def submit(self, function: Callable[[], T], seconds: float | None) -> Future[T]:
+    def submit[T](self, function: Callable[[], T], seconds: float | None) -> Future[T]:
         """Starts a call in its turn. Cancelling the future drops a call that has not begun.
         `seconds`: the deadline, from when the call begins; None: the function has its own.
 
@@ -56,7 +53,7 @@ class CallPool:
         """
         return asyncio.run_coroutine_threadsafe(self.run(function, seconds), event_loop())
 
-    async def run(self, function: Callable[[], T], seconds: float | None) -> T:
+    async def run[T](self, function: Callable[[], T], seconds: float | None) -> T:
         """`submit`, for coroutines in `event_loop()`."""
         async with self._workers:
             ended: Future[T | _Raised] = Future()
@@ -76,7 +73,7 @@ class _Raised:
     error: Exception
 
 
-def _run(function: Callable[[], T], ended: Future[T | _Raised]) -> None:
+def _run[T](function: Callable[[], T], ended: Future[T | _Raised]) -> None:
     try:
         outcome: T | _Raised = function()
     except Exception as error:  # raised again by `CallPool.run`

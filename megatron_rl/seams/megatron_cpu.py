@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -144,7 +144,7 @@ def _rotate_packed(
 def _rotate_one_by_one() -> Callable[..., torch.Tensor]:
     from megatron.core.models.common.embeddings import rope_utils
 
-    return MegatronOnCpu._saved[(rope_utils, "_apply_rotary_pos_emb_thd")]
+    return cast(Callable[..., torch.Tensor], MegatronOnCpu._saved[(rope_utils, "_apply_rotary_pos_emb_thd")])
 
 
 def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object]]:

@@ -11,11 +11,9 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import torch
 
-T = TypeVar("T")
 PATCHED = "torch._inductor.lowering"  # by vllm.env_override, if it can be imported
 
 
@@ -30,7 +28,7 @@ def leave_out() -> None:
         torch.compile = _unchanged  # type: ignore[assignment]
 
 
-def _unchanged(model: T | None = None, **options: object) -> T | Callable[[T], T]:
+def _unchanged[T](model: T | None = None, **options: object) -> T | Callable[[T], T]:
     """As a function, and as a decorator with options."""
     return (lambda model: model) if model is None else model
 

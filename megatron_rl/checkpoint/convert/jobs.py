@@ -22,7 +22,7 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich import progress
 from rich.console import Console
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 _TASK, _MARKERS, _RESULT, _ENCLOSING = "task.json", "done", "result", "enclosing"
 Identity = dict[str, object]
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 # Called with the bytes of each tensor as it is done.
 Progress = Callable[[int], None]
 
@@ -142,7 +140,7 @@ def run(task: Conversion, target: Path, workers: int, say: Callable[[str], None]
     return True
 
 
-def in_parallel(
+def in_parallel[Item, Result](
     function: Callable[[Item, Progress], Result],
     items: Sequence[Item],
     workers: int,
@@ -273,7 +271,7 @@ def _start_worker(function: Callable[[Any, Progress], Any], queue: SimpleQueue[i
         sys.modules["torch"].set_num_threads(1)
 
 
-def _call(item: Item) -> Any:
+def _call[Item](item: Item) -> Any:
     return _function(item, _queue.put)
 
 
