@@ -11,7 +11,8 @@ from functools import cached_property
 
 from megatron_rl.models.attention import Attention, GroupedQuery
 from megatron_rl.models.experts import Experts
-from megatron_rl.models.hf_config import JSON, Fields, HFConfig, rope_arguments
+from megatron_rl.models.hf_config import JSON, Fields, HFConfig
+from megatron_rl.models.rope import Rope, read_rope
 from megatron_rl.models.rules import INPUT_NORM, MLP_NORM, Dims, HFTensor, Place, Rule, Sharding, layer_rule
 
 Settings = dict[str, bool | int | float | str | list[int]]
@@ -52,6 +53,7 @@ class ModelDescription:
             `activation_func` by name, see `gpt.ACTIVATIONS`.
         model: arguments of `GPTModel`; `vocab_size` is unpadded, see `rules.padded_vocab_size`.
         attention: that of every layer; its sizes are in `dims`.
+        rope: how its queries and keys turn with their position.
         experts: None: every feed-forward is dense.
         vision: None: it reads text only.
     """
@@ -60,6 +62,7 @@ class ModelDescription:
     transformer: Settings
     model: Settings
     attention: Attention
+    rope: Rope
     experts: Experts | None = None
     vision: Vision | None = None
 
@@ -244,7 +247,7 @@ def describe_decoder(
     fields.only("mlp_bias", False)
     if fields.get("quantization_config"):
         fields.refuse("quantization_config", "...", "the weights must be those of the unquantised model")
-    attention = GroupedQuery(heads, kv_heads, head_dim, qk_norm)
+    attention, rope = GroupedQuery(heads, kv_heads, head_dim, qk_norm), read_rope(fields, max_positions)
     dims = {
         "layers": layers,
         "vocab": vocab,
@@ -268,14 +271,15 @@ def describe_decoder(
         "activation_func": activation,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        **rope.softmax_scale(head_dim),
     }
     model: Settings = {
         "vocab_size": vocab,
         "max_sequence_length": max_positions,
         "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", tied),
-        **rope_arguments(fields, max_positions),
+        **rope.arguments(),
     }
-    return ModelDescription(dims, transformer, model, attention)
+    return ModelDescription(dims, transformer, model, attention, rope)
 
 
 def sliding_window(fields: Fields) -> int | None:

@@ -25,10 +25,6 @@ INERT = frozenset((
 # fmt: on
 
 
-# What megatron.core's RotaryEmbedding._apply_scaling takes no argument for.
-_LLAMA3_BUILT_IN = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
 def with_dtype(hf_config: HFConfig, dtype: str) -> dict[str, JSON]:
     """Says that the weights beside it have this dtype, under the name that it has for that."""
     return {**hf_config, "torch_dtype" if "torch_dtype" in hf_config else "dtype": dtype}
@@ -150,44 +146,3 @@ class Fields:
                     f"config.json: field `{name}` = {value!r} is not known to family `{self._family}`, nor is what "
                     "it does to the forward pass; remove it if the model does not depend on it"
                 )
-
-
-def rope_arguments(fields: Fields, max_positions: int) -> dict[str, bool | int | float | str]:
-    """Rotary embedding as GPTModel's arguments, from `rope_scaling` and `rope_theta` or from `rope_parameters`.
-
-    Supported: default, linear, and llama3 with the constants that Megatron-Core has built in.
-    """
-    theta: JSON = fields.number("rope_theta", 10000.0)
-    legacy, current = fields.section("rope_scaling"), fields.section("rope_parameters")
-    where, scaling = ("rope_scaling", legacy) if legacy else ("rope_parameters", current)
-    theta = scaling.pop("rope_theta", theta)
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 1e30:
-        raise ValueError(f"config.json: `{where}.rope_theta` = {theta!r}, expected a positive number")
-    legacy_kind = scaling.pop("type", "default")
-    kind = scaling.pop("rope_type", legacy_kind)
-    partial = scaling.pop("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        fields.refuse("partial_rotary_factor", partial, "only 1.0 is supported")
-    arguments: dict[str, bool | int | float | str] = {
-        "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
-        "rotary_base": int(theta) if float(theta).is_integer() else float(theta),
-    }
-    if kind in ("linear", "llama3"):
-        factor = scaling.pop("factor", None)
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1e30:
-            raise ValueError(f"config.json: `{where}.factor` = {factor!r}, expected a positive number")
-        if kind == "linear":
-            arguments["seq_len_interpolation_factor"] = float(factor)
-        else:
-            arguments |= {"rope_scaling": True, "rope_scaling_factor": float(factor)}
-            scaling.setdefault("original_max_position_embeddings", max_positions)
-            for name, built_in in _LLAMA3_BUILT_IN.items():
-                found = scaling.pop(name, None)
-                if found != built_in:
-                    fields.refuse(f"{where}.{name}", found, f"Megatron-Core's llama3 scaling has {built_in} built in")
-    elif kind != "default":
-        fields.refuse(f"{where}.rope_type", kind, "supported are default, linear and llama3")
-    for name, value in scaling.items():
-        fields.refuse(f"{where}.{name}", value, f"not known for rope type {kind}")
-    return arguments

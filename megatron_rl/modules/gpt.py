@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_rl.models.family import ModelDescription
 from megatron_rl.modules.layers import PackedAttention, SequenceParallelRMSNorm
+from megatron_rl.modules.rotary import set_frequencies
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import Chunk, OutputLayer
 
@@ -46,6 +47,7 @@ def build(
         vp_stage=vp_stage,
         **(description.model | {"vocab_size": vocab_size}),
     )
+    set_frequencies(chunk.get_submodule("rotary_pos_emb"), description.rope, config.kv_channels)
     if "labels" in description.dims and chunk.post_process:  # a reward model
         chunk.output_layer = ScalarHead(config.hidden_size)
     return chunk

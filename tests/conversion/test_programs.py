@@ -119,6 +119,13 @@ def test_the_command_says_how_to_load_it(hf: Path, tmp_path: Path, capsys: pytes
     assert_same(tensors(tmp_path / "back"), tensors(source))
 
 
+@pytest.mark.parametrize("program", ["megatron-lm", "bridge"])
+def test_a_scaling_without_arguments_is_refused(tmp_path: Path, program: str) -> None:
+    source = tiny.write(tmp_path / "yarn", "qwen3-yarn", num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"no arguments for this model's yarn scaling .* leave out --for"):
+        ToMegatron(source, Layout(), program=program).files()
+
+
 def test_a_folder_of_bridge_stands_for_its_newest_iteration(hf: Path, tmp_path: Path) -> None:
     convert(hf, tmp_path / "out", "bridge")
     (tmp_path / "out" / "iter_0000000").rename(tmp_path / "out" / "iter_0000010")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 # name -> (transformers' config class, what is special)
@@ -26,6 +27,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
+    "qwen3-yarn": ("Qwen3Config", {"head_dim": 16, "rope_parameters": YARN}),  # half the length of the tests' sequences
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "ministral": ("MinistralConfig", {"sliding_window": 256, "max_position_embeddings": 256, "head_dim": 16}),
     "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 16, "norm_topk_prob": True}),

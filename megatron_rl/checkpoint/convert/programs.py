@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.checkpoint.convert.layout import Layout, padded
 from megatron_rl.checkpoint.convert.source import BRIDGE_TRACKER, TRACKER, SourceModel
+from megatron_rl.models.rope import Rope
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,26 @@ _LM_NAMES = {
     "rope_scaling": "use_rope_scaling",
     "rope_scaling_factor": "rope_scaling_factor",
 }
+# What Megatron-Core's RotaryEmbedding has built in: low and high frequency factor, positions before the scaling.
+_LLAMA3 = (1.0, 4.0, 8192)
+
+
+def rope_arguments(rope: Rope) -> dict[str, bool | float]:
+    """`GPTModel`'s arguments, which are those of both programs, for a scaling of the rotary embedding.
+
+    Raises:
+        ValueError: it has none for it.
+    """
+    if rope.kind == "linear":
+        return {"seq_len_interpolation_factor": rope.factor}
+    if rope.kind == "llama3" and (rope.low, rope.high, rope.original) == _LLAMA3:
+        return {"rope_scaling": True, "rope_scaling_factor": rope.factor}
+    if rope.kind != "default":
+        raise ValueError(
+            f"Megatron-LM and Megatron-Bridge have no arguments for this model's {rope.kind} scaling of its rotary "
+            "embedding; leave out --for, and set the frequencies where the checkpoint is loaded"
+        )
+    return {}
 
 
 def write_files(program: str | None, folder: Path, model: SourceModel, layout: Layout, dtype: str) -> None:
@@ -63,7 +84,7 @@ def how_to_load(program: str | None, target: Path, model: SourceModel) -> str | 
         return f"Megatron-Bridge: load_megatron_model({str(target / FOLDERS[BRIDGE])!r})"
     if program is None:
         return None
-    shape, gpt = model.description.transformer, model.description.model
+    shape, gpt = model.description.transformer, rope_arguments(model.description.rope)
     options = [f"--norm-epsilon {shape['layernorm_epsilon']:g}"]
     options += ["--qk-layernorm"] if shape["qk_layernorm"] else []
     if gpt.get("rope_scaling"):
@@ -85,7 +106,7 @@ def _arguments(model: SourceModel, layout: Layout, dtype: str) -> argparse.Names
     names them."""
     import torch
 
-    shape, gpt = model.description.transformer, model.description.model
+    shape, gpt = model.description.transformer, model.description.model | rope_arguments(model.description.rope)
     named = {
         name: shape[name]
         for name in (
@@ -146,7 +167,8 @@ def _arguments(model: SourceModel, layout: Layout, dtype: str) -> argparse.Names
 
 def _run_config(model: SourceModel, layout: Layout, dtype: str) -> dict[str, object]:
     """Bridge's run_config.yaml as far as it describes the model; it fills in its defaults."""
-    shape, gpt, source = dict(model.description.transformer), dict(model.description.model), str(model.folder.resolve())
+    shape, source = dict(model.description.transformer), str(model.folder.resolve())
+    gpt = model.description.model | rope_arguments(model.description.rope)
     activation = shape.pop("activation_func")
     length = gpt.pop("max_sequence_length")
     provider = {

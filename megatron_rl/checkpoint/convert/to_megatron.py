@@ -153,6 +153,8 @@ def _planned(task: ToMegatron) -> _Plan:
     """
     model, source = SourceModel.read(task.hf), HFFolder(task.hf)
     task.layout.check(model)
+    if task.program is not None:
+        programs.rope_arguments(model.description.rope)
     check_names(source, model)
     for rule in model.weights():
         check_tensors(rule, source, model.dims)
