@@ -27,6 +27,26 @@ MOE = (
         engine="mlp.experts.routed_experts.w2_weight",
     ),
 )
+# One more feed-forward, which every token goes to, weighed by a sigmoid of its own gate.
+SHARED_EXPERT = (
+    layer_rule(
+        "mlp.shared_experts.linear_fc1.weight",
+        Sharding.GATED,
+        ("mlp.shared_expert.gate_proj.weight", ("shared_ffn", "hidden")),
+        ("mlp.shared_expert.up_proj.weight", ("shared_ffn", "hidden")),
+        engine="mlp.shared_expert.gate_up_proj.weight",
+    ),
+    layer_rule(
+        "mlp.shared_experts.linear_fc2.weight",
+        Sharding.ROW,
+        ("mlp.shared_expert.down_proj.weight", ("hidden", "shared_ffn")),
+    ),
+    layer_rule(
+        "mlp.shared_experts.gate_weight",
+        Sharding.REPLICATED,
+        ("mlp.shared_expert_gate.weight", ("one", "hidden")),
+    ),
+)
 
 
 def in_layers(rules: Iterable[Rule], layers: range | tuple[int, ...]) -> tuple[Rule, ...]:

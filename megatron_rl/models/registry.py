@@ -13,9 +13,10 @@ from megatron_rl.models.llama import LLAMA, MISTRAL
 from megatron_rl.models.qwen2 import QWEN2
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.models.qwen3 import QWEN3
+from megatron_rl.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from megatron_rl.models.qwen3_moe import QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (QWEN2, QWEN2_5_VL, QWEN3, QWEN3_MOE, LLAMA, MISTRAL)
+FAMILIES: tuple[Family, ...] = (QWEN2, QWEN2_5_VL, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, LLAMA, MISTRAL)
 
 
 def family_for(hf_config: HFConfig) -> Family:

@@ -28,6 +28,15 @@ DIM_FIELDS: Mapping[str, str] = {
     "expert_ffn": "moe_intermediate_size",
     "rank": "actor.lora.rank",  # of a recipe: see `lora`
     "labels": "num_labels",
+    "q_gate": "2 * num_attention_heads * head_dim",  # of attention with output gates: see `gated_delta`
+    "gd_key": "linear_num_key_heads * linear_key_head_dim",
+    "gd_value": "linear_num_value_heads * linear_value_head_dim",
+    "gd_mixed": "2 * linear_num_key_heads * linear_key_head_dim + linear_num_value_heads * linear_value_head_dim",
+    "gd_heads": "linear_num_value_heads",
+    "gd_head_dim": "linear_value_head_dim",
+    "gd_kernel": "linear_conv_kernel_dim",
+    "shared_ffn": "shared_expert_intermediate_size",
+    "one": "1",
     "v_hidden": "vision_config.hidden_size",
     "v_ffn": "vision_config.intermediate_size",
     "v_qkv": "3 * vision_config.hidden_size",
@@ -55,6 +64,7 @@ class Sharding(Enum):
     VOCAB = "vocab"  # embedding and output layer: dim 0, zero-padded at the end
     QKV = "qkv"  # query, key, value interleaved by KV group, then cut along dim 0
     GATED = "gated"  # gate and up projection: each cut along dim 0, a rank holds its gate rows, then its up rows
+    SECTIONS = "sections"  # several along dim 0, whole ones of each tensor: each cut, a rank holds its rows of all
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class Rule:
             experts all that a rank has, stacked; "": not known. `weights.layouts.EngineLayout` cuts it.
         layers: those that have it, by number; None: every layer.
         in_tower: it belongs to what stands in front of a decoder that reads images.
+        sections: of a `Sharding.SECTIONS` rule, in the order of its rows: name, and size as a symbol.
         buffer: the module has it as a buffer: it is loaded, saved and sent as a parameter is, and not trained.
     """
 
@@ -91,6 +102,7 @@ class Rule:
     layers: range | tuple[int, ...] | None = None
     buffer: bool = False
     in_tower: bool = False
+    sections: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def per_layer(self) -> bool:
@@ -143,14 +155,23 @@ _LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 def layer_rule(
-    megatron: str | tuple[str, ...], sharding: Sharding, *hf: tuple[str, tuple[str, ...]], engine: str = ""
+    megatron: str | tuple[str, ...],
+    sharding: Sharding,
+    *hf: tuple[str, tuple[str, ...]],
+    engine: str = "",
+    sections: tuple[tuple[str, str], ...] = (),
 ) -> Rule:
     """A rule inside a decoder layer; names are relative to it. `engine`: "" where vLLM has one tensor under its own name."""
     names = (megatron,) if isinstance(megatron, str) else megatron
     tensors = tuple(HFTensor(_HF + name, shape) for name, shape in hf)
     engine = engine or (hf[0][0] if len(hf) == 1 else "")
     return Rule(
-        tuple(_LAYER + name for name in names), tensors, sharding, Place.LAYER, engine=_HF + engine if engine else ""
+        tuple(_LAYER + name for name in names),
+        tensors,
+        sharding,
+        Place.LAYER,
+        engine=_HF + engine if engine else "",
+        sections=sections,
     )
 
 
@@ -192,7 +213,7 @@ def _range(size: int, rank: int, parts: int, what: str) -> tuple[int, int]:
     return rank * part, (rank + 1) * part
 
 
-def _qkv_range(dims: Dims, rank: int, tp: int) -> tuple[int, int]:
+def _qkv_range(rule: Rule, dims: Dims, rank: int, tp: int) -> tuple[int, int]:
     """Which of the interleaved rows [q of group 0, k 0, v 0, q of group 1, ...] shard `rank` holds.
 
     Megatron cuts them evenly, also where there are fewer KV groups than ranks: a shard may then start in the middle of a
@@ -207,27 +228,49 @@ def _qkv_range(dims: Dims, rank: int, tp: int) -> tuple[int, int]:
         )
     if heads % tp:
         raise ValueError(f"num_attention_heads = {heads} does not divide over {tp} tensor-parallel ranks")
-    rows = (heads + 2 * groups) * dims["head_dim"]
+    rows = (heads * _query_parts(rule, dims) + 2 * groups) * dims["head_dim"]
     return _range(rows, rank, tp, "(num_attention_heads + 2 num_key_value_heads) head_dim")
 
 
-def _qkv_slices(dims: Dims, rank: int, tp: int) -> list[Slice]:
-    """Rows of q, k and v in shard `rank`."""
-    low, high = _qkv_range(dims, rank, tp)
-    groups, unit = dims["kv_heads"], dims["head_dim"]
-    queries = dims["heads"] // groups * unit
+def _qkv_slices(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Slice]:
+    """Rows of q, k and v in shard `rank`; with output gates, q's are [query of head 0, its gate, query of head 1, ...], and
+    a group has all its queries, then all its gates."""
+    low, high = _qkv_range(rule, dims, rank, tp)
+    groups, unit, parts = dims["kv_heads"], dims["head_dim"], _query_parts(rule, dims)
+    heads = dims["heads"] // groups
     slices = []
-    for group in range(low // (queries + 2 * unit), groups):
-        at = group * (queries + 2 * unit)
+    for group in range(low // ((heads * parts + 2) * unit), groups):
+        at = group * (heads * parts + 2) * unit
         if at >= high:
             break
-        for tensor, rows in enumerate((queries, unit, unit)):
-            start, stop = max(low, at), min(high, at + rows)
+        rows = [
+            (0, (head * parts + part) * unit)
+            for part in range(parts)
+            for head in range(group * heads, (group + 1) * heads)
+        ]
+        for tensor, first in (*rows, (1, group * unit), (2, group * unit)):
+            start, stop = max(low, at), min(high, at + unit)
             if start < stop:
-                first = group * rows - at
-                slices.append(Slice(tensor, start + first, stop + first))
-            at += rows
+                slices.append(Slice(tensor, first + start - at, first + stop - at))
+            at += unit
     return _joined(slices)
+
+
+def _query_parts(rule: Rule, dims: Dims) -> int:
+    """2 where every query head has a gate beside it, else 1."""
+    return dims[rule.hf[0].shape[0]] // (dims["heads"] * dims["head_dim"])
+
+
+def _section_slices(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Slice]:
+    """A rank's rows of every section."""
+    slices, tensor, start = [], 0, 0
+    for _, symbol in rule.sections:
+        low, high = _range(dims[symbol], rank, tp, DIM_FIELDS[symbol])
+        slices.append(Slice(tensor, start + low, start + high))
+        start += dims[symbol]
+        if start == dims[rule.hf[tensor].shape[0]]:
+            tensor, start = tensor + 1, 0
+    return slices
 
 
 def _joined(pieces: Sequence[Slice]) -> list[Slice]:
@@ -252,7 +295,9 @@ def shard_slices(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Slice]:
     if rule.sharding is Sharding.REPLICATED:
         return [Slice(index, 0, size) for index in range(len(rule.hf))]
     if rule.sharding is Sharding.QKV:
-        return _qkv_slices(dims, rank, tp)
+        return _qkv_slices(rule, dims, rank, tp)
+    if rule.sharding is Sharding.SECTIONS:
+        return _section_slices(rule, dims, rank, tp)
     if rule.sharding is Sharding.VOCAB:
         low, high = _range(dims.get("padded_vocab", padded_vocab_size(size, tp)), rank, tp, "the padded vocabulary")
         return [Slice(0, low, min(high, size))] if low < size else []
@@ -266,7 +311,7 @@ def shard_shape(rule: Rule, dims: Dims, tp: int) -> tuple[int, ...]:
     if rule.sharding is Sharding.VOCAB:
         shape[0] = dims.get("padded_vocab", padded_vocab_size(shape[0], tp)) // tp
     elif rule.sharding is Sharding.QKV:
-        low, high = _qkv_range(dims, 0, tp)
+        low, high = _qkv_range(rule, dims, 0, tp)
         shape[0] = high - low
     else:
         shape[rule.dim] = sum(piece.length for piece in shard_slices(rule, dims, 0, tp))

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from megatron_rl.models.family import ModelDescription
+from megatron_rl.modules import gated_delta_layers
 from megatron_rl.modules.layers import PackedAttention, SequenceParallelRMSNorm
 from megatron_rl.modules.rotary import set_frequencies
 from megatron_rl.runtime import device
@@ -69,9 +70,10 @@ class ScalarHead(OutputLayer):
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The decoder block of one chunk: its layers, by `moe_layer_freq` dense or with experts, and the final norm."""
     transformer_engine = device.has_transformer_engine()
-    block = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
+    plain = gated_delta_layers.without(config)
+    block = get_gpt_decoder_block_spec(plain, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
     if transformer_engine:
-        return block
+        return gated_delta_layers.put_in(block, config, vp_stage)
     for spec in block.layer_specs:
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = SequenceParallelRMSNorm
@@ -79,4 +81,4 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
     block.layer_norm = SequenceParallelRMSNorm
-    return block
+    return gated_delta_layers.put_in(block, config, vp_stage)

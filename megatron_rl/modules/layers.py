@@ -74,34 +74,48 @@ def packed_attention(
 ) -> Tensor:
     """[t, heads, d] for packed queries [t, heads, d], keys and values [t, kv heads, d]; `offsets` int64 [sequences + 1].
 
-    Sequences of about the same length are laid out as [sequences, heads, length, d] for one fused call: the padding lies
-    after each sequence's last token, where a causal mask hides it.
+    The padding lies after each sequence's last token, where a causal mask hides it.
     """
-    lengths = offsets.diff().cpu()
-    padded = padded_lengths(lengths, longest)
-    sizes, counts = padded.unique(return_counts=True)
-    # Slot of every token in the padded layout, in which sequences follow one another by padded length.
-    order = padded.argsort(stable=True)
-    starts = torch.empty_like(padded)
-    starts[order] = padded[order].cumsum(0) - padded[order]
-    slots = torch.arange(query.shape[0], device=query.device) + (starts.to(offsets) - offsets[:-1]).repeat_interleave(
-        offsets.diff(), output_size=query.shape[0]
-    )
-    rows = (sizes * counts).tolist()
-
-    def pad(x: Tensor) -> list[Tensor]:
-        flat = x.new_zeros(sum(rows), *x.shape[1:]).index_copy(0, slots, x)
-        parts = zip(flat.split(rows), counts.tolist(), sizes.tolist(), strict=True)
-        return [part.view(count, size, *x.shape[1:]).transpose(1, 2) for part, count, size in parts]
-
+    padding = Padding(offsets, longest)
     gqa = query.shape[1] != key.shape[1]
     out = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-        .transpose(1, 2)
-        .flatten(0, 1)
-        for q, k, v in zip(pad(query), pad(key), pad(value), strict=True)
+        F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=scale, enable_gqa=gqa
+        ).transpose(1, 2)
+        for q, k, v in zip(padding.pad(query), padding.pad(key), padding.pad(value), strict=True)
     ]
-    return torch.cat(out).index_select(0, slots)
+    return padding.unpad(out)
+
+
+class Padding:
+    """Packed sequences as batches of about the same length, for one call each, and back.
+
+    `offsets`: int64 [sequences + 1], where each begins; `longest`: tokens that none is padded beyond.
+    """
+
+    def __init__(self, offsets: Tensor, longest: int) -> None:
+        padded = padded_lengths(offsets.diff().cpu(), longest)
+        sizes, counts = padded.unique(return_counts=True)
+        # Slot of every token in the padded layout, in which sequences follow one another by padded length.
+        order = padded.argsort(stable=True)
+        starts = torch.empty_like(padded)
+        starts[order] = padded[order].cumsum(0) - padded[order]
+        tokens = int(offsets[-1])
+        self.slots = torch.arange(tokens, device=offsets.device) + (
+            starts.to(offsets) - offsets[:-1]
+        ).repeat_interleave(offsets.diff(), output_size=tokens)
+        self.sizes, self.counts = sizes.tolist(), counts.tolist()
+
+    def pad(self, x: Tensor) -> list[Tensor]:
+        """[t, ...] as batches [sequences, length, ...], filled up with zeros after each sequence's end."""
+        rows = [size * count for size, count in zip(self.sizes, self.counts, strict=True)]
+        flat = x.new_zeros(sum(rows), *x.shape[1:]).index_copy(0, self.slots, x)
+        parts = zip(flat.split(rows), self.counts, self.sizes, strict=True)
+        return [part.view(count, size, *x.shape[1:]) for part, count, size in parts]
+
+    def unpad(self, batches: Sequence[Tensor]) -> Tensor:
+        """Batches as `pad` lays them out, packed again."""
+        return torch.cat([batch.flatten(0, 1) for batch in batches]).index_select(0, self.slots)
 
 
 def padded_lengths(lengths: Tensor, longest: int) -> Tensor:

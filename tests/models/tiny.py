@@ -9,6 +9,17 @@ import torch
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# Two value heads to a key head, and heads of different widths.
+GATED_DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rms_norm_eps": 1e-3,  # outputs of a layer may be nearly zero, and their norm would magnify rounding
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+OTHER_TYPES = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
 
 # name -> (transformers' config class, what is special)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,6 +43,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("MinistralConfig", {"sliding_window": 256, "max_position_embeddings": 256, "head_dim": 16}),
     "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe-unnormalised": ("Qwen3MoeConfig", {"head_dim": 16, "norm_topk_prob": False}),
+    "qwen3_5": ("Qwen3_5TextConfig", GATED_DELTA),
+    "qwen3_5-tied": ("Qwen3_5TextConfig", {**GATED_DELTA, "layer_types": OTHER_TYPES, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**GATED_DELTA, "shared_expert_intermediate_size": 40}),
 }
 VOCAB = 61  # odd: needs padding in every layout with tensor parallelism
 
@@ -52,7 +66,7 @@ def write(folder: Path, variant: str, seed: int = 0, **changes: Any) -> Path:
         "tie_word_embeddings": False,
         "dtype": "float32",
     }
-    if name == "Qwen3MoeConfig":
+    if "Moe" in name:
         sizes |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     config = getattr(transformers, name)(**{**sizes, **special, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -60,7 +74,8 @@ def write(folder: Path, variant: str, seed: int = 0, **changes: Any) -> Path:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in key else 0.2 * noise)
+            one = "norm" in key and not (name.startswith("Qwen3_5") and "linear_attn" not in key)  # else 1 + weight
+            parameter.copy_(1 + 0.3 * noise if one else (0.3 if "norm" in key else 0.2) * noise)
     model.save_pretrained(folder)
     return folder
 

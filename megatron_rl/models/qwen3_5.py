@@ -1,0 +1,151 @@
+"""Qwen3.5 and Qwen3.6, dense and with experts: the language model, three gated-delta layers before each attention layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_rl.models.attention import GroupedQuery
+from megatron_rl.models.experts import MOE, MOE_NORMS, SHARED_EXPERT, Experts
+from megatron_rl.models.family import DENSE_MLP, Family, ModelDescription, Settings, decoder_rules, describe_decoder
+from megatron_rl.models.gated_delta import GatedDelta, attention_rules
+from megatron_rl.models.hf_config import JSON, Fields, HFConfig
+from megatron_rl.models.rules import MLP_NORM, Rule
+
+_ROPE = ("rope_scaling", "rope_parameters")
+
+
+def _linear(fields: Fields, layers: int) -> list[bool]:
+    """Whether each layer is a gated-delta layer."""
+    every = fields.integer("full_attention_interval", 4)
+    default: list[JSON] = [
+        "full_attention" if number % every == 0 else "linear_attention" for number in range(1, layers + 1)
+    ]
+    types = fields.names("layer_types") or default
+    if len(types) != layers or {*types} - {"full_attention", "linear_attention"}:
+        fields.refuse("layer_types", types, f"{layers} layers must use full_attention or linear_attention")
+    return [kind == "linear_attention" for kind in types]
+
+
+def _decoder(config: HFConfig) -> tuple[HFConfig, float]:
+    """The fields as `describe_decoder` reads them, and the share of a head's dimensions that rotate.
+
+    Text has the same position on all three axes of `mrope_section`, whichever dimensions turn by which.
+    """
+    text = dict(config)
+    share: JSON = text.pop("partial_rotary_factor", None)
+    for name in _ROPE:
+        if isinstance(rope := text.get(name), dict):
+            share = rope.get("partial_rotary_factor", share)
+            left_out = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+            text[name] = {key: value for key, value in rope.items() if key not in left_out}
+    share = 0.25 if share is None else share
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(f"config.json: `partial_rotary_factor` = {share!r}, expected a number above 0, at most 1")
+    text.setdefault("intermediate_size", text.get("moe_intermediate_size"))
+    return text, share
+
+
+def _described(config: HFConfig, name: str) -> tuple[Fields, ModelDescription]:
+    text, share = _decoder(config)
+    fields = Fields(text, name)
+    dense = describe_decoder(fields, head_dim=256, qk_norm=True)
+    fields.only("attn_output_gate", True)
+    fields.only("mamba_ssm_dtype", "float32")  # of the engine's state
+    for unused in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
+        fields.get(unused)  # layers that predict further tokens are no part of the model that is trained
+    linear = _linear(fields, dense.dims["layers"])
+    assert isinstance(dense.attention, GroupedQuery)
+    attention = GatedDelta(
+        full=dense.attention,
+        layers=len(linear),
+        delta_layers=sum(linear),
+        key_heads=fields.integer("linear_num_key_heads", 16),
+        value_heads=fields.integer("linear_num_value_heads", 32),
+        key_dim=fields.integer("linear_key_head_dim", 128),
+        value_dim=fields.integer("linear_value_head_dim", 128),
+        kernel=fields.integer("linear_conv_kernel_dim", 4),
+    )
+    if attention.value_heads % attention.key_heads:
+        fields.refuse(
+            "linear_num_value_heads",
+            attention.value_heads,
+            f"a multiple of linear_num_key_heads = {attention.key_heads}",
+        )
+    settings: Settings = {
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(is_linear) for is_linear in linear],
+        "linear_conv_kernel_dim": attention.kernel,
+        "linear_key_head_dim": attention.key_dim,
+        "linear_value_head_dim": attention.value_dim,
+        "linear_num_key_heads": attention.key_heads,
+        "linear_num_value_heads": attention.value_heads,
+    }
+    return fields, replace(
+        dense,
+        dims={**dense.dims, **attention.dims},
+        transformer={**dense.transformer, **settings},
+        model={**dense.model, "rotary_percent": float(share)},
+        attention=attention,
+    )
+
+
+def _describe(config: HFConfig) -> ModelDescription:
+    fields, description = _described(config, "qwen3_5")
+    fields.finish()
+    return description
+
+
+def _describe_moe(config: HFConfig) -> ModelDescription:
+    fields, dense = _described(config, "qwen3_5_moe")
+    experts = Experts(
+        fields.integer("num_experts", 256),
+        fields.integer("num_experts_per_tok", 8),
+        fields.integer("moe_intermediate_size", 512),
+    )
+    shared = fields.integer("shared_expert_intermediate_size", 512)
+    if experts.top_k > experts.count:
+        raise ValueError(f"config.json: num_experts_per_tok = {experts.top_k}: the model has {experts.count} experts")
+    fields.only("norm_topk_prob", True)
+    fields.finish()
+    moe: Settings = {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_router_topk": experts.top_k,
+        # Softmax over the chosen experts alone is softmax over all, renormalised over the chosen.
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": True,
+    }
+    return replace(
+        dense,
+        dims={**dense.dims, **experts.dims, "shared_ffn": shared},
+        transformer={**dense.transformer, **moe},
+        experts=experts,
+    )
+
+
+def _rules(config: HFConfig, *feed_forward: Rule) -> tuple[Rule, ...]:
+    fields = Fields(config, "qwen3_5")
+    linear = _linear(fields, fields.integer("num_hidden_layers"))
+    return decoder_rules(attention_rules(linear), feed_forward)
+
+
+def _dense_rules(config: HFConfig) -> tuple[Rule, ...]:
+    return _rules(config, MLP_NORM, *DENSE_MLP)
+
+
+def _moe_rules(config: HFConfig) -> tuple[Rule, ...]:
+    return _rules(config, MOE_NORMS[1], *MOE, *SHARED_EXPERT)
+
+
+# Which layers have which attention is in config.json; without it, every fourth is a full one.
+_DEFAULT: HFConfig = {"num_hidden_layers": 4}
+QWEN3_5 = Family("qwen3_5", ("Qwen3_5ForCausalLM",), _dense_rules(_DEFAULT), _describe, rules_of=_dense_rules)
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe", ("Qwen3_5MoeForCausalLM",), _moe_rules(_DEFAULT), _describe_moe, rules_of=_moe_rules
+)
