@@ -13,12 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.actor import build, fp8_training
+from megatron_rl.actor import build, fp8_training, reference
 from megatron_rl.actor.build import learning_rate
 from megatron_rl.actor.head import VocabShard, log_probs_from_hidden
 from megatron_rl.actor.offload import ActorMemory
 from megatron_rl.actor.packing import MicroBatch, pack, planned
-from megatron_rl.actor.routing import Pass, as_chosen, expert_load, forget_expert_load, layer_routings
+from megatron_rl.actor.routing import (
+    Pass,
+    as_chosen,
+    expert_load,
+    forget_expert_load,
+    layer_routings,
+    update_biases,
+)
 from megatron_rl.actor.variance import GradientParts
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.actor import OptimizerConfig
@@ -35,7 +42,7 @@ from megatron_rl.seams.megatron import (
     return_hidden_states,
     tensors_of,
 )
-from megatron_rl.seams.transformer_engine import holding, keep_rounded
+from megatron_rl.seams.transformer_engine import keep_rounded
 from megatron_rl.weights.adapters import add_adapters, begin_pass, dropping, switched_off
 from megatron_rl.weights.check_shards import ShardProof
 from megatron_rl.weights.files import WeightSource
@@ -223,6 +230,7 @@ class Actor:
             grad_norm = self._step()
             if self._gathers_later and not more:
                 gather_weights(self.ddp_chunks)
+        update_biases(self._routings, self.model, self.config.moe.bias_update_rate)
         self.optimizer_steps += 1
         if not with_metrics:  # nor is what its tokens used the experts for
             forget_expert_load(self._routings)
@@ -358,29 +366,19 @@ class Actor:
     def keep_reference(self) -> None:
         """Makes the current weights the reference policy (trained ones in host memory); with adapters, the model without."""
         if self.adapters is None:
-            trained = ([(n, p) for n, p in chunk.named_parameters() if p.requires_grad] for chunk in self.chunks)
-            self.reference = [{name: p.detach().to("cpu", copy=True) for name, p in own} for own in trained]
+            self.reference = reference.copies(self.chunks)
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[None]:
         """While entered, the actor computes with the reference policy's weights."""
         if self.reference is None and self.adapters is None:
             raise RuntimeError("no reference policy was kept; call keep_reference() first")
-        current = []
-        with torch.no_grad():
-            for chunk, reference in zip(self.chunks, self.reference or (), strict=self.reference is not None):
-                for name, value in reference.items():
-                    parameter = chunk.get_parameter(name)
-                    current.append(holding(parameter))
-                    parameter.copy_(value)
         replays, self._replays = self._replays, False  # its router is another one
         try:
-            with switched_off(self.chunks):
+            with reference.in_place(self.chunks, self.reference), switched_off(self.chunks):
                 yield
         finally:
             self._replays = replays
-            for restore in current:
-                restore()
 
     # ------------------------------------------------------------------------------------------------ GPU memory
     def offload(self) -> None:

@@ -23,7 +23,7 @@ from megatron_rl.seams.megatron import (
     sum_gradients_undivided,
 )
 from megatron_rl.seams.megatron_cpu import install_rng_tracker, make_moe_importable
-from megatron_rl.seams.megatron_moe import forget_routing
+from megatron_rl.seams.megatron_moe import forget_routing, keep_biases_of_experts
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -75,7 +75,8 @@ def transformer_config(description: ModelDescription, actor: ActorConfig, dtype:
         masked_softmax_fusion=False,
         bias_activation_fusion=transformer_engine and activation == "silu",  # fused for SiLU only
         bias_dropout_fusion=transformer_engine,
-        apply_rope_fusion=transformer_engine,
+        # Of latent attention only YaRN's is fused, by a kernel of Megatron-Core's own that has not been tried.
+        apply_rope_fusion=transformer_engine and not issubclass(config_class, transformer.MLATransformerConfig),
         persist_layer_norm=False,
         **_recomputation(actor),
         **_mixture_of_experts(actor, transformer_engine),
@@ -147,6 +148,7 @@ def build_model(model: Model, actor: ActorConfig, dtype: torch.dtype) -> list[Ch
             reduce_gradients_of_experts(chunk)
             forget_routing(chunk)
         chunks.append(chunk.to(device=device.device(), dtype=dtype) if actor.fp8 is None else chunk.to(device.device()))
+        keep_biases_of_experts(chunks[-1])
     return chunks
 
 

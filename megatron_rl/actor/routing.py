@@ -10,16 +10,18 @@ gradient.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_rl.models import Model
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import Chunk, routers
 
+EXPERT_BIAS = "expert_bias"  # Megatron's buffer
 Chosen = dict[int, Tensor]  # layer, from 1 -> int16 [this rank's tokens, experts per token]
 
 
@@ -43,7 +45,9 @@ class LayerRouting:
 
     def __init__(self, layer: int, router: nn.Module, replay: bool) -> None:
         self.layer = layer
+        self.router = router
         self.load: Tensor | int = 0  # int64 [experts]: tokens that updates sent to each
+        self.step_load: Tensor | int = 0  # the same of this optimizer step
         self.given: Pass  # set before each forward pass
         self._now: Pass
         self._repeated: deque[Pass] = deque()
@@ -55,6 +59,7 @@ class LayerRouting:
     def reset(self) -> None:
         """Before each series of micro-batches: an update that failed may have left some."""
         self._repeated.clear()
+        self.step_load = 0
 
     def _enter(self, router: nn.Module, inputs: object) -> None:
         """A layer to be computed again runs without gradients first; backward passes come in the order of forward passes."""
@@ -81,7 +86,8 @@ class LayerRouting:
 
     def _count(self, router: nn.Module, inputs: object, output: tuple[Tensor, Tensor]) -> None:
         if torch.is_grad_enabled():  # once for each token of an update, also where the layer runs twice
-            self.load = self.load + (output[1] & self._now.counted[:, None]).sum(dim=0)
+            counts = (output[1] & self._now.counted[:, None]).sum(dim=0)
+            self.load, self.step_load = self.load + counts, self.step_load + counts
 
 
 def as_chosen(experts: np.ndarray, layer: int) -> Tensor:
@@ -96,11 +102,8 @@ def layer_routings(chunks: Sequence[Chunk], replay: bool) -> list[LayerRouting]:
 
 def expert_load(routings: Sequence[LayerRouting], layers: Sequence[int], experts: int) -> dict[str, float]:
     """Metrics of how evenly the updates since the last call used the experts of these layers; every rank calls it."""
-    counts = torch.zeros(len(layers), experts, dtype=torch.int64, device=device.device())
-    for routing in routings:
-        counts[layers.index(routing.layer - 1)] = routing.load
+    counts = _over_ranks({routing.layer - 1: routing.load for routing in routings}, layers, experts)
     forget_expert_load(routings)
-    torch.distributed.all_reduce(counts)
     busiest = counts.amax(dim=1) / counts.double().mean(dim=1)
     return {"experts/load": float(busiest.mean()), "experts/load_max": float(busiest.max())}
 
@@ -108,3 +111,33 @@ def expert_load(routings: Sequence[LayerRouting], layers: Sequence[int], experts
 def forget_expert_load(routings: Sequence[LayerRouting]) -> None:
     for routing in routings:
         routing.load = 0
+
+
+def is_bias(name: str) -> bool:
+    """Whether a tensor of a chunk is the biases by which a router chooses experts: a buffer, which updates may change."""
+    return name.endswith(f".{EXPERT_BIAS}")
+
+
+def update_biases(routings: Sequence[LayerRouting], model: Model, rate: float) -> None:
+    """After an optimizer step: moves each bias by `rate`, up where fewer of the step's tokens went than to the mean expert,
+    down where more. Nothing at rate 0.
+
+    Wang et al. 2024, Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, algorithm 1. The tokens are those
+    that predict a scored one, over all micro-batches and ranks, so no layout and no padding changes it; every rank calls it.
+    """
+    if not rate:
+        return
+    layers, experts = sorted(model.expert_layers), model.expert_count
+    counts = _over_ranks({routing.layer - 1: routing.step_load for routing in routings}, layers, experts)
+    for routing in routings:
+        load = counts[layers.index(routing.layer - 1)]
+        routing.router.get_buffer(EXPERT_BIAS).add_((load.sum() - experts * load).sign(), alpha=rate)
+
+
+def _over_ranks(loads: Mapping[int, Tensor | int], layers: Sequence[int], experts: int) -> Tensor:
+    """int64 [layers, experts]: this rank's loads by layer, added to those of the others."""
+    counts = torch.zeros(len(layers), experts, dtype=torch.int64, device=device.device())
+    for layer, load in loads.items():
+        counts[layers.index(layer)] = load
+    torch.distributed.all_reduce(counts)
+    return counts

@@ -100,6 +100,11 @@ class MoEConfig(Section):
         "chose when the old log-probs were computed, whatever it says since; `rollout`: to those that the engine chose, for "
         "the old log-probs too",
     )
+    bias_update_rate: Annotated[float, Field(ge=0, le=1)] = key(
+        0.0,
+        "how much every update moves the biases by which a router chooses experts (DeepSeek-V3's, GLM-4.5's): up where fewer "
+        "of its tokens went than to the mean expert, down where more; 0: they stay",
+    )
 
 
 @dataclass

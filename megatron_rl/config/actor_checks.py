@@ -151,6 +151,11 @@ def check_actor_model(config: Config, model: Model) -> Iterator[str]:
         yield f"`actor.moe.routing_replay={actor.moe.routing_replay}` is for experts, and the model has none; set it to none"
     if actor.moe.dispatcher == "deepep" and not experts:
         yield "`actor.moe.dispatcher=deepep` is for experts, and the model has none; set it to alltoall"
+    if actor.moe.bias_update_rate:
+        if not model.has_expert_biases:
+            yield "`actor.moe.bias_update_rate` is for routers with biases, and the model has none; set it to 0"
+        elif actor.lora is not None:
+            yield "`actor.moe.bias_update_rate` changes what `actor.lora` leaves as it is: the model itself; set it to 0"
     most = dims["layers"] // actor.parallel.pipeline
     if actor.fp8 is not None and actor.fp8.bf16_ends > most:
         yield (

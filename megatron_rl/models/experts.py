@@ -56,19 +56,22 @@ def in_layers(rules: Iterable[Rule], layers: range | tuple[int, ...]) -> tuple[R
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer: `count` gated feed-forwards of `ffn` numbers, of which a token goes to `top_k`."""
+    """The experts of a layer: `count` gated feed-forwards of `ffn` numbers, of which a token goes to `top_k`; and, where
+    `shared` is not 0, one of that many numbers that all tokens go to."""
 
     count: int
     top_k: int
     ffn: int
+    shared: int = 0
 
     @property
     def dims(self) -> dict[str, int]:
-        """Sizes by the symbols of `MOE`."""
-        return {"experts": self.count, "expert_ffn": self.ffn}
+        """Sizes by the symbols of its rules."""
+        sizes = {"experts": self.count, "expert_ffn": self.ffn}
+        return {**sizes, "shared_ffn": self.shared} if self.shared else sizes
 
     def numbers(self, hidden: int) -> int:
-        """Numbers in the matrices of a layer."""
+        """Numbers in the matrices of a layer, without the shared ones."""
         return 3 * self.count * self.ffn * hidden
 
     def touched(self, tokens: float) -> float:

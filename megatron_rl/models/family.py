@@ -56,6 +56,7 @@ class ModelDescription:
         rope: how its queries and keys turn with their position.
         experts: None: every feed-forward is dense.
         vision: None: it reads text only.
+        predictors: layers behind the decoder's in a model's files, which predict further tokens and are not read.
     """
 
     dims: Dims
@@ -65,6 +66,7 @@ class ModelDescription:
     rope: Rope
     experts: Experts | None = None
     vision: Vision | None = None
+    predictors: int = 0
 
     @property
     def tied(self) -> bool:
@@ -162,6 +164,16 @@ class Model:
         """The rules that it has weights for: all, without the output layer where it is tied."""
         return tuple(rule for rule in self.family.rules if not (rule.is_output and self.description.tied))
 
+    @property
+    def has_expert_biases(self) -> bool:
+        """Whether its routers choose experts by scores with a bias for each."""
+        return bool(self.description.transformer.get("moe_router_enable_expert_bias"))
+
+    def is_skipped(self, name: str) -> bool:
+        """Whether a tensor in the model's files belongs to layers behind the decoder's, which predict further tokens."""
+        first = self.dims["layers"]
+        return any(name.startswith(f"model.layers.{first + number}.") for number in range(self.description.predictors))
+
     def weights(self) -> Iterator[Rule]:
         """Every parameter and mapped buffer in file order, names filled in; a tied output layer is left out."""
         return (rule for rule, _, _ in self.numbered())
@@ -226,6 +238,7 @@ def describe_decoder(
     qkv_bias: bool = False,
     activation: str = "silu",
     tied: bool = False,
+    rotary_share: float | None = None,
 ) -> ModelDescription:
     """The config mapping of Llama-like decoders. The caller reads its family's own fields and calls `fields.finish`.
 
@@ -235,6 +248,7 @@ def describe_decoder(
         qkv_bias: the query, key and value projections have a bias.
         activation: of the gated feed-forward, as config.json names it.
         tied: whether the output layer is the embedding where config.json does not say.
+        rotary_share: of a head's dimensions that turn, see `rope.read_rope`.
     """
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     layers, ffn = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
@@ -247,7 +261,7 @@ def describe_decoder(
     fields.only("mlp_bias", False)
     if fields.get("quantization_config"):
         fields.refuse("quantization_config", "...", "the weights must be those of the unquantised model")
-    attention, rope = GroupedQuery(heads, kv_heads, head_dim, qk_norm), read_rope(fields, max_positions)
+    attention, rope = GroupedQuery(heads, kv_heads, head_dim, qk_norm), read_rope(fields, max_positions, rotary_share)
     dims = {
         "layers": layers,
         "vocab": vocab,

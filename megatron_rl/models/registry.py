@@ -7,7 +7,9 @@ from dataclasses import replace
 from megatron_rl.models import qwen2_5_vl, qwen3, qwen3_moe
 from megatron_rl.models.classifier import classifier
 from megatron_rl.models.created import Sizes
+from megatron_rl.models.deepseek_v3 import DEEPSEEK_V3
 from megatron_rl.models.family import Family, Model
+from megatron_rl.models.glm4_moe import GLM4_MOE
 from megatron_rl.models.hf_config import JSON, HFConfig
 from megatron_rl.models.llama import LLAMA, MISTRAL
 from megatron_rl.models.qwen2 import QWEN2
@@ -16,7 +18,18 @@ from megatron_rl.models.qwen3 import QWEN3
 from megatron_rl.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from megatron_rl.models.qwen3_moe import QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (QWEN2, QWEN2_5_VL, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, LLAMA, MISTRAL)
+FAMILIES: tuple[Family, ...] = (
+    QWEN2,
+    QWEN2_5_VL,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    LLAMA,
+    MISTRAL,
+    DEEPSEEK_V3,
+    GLM4_MOE,
+)
 
 
 def family_for(hf_config: HFConfig) -> Family:

@@ -26,6 +26,12 @@ DIM_FIELDS: Mapping[str, str] = {
     "ffn": "intermediate_size",
     "experts": "num_experts",
     "expert_ffn": "moe_intermediate_size",
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "q_up": "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)",
+    "kv_down": "kv_lora_rank + qk_rope_head_dim",
+    "kv_up": "num_attention_heads * (qk_nope_head_dim + v_head_dim)",
+    "values": "num_attention_heads * v_head_dim",
     "rank": "actor.lora.rank",  # of a recipe: see `lora`
     "labels": "num_labels",
     "q_gate": "2 * num_attention_heads * head_dim",  # of attention with output gates: see `gated_delta`
@@ -35,7 +41,7 @@ DIM_FIELDS: Mapping[str, str] = {
     "gd_heads": "linear_num_value_heads",
     "gd_head_dim": "linear_value_head_dim",
     "gd_kernel": "linear_conv_kernel_dim",
-    "shared_ffn": "shared_expert_intermediate_size",
+    "shared_ffn": "shared_expert_intermediate_size, or n_shared_experts * moe_intermediate_size",
     "one": "1",
     "v_hidden": "vision_config.hidden_size",
     "v_ffn": "vision_config.intermediate_size",
@@ -59,6 +65,7 @@ class Sharding(Enum):
     """How a parameter is cut over tensor-parallel ranks."""
 
     REPLICATED = "replicated"  # whole on every rank
+    DUPLICATED = "duplicated"  # the same, of a matrix of attention
     COLUMN = "column"  # column-parallel linear: output rows, dim 0
     ROW = "row"  # row-parallel linear: input columns, dim 1
     VOCAB = "vocab"  # embedding and output layer: dim 0, zero-padded at the end
@@ -129,6 +136,11 @@ class Rule:
     def is_projection(self) -> bool:
         """Whether it is a matrix of attention, feed-forward or experts: what FP8 products read."""
         return self.sharding not in (Sharding.REPLICATED, Sharding.VOCAB) and len(self.hf[0].shape) == 2
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tensor-parallel ranks have parts of it."""
+        return self.sharding not in (Sharding.REPLICATED, Sharding.DUPLICATED)
 
     @property
     def dim(self) -> int:
@@ -292,7 +304,7 @@ def shard_slices(rule: Rule, dims: Dims, rank: int, tp: int) -> list[Slice]:
     tensor = rule.hf[0]
     size = dims[tensor.shape[rule.dim]]
     field = DIM_FIELDS[tensor.shape[rule.dim]]
-    if rule.sharding is Sharding.REPLICATED:
+    if not rule.is_cut:
         return [Slice(index, 0, size) for index in range(len(rule.hf))]
     if rule.sharding is Sharding.QKV:
         return _qkv_slices(rule, dims, rank, tp)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_rl.models.family import ModelDescription
 from megatron_rl.modules import gated_delta_layers
+from megatron_rl.modules.latent import LatentAttention
 from megatron_rl.modules.layers import PackedAttention, SequenceParallelRMSNorm
 from megatron_rl.modules.rotary import set_frequencies
 from megatron_rl.runtime import device
@@ -48,7 +49,8 @@ def build(
         vp_stage=vp_stage,
         **(description.model | {"vocab_size": vocab_size}),
     )
-    set_frequencies(chunk.get_submodule("rotary_pos_emb"), description.rope, config.kv_channels)
+    if not config.multi_latent_attention:  # which has its own rotary embedding, with YaRN
+        set_frequencies(chunk.get_submodule("rotary_pos_emb"), description.rope, config.kv_channels)
     if "labels" in description.dims and chunk.post_process:  # a reward model
         chunk.output_layer = ScalarHead(config.hidden_size)
     return chunk
@@ -78,7 +80,10 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = SequenceParallelRMSNorm
         attention.core_attention = PackedAttention
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            layer.self_attention.module = LatentAttention
+            attention.q_layernorm = attention.kv_layernorm = SequenceParallelRMSNorm
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
     block.layer_norm = SequenceParallelRMSNorm
     return gated_delta_layers.put_in(block, config, vp_stage)

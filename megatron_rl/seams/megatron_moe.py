@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron_rl.seams import check_parameters
-from megatron_rl.seams.megatron import Chunk
+from megatron_rl.seams.megatron import Chunk, routers
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
+
+BIAS, FROZEN = "expert_bias", "frozen_expert_bias"  # of a router: the buffer, and what `finalize_model_grads` asks
 
 
 def forget_routing(chunk: Chunk) -> None:
@@ -36,3 +38,15 @@ def forget_routing(chunk: Chunk) -> None:
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             module.postprocess = drop_after(module)
+
+
+def keep_biases_of_experts(chunk: Chunk) -> None:
+    """Makes each router's bias float32, whatever the weights are, and leaves it to us to change it.
+
+    Megatron-Core makes it so in the first forward pass, when a bias that was loaded before has lost digits. It would change
+    the biases in `finalize_model_grads`, also where the step fails afterwards, by counts that include tokens of padding.
+    """
+    for _, router in routers(chunk):
+        if router.enable_expert_bias:
+            router.register_buffer(BIAS, router.get_buffer(BIAS).float())
+            setattr(router, FROZEN, True)

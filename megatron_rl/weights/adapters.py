@@ -85,7 +85,7 @@ class Adapter(nn.Module):
         """With the attributes by which Megatron-Core sums gradients and their norm."""
         from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
-        cut = rule.sharding is not Sharding.REPLICATED
+        cut = rule.is_cut
         set_tensor_model_parallel_attributes(parameter, cut or self.per_expert, rule.dim, 1)
         marks = cast(Tensor, parameter)
         marks.allreduce = getattr(base, "allreduce", True)  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ class Adapter(nn.Module):
             copy = parallel_state.get_expert_data_parallel_rank()
         for held in self.held.values():
             for name, rule in zip(held.names, held.rules, strict=True):
-                cut = rule.sharding is not Sharding.REPLICATED and not self.per_expert
+                cut = rule.is_cut and not self.per_expert
                 place = [(rule.dim, tp.rank, tp.size)] if cut else []
                 replica = (0, 0 if cut or self.per_expert else tp.rank, copy)
                 key, parameter = rule.hf[0].name, self.get_parameter(name)

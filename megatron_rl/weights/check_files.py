@@ -16,7 +16,7 @@ _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 def check_names(files: WeightSource, model: Model) -> None:
     """Refuse a folder that lacks a tensor of the model or holds one that the model has no place for."""
     expected = {tensor.name for rule in model.weights() for tensor in rule.hf}
-    found = {name for name in files.names() if not _BUFFERS.fullmatch(name)}
+    found = {name for name in files.names() if not (_BUFFERS.fullmatch(name) or model.is_skipped(name))}
     if model.description.tied:
         found -= {tensor.name for tensor in model.family.output.hf}
     for problem, names in (("lacks", expected - found), ("holds unexpected", found - expected)):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_rl.models.family import Family, Model
 from megatron_rl.models.hf_config import HFConfig
-from megatron_rl.models.rules import Dims, Rule, Sharding, shard_slices
+from megatron_rl.models.rules import Dims, Rule, shard_slices
 from megatron_rl.weights.adapters import merged
 from megatron_rl.weights.inventory import Key, LocalWeight, local_experts, local_weights, split_axis
 from megatron_rl.weights.layouts import layers_of
@@ -107,7 +107,7 @@ def _buckets(tasks: Sequence[_Task], parallel: ParallelGroups, limit: int) -> It
     size = 0
     for task in tasks:
         copies = split_axis(task.rule, parallel).size * (parallel.ep.size if task.rule.per_expert else 1)
-        full = task.nbytes * (1 if task.rule.sharding is Sharding.REPLICATED else copies)
+        full = task.nbytes * (copies if task.rule.is_cut else 1)
         if bucket and size + full > limit:
             yield bucket
             bucket, size = [], 0
@@ -128,10 +128,10 @@ def _gather(
     classes = (
         ([task for task in bucket if task.rule.per_expert], (parallel.expert_tp, parallel.ep)),
         (
-            [task for task in bucket if not task.rule.per_expert and task.rule.sharding is not Sharding.REPLICATED],
+            [task for task in bucket if not task.rule.per_expert and task.rule.is_cut],
             (parallel.tp,),
         ),
-        ([task for task in bucket if not task.rule.per_expert and task.rule.sharding is Sharding.REPLICATED], ()),
+        ([task for task in bucket if not task.rule.per_expert and not task.rule.is_cut], ()),
     )
     for tasks, axes in classes:
         if all(axis.size == 1 for axis in (*axes, parallel.pp)):
@@ -188,7 +188,7 @@ def merge_shards(rule: Rule, shards: Sequence[Tensor], dims: Dims) -> dict[str, 
 
     A tensor that is one whole shard comes back as a view of it, anything else as new memory.
     """
-    if rule.sharding is Sharding.REPLICATED and len(rule.hf) == 1:
+    if not rule.is_cut and len(rule.hf) == 1:
         return {rule.hf[0].name: shards[0]}
     pieces = [shard_slices(rule, dims, rank, len(shards)) for rank in range(len(shards))]
     if len(shards) == 1 and len(rule.hf) == 1:

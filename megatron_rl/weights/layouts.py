@@ -141,7 +141,7 @@ class ActorLayout:
     def cells(self, rule: Rule) -> int:
         if rule.per_expert:
             return self.expert * self.expert_tensor
-        return 1 if rule.sharding is Sharding.REPLICATED else self.tensor
+        return self.tensor if rule.is_cut else 1
 
     def pieces(self, model: Model, rule: Rule, cell: int) -> tuple[Piece, ...]:
         """Slices that the ranks r of a stage with r % cells = cell have of a rule, in the order of their parameter."""

@@ -46,10 +46,13 @@ class Layout:
     given: bool = False  # experts of all tokens, as an engine would give them
     dropped: bool = False  # a fault: the last token of one response counts for nothing
     images: bool = False  # a model with a vision tower, and prompts with images
+    variant: str = ""  # of `tiny`'s: latent attention, or biases by which experts are chosen, which updates move
     actor: dict[str, Any] = field(default_factory=dict)  # further keys of the recipe's `actor`
 
     @property
     def model(self) -> str:
+        if self.variant:
+            return f"model-{self.variant}"
         return "model-experts" if self.experts else "model-images" if self.images else f"model-{self.tied}"
 
 
@@ -59,6 +62,8 @@ def make_models(root: Path) -> None:
         create_model(root / f"model-{tied}", shape, seed=5)
     (root / "model-experts").mkdir()
     tiny.write(root / "model-experts", "qwen3_moe")
+    for variant in ("deepseek_v3", "glm4_moe"):
+        tiny.write(root / f"model-{variant}", variant)
     seeing.write(root / "model-images", tied=True)
 
 
@@ -129,6 +134,7 @@ def _run(root: Path, layout: Layout) -> dict[str, Any] | None:
     config.actor.optimizer = OptimizerConfig(**{**vars(LINEAR_ADAM), "distributed": layout.distributed})
     config.actor.tokens_per_microbatch = layout.tokens_per_microbatch
     config.actor.moe.routing_replay = "rollout" if layout.given else "old_log_probs" if layout.replay else "none"
+    config.actor.moe.bias_update_rate = 0.01 if layout.variant else 0.0
     for key, value in layout.actor.items():
         setattr(config.actor, key, value)
     config.actor.logits_mib = 1

@@ -28,6 +28,7 @@ CORRECTED = {
 ALONE = [Layout("alone", modes=MODES), Layout("alone corrected", section=CORRECTED), Layout("alone tied", tied=True)]
 ALONE += [Layout("alone experts", experts=True), Layout("alone replayed", experts=True, replay=True)]
 ALONE += [Layout("alone given", experts=True, given=True), Layout("alone images", images=True)]
+ALONE += [Layout(f"alone {variant}", variant=variant) for variant in ("deepseek_v3", "glm4_moe")]
 ALONE += [Layout("a token dropped", dropped=True)]
 ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", tokens_per_microbatch=52)]
 SELECTIVE, FULL, OVERLAP = {"recompute": "selective"}, {"recompute": "full"}, {"overlap": True}
@@ -41,6 +42,8 @@ ONE += [
     Layout("recompute full, images", images=True, actor=FULL),
     Layout("recompute full, replayed", experts=True, replay=True, actor=FULL),
     Layout("recompute full", actor=FULL),
+    Layout("latents, recompute full", variant="deepseek_v3", actor=FULL),
+    Layout("latents, one micro-batch", variant="deepseek_v3", tokens_per_microbatch=4096),
     Layout("recompute two layers", actor={**FULL, "recompute_layers": 2}),
 ]
 TWO = [
@@ -86,6 +89,11 @@ TWO = [
     Layout("PP 2 tied", pipeline=2, tied=True),
     Layout("PP 2 virtual 3", pipeline=2, virtual=3),
     Layout("PP 2 virtual 2 uneven", pipeline=2, virtual=2),  # chunks of 1, 2, 2 and 1 layers
+    Layout("TP 2 EP 2 latents", tensor=2, sequence=True, expert=2, variant="deepseek_v3"),
+    Layout("PP 2 virtual 2 latents", pipeline=2, virtual=2, variant="deepseek_v3"),
+    Layout("CP 2 latents", context=2, variant="deepseek_v3"),
+    Layout("DP 2 latents", variant="deepseek_v3"),
+    Layout("TP 2 biases", tensor=2, sequence=True, variant="glm4_moe"),
     Layout("PP 2 virtual 3 corrected", pipeline=2, virtual=3, section=CORRECTED),
 ]
 FOUR = [
@@ -101,6 +109,7 @@ FOUR = [
     Layout("TP 2 DP 2 EP 2", tensor=2, sequence=True, experts=True, expert=2),
     Layout("TP 2 DP 2 EP 4", tensor=2, sequence=True, experts=True, expert=4),
     Layout("TP 2 PP 2 EP 2", tensor=2, pipeline=2, sequence=True, experts=True, expert=2),
+    Layout("TP 2 PP 2 EP 2 latents", tensor=2, pipeline=2, sequence=True, expert=2, variant="deepseek_v3"),
     Layout("TP 2 CP 2 EP 4", tensor=2, context=2, sequence=True, experts=True, expert=4),
 ]
 
@@ -131,6 +140,7 @@ def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> 
     results, start = _load(root, layout.name), _start(root, layout.model)
     names = {
         " corrected": bool(layout.section),
+        f" {layout.variant}": bool(layout.variant),
         " tied": layout.tied,
         " replayed": layout.replay,
         " given": layout.given,

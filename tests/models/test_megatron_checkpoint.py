@@ -65,8 +65,9 @@ def save(chunks: list[nn.Module], folder: Path, **arguments: Any) -> Path:
 
 def assert_same_parameters(found: list[nn.Module], expected: list[nn.Module]) -> None:
     for ours, theirs in zip(found, expected, strict=True):
-        values = dict(theirs.named_parameters())
-        for name, parameter in ours.named_parameters():
+        biases = [pair for pair in ours.named_buffers() if pair[0].endswith("expert_bias")]
+        values = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+        for name, parameter in (*ours.named_parameters(), *biases):
             assert torch.equal(parameter, values[name]), name
 
 
@@ -78,10 +79,10 @@ def assert_same_files(found: Path, expected: Path) -> None:
         assert torch.equal(a.read(name, 0, 0, rows), b.read(name, 0, 0, rows)), name
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3-tied", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3-tied", "llama", "qwen3_moe", "deepseek_v3", "glm4_moe"])
 def test_megatron_loads_a_conversion_for_any_layout(tmp_path: Path, parallel: ParallelGroups, variant: str) -> None:
     source = tiny.write(tmp_path / "source", variant, num_hidden_layers=2)
-    layout = Layout(2, 2, 4 if "moe" in variant else 1)
+    layout = Layout(2, 2, 4 if "moe" in variant or "deepseek" in variant else 1)
     converted = convert(ToMegatron(source, layout), tmp_path / "megatron")
     chunks = empty_model(source, parallel)
     load(chunks, converted)
@@ -100,6 +101,7 @@ def test_a_model_starts_from_a_conversion_as_from_its_source(tmp_path: Path, par
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "stacked": ("qwen2-tied", {}),
     "stacked experts": ("qwen3_moe", {}),
+    "mixed layers, latent attention": ("deepseek_v3", {}),
     "prefix": ("llama", {"prefix": "module.model."}),
     "layer by layer": ("qwen3", {"metadata": {"non_homogeneous_layers": True}}),
     "expert by expert": ("qwen3_moe", {"metadata": {"singleton_local_shards": True}}),
@@ -130,7 +132,13 @@ def _there_and_back(
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("variant", "axes"),
-    [("qwen2-tied", (2, 1, 1)), ("qwen3", (1, 2, 1)), ("qwen3_moe", (1, 1, 2)), ("llama", (4, 1, 1))],
+    [
+        ("qwen2-tied", (2, 1, 1)),
+        ("qwen3", (1, 2, 1)),
+        ("qwen3_moe", (1, 1, 2)),
+        ("deepseek_v3", (2, 2, 1)),
+        ("llama", (4, 1, 1)),
+    ],
 )
 def test_ranks_of_a_layout_load_and_save(tmp_path: Path, variant: str, axes: tuple[int, int, int]) -> None:
     """Cut for another layout than it is loaded at; llama has 2 key/value heads and 4 tensor-parallel ranks."""

@@ -47,6 +47,47 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5-tied": ("Qwen3_5TextConfig", {**GATED_DELTA, "layer_types": OTHER_TYPES, "tie_word_embeddings": True}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**GATED_DELTA, "shared_expert_intermediate_size": 40}),
 }
+LATENTS = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    # Not in transformers' configuration, but in the published files, and vLLM reads them.
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+GROUPED = {
+    "n_routed_experts": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+VARIANTS |= {
+    "deepseek_v3": ("DeepseekV3Config", {**LATENTS, **GROUPED}),
+    "deepseek_v3-yarn": (
+        "DeepseekV3Config",
+        {
+            **LATENTS,
+            **GROUPED,
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.0},
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+}
+VARIANTS |= {
+    "glm4_moe": ("Glm4MoeConfig", {**GROUPED, "head_dim": 16, "attention_bias": True}),
+    "glm4_moe-norms": (
+        "Glm4MoeConfig",
+        {**GROUPED, "head_dim": 16, "use_qk_norm": True, "n_group": 1, "topk_group": 1, "partial_rotary_factor": 0.25},
+    ),
+}
 VOCAB = 61  # odd: needs padding in every layout with tensor parallelism
 
 
@@ -66,7 +107,7 @@ def write(folder: Path, variant: str, seed: int = 0, **changes: Any) -> Path:
         "tie_word_embeddings": False,
         "dtype": "float32",
     }
-    if "Moe" in name:
+    if "Moe" in name and not name.startswith("Glm"):
         sizes |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     config = getattr(transformers, name)(**{**sizes, **special, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -76,6 +117,9 @@ def write(folder: Path, variant: str, seed: int = 0, **changes: Any) -> Path:
             noise = torch.randn(parameter.shape, generator=generator)
             one = "norm" in key and not (name.startswith("Qwen3_5") and "linear_attn" not in key)  # else 1 + weight
             parameter.copy_(1 + 0.3 * noise if one else (0.3 if "norm" in key else 0.2) * noise)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):  # as large as the differences between scores
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     return folder
 

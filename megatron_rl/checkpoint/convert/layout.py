@@ -145,7 +145,7 @@ def chunks(model: Model, layout: Layout) -> Iterator[TensorChunk]:
         rank = -1 if expert is None else expert // per_rank
         name, also = global_name(rule, apart), aliases(rule, apart)
         shape, tp = shard_shape(rule, dims, 1), layout.tensor_of(rule)
-        for tp_rank in range(1 if rule.sharding is Sharding.REPLICATED else tp):
+        for tp_rank in range(tp if rule.is_cut else 1):
             slices = shard_slices(rule, dims, tp_rank, tp)
             if rule.sharding is Sharding.GATED:  # gate rows and up rows of a rank lie apart in the global tensor
                 ranges: list[tuple[int, int, tuple[Slice, ...]]] = [
@@ -153,7 +153,7 @@ def chunks(model: Model, layout: Layout) -> Iterator[TensorChunk]:
                 ]
             else:
                 length = shard_shape(rule, dims, tp)[rule.dim]
-                ranges = [(tp_rank * length if rule.sharding is not Sharding.REPLICATED else 0, length, tuple(slices))]
+                ranges = [(tp_rank * length if rule.is_cut else 0, length, tuple(slices))]
             for first, length, own in ranges:
                 start, size = [0] * len(shape), list(shape)
                 start[rule.dim], size[rule.dim] = first, length
