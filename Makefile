@@ -1,6 +1,7 @@
 # make train: the quick start. make test: lint, types and tests. make fuzz: odd input for longer.
 # make test-other-cpus: tests with the kernels that CPUs without AVX-512 and without AVX2 take.
 # make docs: the documentation as a site. make check-docs: runs the commands that its pages show.
+# make newest: the tests of what depends on other libraries' insides, with the newest of each. ARGS="--only together".
 # make setup-gpu: .venv on a GPU node, for CUDA 13, with Transformer Engine.
 # make gpu-lock: what it installs, resolved anew from requirements/gpu.in. make check-gpu-set: all of that, tried without a card.
 # All others but docs set up .venv first, once, and again when the requirements change. make launch-setup: .venv-launch for `megatron-rl launch`.
@@ -39,7 +40,7 @@ COMPILE := python -W ignore -m compileall -qq -j 0
 NOT_IMPORTED := '/(tests|pip|mypy|mypyc|anthropic|numba|openai/resources|sympy/physics|pygments/lexers)/|$\
 transformers/models/(?!auto/).*/(modeling|modular|convert|image|video|feature|processing)'
 
-.PHONY: setup setup-gpu gpu-packages transformer-engine gpu-lock check-gpu-set launch-setup eval-setup te-setup train test test-other-cpus fuzz lint bench bench-peers docs check-docs clean
+.PHONY: setup setup-gpu gpu-packages transformer-engine gpu-lock check-gpu-set launch-setup eval-setup te-setup train test test-other-cpus newest fuzz lint bench bench-peers docs check-docs clean
 
 setup: $(STAMP)
 
@@ -166,6 +167,9 @@ test-other-cpus: setup te-setup
 	@failed=0; for kernels in $(CPUS); do echo "$$kernels"; \
 		env $$(echo $$kernels | tr , ' ') PYTHONPATH=$(CURDIR)/tests/other_cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
 		$(or $(ARGS),-n 2 --dist loadscope --no-loadscope-reorder $(NUMERIC)) || failed=1; done; exit $$failed
+
+newest: setup te-setup
+	@$(BIN)/python -m tools.newest $(ARGS)
 
 # Every module of tests/fuzz with a main part: recipes, completions, checkpoints, ... FUZZ=recipes picks one.
 FUZZ_SECONDS ?= 60

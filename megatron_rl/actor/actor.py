@@ -38,7 +38,6 @@ from megatron_rl.seams.megatron import (
     Chunk,
     Optimizer,
     clip_gradients,
-    gather_weights,
     return_hidden_states,
     tensors_of,
 )
@@ -229,7 +228,8 @@ class Actor:
         with device.megatron():
             grad_norm = self._step()
             if self._gathers_later and not more:
-                gather_weights(self.ddp_chunks)
+                for chunk in self.ddp_chunks:
+                    chunk.start_param_sync(force_sync=True)
         update_biases(self._routings, self.model, self.config.moe.bias_update_rate)
         self.optimizer_steps += 1
         if not with_metrics:  # nor is what its tokens used the experts for

@@ -19,10 +19,9 @@ from megatron_rl.seams.megatron import (
     Optimizer,
     allow_fused_accumulation,
     initialize_adam,
-    reduce_gradients_of_experts,
     sum_gradients_undivided,
 )
-from megatron_rl.seams.megatron_cpu import install_rng_tracker, make_moe_importable
+from megatron_rl.seams.megatron_cpu import install_rng_tracker
 from megatron_rl.seams.megatron_moe import forget_routing, keep_biases_of_experts
 
 if TYPE_CHECKING:
@@ -135,7 +134,6 @@ def build_model(model: Model, actor: ActorConfig, dtype: torch.dtype) -> list[Ch
         model_parallel_cuda_manual_seed(0)  # read by initialisation and dropout, neither of which matters here
     else:
         install_rng_tracker()
-        make_moe_importable()
     config = transformer_config(model.description, actor, dtype)
     vocab_size = padded_vocab_size(model.dims["vocab"], actor.parallel.tensor)
     chunks, build, vision = [], builder(model.family), model.description.vision
@@ -145,7 +143,6 @@ def build_model(model: Model, actor: ActorConfig, dtype: torch.dtype) -> list[Ch
         if vision is not None and actor.freeze_vision_tower and chunk.pre_process:
             chunk.get_submodule(vision.module).requires_grad_(False)
         if config.num_moe_experts is not None:
-            reduce_gradients_of_experts(chunk)
             forget_routing(chunk)
         chunks.append(chunk.to(device=device.device(), dtype=dtype) if actor.fp8 is None else chunk.to(device.device()))
         keep_biases_of_experts(chunks[-1])

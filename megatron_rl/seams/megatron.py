@@ -1,4 +1,4 @@
-"""Megatron-Core: its private parts and the patches of it. Written for 0.16.1. The adapter to a CPU is `megatron_cpu`."""
+"""Megatron-Core: its private parts and the patches of it. Written for 0.19.2. The adapter to a CPU is `megatron_cpu`."""
 
 from __future__ import annotations
 
@@ -141,24 +141,6 @@ def allow_fused_accumulation() -> None:
     layers._grad_accum_fusion_available = True
 
 
-def reduce_gradients_of_experts(chunk: Chunk) -> None:
-    """Sums the gradients of experts over the ranks that hold the same experts.
-
-    Megatron-Core does so only with expert parallelism, and takes them for dense weights without. That is right where both
-    have the same data-parallel ranks: with expert_tensor = tensor. With whole experts on two tensor-parallel ranks each
-    rank would keep the gradient of its own half of the tokens.
-    """
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    if parallel_state.get_expert_tensor_parallel_world_size() == parallel_state.get_tensor_model_parallel_world_size():
-        return
-    for module in chunk.modules():
-        if isinstance(module, MoELayer):
-            for parameter in module.experts.parameters():
-                parameter.allreduce = False
-
-
 def routers(chunk: Chunk) -> Iterator[tuple[int, nn.Module]]:
     """(number of the layer in the whole model, from 1; its router) of every mixture of experts in a chunk."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -195,18 +177,6 @@ def before_gradients_are_summed(config: TransformerConfig, call: Callable[[], No
         yield
     finally:
         config.finalize_model_grads_func = finalize
-
-
-def gather_weights(ddp_chunks: Sequence[Chunk]) -> None:
-    """Gathers what the distributed optimizer has left sharded for the next forward pass to gather.
-
-    Megatron-Core does so too, but leaves FP8 parameters with their old column-wise data, which the backward pass reads.
-    """
-    from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
-
-    for chunk in ddp_chunks:
-        chunk.start_param_sync(force_sync=True)
-        post_all_gather_processing([weight for weight in chunk.parameters() if is_float8tensor(weight)])
 
 
 # ----------------------------------------------------------------------------------------------------------- optimizer

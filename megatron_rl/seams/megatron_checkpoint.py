@@ -1,4 +1,4 @@
-"""Parts of Megatron-Core's `dist_checkpointing` that its own `save` and `load` are made of. Written for 0.16.1."""
+"""Parts of Megatron-Core's `dist_checkpointing` that its own `save` and `load` are made of. Written for 0.19.2."""
 
 from __future__ import annotations
 

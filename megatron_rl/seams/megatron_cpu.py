@@ -1,4 +1,4 @@
-"""Megatron-Core on a machine without a GPU. Written for 0.16.1.
+"""Megatron-Core on a machine without a GPU. Written for 0.19.2.
 
 Megatron-Core names CUDA in a few dozen places that carry no CUDA meaning: buffers made with ``device="cuda"``,
 streams and events around collectives, and dtype checks that compare ``tensor.type()`` with ``"torch.cuda.FloatTensor"``.
@@ -239,11 +239,3 @@ def install_rng_tracker() -> None:
 
     random._CUDA_RNG_STATE_TRACKER = NoDropoutRngTracker()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-
-
-def make_moe_importable() -> None:
-    """Megatron-Core's router names a Transformer Engine kernel that it only defines where that is installed."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None

@@ -1,4 +1,4 @@
-"""Megatron-Core's place for an optimizer of one's own: that of its `HybridDeviceOptimizer`. Written for 0.16.1."""
+"""Megatron-Core's place for an optimizer of one's own: that of its `HybridDeviceOptimizer`. Written for 0.19.2."""
 
 from __future__ import annotations
 

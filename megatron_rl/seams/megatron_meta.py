@@ -145,7 +145,11 @@ def _permute(tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens:
 
 
 def _unpermute(
-    rows: Tensor, places: Tensor, merging_probs: Tensor | None = None, restore_shape: torch.Size | None = None
+    rows: Tensor,
+    places: Tensor,
+    merging_probs: Tensor | None = None,
+    restore_shape: torch.Size | None = None,
+    pad_offsets: Tensor | None = None,
 ) -> Tensor:
     return _Unpermuted.apply(rows, places, restore_shape)
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts of Megatron-Core: what is private of them beside `megatron`. Written for 0.16.1."""
+"""Mixtures of experts of Megatron-Core: what is private of them beside `megatron`. Written for 0.19.2."""
 
 from __future__ import annotations
 

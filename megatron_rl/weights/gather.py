@@ -192,7 +192,7 @@ def merge_shards(rule: Rule, shards: Sequence[Tensor], dims: Dims) -> dict[str, 
         return {rule.hf[0].name: shards[0]}
     pieces = [shard_slices(rule, dims, rank, len(shards)) for rank in range(len(shards))]
     if len(shards) == 1 and len(rule.hf) == 1:
-        return {rule.hf[0].name: shards[0].narrow(rule.dim, 0, pieces[0][0].length)}
+        return {rule.hf[0].name: shards[0].narrow(rule.dim, 0, sum(piece.length for piece in pieces[0]))}
     full = [shards[0].new_empty(tensor.sizes(dims)) for tensor in rule.hf]
     for shard, own in zip(shards, pieces, strict=True):
         at = 0

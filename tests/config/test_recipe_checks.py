@@ -382,7 +382,10 @@ def test_experts(recipe, model: Path) -> None:
     check(recipe(*split), machine=CPU)
     # Experts lie on tensor-parallel ranks too: 3 of the 6 whole on each, or half of each on both.
     assert check(recipe(*split, "actor.parallel.expert=2"), machine=CPU).launch.processes == 2
-    assert check(recipe(*split, "actor.parallel.expert_tensor=2"), machine=CPU).launch.processes == 2
+    halves = (*split, "actor.parallel.expert_tensor=2")
+    assert check(recipe(*halves), machine=CPU).launch.processes == 2
+    adapted = problems(recipe(*halves, "actor.lora.rank=4", "actor.lora.alpha=8", "actor.lora.experts=true"))
+    assert "`actor.lora.experts` needs whole experts on every rank; set actor.parallel.expert_tensor=1" in adapted
     assert check(recipe(*split, "actor.parallel.expert=3"), machine=CPU).launch.processes == 6
     assert any(
         "`rollout.tensor_parallel` is 1" in p

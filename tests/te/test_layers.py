@@ -33,6 +33,7 @@ TWO = [
     Layout("dense, DP 2"),
     Layout("experts, EP 2", experts=True, expert=2),
     Layout("experts, TP 2 sequence EP 2", experts=True, tensor=2, sequence=True, expert=2),
+    Layout("experts, TP 2 sequence, whole", experts=True, tensor=2, sequence=True),
     Layout("experts, PP 2", experts=True, pipeline=2),
     Layout("tied, DP 2 overlap", tied=True, actor={"overlap": True}),
     Layout(

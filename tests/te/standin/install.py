@@ -16,7 +16,7 @@ import torch
 from tests.te.standin import attention, capability, enums, gemm, norm, optimizer, quantize, rope
 from tests.te.standin.moe import permutation, router, rows
 
-FOLDER = Path(__file__).parents[3] / ".te"  # of `make te-setup`
+FOLDER = Path(os.environ.get("TE_PYTHON") or Path(__file__).parents[3] / ".te")  # of `make newest`, of `make te-setup`
 _COMPILED = "transformer_engine_torch"
 # Files of Transformer Engine's Python that are nothing but calls of Triton or of ONNX.
 _TRITON, _ONNX = "transformer_engine.pytorch.triton", "transformer_engine.pytorch.onnx_extensions"
