@@ -73,7 +73,8 @@ def transformer_config(description: ModelDescription, actor: ActorConfig, dtype:
         gradient_accumulation_fusion=transformer_engine,
         masked_softmax_fusion=False,
         bias_activation_fusion=transformer_engine and activation == "silu",  # fused for SiLU only
-        bias_dropout_fusion=transformer_engine,
+        # Megatron-Core refuses it with biases of experts.
+        bias_dropout_fusion=transformer_engine and not (description.experts and description.experts.biases),
         # Of latent attention only YaRN's is fused, by a kernel of Megatron-Core's own that has not been tried.
         apply_rope_fusion=transformer_engine and not issubclass(config_class, transformer.MLATransformerConfig),
         persist_layer_norm=False,

@@ -245,6 +245,16 @@ def _check_layout(config: Config, model: Model, command: str) -> Iterator[str]:
                 yield f"`actor.parallel.{name}` is {value}, but the model has no experts; set it to 1"
     elif experts % parallel.expert:
         yield f"the model's {experts} experts must be a multiple of `actor.parallel.expert` ({parallel.expert})"
+    if model.description.transformer.get("softmax_type") == "learnable" and parallel.context > 1:
+        yield (
+            f"`actor.parallel.context` is {parallel.context}, and Transformer Engine passes no keys and values around where "
+            "attention has sinks; set it to 1"
+        )
+    if model.experts is not None and model.experts.biases and parallel.expert_tensor > 1:
+        yield (
+            f"`actor.parallel.expert_tensor` is {parallel.expert_tensor}, and Megatron-Core does not cut experts that have "
+            "biases; set it to 1, and cut by actor.parallel.expert"
+        )
     yield from _check_vision(config, model)
     yield from check_actor_model(config, model)
     if config.actor.lora is not None:

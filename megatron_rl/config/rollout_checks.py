@@ -37,7 +37,9 @@ def check_rollout_model(rollout: RolloutConfig, model: Model) -> Iterator[str]:
     """Yields a sentence per key of `rollout` that the model's shape rules out."""
     if rollout.expert_parallel:
         yield from _check_experts(rollout, model.expert_count)
-    if rollout.fp8 != "none":
+    if rollout.fp8 != "none" and model.family.stacking is not None:
+        yield f"`rollout.fp8` is not for stacked experts, which family `{model.family.name}` has; set it to none"
+    elif rollout.fp8 != "none":
         yield from _check_fp8(rollout, model)
 
 

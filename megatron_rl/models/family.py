@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_rl.models.attention import Attention, GroupedQuery
+from megatron_rl.models.expert_stacks import Stacking
 from megatron_rl.models.experts import Experts
 from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 from megatron_rl.models.rope import Rope, read_rope
 from megatron_rl.models.rules import INPUT_NORM, MLP_NORM, Dims, HFTensor, Place, Rule, Sharding, layer_rule
 
-Settings = dict[str, bool | int | float | str | list[int]]
+Settings = dict[str, bool | int | float | str | list[int] | tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Family:
         adapters: these are the rules of LoRA's adapters beside another family's weights (`lora.adapters_of`).
         decoder: before the names of the decoder's modules in transformers; in files their tensors are called `model.…`.
         rules_of: where config.json decides which rules there are, all of them; `family_for` returns the family with these.
+        stacking: how its files have the experts of a layer in one tensor; None: each under names of its own, as in rules.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Family:
     adapters: bool = False
     decoder: str = "model."
     rules_of: Callable[[HFConfig], tuple[Rule, ...]] | None = None
+    stacking: Stacking | None = None
 
     @property
     def embedding(self) -> Rule:
@@ -236,6 +239,7 @@ def describe_decoder(
     head_dim: int | None = None,
     qk_norm: bool = False,
     qkv_bias: bool = False,
+    biases: bool = False,
     activation: str = "silu",
     tied: bool = False,
     rotary_share: float | None = None,
@@ -246,6 +250,7 @@ def describe_decoder(
         head_dim: the family's default; None: hidden_size / num_attention_heads.
         qk_norm: queries and keys are RMS-normalised per head.
         qkv_bias: the query, key and value projections have a bias.
+        biases: all matrices of a layer have one.
         activation: of the gated feed-forward, as config.json names it.
         tied: whether the output layer is the embedding where config.json does not say.
         rotary_share: of a head's dimensions that turn, see `rope.read_rope`.
@@ -257,7 +262,7 @@ def describe_decoder(
     max_positions = fields.integer("max_position_embeddings")
     fields.only("hidden_act", activation)
     fields.only("attention_dropout", 0.0)
-    fields.only("attention_bias", False)
+    fields.only("attention_bias", biases)
     fields.only("mlp_bias", False)
     if fields.get("quantization_config"):
         fields.refuse("quantization_config", "...", "the weights must be those of the unquantised model")
@@ -279,8 +284,8 @@ def describe_decoder(
         "normalization": "RMSNorm",
         "layernorm_epsilon": fields.number("rms_norm_eps", 1e-6),
         "qk_layernorm": qk_norm,
-        "add_bias_linear": False,
-        "add_qkv_bias": qkv_bias,
+        "add_bias_linear": biases,
+        "add_qkv_bias": qkv_bias or biases,
         "gated_linear_unit": True,
         "activation_func": activation,
         "hidden_dropout": 0.0,

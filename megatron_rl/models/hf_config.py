@@ -26,7 +26,8 @@ INERT = frozenset((
 
 
 def with_dtype(hf_config: HFConfig, dtype: str) -> dict[str, JSON]:
-    """Says that the weights beside it have this dtype, under the name that it has for that."""
+    """Says that the weights beside it have this dtype, under the name that it has for that, and are not quantised."""
+    hf_config = {name: value for name, value in hf_config.items() if name != "quantization_config"}
     return {**hf_config, "torch_dtype" if "torch_dtype" in hf_config else "dtype": dtype}
 
 

@@ -68,6 +68,11 @@ def check_lora(lora: LoRA, model: Model) -> Iterator[str]:
             yield f"`actor.lora.targets` has {name!r}, and the model's linear layers are {', '.join(every)}{nearest}"
     if lora.experts and not model.experts:
         yield "`actor.lora.experts` is for experts, and the model has none; set it to false"
+    if lora.experts and model.family.stacking is not None:
+        yield (
+            f"`actor.lora.experts` is for experts that files have one by one, and family `{model.family.name}` stacks them; "
+            "set it to false"
+        )
     wanted = targets_of(lora, model)
     for tensor in (tensor for rule in _linear(model, lora.experts) for tensor in rule.hf):
         if module_of(tensor) in wanted and lora.rank > min(sizes := tensor.sizes(model.dims)):

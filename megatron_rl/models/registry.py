@@ -10,6 +10,7 @@ from megatron_rl.models.created import Sizes
 from megatron_rl.models.deepseek_v3 import DEEPSEEK_V3
 from megatron_rl.models.family import Family, Model
 from megatron_rl.models.glm4_moe import GLM4_MOE
+from megatron_rl.models.gpt_oss import GPT_OSS
 from megatron_rl.models.hf_config import JSON, HFConfig
 from megatron_rl.models.llama import LLAMA, MISTRAL
 from megatron_rl.models.qwen2 import QWEN2
@@ -29,6 +30,7 @@ FAMILIES: tuple[Family, ...] = (
     MISTRAL,
     DEEPSEEK_V3,
     GLM4_MOE,
+    GPT_OSS,
 )
 
 

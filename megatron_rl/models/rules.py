@@ -20,6 +20,7 @@ Dims = Mapping[str, int]  # sizes by symbol, e.g. {"hidden": 128, "q": 128, ...}
 DIM_FIELDS: Mapping[str, str] = {
     "vocab": "vocab_size",
     "hidden": "hidden_size",
+    "heads": "num_attention_heads",
     "head_dim": "head_dim",
     "q": "num_attention_heads * head_dim",
     "kv": "num_key_value_heads * head_dim",

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
@@ -22,8 +24,15 @@ from megatron_rl.modules.rotary import set_frequencies
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import Chunk, OutputLayer
 
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Megatron-Core's own is compiled when it is first used."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS = {
     "silu": F.silu,
+    "quick_gelu": quick_gelu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
 }  # by config.json's names
 
@@ -51,9 +60,21 @@ def build(
     )
     if not config.multi_latent_attention:  # which has its own rotary embedding, with YaRN
         set_frequencies(chunk.get_submodule("rotary_pos_emb"), description.rope, config.kv_channels)
+    for module in chunk.modules():
+        # Megatron-Core does not mark sinks as cut over tensor-parallel ranks: the gradient's norm would leave some out.
+        if isinstance(sinks := getattr(module, "softmax_offset", None), nn.Parameter):
+            set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+        if isinstance(module, SequentialMLP) and config.add_bias_linear:
+            for expert in module.local_experts:
+                expert.linear_fc2.register_forward_hook(_copied)
     if "labels" in description.dims and chunk.post_process:  # a reward model
         chunk.output_layer = ScalarHead(config.hidden_size)
     return chunk
+
+
+def _copied(linear: nn.Module, inputs: object, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """A hook: Megatron-Core adds an expert's bias in place, to what autograd takes for a view of another layer's tensor."""
+    return output[0].clone(), output[1]
 
 
 class ScalarHead(OutputLayer):

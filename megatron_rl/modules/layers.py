@@ -24,17 +24,31 @@ class PackedAttention(nn.Module):
     Query [t, heads, d], key and value [t, kv heads, d] hold sequences one after the other (`qkv_format="thd"`). With context
     parallelism every rank attends for all tokens and keeps its own: right, but no faster than without. Transformer Engine's
     attention passes keys and values around instead.
+
+    Sliding windows are in the layers that `window_attn_skip_freq` says. With `softmax_type="learnable"` each head has a sink,
+    `softmax_offset` [heads of this rank], as Transformer Engine's has.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int = 1,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
+        from megatron.core.transformer.utils import is_layer_window_attention
+
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size[0] + 1  # Megatron does not count the query's own token
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+        self._groups = pg_collection
         self.context_group: dist.ProcessGroup | None = None
         if pg_collection is not None and config.context_parallel_size > 1:
             self.context_group = pg_collection.cp
@@ -50,10 +64,14 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         offsets, longest = packed_seq_params.cu_seqlens_q.long(), int(packed_seq_params.max_seqlen_q)
         if self.context_group is None:
-            return packed_attention(query, key, value, offsets, longest, self.softmax_scale)
+            return self._attend(query, key, value, offsets, longest)
         whole, here = self._gather(torch.cat([query, key, value], dim=1), offsets.diff().tolist())
         query, key, value = whole.split([query.shape[1], key.shape[1], value.shape[1]], dim=1)
-        return packed_attention(query, key, value, offsets, longest, self.softmax_scale)[here]
+        return self._attend(query, key, value, offsets, longest)[here]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        scale = self.softmax_scale
+        return packed_attention(query, key, value, offsets, longest, scale, self.window, self.softmax_offset)
 
     def _gather(self, shard: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
         """All context-parallel ranks' tokens, each sequence in order, and which of them are this rank's."""
@@ -65,23 +83,53 @@ class PackedAttention(nn.Module):
         gathered = gather_from_sequence_parallel_region(shard, group=self.context_group)
         return gathered[torch.cat(ranks).argsort()], ranks[rank]
 
-    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
-        return {}
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, dist.ProcessGroup] | None = None,
+    ) -> dict[str, object]:
+        """The sinks, cut over tensor-parallel ranks, where there are any."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        if self.softmax_offset is None:
+            return {}
+        assert self._groups is not None, "saved by Megatron's transformer block only"
+        assert metadata is not None, "likewise"
+        sharded: dict[str, object] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._groups.tp,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return sharded
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[t, heads, d] for packed queries [t, heads, d], keys and values [t, kv heads, d]; `offsets` int64 [sequences + 1].
 
     The padding lies after each sequence's last token, where a causal mask hides it.
+
+    Args:
+        window: tokens that a query sees, its own and those before it; None: all.
+        sinks: [heads], of each head a score beside those of the keys, which takes its share of the softmax and has no value;
+            None: there are none.
     """
     padding = Padding(offsets, longest)
     gqa = query.shape[1] != key.shape[1]
     out = [
-        F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=scale, enable_gqa=gqa
-        ).transpose(1, 2)
+        _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, gqa, window, sinks).transpose(1, 2)
         for q, k, v in zip(padding.pad(query), padding.pad(key), padding.pad(value), strict=True)
     ]
     return padding.unpad(out)
@@ -116,6 +164,25 @@ class Padding:
     def unpad(self, batches: Sequence[Tensor]) -> Tensor:
         """Batches as `pad` lays them out, packed again."""
         return torch.cat([batch.flatten(0, 1) for batch in batches]).index_select(0, self.slots)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, gqa: bool, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """[sequences, heads, length, d] of sequences of one length, padded at their ends."""
+    if window is None and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=gqa)
+    length = query.shape[2]
+    visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if window is not None:
+        visible = visible.triu(1 - window)
+    if sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=gqa)
+    # A sink is a key that every query sees, of zeros as its value is; its score is in the mask, which has a gradient.
+    scores = query.new_zeros(length, length).masked_fill(~visible, -torch.inf).expand(query.shape[1], -1, -1)
+    scores = torch.cat([scores, sinks.to(query.dtype).view(-1, 1, 1).expand(-1, length, 1)], dim=-1)[None]
+    key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=scores, scale=scale, enable_gqa=gqa)
 
 
 def padded_lengths(lengths: Tensor, longest: int) -> Tensor:

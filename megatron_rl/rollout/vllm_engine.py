@@ -29,6 +29,7 @@ from megatron_rl.seams import torch_compile, vllm_lora
 from megatron_rl.seams import vllm as seam
 from megatron_rl.seams.vllm_experts import returned
 from megatron_rl.seams.vllm_images import register_images_only
+from megatron_rl.weights.stacked import one_by_one
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -59,6 +60,9 @@ class VllmEngine:
 
         model = model_of(read_hf_config(folder))
         options = llm_options(config, folder, model, None if images is None else images[0])
+        if read_hf_config(folder).get("quantization_config"):  # weights come as the actor has them
+            options["hf_overrides"] = seam.unquantised
+        self._stacking = model.family.stacking
         self.max_scored = max_length(self.config, model) - 1
         self._in_fp8 = frozenset[str]()
         if self.config.fp8 != "none":
@@ -117,7 +121,11 @@ class VllmEngine:
     # ------------------------------------------------------------------------------------------------------ weights
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._adapters is None:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self.stored(weights)})
+            sinks: dict[str, Tensor] = {}
+            rest = seam.without_sinks(one_by_one(self.stored(weights), self._stacking), sinks)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rest})
+            if sinks:
+                self.llm.apply_model(lambda model: seam.load_sinks(model, sinks))
         else:
             vllm_lora.load(self.llm, weights, self._adapters.rank, self._adapters.scale, self._targets)
         self._has_taken(version)

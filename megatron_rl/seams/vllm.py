@@ -11,7 +11,7 @@ import contextlib
 import gc
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from megatron_rl.base import block_fp8
 from megatron_rl.seams import check_parameters
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm import LLM
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -56,6 +57,14 @@ def shutdown(llm: LLM) -> None:
         gc.collect = search
 
 
+def unquantised(config: PretrainedConfig) -> PretrainedConfig:
+    """For `hf_overrides`: the configuration of a folder whose weights are not quantised. A value of null would not do:
+    GPT-OSS's loader looks into an entry that is there."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
 class _ReloadNoise(logging.Filter):
     """vLLM warns at every weight sync about rotary embeddings, which have no weights."""
 
@@ -65,6 +74,30 @@ class _ReloadNoise(logging.Filter):
 
 def quiet_reload_messages() -> None:
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_ReloadNoise())
+
+
+# -------------------------------------------------------------------------------------------------------------- sinks
+_SINKS = ".self_attn.sinks"
+
+
+def without_sinks(weights: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights but for attention's sinks, which are put into `sinks`: GPT-OSS's loader copies them into what a reload has
+    in the parameters' place, and past its counting, so that they never arrive."""
+    for name, values in weights:
+        if name.endswith(_SINKS):
+            sinks[name] = values.clone()
+        else:
+            yield name, values
+
+
+def load_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> None:
+    """After a reload: this rank's part of each."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    for name, values in sinks.items():
+        parameter = model.get_parameter(name.replace(_SINKS, ".attn.sinks"))
+        heads = parameter.shape[0]
+        parameter.data.copy_(values.narrow(0, get_tensor_model_parallel_rank() * heads, heads))
 
 
 def parts(model: nn.Module) -> dict[str, Tensor]:

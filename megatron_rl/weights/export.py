@@ -17,6 +17,7 @@ from megatron_rl.models.lora import peft_config
 from megatron_rl.weights.files import copy_companions, save_tensors, shard_names, whole_folder, write_index, write_json
 from megatron_rl.weights.gather import iter_hf_weights
 from megatron_rl.weights.parallel import ParallelGroups
+from megatron_rl.weights.stacked import stacked
 
 if TYPE_CHECKING:
     from megatron_rl.config.actor import LoRAConfig
@@ -42,7 +43,10 @@ def export_hf(
     Raises:
         RuntimeError: writing failed (no space, no permission); raised on every process.
     """
-    weights = iter_hf_weights(model_chunks, family, hf_config, parallel)
+    experts = family.describe(hf_config).experts
+    weights = stacked(
+        iter_hf_weights(model_chunks, family, hf_config, parallel), family.stacking, experts.count if experts else 0
+    )
     write = partial(_write, weights=weights, hf_config=hf_config, source=Path(source_folder), shard_bytes=shard_bytes)
     _export(folder, weights, parallel, write)
 

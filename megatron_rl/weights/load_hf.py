@@ -18,6 +18,7 @@ from megatron_rl.weights.check_files import check_names, check_tensors, check_ti
 from megatron_rl.weights.files import SafetensorsFolder, WeightSource
 from megatron_rl.weights.inventory import LocalWeight, local_weights, split_axis
 from megatron_rl.weights.parallel import ParallelGroups
+from megatron_rl.weights.stacked import opened
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def load_hf_weights(
             and field), or the module is not the one that the family's config mapping describes.
     """
     model = Model(family, family.describe(hf_config))
-    files = SafetensorsFolder(source) if isinstance(source, str | Path) else source
+    files = opened(SafetensorsFolder(source), family.stacking) if isinstance(source, str | Path) else source
     check_names(files, model)
     for weight in local_weights(model_chunks, model, parallel):
         axis = split_axis(weight.rule, parallel)

@@ -20,18 +20,21 @@ from .convert import assert_same, tensors, to_hf, to_megatron
 
 LAYOUTS = [Layout(), Layout(tensor=4, pipeline=2), Layout(tensor=2, pipeline=3)]  # the last uneven: 1, 2, 1 layers
 MOE_LAYOUTS = [Layout(expert=8), Layout(2, 2, 4), Layout(4, 1, 2, expert_tensor=2), Layout(expert_tensor=8)]
+EXPERT_FAMILIES = ("moe", "deepseek", "gpt_oss")
+WITH_EXPERTS = [variant for variant in tiny.VARIANTS if any(name in variant for name in EXPERT_FAMILIES)]
 
 
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
 def test_there_and_back_is_bit_identical_at_every_layout(tmp_path: Path, variant: str) -> None:
     source = tiny.write(tmp_path / "source", variant)
     expected = tensors(source)
-    for number, layout in enumerate(LAYOUTS + (MOE_LAYOUTS if "moe" in variant or "deepseek" in variant else [])):
+    for number, layout in enumerate(LAYOUTS + (MOE_LAYOUTS if variant in WITH_EXPERTS else [])):
         megatron, back = tmp_path / f"megatron-{number}", tmp_path / f"back-{number}"
         there = to_megatron(source, megatron, layout, file_bytes=80_000)
         again = to_hf(megatron, back, file_bytes=80_000)
         assert_same(tensors(back), expected)
-        assert len(compare(there, megatron, 1)) == len(compare(again, back, 1)) == len(expected)
+        assert len(compare(there, megatron, 1)) == len(there.names()) >= len(expected)
+        assert len(compare(again, back, 1)) == len(expected)
         assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 

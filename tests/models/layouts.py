@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.models import family_for, read_hf_config
+from megatron_rl.models import Family, family_for, read_hf_config
 from megatron_rl.weights.check_shards import ShardProof
 from megatron_rl.weights.export import export_hf
 from megatron_rl.weights.files import SafetensorsFolder
 from megatron_rl.weights.gather import iter_hf_weights
 from megatron_rl.weights.load_hf import load_hf_weights
+from megatron_rl.weights.stacked import opened
 
 from . import tiny
 from .megatron import build, logits, start, stop
@@ -33,8 +34,8 @@ class Layout:
     expert_tensor: int = 1
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = SafetensorsFolder(folder)
+def _tensors(folder: Path, family: Family) -> dict[str, torch.Tensor]:
+    files = opened(SafetensorsFolder(folder), family.stacking)
     return {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names()}
 
 
@@ -47,7 +48,7 @@ def check(rank: int, world: int, rendezvous: str, root: str, layouts: list[Layou
         family = family_for(config)
         chunks = build(family, family.describe(config), parallel, layout.virtual)
         load_hf_weights(chunks, family, config, folder, parallel)
-        source = _tensors(folder)
+        source = _tensors(folder, family)
         order = None
         for bucket_bytes in (1, 20_000, 2**28):
             weights = iter_hf_weights(chunks, family, config, parallel, bucket_bytes)
@@ -59,7 +60,8 @@ def check(rank: int, world: int, rendezvous: str, root: str, layouts: list[Layou
                 assert torch.equal(found[name], value), f"{layout}, rank {rank}: {name} differs"
         _check_proof((chunks, family, config, parallel), found, layout)
         export_hf(export, chunks, family, config, parallel, folder, shard_bytes=50_000)
-        exported = _tensors(export)
+        assert SafetensorsFolder(export).names() == SafetensorsFolder(folder).names()
+        exported = _tensors(export, family)
         assert exported.keys() == source.keys()
         assert all(torch.equal(exported[name], value) for name, value in source.items())
         if number == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,16 @@ def offsets_of(lengths: list[int]) -> SimpleNamespace:
     return SimpleNamespace(cu_seqlens_q=cumulative, max_seqlen_q=max(lengths))
 
 
+PLAIN = {
+    "context_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "window_size": None,
+    "window_attn_skip_freq": None,
+    "softmax_type": "vanilla",
+    "params_dtype": torch.float32,
+}
+
+
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
     """Attention of one sequence in float64, written out: [t, heads, d]."""
     share = query.shape[1] // key.shape[1]
@@ -23,6 +34,23 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * (scale or query.shape[-1] ** -0.5)
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), value)
+
+
+def sinking(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """The same with a window and with sinks, head by head and token by token: a sink is one more term of the denominator."""
+    share, rows = query.shape[1] // key.shape[1], []
+    for token in range(len(query)):
+        first = 0 if window is None else max(0, token + 1 - window)
+        heads = []
+        for head in range(query.shape[1]):
+            keys, values = (x[first : token + 1, head // share].double() for x in (key, value))
+            terms = (keys @ query[token, head].double() * query.shape[-1] ** -0.5).exp()
+            beside = 0.0 if sinks is None else sinks[head].double().exp()
+            heads.append(terms @ values / (terms.sum() + beside))
+        rows.append(torch.stack(heads))
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [7, 1, 3], [2, 9], [70, 3, 33, 40, 65, 8], [64, 200, 1, 257, 131]])
@@ -37,7 +65,7 @@ def test_packed_sequences_attend_as_if_each_were_alone(lengths, heads, kv_heads,
 
     query, key, value = tensor(heads), tensor(kv_heads), tensor(kv_heads)
     upstream = torch.randn(total, heads, size, generator=generator)
-    attention = PackedAttention(SimpleNamespace(context_parallel_size=1), softmax_scale=scale)
+    attention = PackedAttention(SimpleNamespace(**PLAIN), softmax_scale=scale)
     out = attention(query, key, value, None, packed_seq_params=offsets_of(lengths))
     own = torch.autograd.grad((out * upstream).sum(), (query, key, value))
     parts = [torch.split(x, lengths) for x in (query, key, value)]
@@ -46,6 +74,34 @@ def test_packed_sequences_attend_as_if_each_were_alone(lengths, heads, kv_heads,
     close = {"rtol": 1e-5, "atol": 1e-5, "check_dtype": False}
     torch.testing.assert_close(out, alone, **close)
     torch.testing.assert_close(own, want, **close)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("with_sinks", [True, False])
+def test_windows_and_sinks_are_those_of_a_loop_in_float64(window: int | None, with_sinks: bool) -> None:
+    """In every second layer there is a window; all layers have sinks."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, heads, kv_heads, size = [7, 1, 40, 43], 4, 2, 8
+    draw = partial(torch.randn, generator=generator)
+    query, key, value = (draw(sum(lengths), count, size).requires_grad_() for count in (heads, kv_heads, kv_heads))
+    upstream = draw(sum(lengths), heads, size)
+    options = {**PLAIN, "num_attention_heads": heads, "softmax_type": "learnable" if with_sinks else "vanilla"}
+    if window is not None:
+        options |= {"window_size": (window - 1, 0), "window_attn_skip_freq": [1, 0]}
+    for layer_number, own_window in ((1, window), (2, None)):
+        attention = PackedAttention(SimpleNamespace(**options), layer_number)
+        sinks = attention.softmax_offset
+        leaves = [query, key, value]
+        if sinks is not None:
+            sinks.data.copy_(2 * draw(heads))
+            leaves.append(sinks)
+        out = attention(query, key, value, None, packed_seq_params=offsets_of(lengths))
+        parts = [torch.split(x, lengths) for x in (query, key, value)]
+        alone = torch.cat([sinking(q, k, v, own_window, sinks) for q, k, v in zip(*parts, strict=True)])
+        close = {"rtol": 1e-5, "atol": 1e-5, "check_dtype": False}
+        torch.testing.assert_close(out, alone, **close)
+        own, want = (torch.autograd.grad((x * upstream).sum(), leaves) for x in (out, alone))
+        torch.testing.assert_close(own, want, **close)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter is for machines without a GPU")

@@ -28,6 +28,8 @@ from .megatron import spawn
             Layout("qwen3_moe", expert_tensor=2),
             Layout("deepseek_v3", tensor=2, expert=2),
             Layout("glm4_moe", expert=2),
+            Layout("gpt_oss", tensor=2, expert=2),
+            Layout("gpt_oss", pipeline=2),
         ],
         [
             Layout("qwen2-tied", 2, 2),

@@ -79,10 +79,10 @@ def assert_same_files(found: Path, expected: Path) -> None:
         assert torch.equal(a.read(name, 0, 0, rows), b.read(name, 0, 0, rows)), name
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3-tied", "llama", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3-tied", "llama", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"])
 def test_megatron_loads_a_conversion_for_any_layout(tmp_path: Path, parallel: ParallelGroups, variant: str) -> None:
     source = tiny.write(tmp_path / "source", variant, num_hidden_layers=2)
-    layout = Layout(2, 2, 4 if "moe" in variant or "deepseek" in variant else 1)
+    layout = Layout(2, 2, 4 if "moe" in variant or variant in ("deepseek_v3", "gpt_oss") else 1)
     converted = convert(ToMegatron(source, layout), tmp_path / "megatron")
     chunks = empty_model(source, parallel)
     load(chunks, converted)
@@ -104,6 +104,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed layers, latent attention": ("deepseek_v3", {}),
     "prefix": ("llama", {"prefix": "module.model."}),
     "layer by layer": ("qwen3", {"metadata": {"non_homogeneous_layers": True}}),
+    "stacked experts with biases": ("gpt_oss", {}),
+    "expert by expert with biases": ("gpt_oss", {"metadata": {"singleton_local_shards": True}}),
     "expert by expert": ("qwen3_moe", {"metadata": {"singleton_local_shards": True}}),
 }
 
@@ -137,6 +139,7 @@ def _there_and_back(
         ("qwen3", (1, 2, 1)),
         ("qwen3_moe", (1, 1, 2)),
         ("deepseek_v3", (2, 2, 1)),
+        ("gpt_oss", (1, 1, 2)),
         ("llama", (4, 1, 1)),
     ],
 )

@@ -42,6 +42,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "ministral": ("MinistralConfig", {"sliding_window": 256, "max_position_embeddings": 256, "head_dim": 16}),
     "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 16, "norm_topk_prob": True}),
+    # The published models' scaling, from 16 positions on; every second layer has a window that is shorter than sequences.
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 10,
+            "rope_parameters": {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+    ),
     "qwen3_moe-unnormalised": ("Qwen3MoeConfig", {"head_dim": 16, "norm_topk_prob": False}),
     "qwen3_5": ("Qwen3_5TextConfig", GATED_DELTA),
     "qwen3_5-tied": ("Qwen3_5TextConfig", {**GATED_DELTA, "layer_types": OTHER_TYPES, "tie_word_embeddings": True}),
@@ -116,7 +127,9 @@ def write(folder: Path, variant: str, seed: int = 0, **changes: Any) -> Path:
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             one = "norm" in key and not (name.startswith("Qwen3_5") and "linear_attn" not in key)  # else 1 + weight
-            parameter.copy_(1 + 0.3 * noise if one else (0.3 if "norm" in key else 0.2) * noise)
+            # Some gates and up projections of GPT-OSS are beyond the limit of its activation.
+            scale = 1.0 if name == "GptOssConfig" and key.endswith(("gate_up_proj", "sinks")) else 0.2
+            parameter.copy_(1 + 0.3 * noise if one else (0.3 if "norm" in key else scale) * noise)
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):  # as large as the differences between scores
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

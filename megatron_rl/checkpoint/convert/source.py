@@ -16,6 +16,7 @@ from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.weights.files import Bits, SafetensorsFolder, WeightSource, companions
+from megatron_rl.weights.stacked import opened
 
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, beside its `iter_<n>` folders
 BRIDGE_TRACKER = "latest_train_state.pt"  # of Megatron-Bridge, likewise
@@ -41,9 +42,10 @@ def is_megatron(folder: str | Path) -> bool:
 
 def open_weights(folder: str | Path) -> WeightSource:
     """The weights of a model folder: Hugging Face's safetensors, or a converted Megatron checkpoint (with config.json)."""
+    model = SourceModel.read(Path(folder))
     if not is_megatron(folder):
-        return SafetensorsFolder(folder)
-    return MegatronModel(folder, SourceModel.read(Path(folder)))
+        return opened(SafetensorsFolder(folder), model.family.stacking)
+    return MegatronModel(folder, model)
 
 
 def megatron_folder(folder: Path) -> Path:

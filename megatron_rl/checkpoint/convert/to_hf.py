@@ -25,7 +25,6 @@ from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.models import fp8_weights as fp8
 from megatron_rl.models.hf_config import with_dtype
-from megatron_rl.models.rules import Rule
 from megatron_rl.weights.files import (
     DTYPES,
     Bits,
@@ -39,6 +38,7 @@ from megatron_rl.weights.files import (
     write_index,
     write_json,
 )
+from megatron_rl.weights.stacked import Stacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,8 +99,8 @@ class ToHF(Conversion):
         config = dict(plan.model.hf_config)
         dtypes = {tensor.dtype for tensor in tensors} - {block_fp8.DTYPE}
         if self.dtype == "fp8":
-            config["quantization_config"] = fp8.quantization_config(plan.model.family, plan.model.description)
             config = with_dtype(config, "bfloat16")
+            config["quantization_config"] = fp8.quantization_config(plan.model.family, plan.model.description)
         elif len(dtypes) == 1:
             config = with_dtype(config, DTYPES[dtypes.pop()].name)
         write_json(folder / "config.json", config)
@@ -158,7 +158,7 @@ class _Tensor:
 @dataclass(frozen=True)
 class _Plan:
     model: SourceModel
-    source: MegatronModel | MergedModel
+    source: MegatronModel | MergedModel | Stacked
     files: dict[str, list[_Tensor]]
     tensors: dict[str, _Tensor]
 
@@ -168,33 +168,41 @@ class _Plan:
 
 def _planned(task: ToHF) -> _Plan:
     model = SourceModel.read(task.config)
+    source: MegatronModel | MergedModel | Stacked
     source = stored_model(task.megatron, model, task.any_padding, task.master)
+    quantised = {tensor.name for rule in model.weights() if rule.is_projection for tensor in rule.hf}
+    names = [tensor.name for rule in model.weights() for tensor in rule.hf]
+    if model.family.stacking is not None:
+        if task.dtype == "fp8":
+            raise ValueError(
+                f"--dtype fp8: family `{model.family.name}` stacks its experts, and no engine reads them in FP8"
+            )
+        source = Stacked(source, model, model.family.stacking)
+        names = list(source.tensors)
     files: list[list[_Tensor]] = []
     size = 0
-    for rule in model.weights():
-        for tensors in _made_of(rule, source, task.dtype):
-            nbytes = sum(tensor.nbytes for tensor in tensors)
-            if not files or size + nbytes > task.file_bytes:
-                files.append([])
-                size = 0
-            files[-1] += tensors
-            size += nbytes
+    for name in names:
+        tensors = _made_of(name, source, task.dtype, name in quantised)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if not files or size + nbytes > task.file_bytes:
+            files.append([])
+            size = 0
+        files[-1] += tensors
+        size += nbytes
     named = dict(zip(shard_names(len(files)), files, strict=True))
     return _Plan(model, source, named, {tensor.name: tensor for tensors in files for tensor in tensors})
 
 
-def _made_of(rule: Rule, source: MegatronModel | MergedModel, dtype: str) -> Iterator[list[_Tensor]]:
-    """A parameter's tensors in the result; a list stays in one file."""
-    for tensor in rule.hf:
-        name, shape = tensor.name, source.shape(tensor.name)
-        if dtype == "fp8" and rule.is_projection:
-            yield [
-                _Tensor(name, name, shape, block_fp8.DTYPE),
-                _Tensor(name + block_fp8.SCALE, name, block_fp8.scales_shape(shape), "F32"),
-            ]
-        else:
-            cast = CASTS.get("bf16" if dtype == "fp8" else dtype)
-            yield [_Tensor(name, name, shape, cast or source.dtype(name))]
+def _made_of(name: str, source: WeightSource, dtype: str, is_projection: bool) -> list[_Tensor]:
+    """The tensors of the result that one of the model becomes; they stay in one file."""
+    shape = source.shape(name)
+    if dtype == "fp8" and is_projection:
+        return [
+            _Tensor(name, name, shape, block_fp8.DTYPE),
+            _Tensor(name + block_fp8.SCALE, name, block_fp8.scales_shape(shape), "F32"),
+        ]
+    cast = CASTS.get("bf16" if dtype == "fp8" else dtype)
+    return [_Tensor(name, name, shape, cast or source.dtype(name))]
 
 
 def _header(held: Sequence[_Tensor]) -> tuple[bytes, dict[str, int]]:

@@ -33,6 +33,7 @@ from megatron_rl.weights.files import (
     cast_bits,
     copy_companions,
 )
+from megatron_rl.weights.stacked import Unstacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +89,7 @@ class ToMegatron(Conversion):
                 digest = out.write(chain([head], (part.data for part in filling.parts(chunk, dtype)), [tail]))
                 chunks.append(StoredChunk(chunk.name, chunk.start, file, offset, out.position - offset, digest))
                 progress(plan.nbytes(chunk))
-        plan.source.check_begun()
+        plan.files_read.check_begun()
         return chunks
 
     def finish(self, folder: Path, chunks: Sequence[StoredChunk]) -> None:
@@ -137,7 +138,8 @@ class ToMegatron(Conversion):
 @dataclass(frozen=True)
 class _Plan:
     model: SourceModel
-    source: HFFolder
+    files_read: HFFolder
+    source: HFFolder | Unstacked  # these by the names of rules
     files: dict[str, list[TensorChunk]]
     dtypes: dict[str, str]  # by global name, as safetensors names them
 
@@ -151,7 +153,9 @@ def _planned(task: ToMegatron) -> _Plan:
     Raises:
         ValueError: the source is not what its config.json says, or the layout is impossible for it.
     """
-    model, source = SourceModel.read(task.hf), HFFolder(task.hf)
+    model, files_read = SourceModel.read(task.hf), HFFolder(task.hf)
+    stacking = model.family.stacking
+    source = files_read if stacking is None else Unstacked(files_read, stacking)
     task.layout.check(model)
     if task.program is not None:
         programs.rope_arguments(model.description.rope)
@@ -172,10 +176,10 @@ def _planned(task: ToMegatron) -> _Plan:
             size, last = 0, group
         files[-1].append(chunk)
         size += nbytes
-    return _Plan(model, source, {f"__{n}_0.distcp": held for n, held in enumerate(files)}, dtypes)
+    return _Plan(model, files_read, source, {f"__{n}_0.distcp": held for n, held in enumerate(files)}, dtypes)
 
 
-def _dtypes(chunks: Sequence[TensorChunk], source: HFFolder, model: SourceModel, dtype: str) -> dict[str, str]:
+def _dtypes(chunks: Sequence[TensorChunk], source: WeightSource, model: SourceModel, dtype: str) -> dict[str, str]:
     """The dtype of every global tensor.
 
     Raises:
@@ -208,7 +212,7 @@ def _dtypes(chunks: Sequence[TensorChunk], source: HFFolder, model: SourceModel,
 class _Filling:
     """Chunks from a source's tensors, one after the other in the same memory."""
 
-    def __init__(self, source: HFFolder) -> None:
+    def __init__(self, source: HFFolder | Unstacked) -> None:
         self._source, self._memory = source, Memory()
         self._columns, self._columns_of = Memory(), ""
 
