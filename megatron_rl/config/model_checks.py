@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from megatron_rl.config.actor import ParallelConfig
 from megatron_rl.config.actor_checks import check_actor_model, check_adapter
 from megatron_rl.config.evaluation_checks import runs_harness
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
-from megatron_rl.config.pipeline_split import stage_layers
+from megatron_rl.config.pipeline_split import chunk_layers, stage_layers
 from megatron_rl.config.published import published_config
 from megatron_rl.config.rollout_checks import check_rollout_model
 from megatron_rl.config.schema import Config
@@ -284,6 +285,15 @@ def _check_vision(config: Config, model: Model) -> Iterator[str]:
         return
     if config.actor.parallel.context > 1:
         yield "`actor.parallel.context` cuts sequences, which a model with a vision tower does not support yet; set it to 1"
+    parallel, fed = config.actor.parallel, model.description.vision.deepstack
+    with contextlib.suppress(ValueError):  # layers that cannot be spread are refused by `_check_layout`
+        first = chunk_layers(model.dims["layers"], parallel.pipeline, parallel.virtual_pipeline)[0][0]
+        if first < fed:
+            keys = "`actor.parallel.pipeline`" + (" or `virtual_pipeline`" if parallel.virtual_pipeline > 1 else "")
+            yield (
+                f"the vision tower feeds the model's first {fed} layers (deepstack_visual_indexes in its config.json), and "
+                f"the first stage begins with {first}; lower {keys}"
+            )
     for key, on in (
         ("actor.fp8", config.actor.fp8 is not None),
         ("rollout.fp8", config.rollout.fp8 != "none"),

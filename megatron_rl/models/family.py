@@ -28,10 +28,11 @@ class Vision:
         image_text: what stands for one image in a prompt's text, with the image token once.
         depth: blocks of the tower.
         merge: rows, and columns, of patches that become one output.
-        sections: pairs of a head's dimensions that turn by time, height and width.
+        sections: runs of pairs of a head's dimensions that turn by time, height, width, time, and so on.
         tower: arguments of transformers' configuration of the tower.
         module: of the first chunk, under which the tower is.
         processor: the module of transformers with the image processor, and the processor's name in it.
+        deepstack: so many of the decoder's layers, the first ones, have further outputs of the tower added to theirs.
     """
 
     image_token: int
@@ -42,6 +43,7 @@ class Vision:
     tower: Mapping[str, JSON]
     module: str
     processor: tuple[str, str]
+    deepstack: int = 0
 
 
 @dataclass(frozen=True)

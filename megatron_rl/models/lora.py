@@ -9,7 +9,7 @@ counts weights by rules does so with adapters too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -130,7 +130,8 @@ def pair(rule: Rule, tensor: HFTensor, decoder: str) -> tuple[Rule, Rule]:
     by_columns = rule.sharding is Sharding.ROW
     inner, outer = parameter_names(tensor)
     layer = rule.megatron[0].removesuffix("weight") + MODULE
-    name = PEFT_PREFIX + decoder + tensor.name.removeprefix("model.").removesuffix("weight")
+    own = tensor.name.removeprefix(decoder).removeprefix("model.").removesuffix("weight")
+    name = PEFT_PREFIX + decoder + own
     return (
         Rule(
             (f"{layer}.{inner}",),
@@ -154,9 +155,10 @@ def parameter_names(tensor: HFTensor) -> tuple[str, str]:
     return f"{module_of(tensor)}_A", f"{module_of(tensor)}_B"
 
 
-def matrix_of(name: str) -> str:
-    """The name in a model's files of the matrix that a tensor in PEFT's files is added to."""
-    return "model." + name[name.index("layers.") :].rsplit(".", 2)[0] + ".weight"
+def matrix_of(name: str, names: Container[str]) -> str:
+    """Which of the `names` in a model's files has the matrix that a tensor in PEFT's files is added to."""
+    full = name.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] + ".weight"
+    return full if full in names else "model." + full[full.index("layers.") :]
 
 
 def peft_config(lora: LoRA, names: Iterable[str], base: str) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_rl.models import qwen3
@@ -19,63 +18,35 @@ from megatron_rl.models.family import (
     refuse_sliding_window,
 )
 from megatron_rl.models.hf_config import JSON, Fields, HFConfig
-from megatron_rl.models.rules import HFTensor, Place, Rule, Sharding
-
-_TEXT, _VISION, _ROPE = "text_config", "vision_config", ("rope_scaling", "rope_parameters")
-# Words that a tokenizer needs for images, by the field of config.json that has their id.
-IMAGE_WORDS = {
-    "<|vision_start|>": "vision_start_token_id",
-    "<|image_pad|>": "image_token_id",
-    "<|vision_end|>": "vision_end_token_id",
-    "<|video_pad|>": "video_token_id",
-}
-_MODULE = "visual"
-# By PIL: the other one needs torchvision.
-_PROCESSOR = ("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")
-# What Qwen's chat template writes for an image; the processor repeats the middle one.
-_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-
-
-def _sections(config: HFConfig) -> tuple[HFConfig, tuple[int, ...]]:
-    """The decoder's fields, wherever this version of config.json has them, and how many pairs of a head's dimensions turn by
-    time, height and width."""
-    nested = config.get(_TEXT)
-    flat = {name: value for name, value in config.items() if name != _TEXT}
-    text = {
-        **flat,
-        **(nested if isinstance(nested, dict) else {}),
-        "tie_word_embeddings": config.get("tie_word_embeddings"),
-    }
-    sections: JSON = None
-    for name in _ROPE:
-        if isinstance(found := text.get(name), dict):
-            rope = {key: "default" if value == "mrope" else value for key, value in found.items()}
-            sections = rope.pop("mrope_section", sections)
-            text[name] = rope
-    if not (isinstance(sections, list) and len(sections) == 3 and all(isinstance(size, int) for size in sections)):
-        raise ValueError(
-            f"config.json: `mrope_section` of the rotary embedding is {sections!r}, expected three numbers"
-        )
-    return text, tuple(size for size in sections if isinstance(size, int))
+from megatron_rl.models.rules import HFTensor, Rule
+from megatron_rl.models.tower import (
+    IMAGE_TEXT,
+    IMAGE_WORDS,
+    MODULE,
+    PROCESSOR,
+    TEXT,
+    VISION,
+    DecoderConfig,
+    image_token,
+    tower_linear,
+    tower_rule,
+)
 
 
 def _describe(config: HFConfig) -> ModelDescription:
-    text, sections = _sections(config)
-    fields = Fields(text, "qwen2_5_vl")
+    decoder = DecoderConfig.read(config)
+    fields = Fields(decoder.fields, "qwen2_5_vl")
     description = describe_decoder(fields, qkv_bias=True)
     refuse_sliding_window(fields, description.dims["layers"])
-    image = fields.integer("image_token_id", 151655)
-    for name in ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"):
-        fields.get(name)  # nothing computes with them
-    tower = Fields(fields.section(_VISION), "qwen2_5_vl's vision tower")
+    if decoder.interleaved:
+        fields.refuse("mrope_interleaved", True, "its axes follow one another")
+    image = image_token(fields)
+    tower = Fields(fields.section(VISION), "qwen2_5_vl's vision tower")
     fields.finish()
     dims = dict(description.dims)
-    if 2 * sum(sections) != description.attention.head_width:
-        raise ValueError(
-            f"config.json: `mrope_section` = {list(sections)} must add up to half of head_dim {dims['head_dim']}"
-        )
+    decoder.check_sections(description.attention.head_width)
     depth, merge = tower.integer("depth", 32), tower.integer("spatial_merge_size", 2)
-    vision = Vision(image, _IMAGE, depth, merge, sections, {}, _MODULE, _PROCESSOR)
+    vision = Vision(image, IMAGE_TEXT, depth, merge, decoder.sections, {}, MODULE, PROCESSOR)
     for symbol, name, default in (
         ("v_hidden", "hidden_size", 3584),
         ("v_ffn", "intermediate_size", 3420),
@@ -140,45 +111,33 @@ def created_config(create: Sizes, vision: TowerSizes) -> dict[str, JSON]:
     return {
         "architectures": list(QWEN2_5_VL.architectures),
         "model_type": "qwen2_5_vl",
-        _TEXT: {name: value for name, value in text.items() if value is not None},
-        _VISION: tower,
+        TEXT: {name: value for name, value in text.items() if value is not None},
+        VISION: tower,
         **tokens,
         "tie_word_embeddings": create.tie_embeddings,
         "dtype": "float32",
     }
 
 
-def _linear(name: str, rows: str, columns: str, parts: tuple[str, ...] = ()) -> Iterator[Rule]:
-    """Weight and bias of a layer of the tower, whole on every rank of actor and engine; `parts`: Hugging Face's, stacked."""
-    prefix = name.rpartition(".")[0]
-    sources = tuple(f"{prefix}.{part}" for part in parts) or (name,)
-    yield _rule(f"{name}.weight", *(HFTensor(f"{source}.weight", (rows, columns)) for source in sources))
-    yield _rule(f"{name}.bias", *(HFTensor(f"{source}.bias", (rows,)) for source in sources))
-
-
-def _rule(name: str, *tensors: HFTensor) -> Rule:
-    return Rule((name,), tensors, Sharding.REPLICATED, Place.EMBEDDING, engine=name, in_tower=True)
-
-
 def _norm(name: str) -> Rule:
-    return _rule(f"{name}.weight", HFTensor(f"{name}.weight", ("v_hidden",)))
+    return tower_rule(f"{name}.weight", HFTensor(f"{name}.weight", ("v_hidden",)))
 
 
 def _rules(config: HFConfig) -> tuple[Rule, ...]:
     """The decoder's, and one per tensor of the tower, whose depth the config says."""
-    depth = Fields(Fields(config, "qwen2_5_vl").section(_VISION), "qwen2_5_vl's vision tower").integer("depth", 32)
+    depth = Fields(Fields(config, "qwen2_5_vl").section(VISION), "qwen2_5_vl's vision tower").integer("depth", 32)
     patches = ("v_hidden", "v_channels", "v_frames", "v_patch", "v_patch")
-    tower = [_rule(f"{_MODULE}.patch_embed.proj.weight", HFTensor(f"{_MODULE}.patch_embed.proj.weight", patches))]
+    tower = [tower_rule(f"{MODULE}.patch_embed.proj.weight", HFTensor(f"{MODULE}.patch_embed.proj.weight", patches))]
     for number in range(depth):
-        block = f"{_MODULE}.blocks.{number}"
+        block = f"{MODULE}.blocks.{number}"
         tower += [_norm(f"{block}.norm1"), _norm(f"{block}.norm2")]
-        tower += _linear(f"{block}.attn.qkv", "v_qkv", "v_hidden")
-        tower += _linear(f"{block}.attn.proj", "v_hidden", "v_hidden")
-        tower += _linear(f"{block}.mlp.gate_up_proj", "v_ffn", "v_hidden", ("gate_proj", "up_proj"))
-        tower += _linear(f"{block}.mlp.down_proj", "v_hidden", "v_ffn")
-    tower.append(_norm(f"{_MODULE}.merger.ln_q"))
-    tower += _linear(f"{_MODULE}.merger.mlp.0", "v_merged", "v_merged")
-    tower += _linear(f"{_MODULE}.merger.mlp.2", "hidden", "v_merged")
+        tower += tower_linear(f"{block}.attn.qkv", "v_qkv", "v_hidden")
+        tower += tower_linear(f"{block}.attn.proj", "v_hidden", "v_hidden")
+        tower += tower_linear(f"{block}.mlp.gate_up_proj", "v_ffn", "v_hidden", ("gate_proj", "up_proj"))
+        tower += tower_linear(f"{block}.mlp.down_proj", "v_hidden", "v_ffn")
+    tower.append(_norm(f"{MODULE}.merger.ln_q"))
+    tower += tower_linear(f"{MODULE}.merger.mlp.0", "v_merged", "v_merged")
+    tower += tower_linear(f"{MODULE}.merger.mlp.2", "hidden", "v_merged")
     return (*_DECODER, *tower)
 
 

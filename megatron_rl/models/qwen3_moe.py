@@ -21,7 +21,16 @@ from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 
 def _describe(config: HFConfig) -> ModelDescription:
     fields = Fields(config, "qwen3_moe")
-    dense = describe_decoder(fields, qk_norm=True)
+    description = with_experts(describe_decoder(fields, qk_norm=True), fields)
+    fields.finish()
+    return description
+
+
+def with_experts(dense: ModelDescription, fields: Fields, normalised: bool = False) -> ModelDescription:
+    """A description with every feed-forward a mixture, as Qwen3's config.json describes one.
+
+    `normalised`: whether the weights of a token's experts add up to 1 where `norm_topk_prob` does not say.
+    """
     fields.only("decoder_sparse_step", 1)
     fields.only("mlp_only_layers", [])
     fields.only("use_qk_norm", True)  # set in Qwen3-Coder's config
@@ -38,12 +47,11 @@ def _describe(config: HFConfig) -> ModelDescription:
         "moe_ffn_hidden_size": expert_ffn,
         "moe_router_topk": top_k,
         # Softmax over the chosen experts alone is softmax over all, renormalised over the chosen.
-        "moe_router_pre_softmax": not fields.flag("norm_topk_prob", False),
+        "moe_router_pre_softmax": not fields.flag("norm_topk_prob", normalised),
         "moe_router_score_function": "softmax",
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
     }
-    fields.finish()
     mixture = Experts(experts, top_k, expert_ffn)
     return replace(
         dense,

@@ -18,12 +18,15 @@ from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.models.qwen3 import QWEN3
 from megatron_rl.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from megatron_rl.models.qwen3_moe import QWEN3_MOE
+from megatron_rl.models.qwen3_vl import QWEN3_VL
+from megatron_rl.models.tower import IMAGE_WORDS
 
 FAMILIES: tuple[Family, ...] = (
     QWEN2,
     QWEN2_5_VL,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_VL,
     QWEN3_5,
     QWEN3_5_MOE,
     LLAMA,
@@ -61,7 +64,7 @@ def created_config(create: Sizes, experts: int = 0) -> dict[str, JSON]:
 
 def created_words(create: Sizes) -> tuple[str, ...]:
     """Words that the tokenizer of such a model needs beside those of the recipe."""
-    return () if create.vision is None else tuple(qwen2_5_vl.IMAGE_WORDS)
+    return () if create.vision is None else tuple(IMAGE_WORDS)
 
 
 def model_of(hf_config: HFConfig) -> Model:

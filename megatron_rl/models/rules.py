@@ -51,6 +51,7 @@ DIM_FIELDS: Mapping[str, str] = {
     "v_channels": "vision_config.in_channels",
     "v_frames": "vision_config.temporal_patch_size",
     "v_patch": "vision_config.patch_size",
+    "v_positions": "vision_config.num_position_embeddings",
 }
 
 

@@ -29,7 +29,7 @@ class VisionLanguageModel(GPTModel):
     def __init__(self, vision: Vision, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, scatter_embedding_sequence_parallel=False)
         if self.pre_process:
-            self.visual = _tower(vision).to(self.config.params_dtype)
+            self.visual = self._tower(vision).to(self.config.params_dtype)
             if self.config.recompute_granularity is not None:  # each of its blocks; nothing in them is random
                 self.visual.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
@@ -51,20 +51,26 @@ class VisionLanguageModel(GPTModel):
         embedded: Tensor | None = None
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=None)  # [tokens, 1, hidden]
-            seen = self._see(images).to(embedded.dtype) if images is not None else None
-            if images is not None and seen is not None:
-                embedded = embedded.index_copy(0, images.slots, seen[images.sources, None])
+            if images is not None:
+                embedded = self._embed(embedded, self._see(images), images, kwargs)
             elif torch.is_grad_enabled():
                 # Gradients that are summed while others are computed wait for every trained parameter's.
                 trained = (weight for weight in self.visual.parameters() if weight.requires_grad)
                 embedded = embedded + 0 * sum(weight.flatten()[0] for weight in trained)
-            if self.config.sequence_parallel:
+            if images is None and self.config.sequence_parallel:
                 embedded = scatter_to_sequence_parallel_region(embedded)
         output: Tensor = super().forward(input_ids, position_ids, attention_mask, decoder_input=embedded, **kwargs)
         return output
 
-    def _see(self, images: PackedImages) -> Tensor:
-        """[image tokens of all prompts, hidden]."""
+    def _embed(self, embedded: Tensor, seen: Any, images: PackedImages, kwargs: dict[str, Any]) -> Tensor:
+        """The first layer's input: `embedded` with the tower's outputs where images stand, this rank's part of it. `kwargs`
+        are what the decoder is called with."""
+        outputs = seen.pooler_output.to(embedded.dtype)
+        embedded = embedded.index_copy(0, images.slots, outputs[images.sources, None])
+        return scatter_to_sequence_parallel_region(embedded) if self.config.sequence_parallel else embedded
+
+    def _see(self, images: PackedImages) -> Any:
+        """The tower's outputs as transformers returns them, `pooler_output`: [image tokens of all prompts, hidden]."""
         device, rope = images.slots.device, self.visual.rotary_pos_emb
         rope.inv_freq = rope.compute_axial_rope_parameters(rope.config, device)[
             0
@@ -72,8 +78,16 @@ class VisionLanguageModel(GPTModel):
         where = self.visual.patch_embed.proj.weight.device
         pixels = torch.cat([torch.as_tensor(prompt.pixels(), device=where) for prompt in images.prompts])
         grids = torch.cat([torch.as_tensor(prompt.grids, device=device) for prompt in images.prompts])
-        seen: Tensor = self.visual(pixels, grids).pooler_output
-        return seen
+        return self.visual(pixels, grids)
+
+    def _tower(self, vision: Vision) -> nn.Module:
+        config = Qwen2_5_VLVisionConfig(**vision.tower)
+        config._attn_implementation = "sdpa"
+        tower: Any = Qwen2_5_VisionTransformerPretrainedModel(config)
+        for block in tower.blocks:
+            block.mlp = _GatedMLP(config.hidden_size, config.intermediate_size)
+        result: nn.Module = tower
+        return result
 
 
 class _GatedMLP(nn.Module):
@@ -89,19 +103,15 @@ class _GatedMLP(nn.Module):
         return out
 
 
-def _tower(vision: Vision) -> nn.Module:
-    config = Qwen2_5_VLVisionConfig(**vision.tower)
-    config._attn_implementation = "sdpa"
-    tower: Any = Qwen2_5_VisionTransformerPretrainedModel(config)
-    for block in tower.blocks:
-        block.mlp = _GatedMLP(config.hidden_size, config.intermediate_size)
-    result: nn.Module = tower
-    return result
-
-
-def build(description: ModelDescription, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> Chunk:
-    """One chunk of this rank's model, see `registry.Build`."""
+def build(
+    description: ModelDescription,
+    config: TransformerConfig,
+    vocab_size: int,
+    vp_stage: int | None,
+    model: type[VisionLanguageModel] = VisionLanguageModel,
+) -> Chunk:
+    """One chunk of this rank's model, see `registry.Build`; `model`: its class."""
     assert description.vision is not None
     config.mrope_section = list(description.vision.sections)
     config.apply_rope_fusion = False  # Transformer Engine's takes a packed sequence's positions to begin at 0
-    return gpt.build(description, config, vocab_size, vp_stage, partial(VisionLanguageModel, description.vision))
+    return gpt.build(description, config, vocab_size, vp_stage, partial(model, description.vision))

@@ -74,7 +74,7 @@ class VllmEngine:
             self._adapters, self._targets = lora, targets_of(lora, model)
         self._sees = images is not None
         if images is not None:
-            register_images_only(images[1].processor)
+            register_images_only(model.family.architectures[0], images[1].processor)
         self.experts: np.dtype | None = None
         if config.actor.moe.routing_replay == "rollout":
             assert model.experts is not None  # checked with the recipe

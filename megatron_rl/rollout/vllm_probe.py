@@ -87,5 +87,12 @@ def is_shard(shard: Tensor, full: Tensor, rank: int, ranks: int) -> bool:
 
 
 def _by_hf_name[T](named: dict[str, T]) -> dict[str, T]:
-    """vLLM puts the decoder of a model that reads images a level down."""
-    return {name.removeprefix("language_model."): value for name, value in named.items()}
+    """vLLM puts the decoder of a model that reads images a level down, whose name files have after `model` or not at all."""
+    result = dict[str, T]()
+    for name, value in named.items():
+        result[name.removeprefix("language_model.")] = value
+        if name.startswith("language_model.model."):
+            result["model.language_model." + name.removeprefix("language_model.model.")] = value
+        elif name.startswith("visual."):
+            result[f"model.{name}"] = value
+    return result

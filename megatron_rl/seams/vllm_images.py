@@ -1,4 +1,4 @@
-"""vLLM's Qwen2.5-VL for images without videos, so without torchvision. Written for 0.32, with transformers 5.19.
+"""vLLM's Qwen2.5-VL and Qwen3-VL for images without videos, so without torchvision. Written for 0.32, with transformers 5.19.
 
 vLLM's model file imports one function from the image processor that needs torchvision, and its processor wants one for
 videos, which needs it too. transformers has the same function, and the processor of images, on PIL; so actor and engine, on
@@ -13,38 +13,76 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.seams import check_parameters
 
-ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 _QWEN = "transformers.models.qwen2_vl.image_processing_"
-# Of vLLM's class of what it asks about the model's processor.
-OVERRIDDEN = {"get_hf_processor": "self kwargs", "get_supported_mm_limits": "self"}
+
+
+class _Classes(NamedTuple):
+    """Names of an architecture's classes, in a module of `vllm.model_executor.models`, and of transformers' processor."""
+
+    module: str
+    info: str
+    processor: str
+    dummies: str
+    hf_processor: str
+
+
+ARCHITECTURES = {
+    "Qwen2_5_VLForConditionalGeneration": _Classes(
+        "qwen2_5_vl",
+        "Qwen2_5_VLProcessingInfo",
+        "Qwen2_5_VLMultiModalProcessor",
+        "Qwen2_5_VLDummyInputsBuilder",
+        "Qwen2_5_VLProcessor",
+    ),
+    "Qwen3VLForConditionalGeneration": _Classes(
+        "qwen3_vl",
+        "Qwen3VLProcessingInfo",
+        "Qwen3VLMultiModalProcessor",
+        "Qwen3VLDummyInputsBuilder",
+        "Qwen3VLProcessor",
+    ),
+}
+# Of vLLM's classes of what they ask about the model's processor.
+OVERRIDDEN = {
+    "get_hf_processor": "self kwargs",
+    "get_supported_mm_limits": "self",
+    "get_supported_mm_processor_kwargs": "self",
+    "get_mm_max_tokens_per_item": "self seq_len mm_counts",
+}
+DUMMIES = (
+    "self seq_len mm_counts mm_options"  # of `get_dummy_mm_data` of the class that fills memory as an engine starts
+)
 SMART_RESIZE = "height width factor min_pixels max_pixels"  # what vLLM imports from either image processor
 
 
-def register_images_only(image_processor: Any) -> None:
+def register_images_only(architecture: str, image_processor: Any) -> None:
     """vLLM's model of this architecture reads images by `image_processor`, and takes no videos; before an engine starts."""
-    from transformers import Qwen2_5_VLProcessor
+    import transformers
     from transformers.processing_utils import ProcessorMixin
     from vllm import ModelRegistry
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
+    names = ARCHITECTURES[architecture]
     with no_torchvision():
-        from vllm.model_executor.models import qwen2_5_vl as model
-
+        models = importlib.import_module(f"vllm.model_executor.models.{names.module}")
+        from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
+    asked, dummies = getattr(models, names.info), getattr(models, names.dummies)
+    check_parameters(dummies.get_dummy_mm_data, DUMMIES)
     for name, parameters in OVERRIDDEN.items():
-        check_parameters(getattr(model.Qwen2_5_VLProcessingInfo, name), parameters)
+        check_parameters(getattr(asked, name), parameters)
 
-    class ImagesOnly(Qwen2_5_VLProcessor):
+    class ImagesOnly(getattr(transformers, names.hf_processor)):  # type: ignore[misc]
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None) -> None:
             ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
             self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
             self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
             self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
 
-    class Info(model.Qwen2_5_VLProcessingInfo):
+    class Info(asked):  # type: ignore[misc, valid-type]
         made: ImagesOnly | None = None
 
         def get_hf_processor(self, **_: object) -> ImagesOnly:
@@ -55,13 +93,25 @@ def register_images_only(image_processor: Any) -> None:
         def get_supported_mm_limits(self) -> dict[str, int | None]:
             return {"image": None}
 
-    class _Model(model.Qwen2_5_VLForConditionalGeneration):
+        def get_supported_mm_processor_kwargs(self) -> dict[str, set[str]]:
+            # Qwen3-VL's adds to the options of the processor of videos.
+            options: dict[str, set[str]] = Qwen2VLProcessingInfo.get_supported_mm_processor_kwargs(self)
+            return options
+
+        def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Any) -> dict[str, int]:
+            return {"image": self.get_max_image_tokens()}
+
+    class Dummies(dummies):  # type: ignore[misc, valid-type]
+        def get_dummy_mm_data(self, seq_len: int, mm_counts: Any, mm_options: Any) -> dict[str, Any]:
+            width, height = self.info.get_image_size_with_most_features()
+            count, options = mm_counts.get("image", 0), mm_options.get("image")
+            return {"image": self._get_dummy_images(width=width, height=height, num_images=count, overrides=options)}
+
+    class _Model(getattr(models, architecture)):  # type: ignore[misc]
         pass
 
-    register = MULTIMODAL_REGISTRY.register_processor(
-        model.Qwen2_5_VLMultiModalProcessor, info=Info, dummy_inputs=model.Qwen2_5_VLDummyInputsBuilder
-    )
-    ModelRegistry.register_model(ARCHITECTURE, register(_Model))
+    register = MULTIMODAL_REGISTRY.register_processor(getattr(models, names.processor), info=Info, dummy_inputs=Dummies)
+    ModelRegistry.register_model(architecture, register(_Model))
 
 
 @contextlib.contextmanager

@@ -27,7 +27,9 @@ def check_names(files: WeightSource, model: Model) -> None:
 
 def _fields_behind(names: set[str], model: Model) -> str:
     dims, hints = model.dims, []
-    layers = {int(match[1]) for name in names if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    layers = {
+        int(match[1]) for name in names if (match := re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", name))
+    }
     experts = {int(match[1]) for name in names if (match := re.search(r"\.experts\.(\d+)\.", name))}
     if "lm_head.weight" in names:
         hints.append(f"tie_word_embeddings = {model.description.tied}")

@@ -50,13 +50,16 @@ class Layout:
     dropped: bool = False  # a fault: the last token of one response counts for nothing
     images: bool = False  # a model with a vision tower, and prompts with images
     variant: str = ""  # the model is this one of `tiny`
+    deepstack: bool = False  # a model that reads images, whose tower feeds the decoder's first layers too
     actor: dict[str, Any] = field(default_factory=dict)  # further keys of the recipe's `actor`
 
     @property
     def model(self) -> str:
         if self.variant:
             return f"model-{self.variant}"
-        return "model-experts" if self.experts else "model-images" if self.images else f"model-{self.tied}"
+        if self.images or self.deepstack:
+            return "model-deepstack" if self.deepstack else "model-images"
+        return "model-experts" if self.experts else f"model-{self.tied}"
 
 
 # Where a layout's gradients are wrong in Megatron-Core, and no run comes to: docs/upstream.md.
@@ -97,6 +100,7 @@ def make_models(root: Path) -> None:
     (root / "model-experts").mkdir()
     tiny.write(root / "model-experts", "qwen3_moe")
     seeing.write(root / "model-images", tied=True)
+    seeing.write(root / "model-deepstack", kind="qwen3_vl")
     for variant in one_of_each_family():
         tiny.write(root / f"model-{variant}", variant)
 
@@ -196,7 +200,7 @@ def _updates(config: Config, actor: Actor, folder: Path, mode: str, layout: Layo
     actor.load_hf(folder)
     actor.keep_reference()
     actor.start_optimizer(config.actor.optimizer, 2)
-    batch = seeing_batch(folder) if layout.images else make_batch(given=layout.given)
+    batch = seeing_batch(folder) if layout.images or layout.deepstack else make_batch(given=layout.given)
     if layout.dropped:
         batch.sequences.loss_mask[3][-1] = False
         for per_token in (batch.rollout_logprobs, batch.advantages):

@@ -32,13 +32,14 @@ ALONE += [Layout("a token dropped", dropped=True)]
 ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", tokens_per_microbatch=52)]
 SELECTIVE, FULL, OVERLAP = {"recompute": "selective"}, {"recompute": "full"}, {"overlap": True}
 FROZEN = {"freeze_vision_tower": True}
-ALONE += [Layout("alone frozen", images=True, actor=FROZEN)]
+ALONE += [Layout("alone frozen", images=True, actor=FROZEN), Layout("alone deepstack", deepstack=True)]
 ONE += [
     Layout("recompute feed-forwards", actor=SELECTIVE),
     Layout("recompute attention", actor={**SELECTIVE, "recompute_modules": ["core_attn"]}),
     Layout("recompute experts", experts=True, actor=SELECTIVE),
     Layout("recompute experts, replayed", experts=True, replay=True, actor=SELECTIVE),
     Layout("recompute full, images", images=True, actor=FULL),
+    Layout("recompute full, deepstack", deepstack=True, actor=FULL, tokens_per_microbatch=40),
     Layout("recompute full, replayed", experts=True, replay=True, actor=FULL),
     Layout("recompute full", actor=FULL),
     Layout("latents, recompute full", variant="deepseek_v3", actor=FULL),
@@ -53,6 +54,9 @@ TWO = [
     Layout("TP 2 images", tensor=2, images=True, tokens_per_microbatch=40),
     Layout("TP 2 sequence images", tensor=2, sequence=True, images=True),
     Layout("PP 2 images", pipeline=2, images=True),
+    Layout("TP 2 sequence deepstack, recompute full", tensor=2, sequence=True, deepstack=True, actor=FULL),
+    Layout("TP 2 deepstack", tensor=2, deepstack=True, tokens_per_microbatch=40),
+    Layout("PP 2 deepstack, recompute full", pipeline=2, deepstack=True, tokens_per_microbatch=40, actor=FULL),
     Layout("DP 2 overlap images", images=True, tokens_per_microbatch=40, actor=OVERLAP),
     Layout("DP 2 overlap frozen", images=True, tokens_per_microbatch=40, actor={**OVERLAP, **FROZEN}),
     Layout("DP 2", modes=MODES),
@@ -153,6 +157,7 @@ def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> 
         " experts": layout.experts,
         " frozen": layout.actor.keys() >= FROZEN.keys(),
         " images": layout.images,
+        " deepstack": layout.deepstack,
     }
     kind = next((name for name, applies in names.items() if applies), "")
     wanted = _load(root, f"alone{kind}")

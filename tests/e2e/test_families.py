@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from models import tiny
+from models import seeing, tiny
 from safetensors.torch import load_file
 
 from megatron_rl.config import load_recipe, to_yaml
@@ -37,7 +37,8 @@ TIED = {"tie_word_embeddings": True}
 EP = ("actor.parallel.expert=2", "rollout.tensor_parallel=2", "rollout.expert_parallel=true")
 TP = ("actor.parallel={tensor: 2, sequence: true}", "rollout.tensor_parallel=2")
 WHOLE = ("gpt_oss",)  # vLLM keeps gate and up projection of its experts row by row: weights go whole
-VISION = "vision"  # made by `model.create`
+VISION = ("vision", "vision-qwen3_vl")  # made by `model.create`, and what is put in its place
+FROZEN = "actor.freeze_vision_tower=true"
 # name -> (variant of `tiny`, changes to its config, processes, overrides of the recipe)
 MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "qwen2": ("qwen2", TWO_HEADS, 1, ()),
@@ -56,11 +57,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "qwen3-tied-TP-2": ("qwen3", TIED, 2, ("actor.parallel.tensor=2", "rollout.tensor_parallel=2")),
     "qwen2-tied-PP-2": ("qwen2", {**TWO_HEADS, **TIED}, 2, ("actor.parallel.pipeline=2",)),
     "qwen3_moe-EP-2": ("qwen3_moe", EXPERTS, 2, EP),
-    "qwen2_5_vl": (VISION, {}, 1, ()),
-    "qwen2_5_vl-TP-2-lora": (VISION, {}, 2, (*TP, "actor.lora.rank=4")),
-    "qwen2_5_vl-tied-PP-2-frozen": (VISION, TIED, 2, ("actor.parallel.pipeline=2", "actor.freeze_vision_tower=true")),
+    "qwen2_5_vl": ("vision", {}, 1, ()),
+    "qwen2_5_vl-TP-2-lora": ("vision", {}, 2, (*TP, "actor.lora.rank=4")),
+    "qwen2_5_vl-tied-PP-2-frozen": ("vision", TIED, 2, ("actor.parallel.pipeline=2", FROZEN)),
+    "qwen3_vl": ("vision-qwen3_vl", {}, 1, ()),
+    "qwen3_vl-tied-TP-2-lora": ("vision-qwen3_vl", TIED, 2, (*TP, FROZEN, "actor.lora.rank=4")),
 }
-# Prompts with an image each, for VISION.
+# Prompts with an image each, for those of VISION.
 BARS = {
     "train": {"sums": {"source": "bars", "size": 60, "demonstrations": "chain_sum_steps"}},
     "eval": {"held_out": {"source": "bars", "size": 8, "seed": 77}},
@@ -80,7 +83,7 @@ OVERRIDES = (
 
 
 def write_model(folder: Path, tokenizer: Path, variant: str, changes: dict[str, Any], with_copy: bool) -> None:
-    if variant == VISION:
+    if variant in VISION:
         shape = {
             "hidden_size": 64,
             "heads": 2,
@@ -91,6 +94,8 @@ def write_model(folder: Path, tokenizer: Path, variant: str, changes: dict[str, 
         }
         create = CreateModelConfig(**shape, tie_embeddings=bool(changes), vision=CreateVisionConfig(window=16))
         create_model(folder, create, seed=0)
+        if variant != "vision":
+            seeing.replace_model(folder, variant.partition("-")[2])
         return
     tiny.write(folder, variant, **{**SIZES, **changes})
     for path in tokenizer.glob("tokenizer*"):
@@ -106,7 +111,7 @@ def write_model(folder: Path, tokenizer: Path, variant: str, changes: dict[str, 
 def write_recipe(folder: Path, variant: str, processes: int, overrides: Sequence[str]) -> None:
     (folder / "reward.py").write_text(REWARD)
     recipe = {**RECIPE, "rewards": {"letters": {"reward": f"{folder / 'reward.py'}:letters"}}}
-    if variant == VISION:
+    if variant in VISION:
         recipe |= {"tasks": BARS, "rollout": {**RECIPE["rollout"], "max_prompt_tokens": 24}}
     (folder / "base.yaml").write_text(yaml.safe_dump({**recipe, "run_dir": str(folder / "run")}, sort_keys=False))
     given = ["model.create=null", f"model.path={folder / 'model'}", f"launch.processes={processes}", *OVERRIDES]

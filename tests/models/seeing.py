@@ -1,8 +1,9 @@
-"""A tiny Qwen2.5-VL, prompts with drawn images, and what `transformers` makes of them."""
+"""A tiny Qwen2.5-VL or Qwen3-VL, prompts with drawn images, and what `transformers` makes of them."""
 
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,26 @@ from megatron_rl.models import model_of, read_hf_config
 PAD, EOS, START, IMAGE, END, VIDEO = range(6)
 
 
-def write(folder: Path, tied: bool = False, layers: int = 4) -> Path:
+# kind -> (transformers' configuration and model, the text's own, the tower's own)
+KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VLForConditionalGeneration",
+        {"rope_parameters": {"mrope_section": [4, 6, 6]}},
+        {"window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    # Four pairs of time after those that take turns; more positions than any picture here has rows, and fewer.
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        "Qwen3VLForConditionalGeneration",
+        {"rope_parameters": {"mrope_section": [8, 4, 4], "mrope_interleaved": True}, "head_dim": 32},
+        {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 25},
+    ),
+}
+
+
+def write(folder: Path, tied: bool = False, layers: int = 4, kind: str = "qwen2_5_vl") -> Path:
     """A model folder with random values in every tensor, and the image processor's settings."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     text = {
@@ -32,7 +50,7 @@ def write(folder: Path, tied: bool = False, layers: int = 4) -> Path:
         "max_position_embeddings": 256,
         "bos_token_id": None,
         "eos_token_id": EOS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 6, 6]},
+        "rope_parameters": {"rope_theta": 100.0},
     }
     vision = {
         "depth": 3,
@@ -40,24 +58,45 @@ def write(folder: Path, tied: bool = False, layers: int = 4) -> Path:
         "intermediate_size": 40,
         "num_heads": 2,
         "patch_size": 4,
-        "window_size": 16,
         "out_hidden_size": 64,
-        "fullatt_block_indexes": [1],
     }
     names = ("vision_start", "image", "vision_end", "video")
     tokens = {f"{name}_token_id": number for number, name in enumerate(names, START)}
-    config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, **tokens, tie_word_embeddings=tied, dtype="float32"
+    _save(folder, kind, text, vision, {**tokens, "tie_word_embeddings": tied})
+    Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=1024).save_pretrained(folder)
+    return folder
+
+
+def replace_model(folder: Path, kind: str) -> None:
+    """Puts one of this kind into the place of a created Qwen2.5-VL, with its sizes, tokenizer and image processor."""
+    created = json.loads((folder / "config.json").read_text())
+    text, tower = created.pop("text_config"), created.pop("vision_config")
+    text["rope_parameters"] = {"rope_theta": text["rope_parameters"]["rope_theta"]}
+    sizes = ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "out_hidden_size")
+    tower = {name: tower[name] for name in sizes}
+    common = {name: value for name, value in created.items() if name.endswith("token_id") or name.startswith("tie")}
+    _save(folder, kind, text, tower, common)
+
+
+def _save(folder: Path, kind: str, text: dict[str, Any], tower: dict[str, Any], common: dict[str, Any]) -> None:
+    import transformers
+
+    config_class, model_class, of_text, of_tower = KINDS[kind]
+    rope = {"rope_type": "default", **text["rope_parameters"], **of_text["rope_parameters"]}
+    config = getattr(transformers, config_class)(
+        text_config={**text, **of_text, "rope_parameters": rope},
+        vision_config={**tower, **of_tower},
+        **common,
+        dtype="float32",
     )
-    model = Qwen2_5_VLForConditionalGeneration(config).float()
+    model = getattr(transformers, model_class)(config).float()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in key or "ln_q" in key else 0.1 * noise)
+            is_norm = parameter.dim() == 1 and ("norm" in key or "ln_q" in key) and not key.endswith("bias")
+            parameter.copy_(1 + 0.3 * noise if is_norm else 0.1 * noise)
     model.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=1024).save_pretrained(folder)
-    return folder
 
 
 def picture(width: int, height: int, seed: int) -> bytes:
@@ -91,9 +130,9 @@ def expected(
     folder: Path, sequences: TokenBatch, gradients: bool = False
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """`transformers`' log-probs of the scored tokens of each sequence, and the gradients of their sum."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     found = scores(model, sequences)
     if not gradients:
         return [own.detach() for own in found], {}
@@ -106,22 +145,23 @@ def scores(model: Any, sequences: TokenBatch) -> list[torch.Tensor]:
     """Log-probs of the scored tokens of each sequence, by transformers' model."""
     found = []
     for row, tokens in sequences.tokens.items():
-        ids, inputs = torch.as_tensor(tokens)[None], {}
+        ids = torch.as_tensor(tokens)[None]
+        embeds, inputs = model.get_input_embeddings()(ids), dict[str, Any]()
         if (images := sequences.images.get(row)) is not None:
             kinds = torch.zeros_like(ids, dtype=torch.int)
             kinds[0, images.slots] = 1
             # Where the response has an image token, it is text: transformers would look for an image.
-            features = model.model.get_image_features(
-                torch.as_tensor(images.pixels()), torch.as_tensor(images.grids)
-            ).pooler_output
-            embeds = model.get_input_embeddings()(ids).index_copy(
-                1, torch.as_tensor(images.slots), torch.cat(features)[None]
+            features = model.model.get_image_features(torch.as_tensor(images.pixels()), torch.as_tensor(images.grids))
+            slots = torch.as_tensor(images.slots)
+            embeds = embeds.index_copy(1, slots, torch.cat(features.pooler_output)[None])
+            inputs["position_ids"], _ = model.model.get_rope_index(
+                ids, kinds, image_grid_thw=torch.as_tensor(images.grids)
             )
-            positions, _ = model.model.get_rope_index(ids, kinds, image_grid_thw=torch.as_tensor(images.grids))
-            inputs = {"inputs_embeds": embeds, "position_ids": positions}
-        else:
-            inputs = {"input_ids": ids}
-        logits = model(**inputs).logits[0].log_softmax(-1)
+            if "deepstack_features" in features:
+                deep = [torch.cat(level) for level in features.deepstack_features]
+                inputs |= {"visual_pos_masks": kinds == 1, "deepstack_visual_embeds": deep}
+        hidden = model.model.language_model(inputs_embeds=embeds, **inputs).last_hidden_state
+        logits = model.lm_head(hidden)[0].log_softmax(-1)
         scored = torch.as_tensor(sequences.loss_mask[row]).nonzero()[:, 0]
         found.append(logits[scored - 1, ids[0, scored]])
     return found

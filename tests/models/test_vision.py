@@ -1,4 +1,4 @@
-"""Qwen2.5-VL in one process against `transformers`. Layouts of it are in tests/actor/test_layouts.py."""
+"""Qwen2.5-VL and Qwen3-VL in one process against `transformers`. Layouts of it are in tests/actor/test_layouts.py."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from . import seeing
 from .megatron import build
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return seeing.write(tmp_path_factory.mktemp("seeing") / "model")
+@pytest.fixture(scope="module", params=seeing.KINDS)
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return seeing.write(tmp_path_factory.mktemp("seeing") / "model", kind=request.param)
 
 
 def test_log_probs_and_gradients_are_those_of_transformers(folder: Path, parallel: ParallelGroups) -> None:
@@ -40,6 +40,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(folder: Path, paralle
     for parameter in chunks[0].parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     for name, own in iter_hf_weights(chunks, family, config, parallel):
-        name = name if name.startswith(("visual", "lm_head")) else name.replace("model.", "language_model.", 1)
-        wanted = gradients[name if name.startswith("lm_head") else f"model.{name}"]
+        if not name.startswith(("model.visual", "model.language_model", "lm_head")):  # as files of Qwen2.5-VL have it
+            name = f"model.{name}" if name.startswith("visual") else name.replace("model.", "model.language_model.", 1)
+        wanted = gradients[name]
         assert (own - wanted).norm() <= 1e-5 * wanted.norm(), name

@@ -69,6 +69,7 @@ PUBLISHED = {
     "Llama-3.2-3B-Instruct": 3_212_749_824,
     "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
     "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen3-VL-8B-Instruct": 8_767_123_696,
 }
 
 

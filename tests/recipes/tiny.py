@@ -41,6 +41,7 @@ SIZES = {
     "moe_intermediate_size": 32,
 }
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 1, "fullatt_block_indexes": [0]}
+TOWER |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 36}  # each where the published tower has it
 MAZE = "******\n*..E**\n*....*\n**.*.*\n**S..*\n******"
 CALL = {"name": "add", "parameters": {"a": 1}}
 
@@ -227,26 +228,31 @@ def write_model(folder: Path, name: str, forms: Iterable[str], temperature: floa
     sees = "vision_config" in published
     first = len(characters) + len(words) + 2
     vocabulary = 64 * (1 + (first + len(IMAGE_WORDS) * sees) // 64)
-    sizes: Mapping[str, Any] = {key: value for key, value in SIZES.items() if key in published or key == "head_dim"}
+    published_text = published.get("text_config", published)  # of a model that reads images its own section, or not
+    sizes: Mapping[str, Any] = {
+        key: value for key, value in SIZES.items() if key in published_text or key == "head_dim"
+    }
     folder.mkdir(parents=True)
-    config = published | sizes | {"vocab_size": vocabulary, "eos_token_id": 1, "pad_token_id": 0}
+    text = published_text | sizes | {"vocab_size": vocabulary, "eos_token_id": 1, "pad_token_id": 0}
+    config = text if published_text is published else {**published, "text_config": text}
     created = CreateModelConfig(vocab_size=vocabulary, characters=characters, words=words)
-    created.max_positions = config["max_position_embeddings"]
+    created.max_positions = text["max_position_embeddings"]
     if sees:
         created.vision = CreateVisionConfig()  # the tokenizer has words for images
         Qwen2VLImageProcessorPil().save_pretrained(folder)
         config |= {name: first + number for number, name in enumerate(IMAGE_WORDS.values())}
-        config["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 6, 6]}
-        config["vision_config"] = {**config["vision_config"], **TOWER, "out_hidden_size": config["hidden_size"]}
+        text["rope_scaling"] = {**text["rope_scaling"], "mrope_section": [4, 6, 6]}
+        tower = {key: value for key, value in TOWER.items() if key in published["vision_config"]}
+        config["vision_config"] = {**published["vision_config"], **tower, "out_hidden_size": text["hidden_size"]}
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder, created)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     weights = random_weights(folder, 0.02, seed=1)
     # All hidden states have something in common, to which the row of <eos> answers: drawn at the temperature of the recipes,
     # half of the tokens are <eos>, and responses end after a few.
-    embedding = weights["model.embed_tokens.weight"]
+    embedding = next(value for key, value in weights.items() if key.endswith("embed_tokens.weight"))
     embedding += 0.2
-    weights.get("lm_head.weight", embedding)[1] += temperature * math.log(vocabulary) / config["hidden_size"]
+    weights.get("lm_head.weight", embedding)[1] += temperature * math.log(vocabulary) / text["hidden_size"]
     for key in weights:
         if key.endswith(".bias"):
             weights[key].zero_()

@@ -189,13 +189,13 @@ def test_vllm_takes_nothing_but_a_function_from_the_image_processor_that_needs_t
     assert models.origin is not None
     taken = [
         names
-        for path in ("qwen2_vl.py", "qwen2_5_vl.py")
+        for path in ("qwen2_vl.py", "qwen2_5_vl.py", "qwen3_vl.py")
         for names in re.findall(
-            r"from transformers\S*\.image_processing_qwen2_vl import (.*)",
+            r"from transformers\S*\.image_processing_qwen2_vl import \(?\s*(\w+)",
             (Path(models.origin).parent / path).read_text(),
         )
     ]
-    assert taken == ["smart_resize"]
+    assert taken == ["smart_resize"] * 2
     check_parameters(
         found("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.smart_resize"), vllm_images.SMART_RESIZE
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,13 +36,13 @@ class _Pair(NamedTuple):
 
 
 class _Adapters:
-    """The pairs of a checkpoint, by the name of the matrix that they are added to."""
+    """The pairs of a checkpoint, by the name of the matrix that they are added to, one of `base`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, base: Container[str] = ()) -> None:
         self._stored = TorchDist(folder)
         self.names = sorted(name for name in self._stored.tensors if name.startswith(PEFT_PREFIX))
         inner = [name for name in self.names if name.endswith(".lora_A.weight")]
-        self.pairs = {matrix_of(name): _Pair(name, name.replace(".lora_A.", ".lora_B.")) for name in inner}
+        self.pairs = {matrix_of(name, base): _Pair(name, name.replace(".lora_A.", ".lora_B.")) for name in inner}
         self.dtype = DTYPE_NAMES[self._stored.tensors[self.names[0]].dtype]
 
     def read(self, name: str) -> Tensor:
@@ -67,7 +67,8 @@ class MergedModel(WeightSource):
                 f"those of {base}; name its folder with --config"
             )
         self.folder, self._scale = folder, about["scale"]
-        self._base, self._adapters = open_weights(base), _Adapters(folder)
+        self._base = open_weights(base)
+        self._adapters = _Adapters(folder, self._base.names())
         self.tensors = {name: (self._base.shape(name), self._adapters.dtype) for name in self._base.names()}
 
     def file_of(self, name: str) -> Path:
