@@ -29,6 +29,7 @@ CODE := megatron_rl tests $(wildcard tools benchmarks)
 SET_UP_WITH := .uv/bin/uv
 PYENV_BINS := $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin)
 UV := PATH="$$PATH$(subst $() ,,$(PYENV_BINS:%=:%))" $(SET_UP_WITH) --quiet
+FOUND_PYTHON = $$($(UV:--quiet=) python find --system $(PYTHON))
 PIP = .uv/bin/python -m pip --python $(1)/bin/python --quiet --disable-pip-version-check install
 TORCH := $(shell sed -n '/^torch==/p' requirements/cpu.txt)
 
@@ -84,7 +85,7 @@ paths = $(subst $() ,:,$(foreach part,cu13 cudnn nccl,$(NVIDIA)/$(part)/$(1)))
 
 setup-gpu: | $(SET_UP_WITH)
 	@test -e .venv/.gpu || test ! -e .venv || { echo "there is a .venv for CPUs here: make clean first"; exit 1; }
-	@CUDA_HOME=$(CUDA_HOME) $$($(UV) python find $(PYTHON)) $(CHECK_GPU) before
+	@CUDA_HOME=$(CUDA_HOME) $(FOUND_PYTHON) $(CHECK_GPU) before
 	@echo "setting up .venv for CUDA 13"
 	@mkdir -p .venv && touch .venv/.gpu
 	@$(MAKE) --no-print-directory gpu-packages
@@ -117,7 +118,7 @@ gpu-lock: | $(SET_UP_WITH)
 
 # By hand, at every change of what GPU machines install: CONTRIBUTING.md. ARGS="--break pins" shows that a fault is seen.
 check-gpu-set: | $(SET_UP_WITH)
-	@python=$$($(UV) python find $(PYTHON)) && $$python -m tools.gpu_set --python $$python --cuda $(CUDA_HOME) $(ARGS)
+	@python=$(FOUND_PYTHON) && $$python -m tools.gpu_set --python $$python --cuda $(CUDA_HOME) $(ARGS)
 
 # For `megatron-rl launch`: NeMo-Run in an environment of its own, without torch.
 LAUNCH_STAMP := .venv-launch/.installed

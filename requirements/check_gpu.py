@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-PYTHONS = ((3, 11), (3, 12))
+PYTHON = (3, 12)
 DRIVER = 580  # the oldest for CUDA 13
 CAPABILITY = (8, 0)
 CUDA = 13
@@ -53,10 +53,9 @@ STRAY = {"build_backend.py"}
 
 
 def python_problem(version: tuple[int, int]) -> str | None:
-    if version in PYTHONS:
+    if version == PYTHON:
         return None
-    names = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-    return f"this is Python {version[0]}.{version[1]}, and it takes {names}: make setup-gpu PYTHON=python3.12"
+    return f"this is Python {version[0]}.{version[1]}, and it takes 3.12: make setup-gpu PYTHON=/path/to/python3.12"
 
 
 def card_problems(rows: str) -> list[str]:

@@ -10,17 +10,13 @@ from torch import Tensor
 
 from megatron_rl.actor.routing import is_bias
 from megatron_rl.seams.megatron import Chunk
-from megatron_rl.seams.transformer_engine import holding
+from megatron_rl.seams.transformer_engine import holding, host_copy
 
 
 def copies(chunks: Sequence[Chunk]) -> list[dict[str, Tensor]]:
     """The trained parameters of each chunk and the biases of its routers, by name, in host memory."""
     return [
-        {
-            name: value.detach().to("cpu", copy=True)
-            for name, value in _named(chunk)
-            if value.requires_grad or is_bias(name)
-        }
+        {name: host_copy(value) for name, value in _named(chunk) if value.requires_grad or is_bias(name)}
         for chunk in chunks
     ]
 

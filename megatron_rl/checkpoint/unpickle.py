@@ -49,12 +49,16 @@ def load(state: State, folder: Path) -> State:
         UnpickleError: on every rank; tensors that were read before are what the checkpoint has.
     """
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
+    # By default Megatron-Core 0.19 reads straight into FP8 parameters. Of one that was saved in other pieces torch then cuts
+    # a plain copy, reads into that, and the parameter stays as it was.
+    strategy = TorchDistLoadShardedStrategy(stream_ckpt_dequant=False)
     read_metadata(folder)  # here, since torch wraps what goes wrong in it
     load_common(folder)  # Megatron-Core reads it too, and torch names neither file nor class in a sentence
     with torch_dist.loading_with(read_metadata, _load):
         try:
-            loaded: State = dist_checkpointing.load(state, str(folder))
+            loaded: State = dist_checkpointing.load(state, str(folder), strategy)
         except CheckpointException as error:
             for failure, _ in error.failures.values():
                 if isinstance(failure, UnpickleError):

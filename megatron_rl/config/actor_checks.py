@@ -90,11 +90,12 @@ def _check_lora(config: Config, command: str) -> Iterator[str]:
 def _check_fp8(config: Config) -> Iterator[str]:
     fp8, actor = config.actor.fp8, config.actor
     again = actor.recompute_modules if actor.recompute == "selective" else []
-    if fp8 is not None and fp8.recipe == "delayed" and "moe_act" in again:
-        yield (
-            "`actor.recompute_modules` has moe_act, for which the experts' second product keeps its input as it comes; with "
-            "`actor.fp8.recipe=delayed` Transformer Engine cannot; leave it out, or take recipe=blockwise"
-        )
+    if fp8 is not None and fp8.recipe == "delayed":
+        for name in sorted({"layernorm", "moe_act"} & set(again)):
+            yield (
+                f"`actor.recompute_modules` has {name}, for which a product keeps its input as it comes; with "
+                "`actor.fp8.recipe=delayed` Transformer Engine cannot; leave it out, or take recipe=blockwise"
+            )
     if fp8 is None or not fp8.param_gather:
         return
     if fp8.recipe == "mxfp8":

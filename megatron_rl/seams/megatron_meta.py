@@ -1,5 +1,5 @@
 """Megatron-Core's plain layers as Transformer Engine's, of whose kernels only the shapes count: what they give out, and what
-they keep for the backward pass. Written for Megatron-Core 0.16.1 and Transformer Engine 2.11.
+they keep for the backward pass. Written for Megatron-Core 0.19.2 and Transformer Engine 2.20.2.
 
 No numbers are computed. `tests/te` holds what is kept here to what Transformer Engine's own modules keep.
 """
@@ -110,6 +110,14 @@ class _Products(torch.autograd.Function):
         return torch.empty_like(ctx.saved_tensors[0]), None  # type: ignore[attr-defined]
 
 
+class _AsModule(nn.Module):
+    """A function in a place where Megatron-Core wants a module."""
+
+    def __init__(self, compute: Callable[..., tuple[Tensor, None]]) -> None:
+        super().__init__()
+        self.forward = compute
+
+
 class _Permuted(torch.autograd.Function):
     """Tokens in the order of their experts keep an int32 map [tokens, 2 experts + 1]."""
 
@@ -181,9 +189,7 @@ def _grouped(
     where there is a `recipe`, but for those whose `id` is in `exact`."""
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
-    def product(
-        weight: Tensor, recipe: str | None, original: bool = False
-    ) -> Callable[[Tensor, Sequence[int]], tuple[Tensor, None]]:
+    def product(weight: Tensor, recipe: str | None, original: bool = False) -> nn.Module:
         def compute(x: Tensor, splits: Sequence[int]) -> tuple[Tensor, None]:
             if recipe is None:
                 return _Products.apply(x, weight.shape[0]), None
@@ -191,7 +197,7 @@ def _grouped(
             how = InFP8(recipe, weight.shape[0], tuple(splits), original=original, trained=keeps)
             return QuantisedProduct.apply(x, None, None, how), None
 
-        return compute
+        return _AsModule(compute)
 
     def forward(
         self: SequentialMLP, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
@@ -208,6 +214,7 @@ def _grouped(
             activation_recompute=activation_recomputed,
             offload_expert_fc1=False,
             offload_moe_act=False,
+            _with_fused_impl=False,
             _apply_bias=TEGroupedMLP._apply_bias,
         )
         return cast(tuple[Tensor, Tensor | None], TEGroupedMLP.forward(grouped, tokens, tokens_per_expert, probs))

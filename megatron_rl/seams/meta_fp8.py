@@ -1,5 +1,5 @@
 """Transformer Engine's matrix products in FP8, of which only the shapes count, beside `megatron_meta`. Written for
-Megatron-Core 0.16.1 and Transformer Engine 2.11: `_Linear`, `_LayerNormLinear`, `_GroupedLinear`, `Fp8Padding`.
+Megatron-Core 0.19.2 and Transformer Engine 2.20.2: `_Linear`, `_LayerNormLinear`, `_GroupedLinear`, `Fp8Padding`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transformer Engine: what is private of it. Written for 2.11.0."""
+"""Transformer Engine: what is private of it. Written for 2.20.2."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def parts(parameter: Tensor) -> list[Tensor | None]:
     found = getattr(parameter, GET_PARTS)()[0]  # they are taken out
     getattr(parameter, SET_PARTS)(found)
     return found
+
+
+def host_copy(parameter: Tensor) -> Tensor:
+    """The values of a parameter in host memory; those of one in FP8 in its plain dtype.
+
+    A copy of an FP8 tensor would be one too, and is copied back only where both have data in the same directions by then.
+    """
+    parameter = parameter.detach()
+    plain = parameter.dequantize() if hasattr(parameter, GET_PARTS) else parameter
+    return plain.to("cpu", copy=True)
 
 
 def holding(parameter: Tensor) -> Callable[[], None]:

@@ -65,6 +65,10 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
             ["actor.fp8={recipe: delayed, format: hybrid}", "actor.recompute=selective", "actor.recompute_modules=[moe_act]"],
             "`actor.recompute_modules` has moe_act, for which",
         ),
+        (
+            ["actor.fp8.recipe=delayed", "actor.recompute=selective", "actor.recompute_modules=[layernorm]"],
+            "`actor.recompute_modules` has layernorm, for which",
+        ),
         (["actor.fp8.bf16_ends=3"], "(3) must be at most 2, the model's 2 layers over 1 pipeline stages"),
         (["actor.optimizer={moments: bfloat16, distributed: false}"], "needs actor.optimizer.distributed=true and model."),
         (["actor.optimizer={device: cpu, distributed: false}"], "needs actor.optimizer.distributed=true; set it"),

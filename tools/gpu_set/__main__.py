@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 REQUIREMENTS = ROOT / "requirements"
+UV = ROOT / ".uv" / "bin" / "uv"  # make has brought it
 STAND_INS = {"libcuda.so.1": "cuda.c", "libnvidia-ml.so.1": "nvml.c"}
 BAD_PAIR = (
     "cuda-bindings==13.5.0",
@@ -107,10 +108,9 @@ def toolkit(bench: Bench) -> str:
 def packages(bench: Bench) -> str:
     """Everything in requirements/gpu.txt, by its hashes."""
     bench.run("packages", ["make", "gpu-packages", f"GPU_VENV={bench.scratch / 'venv'}", f"PYTHON={bench.python}"])
-    uv = bench.own.parent / "uv"
     if bench.broken == "pins":
         for pin in BAD_PAIR:
-            bench.run("packages", [uv, "pip", "install", "--python", bench.own, "--no-deps", pin])
+            bench.run("packages", [UV, "pip", "install", "--python", bench.own, "--no-deps", pin])
     else:  # what an earlier --break=pins has left
         bench.run("packages", [bench.own, "-c", "import cuda.bindings.runtime as own; own.cudaLibrary_t"])
     return f"{len(re.findall('^[a-z].*==', (REQUIREMENTS / 'gpu.txt').read_text(), re.MULTILINE))} packages"
@@ -124,9 +124,8 @@ def transformer_engine(bench: Bench) -> str:
     wheels = bench.scratch / "wheels" / hashlib.sha256(" ".join([version, *against]).encode()).hexdigest()[:12]
     kept = any(wheels.glob("*.whl"))
     if kept:
-        uv = bench.own.parent / "uv"
         wheel = next(iter(wheels.glob("*.whl")))
-        bench.run("transformer-engine", [uv, "pip", "install", "--python", bench.own, "--no-deps", wheel])
+        bench.run("transformer-engine", [UV, "pip", "install", "--python", bench.own, "--no-deps", wheel])
     else:
         settings = [f"GPU_VENV={bench.scratch / 'venv'}", f"TE_WHEELS={wheels}", f"CUDA_HOME={bench.cuda}"]
         bench.run("transformer-engine", ["make", "transformer-engine", *settings], minutes=180)
@@ -253,7 +252,7 @@ def main() -> int:
     parser.add_argument(
         "--scratch", type=Path, default=ROOT / "build" / "gpu-set", help="10 GB; used again if it is there"
     )
-    parser.add_argument("--python", default=sys.executable, help="3.11 or 3.12")
+    parser.add_argument("--python", default=sys.executable, help="a Python 3.12")
     parser.add_argument("--cuda", type=Path, default=Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")))
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP", help=", ".join(STEPS))
     parser.add_argument("--only", nargs="+", default=[], metavar="FOLDER/RECIPE", help="instead of every recipe")
@@ -274,16 +273,8 @@ def main() -> int:
     steps, notices = BREAKS[args.broken]
     noticed = check(bench, steps) == notices
     if args.broken == "pins":
-        uv = bench.own.parent / "uv"
-        remove: list[str | Path] = [
-            uv,
-            "pip",
-            "uninstall",
-            "--python",
-            bench.own,
-            *(pin.partition("==")[0] for pin in BAD_PAIR),
-        ]
-        bench.run("packages", remove)
+        names = (pin.partition("==")[0] for pin in BAD_PAIR)
+        bench.run("packages", [UV, "pip", "uninstall", "--python", bench.own, *names])
     print(f"--break={args.broken}: {'noticed' if noticed else 'NOT NOTICED'}")
     return 0 if noticed else 1
 

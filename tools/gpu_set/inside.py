@@ -136,8 +136,6 @@ def configurations(only: list[str], extra: dict[str, object]) -> str:
     done = []
     with pretended_card(), tempfile.TemporaryDirectory() as folder:
         for name, config, hf_config, model in recipes(only):
-            if model.description.vision is not None:
-                continue  # its processor is read from the model's folder
             found = vllm_config(config, hf_config, model, folder, extra)
             graphs = found.compilation_config.cudagraph_mode.name
             print(f"{name}: tensor {config.rollout.tensor_parallel}, graphs {graphs}", flush=True)
@@ -158,7 +156,7 @@ def models(only: list[str], extra: dict[str, object]) -> str:
         for name, config, hf_config, model in recipes(only):
             rollout = config.rollout
             kind = (Path(str(config.model.path)).name, rollout.tensor_parallel, rollout.expert_parallel, rollout.fp8)
-            if kind in seen or model.description.vision is not None:
+            if kind in seen:
                 continue
             seen[kind] = name
             built = _meta_model(vllm_config(config, hf_config, model, folder, extra), rollout.tensor_parallel)

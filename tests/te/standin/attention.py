@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,31 +14,29 @@ from tests.te.standin.enums import (
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
     NVTE_Mask_Type,
+    NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
 
+if TYPE_CHECKING:
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import FusedAttentionParams
 
-def get_fused_attn_backend(
-    is_training: bool,
-    q_dtype: DType,
-    kv_dtype: DType,
-    qkv_layout: NVTE_QKV_Layout,
-    bias_type: NVTE_Bias_Type,
-    attn_mask_type: NVTE_Mask_Type,
-    softmax_type: NVTE_Softmax_Type,
-    *_: object,
-) -> NVTE_Fused_Attn_Backend:
-    """The one for 16 bits and any length, where queries, keys and values are packed and the mask is causal."""
+
+def get_fused_attn_backend(params: FusedAttentionParams) -> tuple[NVTE_Fused_Attn_Backend, str]:
+    """The one for 16 bits and any length, where queries, keys and values are packed and the mask is causal; else why none."""
+    masks = (NVTE_Mask_Type["NVTE_PADDING_CAUSAL_MASK"], NVTE_Mask_Type["NVTE_PADDING_MASK"])
     ours = (
-        q_dtype in (DType.kBFloat16, DType.kFloat16)
-        and qkv_layout == NVTE_QKV_Layout["NVTE_THD_THD_THD"]
-        and bias_type == NVTE_Bias_Type["NVTE_NO_BIAS"]
-        and attn_mask_type in (NVTE_Mask_Type["NVTE_PADDING_CAUSAL_MASK"], NVTE_Mask_Type["NVTE_PADDING_MASK"])
-        and softmax_type == NVTE_Softmax_Type["NVTE_VANILLA_SOFTMAX"]
+        params.qkv_dtype in (DType.kBFloat16, DType.kFloat16)
+        and params.qkv_layout == NVTE_QKV_Layout["NVTE_THD_THD_THD"]
+        and params.bias_type == NVTE_Bias_Type["NVTE_NO_BIAS"]
+        and params.attn_mask_type in masks
+        and params.softmax_type == NVTE_Softmax_Type["NVTE_VANILLA_SOFTMAX"]
+        and (params.window_size_left, params.window_size_right) in ((-1, -1), (-1, 0))
     )
-    backends = NVTE_Fused_Attn_Backend
-    return backends.NVTE_F16_arbitrary_seqlen if ours else backends.NVTE_No_Backend
+    if ours:
+        return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
+    return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "the stand-in has packed causal attention in 16 bits only"
 
 
 def _tiles(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> list[tuple[slice, slice]]:
@@ -67,10 +66,13 @@ def fused_attn_fwd(
     p_dropout: float,
     set_zero: bool,
     qkv_layout: NVTE_QKV_Layout,
+    o_format: NVTE_QKV_Format,
+    qkv_scale_inv_format: NVTE_QKV_Format,
     bias_type: NVTE_Bias_Type,
     attn_mask_type: NVTE_Mask_Type,
     softmax_type: NVTE_Softmax_Type,
     window_size: Sequence[int],
+    bottom_right_diagonal: bool,
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     Q: Tensor,
@@ -95,10 +97,16 @@ def fused_attn_bwd(
     p_dropout: float,
     set_zero: bool,
     qkv_layout: NVTE_QKV_Layout,
+    o_format: NVTE_QKV_Format,
+    do_format: NVTE_QKV_Format,
+    dqkv_layout: NVTE_QKV_Layout,
+    qkv_scale_inv_format: NVTE_QKV_Format,
+    do_scale_inv_format: NVTE_QKV_Format,
     bias_type: NVTE_Bias_Type,
     attn_mask_type: NVTE_Mask_Type,
     softmax_type: NVTE_Softmax_Type,
     window_size: Sequence[int],
+    bottom_right_diagonal: bool,
     deterministic: bool,
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
@@ -108,7 +116,6 @@ def fused_attn_bwd(
     O: Tensor,
     dO: Tensor,
     fake_dtype: torch.dtype,
-    dqkv_dtype: DType,
     aux_ctx_tensors: Sequence[Tensor],
     *_: object,
 ) -> list[Tensor]:
@@ -152,16 +159,17 @@ def thd_second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens
 def thd_out_correction(
     out: Tensor,
     out_per_step: Tensor,
+    old_lse: Tensor,
     lse: Tensor,
     lse_per_step: Tensor,
     cu_seqlens: Tensor,
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    """Adds a step's output, for its share of the denominator."""
+    """Adds a step's output to that of the earlier steps, each for its share of the denominator."""
     rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(len(out))
-    share = (lse_per_step - lse[:, rows]).exp().T[..., None]
-    out[rows] = (out[rows] + out_per_step.view(-1, *out.shape[1:]) * share).to(out.dtype)
+    before, share = ((part - lse[:, rows]).exp().T[..., None] for part in (old_lse[:, rows], lse_per_step))
+    out[rows] = (out[rows] * before + out_per_step.view(-1, *out.shape[1:]) * share).to(out.dtype)
 
 
 def thd_grad_correction(

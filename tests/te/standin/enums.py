@@ -17,11 +17,6 @@ class DType(enum.IntEnum):
     kFloat8E5M2 = 8
     kFloat4E2M1 = 10
 
-    @property
-    def torch(self) -> torch.dtype:
-        """Its type in torch; that of 4 bits has none."""
-        return _TORCH[self]
-
 
 _TORCH = {
     DType.kByte: torch.uint8,
@@ -34,9 +29,28 @@ _TORCH = {
 }
 
 
-class Float8BlockScaleTensorFormat(enum.IntEnum):
-    GEMM_READY = 0
-    COMPACT = 1
+def torch_type(dtype: int) -> torch.dtype:
+    """Of this enumeration or of the one in Transformer Engine's Python; the type of 4 bits has none."""
+    return _TORCH[DType(int(dtype))]
+
+
+class NVTEScalingMode(enum.IntEnum):
+    NVTE_DELAYED_TENSOR_SCALING = 0
+    NVTE_MXFP8_1D_SCALING = 1
+    NVTE_BLOCK_SCALING_1D = 2
+    NVTE_BLOCK_SCALING_2D = 3
+    NVTE_NVFP4_1D_SCALING = 4
+    NVTE_INVALID_SCALING = 100
+
+
+class NVTERoutingMapFormat(enum.IntEnum):
+    BYTEMAP = 0
+    BITMAP_U8 = 1
+
+
+class NVTEQBHistogramMode(enum.IntEnum):
+    TWO_KERNEL = 0
+    FUSED_ATOMIC = 1
 
 
 class FP8FwdTensors(enum.IntEnum):
@@ -73,6 +87,8 @@ class NVTE_QKV_Format(enum.IntEnum):
     NVTE_SBHD_2BSHD = 4
     NVTE_THD_2BSHD = 5
     NVTE_THD_2SBHD = 6
+    NVTE_BHSD = 7
+    NVTE_QKV_Format_NOT_SET = 8
 
 
 _LAYOUTS = (
@@ -81,7 +97,7 @@ _LAYOUTS = (
     *("T3HD", "TH3D", "THD_T2HD", "THD_TH2D", "THD_THD_THD"),
     *("SBHD_BSHD_BSHD", "BSHD_SBHD_SBHD", "THD_BSHD_BSHD", "THD_SBHD_SBHD"),
     *("Paged_KV_BSHD_BSHD_BSHD", "Paged_KV_BSHD_SBHD_SBHD", "Paged_KV_SBHD_BSHD_BSHD", "Paged_KV_SBHD_SBHD_SBHD"),
-    *("Paged_KV_THD_BSHD_BSHD", "Paged_KV_THD_SBHD_SBHD"),
+    *("Paged_KV_THD_BSHD_BSHD", "Paged_KV_THD_SBHD_SBHD", "BHSD_BHSD_BHSD", "QKV_Layout_NOT_SET"),
 )
 NVTE_QKV_Layout = enum.IntEnum("NVTE_QKV_Layout", [f"NVTE_{name}" for name in _LAYOUTS], start=0)
 NVTE_Bias_Type = enum.IntEnum(
@@ -102,7 +118,6 @@ NVTE_Softmax_Type = enum.IntEnum(
 
 class NVTE_Fused_Attn_Backend(enum.IntEnum):
     NVTE_No_Backend = -1
-    NVTE_F16_max512_seqlen = 0
     NVTE_F16_arbitrary_seqlen = 1
     NVTE_FP8 = 2
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tests.te.standin import quantize
-from tests.te.standin.enums import DType
+from tests.te.standin.enums import DType, torch_type
 
 
 def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> Tensor:
@@ -51,12 +51,12 @@ def generic_gemm(
     bias_grad = None
     if bias is not None and grad:
         of = quantize.operand(B, columnwise=transB).float()
-        bias_grad = of.reshape(-1, of.shape[-1]).sum(0).to(bias_type.torch)
+        bias_grad = of.reshape(-1, of.shape[-1]).sum(0).to(torch_type(bias_type))
     elif bias is not None and bias.numel():
         product = product + bias.float()
     if D is not None and accumulate:
         product = product + (1.0 if beta is None else beta) * D.float()
-    dtype = output_dtype.torch if output_dtype is not None else A.dtype
+    dtype = torch_type(output_dtype) if output_dtype is not None else A.dtype
     if quantizer is not None:
         return quantize.quantize(product.to(dtype), quantizer, D), bias_grad, None, None
     if D is None:

@@ -38,7 +38,7 @@ def install() -> None:
     vars(compiled)["__getattr__"] = _missing
     _module(f"{_TRITON}.permutation", permutation)
     _module(_TRITON)
-    for name in (f"{_TRITON}.cross_entropy", f"{_TRITON}.pad", _ONNX):
+    for name in (*(f"{_TRITON}.{file}" for file in ("cross_entropy", "pad", "grouped_dbias_dscales", "mhc")), _ONNX):
         vars(_module(name))["__getattr__"] = _missing
     for name, answer in _CUDA.items():
         setattr(torch.cuda, name, functools.partial(_always, answer))
@@ -109,25 +109,15 @@ def _as_on_a_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _use_in_the_project() -> None:
     from megatron_rl.runtime import device
-    from megatron_rl.seams.megatron_cpu import MegatronOnCpu
 
     is_cuda = torch.Tensor.is_cuda.__get__
 
-    class TransformerEngineOnCpu(MegatronOnCpu):
+    def answer(tensor: torch.Tensor) -> bool:
         """Tensors say to Transformer Engine's Python, and to nothing else, that they are CUDA's: it asserts that."""
+        asked_by = str(sys._getframe(1).f_globals["__name__"])
+        return asked_by.startswith("transformer_engine") or bool(is_cuda(tensor))
 
-        def __torch_function__(
-            self,
-            func: Callable[..., object],
-            types: Sequence[type],
-            args: tuple[Any, ...] = (),
-            kwargs: dict[str, object] | None = None,
-        ) -> object:
-            if func == is_cuda and sys._getframe(1).f_globals["__name__"].startswith("transformer_engine"):
-                return True
-            return super().__torch_function__(func, types, args, kwargs)
-
+    torch.Tensor.is_cuda = property(answer)  # type: ignore[assignment,misc]
     # Otherwise a mode is left during the backward pass, where Transformer Engine names CUDA too.
     torch.autograd.has_torch_function = lambda arguments: False  # type: ignore[attr-defined]
     device.has_transformer_engine = lambda: not device._plain
-    device.megatron = TransformerEngineOnCpu

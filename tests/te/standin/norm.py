@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from tests.te.standin import quantize
-from tests.te.standin.enums import DType
+from tests.te.standin.enums import DType, torch_type
 
 
 def _finish(
     value: Tensor, out: Tensor | None, quantizer: quantize.Quantizer | None, otype: DType | torch.dtype
 ) -> Tensor:
-    value = value.to(otype.torch if isinstance(otype, DType) else otype)
+    value = value.to(otype if isinstance(otype, torch.dtype) else torch_type(otype))
     if quantizer is not None:
         return quantize.quantize(value, quantizer, out)
     return value if out is None else out.copy_(value)

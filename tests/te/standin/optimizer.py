@@ -51,6 +51,13 @@ def multi_tensor_scale(
         target.copy_(source.float() * scale)
 
 
+def multi_tensor_scale_tensor(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], scale: Tensor
+) -> None:
+    """The same by a scale that is a tensor."""
+    multi_tensor_scale(chunk_size, noop_flag, tensor_lists, float(scale))
+
+
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,7 @@
 
 The semantics are those of Transformer Engine's `csrc/quantizer.cpp`, `common/recipe/recipe_common.cuh` and
 `common/util/ptx.cuh`, the layouts those that its Python reads: row-wise data [rows, columns]; column-wise data transposed
-[columns, rows], but for MXFP8 and for tensors on their way through an all-gather (`COMPACT`), which keep [rows, columns] with
-blocks along the rows.
+[columns, rows], but for MXFP8, which keeps [rows, columns] with blocks along the rows.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.te.standin.enums import DType, Float8BlockScaleTensorFormat
+from tests.te.standin.enums import DType, torch_type
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer
@@ -31,7 +30,7 @@ _FP32_MAX = torch.finfo(torch.float32).max
 # ---------------------------------------------------------------------------------------------------- scales and casts
 def cast(values: Tensor, dtype: DType) -> Tensor:
     """float32 -> bytes of the FP8 numbers nearest to it, saturating; NaN stays."""
-    fp8 = dtype.torch
+    fp8 = torch_type(dtype)
     largest = torch.finfo(fp8).max
     return values.clamp(-largest, largest).to(fp8).view(torch.uint8)
 
@@ -48,7 +47,7 @@ def scale_from_amax(amax: Tensor, largest: float, power_of_two: bool, epsilon: f
 
 def exponent_from_amax(amax: Tensor, dtype: DType) -> Tensor:
     """amax -> E8M0 byte: the smallest power of two (biased by 127) that takes it below the format's largest number."""
-    value = amax.float() * (1 / torch.finfo(dtype.torch).max)
+    value = amax.float() * (1 / torch.finfo(torch_type(dtype)).max)
     bits = value.view(torch.int32)
     exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -77,31 +76,28 @@ def _padded(scales: Tensor, shape: Sequence[int]) -> Tensor:
 def _per_tensor(values: Tensor, shape: torch.Size, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, object]:
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
+    amax = values.abs().max()[None]
     if type(quantizer).__name__ == "Float8CurrentScalingQuantizer":
-        if not quantizer.use_existing_amax:
-            quantizer.amax.copy_(values.abs().max())
         if quantizer.with_amax_reduction:
-            group = quantizer._canonicalized_amax_reduction_group()
-            torch.distributed.all_reduce(quantizer.amax, torch.distributed.ReduceOp.MAX, group)
-        largest, infinite = torch.finfo(quantizer.dtype.torch).max, _FP32_MAX
-        quantizer.scale.copy_(
-            scale_from_amax(quantizer.amax, largest, quantizer.force_pow_2_scales, quantizer.amax_epsilon, infinite)
-        )
-    elif quantizer.amax.numel():
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, values.abs().max()))
-    data = cast(values * quantizer.scale, quantizer.dtype)
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
+        largest = torch.finfo(torch_type(quantizer.dtype)).max
+        scale = scale_from_amax(amax, largest, quantizer.force_pow_2_scales, quantizer.amax_epsilon, _FP32_MAX)
+    else:
+        scale = quantizer.scale
+        if quantizer.amax.numel():
+            quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+    data = cast(values * scale, quantizer.dtype)
     either = is_non_tn_fp8_gemm_supported()  # the GEMM reads row-wise data in both directions
     transpose = quantizer.columnwise_usage and not either
     return {
         "_data": data.view(shape) if quantizer.rowwise_usage or either else None,
         "_transpose": data.t().reshape(shape[-1], *shape[:-1]) if transpose else None,
         "_transpose_invalid": not transpose,
-        "_scale_inv": 1 / quantizer.scale,
+        "_scale_inv": 1 / scale,
     }
 
 
 def _blockwise(values: Tensor, shape: torch.Size, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, object]:
-    compact = quantizer.all_gather_usage
     height = BLOCK if quantizer.block_scaling_dim == 2 else 1
     found: dict[str, object] = {}
     for name, wanted, columnwise in (
@@ -112,19 +108,16 @@ def _blockwise(values: Tensor, shape: torch.Size, quantizer: Quantizer, dtype: t
             found |= {f"_{name}_data": None, f"_{name}_scale_inv": None}
             continue
         matrix = values.t() if columnwise else values
-        largest, infinite = torch.finfo(quantizer.dtype.torch).max, torch.finfo(dtype).max
+        largest, infinite = torch.finfo(torch_type(quantizer.dtype)).max, torch.finfo(dtype).max
         tiles = _tiles(matrix, height, BLOCK)
         scales = scale_from_amax(tiles, largest, quantizer.force_pow_2_scales, quantizer.amax_epsilon, infinite)
         data = cast(
             matrix * _spread(_spread(scales, 0, height, matrix.shape[0]), 1, BLOCK, matrix.shape[1]), quantizer.dtype
         )
         inverse = 1 / scales
-        if height == 1 and (columnwise or not compact):
+        if height == 1:
             inverse = inverse.t()
-        if columnwise and compact:
-            data = data.t().reshape(shape)
-        else:
-            data = data.reshape(shape[-1], *shape[:-1]) if columnwise else data.view(shape)
+        data = data.reshape(shape[-1], *shape[:-1]) if columnwise else data.view(shape)
         found |= {
             f"_{name}_data": data,
             f"_{name}_scale_inv": _padded(inverse, quantizer.get_scale_shape(shape, columnwise)),
@@ -165,6 +158,20 @@ _KINDS: dict[str, Callable[[Tensor, torch.Size, Quantizer, torch.dtype], dict[st
 }
 
 
+def create_empty_quantized_tensor(
+    quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
+) -> Quantized:
+    """Storage without content, by what Transformer Engine's Python says; delayed scaling has that of current scaling."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+    says = Float8CurrentScalingQuantizer if isinstance(quantizer, Float8Quantizer) else type(quantizer)
+    inner = says.inner_tensor_specs(quantizer, tuple(shape))
+    tensors = {name: torch.empty(size, dtype=kind, device=device) for name, (size, kind) in inner.items()}
+    metadata = says.storage_metadata(quantizer, dtype)
+    context = {"is_tensor": not quantizer.internal, "requires_grad": False, **metadata}
+    return metadata["cls"].__tensor_unflatten__(tensors, context, tuple(shape), None)
+
+
 def quantize(
     tensor: Tensor, quantizer: Quantizer, output: Quantized | None = None, noop: Tensor | None = None
 ) -> Quantized:
@@ -173,8 +180,6 @@ def quantize(
         return output
     if output is None:
         output = quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        if quantizer.internal:
-            output = type(output).__bases__[0](**output.get_metadata())
     if not tensor.numel():
         return output
     values = tensor.detach().float().reshape(-1, tensor.shape[-1])
@@ -187,7 +192,9 @@ def quantize(
     return output
 
 
-def split_quantize(tensor: Tensor, sections: Sequence[int], quantizers: Sequence[Quantizer]) -> list[Quantized]:
+def split_quantize(
+    tensor: Tensor, sections: Sequence[int], quantizers: Sequence[Quantizer], disable_bulk_allocation: bool = False
+) -> list[Quantized]:
     """Rows in parts, each by its own quantiser."""
     return [quantize(part, quantizer) for part, quantizer in zip(tensor.split(list(sections)), quantizers, strict=True)]
 
@@ -232,7 +239,7 @@ def _read(tensor: Quantized, columnwise: bool) -> Tensor:
             raise ValueError(f"{type(tensor).__name__} has no {'column' if columnwise else 'row'}-wise data")
         rows = 1 if transposed else data.dim() - 1
         shape = (data.shape[:rows].numel(), data.shape[rows:].numel())
-        return data.view(tensor._fp8_dtype.torch).float().view(shape)
+        return data.view(torch_type(tensor._fp8_dtype)).float().view(shape)
 
     if hasattr(tensor, "_scale_inv"):
         if not columnwise or is_non_tn_fp8_gemm_supported():
@@ -246,8 +253,6 @@ def _read(tensor: Quantized, columnwise: bool) -> Tensor:
         values = numbers(data, False)
         along, used = (0, scales[:, : values.shape[1]]) if columnwise else (1, scales[: values.shape[0]])
         return values * _spread(1 / _mx_factor(used), along, MX_BLOCK, values.shape[along])
-    if tensor._data_format != Float8BlockScaleTensorFormat.GEMM_READY:
-        raise ValueError("blockwise data as it goes through an all-gather is not what a GEMM or a cast reads")
     values = numbers(data, columnwise)
     height, width = values.shape
     inverse = _spread(scales, 0, BLOCK, height) if tensor._is_2D_scaled else scales[:, :height].t()
@@ -258,7 +263,13 @@ def _read(tensor: Quantized, columnwise: bool) -> Tensor:
 def dequantize(input: Quantized, otype: DType) -> Tensor:
     """An FP8 tensor in a plain dtype and its own shape, from row-wise data where it has some."""
     rowwise = input._data if hasattr(input, "_scale_inv") else input._rowwise_data
-    return _read(input, rowwise is None).to(otype.torch).reshape(input.size())
+    return _read(input, rowwise is None).to(torch_type(otype)).reshape(input.size())
+
+
+def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """[a, b, ...] -> [b, a, ...]."""
+    swapped = tensor.transpose(0, 1)
+    return swapped.contiguous() if out is None else out.copy_(swapped)
 
 
 def fp8_transpose(input: Tensor, dtype: DType, *, out: Tensor | None = None) -> Tensor:
@@ -276,7 +287,7 @@ def fused_amax_and_scale_update_after_reduction(
     reduced: Tensor, histories: Sequence[Tensor], scales: Sequence[Tensor], algorithm: str, dtype: DType, margin: float
 ) -> None:
     """Delayed scaling: the newest amax enters each history [length, tensors] and the scales follow; row 0 is cleared."""
-    largest = torch.finfo(dtype.torch).max
+    largest = torch.finfo(torch_type(dtype)).max
     for newest, history, scale in zip(reduced.split([len(s) for s in scales]), histories, scales, strict=True):
         history[0] = newest
         amax = history.amax(0) if algorithm == "max" else newest

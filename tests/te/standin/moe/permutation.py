@@ -27,11 +27,17 @@ def _pairs(row_id_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tokens[order], experts[order], rows[order]
 
 
+def _no_padding(pad_offsets: Tensor | None) -> None:
+    if pad_offsets is not None:
+        raise NotImplementedError("the stand-in permutes without padding experts' rows")
+
+
 def permute_with_mask_map(
     inp: Tensor,
     row_id_map: Tensor,
     probs: Tensor | None,
     scale: Tensor | None,
+    pad_offsets: Tensor | None,
     num_tokens: int,
     num_experts: int,
     num_out_tokens: int,
@@ -39,6 +45,7 @@ def permute_with_mask_map(
     scale_hidden_dim: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Rows, their scales (of quantised rows) and their probabilities, permuted."""
+    _no_padding(pad_offsets)
     tokens, experts, _ = _pairs(row_id_map)
     if len(tokens) != num_out_tokens:
         raise ValueError(f"{len(tokens)} copies of tokens are routed, but the caller makes room for {num_out_tokens}")
@@ -54,11 +61,13 @@ def unpermute_with_mask_map(
     row_id_map: Tensor,
     merging_probs: Tensor | None,
     permuted_probs: Tensor | None,
+    pad_offsets: Tensor | None,
     num_tokens: int,
     num_experts: int,
     hidden_size: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Each token's rows added up in fp32, weighted where asked; and the probabilities' [tokens, experts]."""
+    _no_padding(pad_offsets)
     tokens, experts, rows = _pairs(row_id_map)
     values = inp[rows].float()
     if merging_probs is not None:
@@ -76,12 +85,14 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     row_id_map: Tensor,
     fwd_input: Tensor,
     merging_probs: Tensor,
+    pad_offsets: Tensor | None,
     num_tokens: int,
     num_experts: int,
     num_out_tokens: int,
     hidden_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the rows and of the weights."""
+    _no_padding(pad_offsets)
     tokens, experts, rows = _pairs(row_id_map)
     grads = fwd_output_grad[tokens].float()
     act_grad = fwd_output_grad.new_zeros(num_out_tokens, hidden_size)
