@@ -118,7 +118,7 @@ def same_expression(answer: str, gold: str, decimals: int, inequalities: bool) -
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
     )
     extraction = LatexExtractionConfig(normalization_config=normalization)
-    wanted, given = (
+    gold_forms, answer_forms = (
         parse(
             f"${forms.for_sympy(text)}$",
             [extraction],
@@ -128,12 +128,12 @@ def same_expression(answer: str, gold: str, decimals: int, inequalities: bool) -
         )
         for text in (gold, answer)
     )
-    if not wanted or not given:
+    if not gold_forms or not answer_forms:
         return False
     return bool(
         verify(
-            wanted,
-            given,
+            gold_forms,
+            answer_forms,
             float_rounding=decimals,
             numeric_precision=max(15, decimals + 9),
             strict=True,
