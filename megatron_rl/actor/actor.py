@@ -87,7 +87,7 @@ class Actor:
     ) -> None:
         self.config, self.grid, self.folder = config.actor, grid, Path(folder)
         self.dtype, self._seed = build.DTYPES[config.model.dtype], config.seed
-        self.hf_config = hf_config or read_hf_config(folder)
+        self.hf_config = hf_config or config.model.completed(read_hf_config(folder))
         self.model = model_of(self.hf_config)
         self.family, self.description = self.model.family, self.model.description
         vocab_size = self.description.dims["vocab"]

@@ -24,7 +24,7 @@ class RewardActor(Actor):
     """
 
     def __init__(self, config: Config, grid: ProcessGrid, folder: str | Path, weights: WeightSource) -> None:
-        hf_config = read_hf_config(folder)
+        hf_config = config.model.completed(read_hf_config(folder))
         model = model_of(hf_config)
         if not is_classifier(model.family):
             weights = WithHead(weights, model, config.seed)

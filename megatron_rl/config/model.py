@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_rl.config.keys import Count, Pixels, Ranks, Section, Tokens, key
+from megatron_rl.config.keys import Count, Pixels, Positive, Ranks, Section, Tokens, key
+from megatron_rl.models.hf_config import JSON, HFConfig
+from megatron_rl.models.rope import scaled
 
 
 @dataclass
@@ -48,6 +50,29 @@ class CreateModelConfig(Section):
 
 
 @dataclass
+class RopeScalingConfig(Section):
+    """Longer sequences than config.json allows, by its own names and by YaRN: actor and engine get it, and the export has it
+    in its config.json."""
+
+    factor: Annotated[float, Field(gt=1, le=1e4)] = key(
+        meaning="the longest sequence becomes so many times `original_max_position_embeddings`"
+    )
+    original_max_position_embeddings: Tokens = key(meaning="the longest sequence that the model was trained on")
+    rope_type: Literal["yarn"] = key("yarn")
+    attention_factor: Positive | None = key(
+        None, "queries and keys are multiplied by it; null: by 0.1 ln(`factor`) + 1"
+    )
+    beta_fast: Positive | None = key(
+        None, "dimensions with more turns within the original length are not scaled; null: 32"
+    )
+    beta_slow: Positive | None = key(None, "those with fewer are scaled by all of `factor`; null: 1")
+
+    def fields(self) -> dict[str, JSON]:
+        """By config.json's names, without those that are null."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass
 class ModelConfig(Section):
     path: str | None = key(
         None,
@@ -67,3 +92,17 @@ class ModelConfig(Section):
     max_pixels: Pixels | None = key(
         None, "models that read images: larger ones are reduced to so many pixels; null: as there"
     )
+    rope_scaling: RopeScalingConfig | None = key(None, "the section below; null: as config.json says")
+
+    def completed(self, hf_config: HFConfig) -> HFConfig:
+        """The model's config.json with what the recipe adds to it.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        if self.rope_scaling is None:
+            return hf_config
+        try:
+            return scaled(hf_config, self.rope_scaling.fields())
+        except ValueError as error:
+            raise ValueError(f"`model.rope_scaling`: {error}") from error

@@ -44,6 +44,11 @@ def check_model(config: Config, model: HFConfig | None = None, command: str = "t
     """
     if model is not None:
         try:
+            model = config.model.completed(model)
+        except ValueError as error:
+            yield str(error)
+            return
+        try:
             described = model_of(model)
         except ValueError:  # `plan`, which needs a family, refuses it with the reason
             positions = model.get("max_position_embeddings")
@@ -212,6 +217,13 @@ def _check_create_vision(create: CreateModelConfig, vision: CreateVisionConfig) 
 
 def _check_sizes(config: Config, hf_config: HFConfig, command: str) -> Iterator[str]:
     try:
+        hf_config = config.model.completed(hf_config)
+    except ValueError as error:
+        yield str(error)
+        return
+    if config.model.rope_scaling is not None and runs_harness(config, command):
+        yield "`model.rope_scaling`: a harness asks a server of `model.path` as it is; name a run's export, which has it"
+    try:
         model = model_of(hf_config)
     except ValueError as error:
         yield f"`model.path`: {error}"
@@ -306,7 +318,7 @@ def _check_length(config: Config, positions: int, command: str) -> Iterator[str]
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_tokens
     if longest > positions and not runs_harness(config, command):  # a harness is served all that the model takes
-        remedy = "; or raise model.create.max_positions" if config.model.create is not None else ""
+        remedy = f"; or {'raise model.create.max_positions' if config.model.create is not None else 'set model.rope_scaling'}"
         yield (
             f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_tokens {rollout.max_tokens} = "
             f"{longest} exceeds the model's {positions} positions; lower one of them{remedy}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_rl.models.hf_config import JSON, Fields
+from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 
 _SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+_UNSCALED = ("rope_theta", "partial_rotary_factor")  # fields that a scaling leaves alone
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -97,6 +99,37 @@ def read_rope(fields: Fields, max_positions: int, share: float | None = None) ->
         rope = reader.llama3(rope) if kind == "llama3" else reader.yarn(rope, max_positions)
     reader.finish(kind)
     return rope
+
+
+def scaled(hf_config: HFConfig, scaling: Mapping[str, JSON]) -> HFConfig:
+    """A config.json that lacks a scaling, with this one: longer sequences, up to `factor` times the original length.
+
+    Args:
+        scaling: `rope_type`, `factor`, `original_max_position_embeddings` and others, by config.json's names.
+
+    Raises:
+        ValueError: config.json has another scaling or positions that contradict it; one with the same is returned unchanged.
+    """
+    if apart := sorted({"text_config", "vision_config"} & hf_config.keys()):
+        raise ValueError(f"a model whose config.json has the section `{apart[0]}` cannot be given one yet")
+    section = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
+    fields, current = Fields(hf_config, "any"), Fields(hf_config, "any").section(section)
+    positions, original = fields.integer("max_position_embeddings"), scaling[_ORIGINAL]
+    longest = int(float(str(scaling["factor"])) * int(str(original)))
+    kind = current.pop("rope_type", current.pop("type", "default"))
+    kept = {name: value for name, value in current.items() if kind == "default" or name in _UNSCALED}
+    changed = {**hf_config, section: {**kept, **scaling}, "max_position_embeddings": longest}
+    rope = read_rope(Fields(changed, "any"), longest, share=1.0)
+    if kind != "default":
+        if read_rope(fields, positions, share=1.0) == rope and positions == longest:
+            return hf_config
+        raise ValueError(f"config.json has a scaling of its own, `{section}` = {hf_config[section]}; remove the key")
+    if not int(str(original)) <= positions < longest:
+        raise ValueError(
+            f"{_ORIGINAL} = {original} times factor = {scaling['factor']} must exceed the model's "
+            f"max_position_embeddings = {positions}, which {original} must not"
+        )
+    return changed
 
 
 class _Reader:

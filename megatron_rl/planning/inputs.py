@@ -89,12 +89,12 @@ def _read(path: Path) -> HFConfig:
 
 def hf_config_of(config: Config, known: HFConfig | None) -> HFConfig:
     """`known`, or what the recipe's `model` says."""
-    if known is not None:
-        return known
-    if config.model.path is not None:
-        return read_hf_config(config.model.path)
-    assert config.model.create is not None  # `check` requires one of the two
-    return created_config(config.model.create)
+    if known is None and config.model.path is not None:
+        known = read_hf_config(config.model.path)
+    if known is None:
+        assert config.model.create is not None  # `check` requires one of the two
+        known = created_config(config.model.create)
+    return config.model.completed(known)
 
 
 @dataclass(frozen=True)

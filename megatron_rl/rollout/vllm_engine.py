@@ -58,7 +58,7 @@ class VllmEngine:
         with torch_compile.left_out_of_vllm():
             from vllm import LLM
 
-        model = model_of(read_hf_config(folder))
+        model = model_of(config.model.completed(read_hf_config(folder)))
         options = llm_options(config, folder, model, None if images is None else images[0])
         if read_hf_config(folder).get("quantization_config"):  # weights come as the actor has them
             options["hf_overrides"] = seam.unquantised
@@ -187,7 +187,7 @@ def llm_options(config: Config, folder: str | Path, model: Model, most_images: i
     reads them."""
     rollout, replayed = config.rollout, config.actor.moe.routing_replay == "rollout"
     length = max_length(rollout, model)
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         "model": str(folder),
         "tokenizer": str(folder),
         "dtype": config.model.dtype,
@@ -207,6 +207,10 @@ def llm_options(config: Config, folder: str | Path, model: Model, most_images: i
         "seed": config.seed,
     }
     options |= gpu_options(rollout, model) if device.has_gpu() else cpu_options(rollout)
+    if config.model.rope_scaling is not None:
+        rope = {**config.model.rope_scaling.fields(), "rope_theta": model.description.rope.theta}
+        longer = {"rope_parameters": rope, "max_position_embeddings": model.description.max_positions}
+        options["hf_overrides"] = {**options.get("hf_overrides", {}), **longer}
     if config.actor.lora is not None and config.actor.lora.sync == "adapters":
         options |= engine_options(config.actor.lora, model)
     if most_images is not None:

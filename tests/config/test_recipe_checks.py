@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe
 from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.presets import PRESETS
+from megatron_rl.models.rope import scaled
 
 CPU = Machine()
 
@@ -343,6 +344,63 @@ def test_an_incomplete_model_folder(recipe, model: Path, file: str, text: str | 
 )
 def test_a_layout_that_the_model_cannot_take(recipe, model: Path, overrides: list[str], message: str) -> None:
     assert any(message in problem for problem in problems(recipe("model.path=model", *overrides)))
+
+
+STRETCH = "model.rope_scaling={factor: 4, original_max_position_embeddings: 100}"
+
+
+def test_a_scaling_of_the_recipe_makes_room_for_longer_sequences(recipe, model: Path) -> None:
+    longer = ("model.path=model", "rollout.max_tokens=300")
+    assert any("128 positions; lower one of them; or set model.rope_scaling" in p for p in problems(recipe(*longer)))
+    check(recipe(*longer, STRETCH), machine=CPU)
+    assert any(
+        "exceeds the model's 400 positions" in p for p in problems(recipe(*longer, STRETCH, "rollout.max_tokens=400"))
+    )
+    check(recipe("model.create.max_positions=128", "rollout.max_tokens=300", STRETCH), machine=CPU)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "own", "message"),
+    [
+        ("{factor: 1.1, original_max_position_embeddings: 100}", {}, "times factor = 1.1 must exceed the model's"),
+        ("{factor: 2, original_max_position_embeddings: 200}", {}, "max_position_embeddings = 128, which 200 must not"),
+        ("{factor: 4}", {}, "original_max_position_embeddings"),
+        ("{factor: 4, original_max_position_embeddings: 100, rope_type: linear}", {}, "rope_type"),
+        ("{factor: 4, original_max_position_embeddings: 100, beta_fast: 0.5}", {}, "must be below beta_fast"),
+        ("{factor: 4, original_max_position_embeddings: 100}",
+         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "a scaling of its own, `rope_scaling` = {'rope_type"),
+        ("{factor: 4, original_max_position_embeddings: 100}",
+         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "a scaling of its own, `rope_parameters`"),
+        ("{factor: 4, original_max_position_embeddings: 32}",
+         {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 30}},
+         "a scaling of its own"),
+        ("{factor: 4, original_max_position_embeddings: 100}", {"text_config": {}}, "`text_config` cannot be given one yet"),
+    ],
+)  # fmt: skip
+def test_a_scaling_that_contradicts_the_model(
+    recipe, model: Path, scaling: str, own: dict[str, Any], message: str
+) -> None:
+    sizes = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(sizes | own))
+    try:
+        found = problems(recipe("model.path=model", f"model.rope_scaling={scaling}"))
+    except ConfigError as error:  # of the key alone
+        found = [str(error)]
+    assert any("model.rope_scaling" in problem and message in problem for problem in found), found
+
+
+def test_a_model_that_has_the_recipes_scaling_already(recipe, model: Path) -> None:
+    """A checkpoint or an export of a run with the same recipe."""
+    sizes = json.loads((model / "config.json").read_text())
+    scaling = {"factor": 4, "original_max_position_embeddings": 100, "rope_type": "yarn"}
+    (model / "config.json").write_text(json.dumps(dict(scaled(sizes, scaling))))
+    check(recipe("model.path=model", "rollout.max_tokens=300", STRETCH), machine=CPU)
+
+
+def test_a_harness_asks_a_model_whose_folder_has_the_scaling(recipe, model: Path) -> None:
+    asked = recipe("model.path=model", STRETCH, "evaluation.harness.name=lm_eval")
+    with pytest.raises(ConfigError, match=r"`model.rope_scaling`: a harness asks .* name a run's export"):
+        check(asked, command="evaluate", machine=CPU)
 
 
 def test_a_served_model_may_be_one_that_cannot_be_trained(recipe) -> None:

@@ -39,17 +39,20 @@ TP = ("actor.parallel={tensor: 2, sequence: true}", "rollout.tensor_parallel=2")
 WHOLE = ("gpt_oss",)  # vLLM keeps gate and up projection of its experts row by row: weights go whole
 VISION = ("vision", "vision-qwen3_vl")  # made by `model.create`, and what is put in its place
 FROZEN = "actor.freeze_vision_tower=true"
+# Both with fewer positions than sequences have, 36, before they are scaled.
+YARN = {**tiny.YARN, "rope_theta": 100.0, "truncate": False, "attention_factor": 1.2, "beta_fast": 4.0}
+STRETCHED = ("model.rope_scaling={factor: 16, original_max_position_embeddings: 16}",)
 # name -> (variant of `tiny`, changes to its config, processes, overrides of the recipe)
 MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "qwen2": ("qwen2", TWO_HEADS, 1, ()),
     "qwen2-tied": ("qwen2", {**TWO_HEADS, **TIED}, 1, ()),
-    "qwen3": ("qwen3", {}, 1, ()),
+    "qwen3-stretched": ("qwen3", {"max_position_embeddings": 20}, 1, STRETCHED),
     "qwen3-tied": ("qwen3", TIED, 1, ()),
     "qwen3-tied-with-a-copy": ("qwen3", TIED, 1, ()),
     "qwen3_moe": ("qwen3_moe", EXPERTS, 1, ()),
     "qwen3_moe-tied": ("qwen3_moe-unnormalised", {**EXPERTS, **TIED}, 1, ()),
     "gpt_oss": ("gpt_oss", STACKED, 1, ()),
-    "llama": ("llama", {}, 1, ()),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}, 1, ()),
     "llama3-tied": ("llama3", TIED, 1, ()),
     "mistral": ("mistral", {}, 1, ()),
     "mistral-tied": ("mistral", TIED, 1, ()),
@@ -163,6 +166,8 @@ def test_it_trains_and_the_engine_follows(root: Path, name: str) -> None:
         json.loads((root / name / folder / "config.json").read_text()) for folder in ("model", "straight/export")
     )
     assert exported["architectures"] == source["architectures"]
+    if "stretched" in name:
+        assert (exported["max_position_embeddings"], exported["rope_parameters"]["rope_type"]) == (256, "yarn")
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in WHOLE])
