@@ -14,6 +14,7 @@ from megatron_rl.base.messages import ConfigError
 from megatron_rl.commands import COMMANDS, load, packages
 from megatron_rl.runtime import stop, streams
 from megatron_rl.runtime.attempts import outer_world
+from megatron_rl.seams.known_warnings import quiet_known_warnings
 
 _EPILOG = """\
 examples:
@@ -25,6 +26,7 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code (`megatron_rl.runtime.exit_codes`)."""
+    quiet_known_warnings()
     with stop.raising():
         try:
             args = _parse(sys.argv[1:] if arguments is None else list(arguments))

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region as copy_to_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_rl.actor import build, fp8_training, reference
@@ -148,8 +152,6 @@ class Actor:
 
     def optimizer_state(self) -> list[Tensor]:
         """Moments and master weights on the device: what the optimizer holds beside the model's weights."""
-        from megatron.core.fp8_utils import is_float8tensor
-
         if self.optimizer_config.device == "cpu":
             return []
         shared = {p.untyped_storage().data_ptr() for c in self.chunks for p in c.parameters() if not is_float8tensor(p)}
@@ -267,8 +269,6 @@ class Actor:
         gradient_parts: GradientParts | None = None,
     ) -> list[Any]:
         """Megatron's pipeline schedule over the micro-batches; what `finish` reports, on the last stage."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         for routing in self._routings:
             routing.reset()
         drops = dropping(self.chunks, not forward_only)
@@ -319,9 +319,6 @@ class Actor:
         Context-parallel ranks score the targets that they hold the predictors of, and all get all of them: whatever follows
         is the same on each, and its gradient goes to the rank that a token came from.
         """
-        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region as copy_to_region
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
         hidden = hidden[0]
         whole = gather_from_sequence_parallel_region if self.config.parallel.sequence else copy_to_region
         hidden = whole(hidden)

@@ -7,11 +7,18 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from megatron.core import transformer
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_rl.actor import fp8_training as fp8
+from megatron_rl.actor.host_adam import HostAdam
 from megatron_rl.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.pipeline_split import chunk_layers
 from megatron_rl.models import Model, ModelDescription, padded_vocab_size
+from megatron_rl.modules.gpt import ACTIVATIONS
 from megatron_rl.modules.registry import builder
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import (
@@ -22,6 +29,7 @@ from megatron_rl.seams.megatron import (
     sum_gradients_undivided,
 )
 from megatron_rl.seams.megatron_cpu import install_rng_tracker
+from megatron_rl.seams.megatron_hybrid import of_ones_own
 from megatron_rl.seams.megatron_moe import forget_routing, keep_biases_of_experts
 
 if TYPE_CHECKING:
@@ -36,10 +44,6 @@ def transformer_config(description: ModelDescription, actor: ActorConfig, dtype:
     Losses are sums over tokens divided by the whole minibatch's denominators (`calculate_per_token_loss`), so Megatron
     neither averages over micro-batches nor over data-parallel ranks.
     """
-    from megatron.core import transformer
-
-    from megatron_rl.modules.gpt import ACTIVATIONS
-
     activation = description.transformer["activation_func"]
     parallel, on_gpu = actor.parallel, device.has_gpu()
     transformer_engine = device.has_transformer_engine()
@@ -129,8 +133,6 @@ def uneven_stages(layers: int, parallel: ParallelConfig) -> dict[str, int]:
 
 def build_model(model: Model, actor: ActorConfig, dtype: torch.dtype) -> list[Chunk]:
     """This rank's model chunks (one per virtual pipeline stage), uninitialised, on its device."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
     if device.has_gpu():
         model_parallel_cuda_manual_seed(0)  # read by initialisation and dropout, neither of which matters here
     else:
@@ -158,8 +160,6 @@ def wrap_for_training(
     Args:
         overlap: see `actor.overlap`. Weights are sharded, and gathered, by the distributed optimizer only.
     """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
@@ -183,12 +183,6 @@ def build_optimizer(
     ddp_chunks: list[Chunk], config: OptimizerConfig, dtype: torch.dtype, fp8_recipe: str | None
 ) -> Optimizer:
     """Megatron's AdamW with fp32 master weights where parameters are bf16, its state sharded over data-parallel ranks."""
-    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.optimizer import get_megatron_optimizer
-
-    from megatron_rl.actor.host_adam import HostAdam
-    from megatron_rl.seams.megatron_hybrid import of_ones_own
-
     moments = DTYPES[config.moments]
     made = MegatronOptimizerConfig(
         optimizer="adam",

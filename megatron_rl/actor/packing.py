@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from megatron_rl.data.batch import TokenBatch
@@ -47,8 +49,6 @@ class MicroBatch:
 
     def model_inputs(self) -> dict[str, object]:
         """Keyword arguments of Megatron's model."""
-        from megatron.core.packed_seq_params import PackedSeqParams
-
         return {
             "input_ids": self.tokens[None],
             "position_ids": self.positions[..., None, :],
@@ -65,8 +65,6 @@ class MicroBatch:
 
     def whole(self, own: Tensor, cp: Axis) -> Tensor:
         """One number per scored token, of those whose outputs this context-parallel rank has -> of all."""
-        from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
-
         if cp.size == 1:
             return own
         spread = own.new_zeros(len(self.targets)).index_copy(0, self.own, own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
@@ -38,8 +39,6 @@ class RewardActor(Actor):
 
         Every tensor-parallel rank computes the same: its gradient is whole, and is not summed over them.
         """
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
         hidden = hidden[0]
         if self.config.parallel.sequence:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

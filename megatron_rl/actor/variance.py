@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
 from megatron_rl.actor.packing import MicroBatch
@@ -31,8 +32,6 @@ class GradientParts:
     def __init__(
         self, ddp_chunks: Sequence[Chunk], micro_batches: Sequence[MicroBatch], size: Callable[[MicroBatch], float]
     ) -> None:
-        from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-
         self._config = ddp_chunks[0].config
         self._parameters = [
             parameter

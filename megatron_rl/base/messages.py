@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 LARGEST = 2**63 - 1  # what a 64-bit number holds; also far above all that is counted here
 _SHOWN = 80  # characters of a value that a message shows
@@ -13,6 +14,24 @@ class ConfigError(ValueError):
     """A recipe, or a command, that cannot run. The message is for the person who wrote it: source, key, value, remedy."""
 
     code = 2  # the command's exit code: `runtime.exit_codes.BAD_INPUT`
+
+
+@contextmanager
+def errors_named(
+    where: str, *caught: type[Exception], as_error: Callable[[str], Exception] = ValueError
+) -> Iterator[None]:
+    """An error of the body is raised again as `as_error`, behind what it is about: `where: what the error says`.
+
+    Args:
+        where: a key, a file or an option; empty: what the error says, alone.
+        caught: which errors; none named: ValueError.
+    """
+    errors = caught or (ValueError,)
+    try:
+        yield
+    except errors as error:
+        text = str(getattr(error, "strerror", None) or error)
+        raise as_error(f"{where}: {text}" if where else text) from error
 
 
 def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.base import shipped
+from megatron_rl.base.messages import errors_named
 
 if TYPE_CHECKING:
     from yaml import Node
@@ -138,10 +139,8 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
         raise ValueError(
             f"the {what} {name!r} names neither a Python file nor a module; write file.py:function or module:function"
         )
-    try:
+    with errors_named(f"cannot load the {what} {name!r}", ImportError, OSError, RuntimeError):
         module = load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except (ImportError, OSError, RuntimeError) as error:
-        raise ValueError(f"cannot load the {what} {name!r}: {error}") from error
     if not callable(function := getattr(module, attribute, None)):
         raise ValueError(f"cannot load the {what} {name!r}: {module_name} has no function {attribute!r}")
     return function

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NotRequired, TypedDict
 
 from blake3 import blake3
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.runtime.disk import sync_tree
 
 if TYPE_CHECKING:
@@ -149,10 +150,8 @@ def read(folder: Path) -> Manifest:
     Raises:
         ValueError: it is missing, unreadable, damaged, or of a format this version does not know.
     """
-    try:
+    with errors_named(f"its {MANIFEST} cannot be read", OSError, ValueError):
         content = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"its {MANIFEST} cannot be read ({error})") from None
     found = content.get("format", 0) if isinstance(content, dict) else None
     if found != FORMAT:
         raise ValueError(f"its {MANIFEST} is of format {found}, and this version reads format {FORMAT}")
@@ -164,12 +163,10 @@ def read(folder: Path) -> Manifest:
 
 def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], list[StoredChunk]]:
     """Every tensor by name, and where its pieces lie. Raises ValueError: the index is missing or damaged."""
-    try:
+    with errors_named(f"its {TENSORS} cannot be read", OSError, ValueError, KeyError, TypeError):
         content = json.loads((folder / TENSORS).read_bytes())
         tensors = {name: TensorInfo(tuple(t["shape"]), t["dtype"]) for name, t in content["tensors"].items()}
         return tensors, [StoredChunk.of(row) for row in content["pieces"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"its {TENSORS} cannot be read ({error})") from None
 
 
 def missing(folder: Path) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, cast
 
 import torch
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
@@ -99,8 +100,6 @@ class Snapshotter:
 
         An earlier snapshot must not be in use any more: its memory is written over.
         """
-        from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
-
         grid = self._grid
         stand_ins = StandIns()
         with device.megatron():

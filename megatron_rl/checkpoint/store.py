@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import NotRequired, TypedDict
 
 import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.checkpoint import manifest, unpickle
 from megatron_rl.checkpoint.snapshot import restore_model, sharded_model, sharded_state
 from megatron_rl.runtime import device
@@ -60,10 +62,8 @@ def load(folder: Path, chunks: Sequence[Chunk], optimizer: Optimizer, grid: Proc
     """
     with device.megatron():
         tensors = sharded_state(chunks, optimizer, loading=True)
-        try:
+        with errors_named(str(folder), as_error=CheckpointError):
             saved, pieces = manifest.read_tensors(folder)
-        except ValueError as error:
-            raise CheckpointError(f"{folder}: {error}") from None
         masters = _find_masters(tensors["optimizer"], saved)
         problems = _unfitting(tensors | {"masters": masters}, saved, pieces, grid)
         if problems:
@@ -90,18 +90,14 @@ def load_model(folder: Path, chunks: Sequence[Chunk]) -> None:
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
     """Raises unpickling errors as CheckpointError."""
-    try:
+    with errors_named("", unpickle.UnpickleError, as_error=CheckpointError):
         yield
-    except unpickle.UnpickleError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def _unfitting(
     tensors: State, saved: Mapping[str, manifest.TensorInfo], chunks: Sequence[manifest.StoredChunk], grid: ProcessGrid
 ) -> list[str]:
     """Tensors that the checkpoint lacks, has beyond those wanted, or has with another shape or dtype; by name and file."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-
     local: dict[str, tuple[tuple[int, ...] | None, str]] = {}
     for value in megatron_checkpoint.requests(tensors):
         if isinstance(value, ShardedTensor):
@@ -147,8 +143,6 @@ def _find_masters(state: State | list[object], saved: Mapping[str, manifest.Tens
         state: an optimizer's sharded state, or a dictionary or list in it.
         saved: the checkpoint's tensors.
     """
-    from megatron.core.dist_checkpointing.mapping import ShardedBase
-
     elsewhere: State = {}
     for key, value in list(state.items() if isinstance(state, dict) else enumerate(state)):
         if isinstance(value, dict | list):
@@ -217,8 +211,6 @@ def _steps(state: State | list[State]) -> Iterator[float]:
 
 def _with_groups(loaded: State, requested: State, step: float) -> State:
     """Loaded tensors, with the groups of the optimizer that asked for them and the number of steps."""
-    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
-
     result = dict(loaded)
     for key, value in requested.items():
         if key == "param_groups":

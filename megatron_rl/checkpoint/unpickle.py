@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.index import DAMAGE, Listed, Record, UnpickleError, read_metadata, unknown
@@ -48,9 +50,6 @@ def load(state: State, folder: Path) -> State:
     Raises:
         UnpickleError: on every rank; tensors that were read before are what the checkpoint has.
     """
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-
     # By default Megatron-Core 0.19 reads straight into FP8 parameters. Of one that was saved in other pieces torch then cuts
     # a plain copy, reads into that, and the parameter stays as it was.
     strategy = TorchDistLoadShardedStrategy(stream_ckpt_dequant=False)

@@ -13,6 +13,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.commands.packages import require_torch
 from megatron_rl.commands.run_recipe import add_check, machine_asked_for, print_checked
 from megatron_rl.config import Config, ConfigError, Machine, check_machine, load_recipe
@@ -144,10 +145,8 @@ def _served(args: argparse.Namespace) -> HFConfig | None:
     """The served model's config.json: its weights need not be here."""
     if not args.endpoint or args.model is None:
         return None
-    try:
+    with errors_named(f"--model {args.model}: config.json cannot be read", OSError, ValueError, as_error=ConfigError):
         return read_hf_config(Path(args.model).expanduser())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {args.model}: config.json cannot be read: {error}") from None
 
 
 def _own_run_dir(recipe: str | Path | None, args: argparse.Namespace, checkpoint: _Checkpoint | None) -> list[str]:

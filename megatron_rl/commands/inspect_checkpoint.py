@@ -9,7 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.base.messages import ConfigError
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.base.messages import ConfigError, errors_named
 from megatron_rl.runtime import exit_codes
 
 if TYPE_CHECKING:
@@ -35,12 +38,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a folder that cannot be read.
     """
-    from rich.console import Console
-
     from megatron_rl.checkpoint.contents import contents, difference
 
     console = Console(highlight=False)
-    try:
+    with errors_named("", ValueError, OSError, as_error=ConfigError):
         if args.other is not None:
             comparison = difference(args.folder, args.other, args.config)
             if args.json:
@@ -49,8 +50,6 @@ def run(args: argparse.Namespace) -> int:
                 _show_comparison(console, comparison, args.tensors)
             return exit_codes.OK
         checkpoint = contents(args.folder, args.check)
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
     if args.json:
         print(json.dumps(checkpoint.as_json(args.tensors), indent=1))
     else:
@@ -59,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_contents(console: Console, checkpoint: Contents, tensors: bool) -> None:
-    from rich.table import Table
-
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -107,8 +104,6 @@ def _show_comparison(console: Console, comparison: Comparison, everything: bool)
     shown = differing if everything else differing[:_SHOWN]
     if not shown:
         return
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("tensor", overflow="fold")
     for name in ("changed values", "max |difference|", "relative L2"):

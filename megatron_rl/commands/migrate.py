@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_rl.migrate import migrate
 from megatron_rl.runtime import exit_codes
 
 _FRAMEWORKS = {"verl": "verl", "nemo-rl": "nemo", "trl": "trl"}
@@ -23,8 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0, or 2 for a file that is none of the three's."""
-    from megatron_rl.migrate import migrate
-
     framework = _FRAMEWORKS[args.framework] if args.framework else None
     print(migrate(args.configuration, args.overrides, framework=framework, prompts=args.prompts), end="")
     return exit_codes.OK

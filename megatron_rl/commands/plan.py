@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config import Config, ConfigError, check, load_recipe
 from megatron_rl.models import HFConfig, model_of
 from megatron_rl.planning import found_layouts, tables
@@ -177,7 +178,7 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where it fits, 1 where it does not (with --search: where nothing does), 2 for a bad recipe."""
     _check_options(args)
-    try:
+    with errors_named("", as_error=ConfigError):
         config = load_recipe(args.recipe, args.overrides)
         if not config.rewards:
             raise ConfigError(
@@ -190,8 +191,6 @@ def run(args: argparse.Namespace) -> int:
         known, remark = known_config(config, args.model_config)
         nodes = cluster.fewest_nodes(config, known) if args.nodes is None else args.nodes
         return (_search if args.search else _plan)(args, config, cluster, nodes, known, remark)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _check_options(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from megatron_rl.base.messages import ConfigError
+from megatron_rl.report import find, read_run, render
 from megatron_rl.runtime import disk, exit_codes
 
 _SILENT_SECONDS = 10  # a connection that says nothing for so long is closed
@@ -36,8 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_rl.report import find, read_run, render
-
     records = [read_run(path.resolve()) for path in args.runs]
     if args.serve is not None:
         return _serve([record.path for record in records], args.serve)
@@ -65,8 +64,6 @@ def _host(header: str) -> str:
 
 def _serve(runs: Sequence[Path], port: int) -> int:
     """To this machine only. Pages are drawn one at a time; a connection that sends nothing is nobody else's matter."""
-    from megatron_rl.report import read_run, render
-
     drawn: dict[tuple[int, ...], bytes] = {}  # the last page, by the sizes of the metrics that it shows
     drawing = threading.Lock()
 

@@ -9,7 +9,7 @@ import yaml
 from rich.console import Console
 
 from megatron_rl.algorithms import list_advantage_estimators, list_surrogates
-from megatron_rl.base.messages import ConfigError, unknown_name
+from megatron_rl.base.messages import ConfigError, errors_named, unknown_name
 from megatron_rl.base.plugins import read_yaml
 from megatron_rl.comparison.summaries import (
     AdvantageSummary,
@@ -52,11 +52,9 @@ def compare(
         remedy = "" if plugins is not None else "; go to the folder that the run was started in, or name it: --plugins"
         raise ConfigError(f"{error}{remedy}") from None
     method_params = parameters(params)
-    try:
+    with errors_named("", as_error=ConfigError):
         number, recorded = choose_step(run_dir, step)
         advantages, left_out = estimators_of(recorded, method_params)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if estimator not in advantages:
         raise ConfigError(f"--estimator {estimator}: {left_out.get(estimator) or _unknown(estimator, advantages)}")
     per_rollout = advantages[estimator].advantages.flatten()[recorded.rows]
@@ -114,10 +112,8 @@ def parameters(texts: Sequence[str]) -> dict[str, dict[str, object]]:
                 f"--params {text}: {unknown_name('method', name, [*_names()[ESTIMATOR], *_names()[SURROGATE]])}"
             )
         by_method.setdefault(name, {})[key] = yaml.safe_load(value)
-        try:
+        with errors_named(f"--params {text}", as_error=ConfigError):
             check_method(kind, name, by_method[name])
-        except ValueError as error:
-            raise ConfigError(f"--params {text}: {error}") from None
     return by_method
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.config.validate import problems
@@ -60,10 +61,8 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     for problem in problems(config, "algorithm"):
         raise ValueError(problem)
     for kind, key, method in ((ESTIMATOR, "estimator", config.estimator), (SURROGATE, "surrogate", config.surrogate)):
-        try:
+        with errors_named(f"algorithm.{key}"):
             check_method(kind, method.name, method.params)
-        except ValueError as error:
-            raise ValueError(f"algorithm.{key}: {error}") from error
     _check_correction(config.correction)
     if config.max_length is not None and config.aggregation != "seq-mean-token-sum-norm":
         raise ValueError(

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from megatron_rl.base import shipped
-from megatron_rl.base.messages import ConfigError, leaves, shorten, show
+from megatron_rl.base.messages import ConfigError, errors_named, leaves, shorten, show
 from megatron_rl.base.plugins import MOST_VALUES, MOST_YAML_BYTES, expanded, read_text
 from megatron_rl.base.typed_params import fields, locate, unwrap
 from megatron_rl.config.algorithm import AlgorithmConfig, MethodConfig
@@ -117,10 +117,9 @@ def _read(path: Path, chain: tuple[Path, ...], seen: set[Path] | None = None) ->
     """The layers of a file and its bases, lowest first; a file that several others build on counts once."""
     seen = set() if seen is None else seen
     name = os.path.normpath(path)
-    try:
+    # A NUL in it, a link to itself.
+    with errors_named(f"{name!r} is no path of a file", ValueError, OSError, RuntimeError, as_error=ConfigError):
         real = path.resolve()
-    except (ValueError, OSError, RuntimeError) as error:  # a NUL in it, a link to itself
-        raise ConfigError(f"{name!r} is no path of a file: {error}") from None
     if len(chain) > _LONGEST_CHAIN:
         raise ConfigError(f"{name}: more than {_LONGEST_CHAIN} recipes build on one another; write fewer `base`")
     if real in chain:
@@ -257,10 +256,8 @@ def _with_preset(layers: list[_Layer]) -> list[_Layer]:
         section = layer.tree.get("algorithm")
         if isinstance(section, dict) and "preset" in section:
             name, start, source = section["preset"], index, layer.source
-    try:
+    with errors_named(f"{source}: `algorithm.preset`", as_error=ConfigError):
         preset = get_preset(name)
-    except ValueError as error:
-        raise ConfigError(f"{source}: `algorithm.preset`: {error}") from None
     result = [_Layer(f"preset {name}", {"algorithm": {"preset": name, **preset}})]
     rollouts = [layer.tree["rollout"] for layer in layers if isinstance(layer.tree.get("rollout"), dict)]
     if next((section["fp8"] for section in reversed(rollouts) if "fp8" in section), "none") != "none":

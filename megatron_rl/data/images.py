@@ -12,10 +12,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import numpy as np
+
+from megatron_rl.base.messages import errors_named
 from megatron_rl.base.plugins import require_regular
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL.Image import Image as PILImage
     from torch import Tensor
 
@@ -43,8 +45,6 @@ class PromptImages:
     @property
     def grids(self) -> np.ndarray:
         """int64 [images, 3]."""
-        import numpy as np
-
         return np.array(self.grid, dtype=np.int64)
 
     @property
@@ -55,8 +55,6 @@ class PromptImages:
     @property
     def slots(self) -> np.ndarray:
         """int64 [image tokens]: their places in the prompt."""
-        import numpy as np
-
         return np.concatenate([at + np.arange(count) for at, count in zip(self.first, self.counts, strict=True)])
 
     def positions(self, length: int) -> np.ndarray:
@@ -65,8 +63,6 @@ class PromptImages:
         Text goes on in all three; an image's tokens have its rows and columns for height and width, and what follows begins
         after the largest of them (Qwen2.5-VL report, 2.1.2).
         """
-        import numpy as np
-
         merge, indices, at, now = self.reader.vision.merge, list[np.ndarray](), 0, 0
         for first, (frames, rows, columns) in zip(self.first, self.grid, strict=True):
             indices.append(np.tile(np.arange(now, now + first - at), (3, 1)))
@@ -152,11 +148,9 @@ class ImageReader:
         """Frames (1), rows and columns of patches of an image. Raises ValueError: as `open_image`, or it is too narrow."""
         smart_resize = import_module(self.vision.processor[0]).smart_resize
         image = open_image(source)
-        try:
+        with errors_named(f"{_name(source)} of {image.width} x {image.height} pixels"):
             size, factor = self.processor.size, self.processor.patch_size * self.vision.merge
             height, width = smart_resize(image.height, image.width, factor, size["shortest_edge"], size["longest_edge"])
-        except ValueError as error:
-            raise ValueError(f"{_name(source)} of {image.width} x {image.height} pixels: {error}") from None
         return 1, height // self.processor.patch_size, width // self.processor.patch_size
 
     def tokens(self, grids: Sequence[tuple[int, int, int]]) -> list[int]:
@@ -164,8 +158,6 @@ class ImageReader:
         return [frames * rows * columns // self.vision.merge**2 for frames, rows, columns in grids]
 
     def _pixels(self, sources: tuple[Source, ...]) -> np.ndarray:
-        import numpy as np
-
         found = self.processor([open_image(source) for source in sources], return_tensors="np")["pixel_values"]
         return np.asarray(found, dtype=np.float32)
 
@@ -221,12 +213,10 @@ def fingerprint(sources: Sequence[Source]) -> str:
     """Fingerprint of the files' contents. Raises ValueError: one cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     for source in sources:
-        try:
+        with errors_named(_name(source), OSError):
             if isinstance(source, Path):
                 require_regular(source)
             content = source if isinstance(source, bytes) else source.read_bytes()
-        except OSError as error:
-            raise ValueError(f"{_name(source)}: {error.strerror}") from None
         digest.update(hashlib.blake2b(content).digest())
     return digest.hexdigest()
 

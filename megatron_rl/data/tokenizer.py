@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
+from typing import Any, Protocol, TypeAlias, overload
 
-if TYPE_CHECKING:
-    import numpy as np  # the environment of `megatron-rl launch` has none
+import numpy as np
 
 Ids: TypeAlias = "Sequence[int] | np.ndarray"
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config import Config, ConfigError, Machine, load_recipe
 from megatron_rl.preflight.recipe import check_recipe
 
@@ -59,11 +60,10 @@ def sweep(
     for number, line in enumerate(lines):
         if only not in (None, number):
             continue
-        try:
+        # Of shlex, or a ConfigError.
+        with errors_named(f"line {number + 1} of the sweep ({line})", as_error=ConfigError):
             words = [*overrides, *shlex.split(line)]
             config = resolve("train", recipe, words, processes, remote)
-        except ValueError as error:  # of shlex, or a ConfigError
-            raise ConfigError(f"line {number + 1} of the sweep ({line}): {error}") from None
         folder = _run_dir(config, root) / f"{number:03d}-{re.sub(r'[^A-Za-z0-9=.,_]+', '_', line)}"
         words = _replaced(words, f"run_dir={folder}")
         tasks.append(Task(f"{_name('train', recipe)}-{number:03d}", ("train", recipe, *words)))
@@ -136,10 +136,8 @@ def resolve(command: str, recipe: str, overrides: Sequence[str], processes: int 
 
 def read_sweep(path: Path) -> list[str]:
     """The lines of a sweep file that count. Raises LaunchError: it cannot be read."""
-    try:
+    with errors_named(f"the sweep {path} cannot be read", OSError, UnicodeDecodeError, as_error=LaunchError):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"the sweep {path} cannot be read: {error}") from None
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return [line for line in lines if line]
 

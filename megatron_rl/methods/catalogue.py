@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from megatron_rl.base.messages import unknown_name
+from megatron_rl.base.messages import errors_named, unknown_name
 from megatron_rl.base.plugins import is_module_name, load_file
 from megatron_rl.base.typed_params import Params, check_types, hints_of, is_plain
 
@@ -181,13 +181,11 @@ def check_method(kind: str, name: str, params: Params | None = None) -> dict[str
         if key not in method.defaults:
             raise ValueError(unknown_name(f"parameter of the {kind} {name!r}:", key, method.defaults))
     complete = {**method.defaults, **(params or {})}
-    try:
+    with errors_named(f"{kind} {name!r}"):
         for function in (method.function, *filter(None, [method.token_part])):
             check_types(function, method.params_of(function, complete))
         if inspect.isclass(method.function):
             method.function(**method.params_of(method.function, complete))
-    except ValueError as error:
-        raise ValueError(f"{kind} {name!r}: {error}") from error
     return complete
 
 
@@ -303,11 +301,10 @@ def _load_plugin(plugin: str) -> None:
                 raise
             raise ValueError(f"algorithm.plugins: no module {plugin!r}; is its folder on PYTHONPATH?") from error
         return
-    try:
+    # A name that is too long, a user that does not exist.
+    with errors_named(f"algorithm.plugins: {plugin!r}", OSError, RuntimeError):
         path = Path(plugin).expanduser().resolve()
         found = path.is_file()
-    except (OSError, RuntimeError) as error:  # a name that is too long, a user that does not exist
-        raise ValueError(f"algorithm.plugins: {plugin!r}: {error}") from None
     if not found:
         raise ValueError(f"algorithm.plugins: no file {str(path)!r}")
     load_file(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -106,10 +107,9 @@ def _with_environment(value: Any) -> Any:
 
 
 def _number(text: str) -> float | None:
-    try:
+    with contextlib.suppress(ValueError):
         return float(text)
-    except ValueError:
-        return None
+    return None
 
 
 def rows_of(files: list[str]) -> int | None:

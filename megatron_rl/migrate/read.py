@@ -13,7 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.base.messages import ConfigError, leaves
+from megatron_rl.base.messages import ConfigError, errors_named, leaves
 from megatron_rl.base.plugins import read_text
 
 Flat = dict[str, Any]  # dotted key to value; lists and empty mappings are values
@@ -29,10 +29,8 @@ def read(path: Path, overrides: Sequence[str]) -> Flat:
     Raises:
         ConfigError: the file cannot be read, or an override is not of the form key=value.
     """
-    try:
+    with errors_named(f"{path} cannot be read", OSError, ValueError, as_error=ConfigError):
         text = read_text(path, _MOST_BYTES)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     flat = _script(text) if path.suffix not in (".yaml", ".yml") else _document(path, text)
     for override in overrides:
         found = _OVERRIDE.fullmatch(override) or _ASSIGNMENT.fullmatch(override)

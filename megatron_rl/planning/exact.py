@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from megatron_rl.actor import build
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config.actor import ActorConfig, FP8Config, Recomputed
 from megatron_rl.config.pipeline_split import stage_numbers
 from megatron_rl.config.schema import Config
@@ -213,14 +214,12 @@ def built_rank(
         stack.callback(parallel_state.destroy_model_parallel)
         memory = stack.enter_context(StorageCounter(where))
         dtype = build.DTYPES[config.model.dtype]
-        try:
+        with errors_named(f"rank {rank} of {world} cannot be built", AssertionError, RuntimeError, ValueError):
             grid = distributed.initialize(config.actor.parallel, timeout_minutes=1.0)
             with where:
                 actor = Actor(config, grid, folder, Zeros(model_of(hf_config), dtype, where))
             loaded = memory.peak
             actor.start_optimizer(config.actor.optimizer, total_steps=1)
-        except (AssertionError, RuntimeError, ValueError) as error:
-            raise ValueError(f"rank {rank} of {world} cannot be built: {error}") from error
         yield actor, memory, loaded
 
 

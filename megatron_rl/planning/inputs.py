@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config import Config, ConfigError, Machine, check, load_recipe
 from megatron_rl.config.checks import smallest_world
 from megatron_rl.config.published import published_config
@@ -78,10 +79,8 @@ def known_config(config: Config, file: Path | None) -> tuple[HFConfig | None, st
 
 
 def _read(path: Path) -> HFConfig:
-    try:
+    with errors_named(f"--model-config {path} cannot be read", OSError, ValueError, as_error=ConfigError):
         model = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model-config {path} cannot be read: {error}") from None
     if not isinstance(model, dict):
         raise ConfigError(f"--model-config {path} does not hold a JSON object")
     return model
@@ -143,11 +142,9 @@ def predictor_of(
     Raises:
         ConfigError: lengths that cannot be, or a folder that is no run's.
     """
-    try:
+    with errors_named("--response-..., --calibrate", as_error=ConfigError):
         measured = None if run is None else MeasuredRun.read(run)
         predictor = Predictor(model, cluster.hardware, responses.lengths(config))
-    except ValueError as error:
-        raise ConfigError(f"--response-..., --calibrate: {error}") from None
     if measured is not None:
         recipe = load_recipe(measured.folder / "recipe.yaml")
         its_model = model_of(hf_config_of(recipe, known_config(recipe, None)[0]))

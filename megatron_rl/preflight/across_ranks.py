@@ -11,17 +11,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
 
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight import storage
 from megatron_rl.preflight.local import FACTS, PER_NODE, PER_RANK, has_endpoints, silent_endpoints, survey
 from megatron_rl.preflight.storage import Ranks
 from megatron_rl.preflight.verdict import FAILED, WARNING, Measured, NodeFinding, Report, merged
-from megatron_rl.runtime import disk
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
+from megatron_rl.runtime import device, disk
 
 T = TypeVar("T")
 _SKEW = 5.0  # seconds between two clocks above which it warns
@@ -158,11 +158,6 @@ def _clocks(ranks: Ranks, hosts: Sequence[str], measured: Measured) -> list[Node
 
 def _collectives(ranks: Ranks, hosts: Sequence[str], measured: Measured, full: bool) -> list[NodeFinding]:
     """A sum over all ranks that is known beforehand; with `full` how fast it is, and each node's way to the next."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron_rl.runtime import device
-
     gpu = device.has_gpu()
     length = (2**26 if gpu else 2**22) if full else 2**18
     n = ranks.world
@@ -216,11 +211,6 @@ def _wait(work: dist.Work | None, what: str, world: int | None) -> None:
 
 def _links(ranks: Ranks, hosts: Sequence[str], measured: Measured) -> list[NodeFinding]:
     """Bandwidth from each node to the next, one pair at a time, by the first rank of each."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron_rl.runtime import device
-
     nodes = list(dict.fromkeys(hosts))
     if len(nodes) < 2:
         return []

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.base.shipped import find_recipe, missing
 from megatron_rl.config import Config, ConfigError, Machine, check
 from megatron_rl.data.sample import Sample
@@ -44,13 +45,11 @@ def check_recipe(
 
 def _checked(config: Config, command: str, machine: Machine, model: HFConfig | None) -> Config:
     config = check(config, command=command, machine=machine, model=model)
-    try:
+    with errors_named("", as_error=ConfigError):
         check_tasks(tasks_to_evaluate(config.tasks) if command == "evaluate" else config.tasks)
         rewards = check_rewards(config.rewards) if command != "reward-model" else {}
         _check_readers(config, rewards)
         _check_first_samples(config, command, rewards)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     return config
 
 
@@ -92,19 +91,13 @@ def _check_first_samples(config: Config, command: str, rewards: Mapping[str, Rew
             rest = item.answer, item.tool_calls, item.needs_response, item.metadata
             sample = Sample(where, key, item.prompt, [], *rest).as_mapping()
             if command == "reward-model":
-                try:
+                with errors_named(f"tasks.{key}: {where}"):
                     conversations(item.prompt, item.metadata)
-                except ValueError as error:
-                    raise ValueError(f"tasks.{key}: {where}: {error}") from error
             for name, reward in rewards.items():
                 only = config.rewards[name].tasks
                 if not config.rewards[name].when_needed and (only is None or key.partition(".")[2] in only):
-                    try:
+                    with errors_named(f"tasks.{key}: {where}: the reward {name!r} cannot score it"):
                         reward.check_sample(sample)
-                    except ValueError as error:
-                        raise ValueError(
-                            f"tasks.{key}: {where}: the reward {name!r} cannot score it: {error}"
-                        ) from error
 
 
 def _beside(config: Config, folder: Path) -> Iterator[str]:

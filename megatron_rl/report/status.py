@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.base.messages import ConfigError
+from megatron_rl.base.messages import ConfigError, errors_named
 from megatron_rl.base.plugins import read_yaml
 from megatron_rl.checkpoint import manifest
 from megatron_rl.runtime import disk, exit_codes, postmortem, process
@@ -134,10 +134,8 @@ def no_run(path: Path) -> str:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """A recipe that a run has kept. ConfigError where it is none."""
-    try:
+    with errors_named(f"{path} cannot be read", OSError, ValueError, as_error=ConfigError):
         recipe = read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(recipe, dict):
         raise ConfigError(f"{path} holds no recipe")
     return recipe

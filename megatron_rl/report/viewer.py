@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -97,10 +98,9 @@ def viewer(runs: Sequence[RunRecord]) -> list[str]:
 
 def _as_json(data: object) -> str:
     """With null for numbers that JSON has not: a ratio that overflowed, say."""
-    try:
+    with contextlib.suppress(ValueError):
         return json.dumps(data, default=str, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(data), default=str)
+    return json.dumps(_finite(data), default=str)
 
 
 def _finite(data: object) -> object:

@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megatron_rl.runtime.heartbeat import HEARTBEAT
+from megatron_rl.runtime.rank_job import RankJob
+from megatron_rl.trainer.rank.main import main as run_rank
+
 # Phases of a step, and two of a writer: while it writes, and at the rename that makes a checkpoint current.
 POINTS: Mapping[str, tuple[str, ...]] = {
     "generation": ("generate",),
@@ -42,18 +48,12 @@ def as_rank(command: str, run_dir: str, kill: Kill | None, others: Callable[[], 
     scramble()
     if kill is not None and os.environ["RANK"] == "0":
         arm(kill, others)
-    from megatron_rl.runtime.rank_job import RankJob
-    from megatron_rl.trainer.rank.main import main as run_rank
-
     return run_rank(RankJob(command, run_dir, str(Path(run_dir) / "recipe.yaml")))
 
 
 def scramble() -> None:
     """Gives every generator of random numbers another state whenever a phase begins: a run may depend on none of them."""
-    import numpy as np
     import torch
-
-    from megatron_rl.runtime.heartbeat import HEARTBEAT
 
     enter = HEARTBEAT.enter
 
@@ -89,7 +89,6 @@ def arm(kill: Kill, others: Callable[[], Sequence[int]]) -> None:
 
     from megatron_rl.checkpoint import saver
     from megatron_rl.checkpoint import snapshot as snapshots
-    from megatron_rl.runtime.heartbeat import HEARTBEAT
 
     if kill.point == "write":
         snapshots.write_share = _after(lambda: passing("write"), snapshots.write_share)

@@ -17,6 +17,7 @@ from megatron_rl.resume_proof import kills
 from megatron_rl.resume_proof.kills import Kill, as_rank
 from megatron_rl.runtime.attempts import ATTEMPT, free_port, new_attempt, rank_environment
 from megatron_rl.runtime.spawn import run_ranks
+from megatron_rl.trainer.rank.imports import import_all
 
 # Starts all ranks of (command, resolved recipe, run folder) up to the end or the kill; the exit code.
 Start = Callable[[str, str, Path, Kill | None], int]
@@ -70,14 +71,7 @@ class Forge:
 
 def forge() -> int:
     """Forks the ranks of every start that standard input asks for."""
-    from megatron_rl.rollout import environment
-
-    environment.prepare()
-    import reasoning_gym  # noqa: F401
-    import transformers  # noqa: F401
-    from megatron.core import dist_checkpointing, models, optimizer  # noqa: F401
-    from vllm import LLM, SamplingParams  # noqa: F401
-
+    import_all()
     for line in sys.stdin:
         command, run_dir, processes, kill = json.loads(line)
         print(_fork_ranks(command, run_dir, processes, Kill(**kill) if kill else None), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import json
@@ -18,6 +19,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.base.typed_params import NonNegative
 from megatron_rl.rewards.kinds import UNIT, PooledReward, SampleMapping, Score
 from megatron_rl.rewards.registry import register_reward
@@ -115,10 +117,8 @@ def read_tests(source: object) -> Tests:
         ValueError: not of this form, or no tests.
     """
     if isinstance(source, str):
-        try:
+        with errors_named("the tests are not JSON", ValueError, RecursionError):
             source = json.loads(source)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the tests are not JSON: {error}") from None
     if not isinstance(source, Mapping) or not all(isinstance(source.get(key), list) for key in ("inputs", "outputs")):
         raise ValueError("the tests must be a mapping with the lists `inputs` and `outputs`")
     inputs, outputs, function = source["inputs"], source["outputs"], source.get("fn_name")
@@ -164,10 +164,9 @@ def same_output(printed: str, expected: str) -> bool:
 def _close(printed: str, expected: str) -> bool:
     if _WHOLE.fullmatch(expected):
         return _DECIMAL.fullmatch(printed) is not None and Decimal(printed) == Decimal(expected)
-    try:
+    with contextlib.suppress(ValueError):
         return _same(float(printed), float(expected))
-    except ValueError:
-        return False
+    return False
 
 
 def same_result(value: object, expected: object) -> bool:
@@ -179,10 +178,9 @@ def same_result(value: object, expected: object) -> bool:
     if _same(value, expected):
         return True
     if isinstance(expected, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             return _same(value, json.loads(expected))
-        except (ValueError, RecursionError):
-            return False
+        return False
     return isinstance(expected, list) and len(expected) == 1 and _same(value, expected[0])
 
 
@@ -194,10 +192,9 @@ def _same(value: object, expected: object) -> bool:
     if isinstance(value, float) or isinstance(expected, float):
         if not (isinstance(value, int | float) and isinstance(expected, int | float)):
             return False
-        try:
+        with contextlib.suppress(OverflowError):  # a whole number beyond what a float can hold
             return math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-6)
-        except OverflowError:  # a whole number beyond what a float can hold
-            return False
+        return False
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(_same(a, b) for a, b in zip(value, expected, strict=True))
     if isinstance(value, dict) and isinstance(expected, dict):
@@ -257,7 +254,5 @@ def _text(value: object) -> str:
 def _arguments(value: object) -> list[object]:
     if isinstance(value, list):
         return value
-    try:
+    with errors_named(f"an input of the function is no JSON: {value!r:.200}"):
         return [json.loads(line) for line in json_lines(str(value)) if line.strip()]
-    except ValueError as error:
-        raise ValueError(f"an input of the function is no JSON: {value!r:.200} ({error})") from None

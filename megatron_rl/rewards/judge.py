@@ -3,6 +3,7 @@ constraints and tiers): its prompt, and how its reply is read."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.base import shipped
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config.schema import ServerConfig
 from megatron_rl.data.sample import Prompt, SampleMapping
 from megatron_rl.rewards.kinds import UNIT, Bounds
@@ -85,10 +87,8 @@ def read_template(path: str | None) -> str:
 
 def read_places(path: str, fields: Sequence[str], required: Sequence[str]) -> str:
     """A template's text. ValueError for a file that is missing, names an unknown place, or lacks a required one."""
-    try:
+    with errors_named(f"template: cannot read {path}", OSError, UnicodeDecodeError):
         text = shipped.find_file(Path(path)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"template: cannot read {path}: {error}") from None
     unknown = sorted(set(_PLACE.findall(text)) - set(fields))
     if unknown:
         raise ValueError(f"template: {path} has the unknown places {unknown}; there are {', '.join(fields)}")
@@ -245,10 +245,9 @@ def reply_text(reply: Reply) -> str:
 
 def has_message(reply: Reply) -> bool:
     """Whether a reply is a chat completion: it has a choice with a message."""
-    try:
+    with contextlib.suppress(LookupError, TypeError):
         return isinstance(reply["choices"][0]["message"], Mapping)
-    except (LookupError, TypeError):
-        return False
+    return False
 
 
 def check_body(body: object, default: Mapping[str, object] = DEFAULT_BODY) -> dict[str, object]:

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megatron_rl.base.messages import unknown_name
+from megatron_rl.base.messages import errors_named, unknown_name
 from megatron_rl.base.plugins import load_function
 from megatron_rl.base.typed_params import check_types
 from megatron_rl.config.schema import RewardConfig
@@ -113,10 +113,8 @@ def check_rewards(rewards: Mapping[str, RewardConfig]) -> dict[str, Reward]:
     """
     made: dict[str, Reward] = {}
     for name, config in rewards.items():
-        try:
+        with errors_named(f"rewards.{name}"):
             made[name] = make_reward(config.reward, **config.params)
-        except ValueError as error:
-            raise ValueError(f"rewards.{name}: {error}") from error
     columns = {column: name for name, reward in made.items() for column in columns_of(name, reward)}
     for name, config in rewards.items():
         if config.condition is None:

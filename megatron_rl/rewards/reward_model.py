@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config.keys import Finite
 from megatron_rl.config.schema import ServerConfig
 from megatron_rl.data.sample import Message, Prompt
@@ -120,10 +121,9 @@ def conversation_ids(tokenizer: Tokenizer, whole: Prompt) -> list[int]:
 
 
 def _encode[T, R](path: str, encode: Callable[[T], R], text: T) -> R:
-    try:
+    # tokenizers raises bare Exceptions.
+    with errors_named(f"{path}: the reward model's tokenizer cannot encode {text!r:.80}", Exception):
         return encode(text)
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise ValueError(f"{path}: the reward model's tokenizer cannot encode {text!r:.80}: {error}") from error
 
 
 def _sigmoid(value: float) -> float:

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.sample import Sample, SampleMapping, TokenMapping
 from megatron_rl.rewards.kinds import InlineReward, PooledReward, Remark, Score
@@ -27,8 +30,6 @@ from megatron_rl.rewards.score_checks import (
 from megatron_rl.runtime.calls import CallTimeout
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from megatron_rl.data.rollout import Rollout
     from megatron_rl.data.tokenizer import Tokenizer
 
@@ -103,18 +104,14 @@ class Scorer:
         for sample in samples:
             for name, reward in self._rewards.items():
                 if self._applies(name, sample):
-                    try:
+                    with errors_named(f"the reward {name!r} cannot score sample {sample.id}"):
                         reward.check_sample(sample.as_mapping())
-                    except ValueError as error:
-                        raise ValueError(f"the reward {name!r} cannot score sample {sample.id}: {error}") from error
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """ValueError where a reward does not understand the policy's tokens; names it."""
         for name, reward in self._rewards.items():
-            try:
+            with errors_named(f"rewards.{name}"):
                 reward.check_tokenizer(tokenizer)
-            except ValueError as error:
-                raise ValueError(f"rewards.{name}: {error}") from error
 
     def doubts(self, samples: Sequence[Sample]) -> list[str]:
         """Warnings about samples that may be scored wrongly; names rewards and samples. Takes seconds."""
@@ -323,8 +320,6 @@ class Scorer:
         """Fills in the rollout's token rewards. Returns each one's mean: NaN without a value, 0 without tokens."""
         if scoring.rollout is None or not self.token_weights:
             return {}
-        import numpy as np
-
         scoring.rollout.token_rewards = np.stack([scoring.tokens[name] for name in self.token_weights], axis=1)
         return {
             name: float(scoring.tokens[name].mean()) if scoring.rollout.length else 0.0 for name in self.token_weights

@@ -6,6 +6,7 @@ sample per token as reward: Lu et al. 2025, "On-Policy Distillation", https://th
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
+import numpy as np
 from pydantic import Field
 
 from megatron_rl.config.schema import ServerConfig
@@ -24,7 +26,6 @@ from megatron_rl.rewards.remote import AnswerRules, Budget, Nonsense, RemoteRewa
 from megatron_rl.runtime.http import EndpointError, Unanswered
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -131,10 +132,9 @@ class TeacherServer(RemoteReward):
 
 
 def _has_log_probs(reply: Reply) -> bool:
-    try:
+    with contextlib.suppress(LookupError, TypeError):
         return isinstance(reply["choices"][0]["prompt_logprobs"], list)
-    except (LookupError, TypeError):
-        return False
+    return False
 
 
 def _read(reply: Reply, ids: Sequence[int]) -> list[tuple[float, object]]:
@@ -172,8 +172,6 @@ def _other_vocabulary(token: int, ours: object, theirs: object) -> ValueError:
 
 def _difference(log_probs: Sequence[float] | np.ndarray, sample: TokenMapping) -> list[float]:
     """Rewards of the drawn tokens, from the teacher's log-probs of all tokens but the first."""
-    import numpy as np
-
     teachers = np.asarray(log_probs, dtype=np.float64)[sample["loss_mask"][1:]]
     difference: list[float] = (teachers - sample["logprobs"]).tolist()
     return difference

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.base.typed_params import NonNegative
 from megatron_rl.rewards.kinds import UNIT, InlineReward, SampleMapping, stopped
 from megatron_rl.rewards.registry import register_reward
@@ -18,10 +19,8 @@ def format_reward(pattern: str, require_stop: bool = True) -> InlineReward:
         pattern: Python regular expression; `.` matches newlines too. The whole completion has to match.
         require_stop: a response cut at the token limit scores 0.
     """
-    try:
+    with errors_named(f"pattern = {pattern!r} is no regular expression", re.error, TypeError):
         compiled = re.compile(pattern, re.DOTALL)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"pattern = {pattern!r} is no regular expression: {error}") from None
 
     def score(completion: str, sample: SampleMapping) -> float:
         if require_stop and not stopped(sample):

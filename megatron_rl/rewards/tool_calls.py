@@ -5,6 +5,7 @@ Sources: GDPO, appendix C; AWPO, Eq. 12-16; ToolRL's released rewards, where tho
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -101,10 +102,9 @@ def _pair_score(gold: Call, call: Call) -> float:
 
 def equal(left: object, right: object) -> bool:
     """Equality of JSON values; false for those nested too deep to compare."""
-    try:
+    with contextlib.suppress(RecursionError):  # JSON nested a thousand deep
         return bool(left == right)
-    except RecursionError:  # JSON nested a thousand deep
-        return False
+    return False
 
 
 def _greedy(table: list[list[float]]) -> list[tuple[int, int]]:

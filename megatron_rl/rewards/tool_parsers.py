@@ -12,6 +12,7 @@ never raises.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -40,10 +41,9 @@ def as_call(value: object, keys: tuple[str, ...] = ("parameters",)) -> Call | No
 
 def load_json(text: str) -> object:
     """The JSON value of a text; None where it is not JSON, or `null`."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    return None
 
 
 def json_lines(text: str) -> list[str]:

@@ -6,6 +6,7 @@ aiohttp is imported at the first request: making a client, which checks its sett
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import json
 import os
@@ -276,10 +277,10 @@ def _retry_after(headers: Mapping[str, str]) -> float:
     value = headers.get("Retry-After", "").strip()
     if re.fullmatch(r"\d{1,9}(\.\d+)?", value):
         return float(value)
-    try:
+    # A date of no calendar overflows, for one.
+    with contextlib.suppress(ValueError, TypeError, ArithmeticError, LookupError, OSError):
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, TypeError, ArithmeticError, LookupError, OSError):  # a date of no calendar overflows, for one
-        return 0.0
+    return 0.0
 
 
 def _count(value: object) -> int:

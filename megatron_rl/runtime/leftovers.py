@@ -120,7 +120,7 @@ def _own(folder: Path, prefix: str) -> list[Path]:
 
 def _remove_sockets(folder: Path) -> bool:
     """Removes a folder that holds nothing but sockets; one with anything else is not an engine's."""
-    try:
+    with contextlib.suppress(OSError):
         entries = list(folder.iterdir())
         if not all(stat.S_ISSOCK(entry.lstat().st_mode) for entry in entries):
             return False
@@ -128,13 +128,11 @@ def _remove_sockets(folder: Path) -> bool:
             entry.unlink()
         folder.rmdir()
         return True
-    except OSError:
-        return False
+    return False
 
 
 def _unlink(path: Path) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         path.unlink()
         return True
-    except OSError:
-        return False
+    return False

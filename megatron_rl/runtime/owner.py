@@ -229,10 +229,9 @@ class Ownership:
 
 def read(folder: Path, name: str = FILE) -> Owner | None:
     """The folder's owner; None if there is no file or it cannot be read."""
-    try:
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return Owner(**json.loads((folder / name).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
+    return None
 
 
 def of_this_rank(folder: Path, environment: Mapping[str, str]) -> Ownership:

@@ -127,10 +127,9 @@ def mark_stall(folder: Path, phase: str, limit: float, why: str = "") -> None:
 
 def stalled(folder: Path) -> Stall | None:
     """The content of `mark_stall`'s file; None without one."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return json.loads((folder / STALL).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts

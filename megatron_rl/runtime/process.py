@@ -46,11 +46,10 @@ def _stat(pid: int) -> list[str] | None:
 @functools.cache
 def space() -> str:
     """This machine's boot and this process's namespace of process numbers: within both, a number means the same process."""
-    try:
+    with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"unknown {socket.gethostname()} {os.getpid()}"
+    return f"unknown {socket.gethostname()} {os.getpid()}"
 
 
 def send(pid: int, start: int, where: str, number: int) -> bool:

@@ -8,6 +8,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
 from megatron_rl.seams import check_parameters, replaced
@@ -136,15 +142,11 @@ def allow_fused_accumulation() -> None:
 
     The only such layer is the output layer, whose forward pass is replaced (`return_hidden_states`).
     """
-    from megatron.core.tensor_parallel import layers
-
     layers._grad_accum_fusion_available = True
 
 
 def routers(chunk: Chunk) -> Iterator[tuple[int, nn.Module]]:
     """(number of the layer in the whole model, from 1; its router) of every mixture of experts in a chunk."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
     for layer in chunk.decoder.layers:
         for module in layer.modules():
             if isinstance(module, MoELayer):
@@ -153,8 +155,6 @@ def routers(chunk: Chunk) -> Iterator[tuple[int, nn.Module]]:
 
 def sum_gradients_undivided(config: TransformerConfig) -> None:
     """Makes Megatron's schedule add up gradients without a division by the number of tokens: losses are divided already."""
-    from megatron.core.distributed import finalize_model_grads
-
     check_parameters(finalize_model_grads, FINALIZE)
 
     def sum_gradients(model: list[nn.Module], num_tokens: Tensor | None, *args: object, **kwargs: object) -> None:
@@ -218,8 +218,6 @@ def initialize_adam(optimizer: Optimizer) -> None:
 
 def clip_gradients(optimizer: Optimizer, norm: float) -> None:
     """Scales the prepared gradients down to `clip_grad`, as `ChainedOptimizer.step` does between norm and step."""
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
     for part in optimizer_parts(optimizer):
         config, parameters = part.config, part.get_parameters()
         if parameters and config.clip_grad > 0:
@@ -241,8 +239,6 @@ def keeping_adam_steps(optimizer: Optimizer) -> Iterator[None]:
     for the fused Adam of Transformer Engine, and then asks for it. And it gives all parameters one tensor for it: torch's
     Adam, which adds 1 to it per parameter, would count hundreds of steps at each.
     """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
     name, parameters = SET_STATES
     original = getattr(DistributedOptimizer, name)
 
@@ -268,8 +264,6 @@ def buckets_in_place() -> Iterator[None]:
     It makes room for the buckets without the padding between them, and then looks every parameter up by where it lies with
     the padding: with tied embeddings over pipeline stages, which have a bucket of their own, it would load shifted state.
     """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
     original = getattr(DistributedOptimizer, GATHERED_STATE[0])
 
     def in_place(self: OptimizerPart, *arguments: object, **options: object) -> State | None:
@@ -303,7 +297,6 @@ def standing_in(make: Callable[[OptimizerPart, int, str], Tensor]) -> Iterator[N
 
     Megatron would gather all of the state in new host memory, and collect garbage each time, longer than all of the planning.
     """
-    from megatron.core.optimizer import distrib_optimizer
 
     def stand_ins(optimizer: OptimizerPart, **_: object) -> State:
         state: State = {"buckets_coalesced": True}

@@ -5,6 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+
 from megatron_rl.seams import check_parameters
 from megatron_rl.seams.megatron import State
 
@@ -19,25 +31,17 @@ SHARDED_KEYS = "sharded_state_dict keep_only_main_replica"
 def split(state: State, check: bool) -> tuple[State, State]:
     """Splits a state in what ranks hold in parts and what is the same on all of them. `check`: that every shard has exactly
     one writer."""
-    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-
     sharded, common = save_preprocess(state, validate_access_integrity=check)
     return sharded, common
 
 
 def requests(state: State) -> Iterator[ShardedBase]:
     """Every tensor and object that loading a sharded state asks for."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedBase
-    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-
     return (value for value in nested_values(load_preprocess(state)[0]) if isinstance(value, ShardedBase))
 
 
 def merge_into(state: State, other: State) -> None:
     """Adds what `other` has, at its keys."""
-    from megatron.core.dist_checkpointing.dict_utils import merge
-
     merge(state, other)
 
 
@@ -49,10 +53,6 @@ class Division:
 
     def apply(self, sharded: State) -> None:
         """Leaves this rank's part in place."""
-        from megatron.core import parallel_state
-        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-        from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
         if self._wrapper is None:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
@@ -62,12 +62,6 @@ class Division:
 
 def save_planner(sharded: State, is_coordinator: bool) -> MCoreSavePlanner:
     """Megatron's planner of what this rank saves, set up; its own way to it writes files at once."""
-    from megatron.core.dist_checkpointing.strategies.torch import (
-        MCoreSavePlanner,
-        _replace_state_dict_keys_with_sharded_keys,
-        mcore_to_pyt_state_dict,
-    )
-
     check_parameters(_replace_state_dict_keys_with_sharded_keys, SHARDED_KEYS)
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)

@@ -14,6 +14,10 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
@@ -28,8 +32,6 @@ if TYPE_CHECKING:
 def under_way(stage: int, stages: int, chunks: int) -> list[int]:
     """The model chunks of a pipeline stage that have computed a micro-batch forwards, in that order, when the stage begins
     to take one forwards and one backwards in turn; of a step with more micro-batches than that."""
-    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
-
     many = 4 * stages  # of each chunk
     group = SimpleNamespace(size=lambda: stages, rank=lambda: stage)
     virtual = chunks if chunks > 1 else None
@@ -187,7 +189,6 @@ def _grouped(
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """`TEGroupedMLP.forward` itself, over products without weights, for Megatron-Core's experts one after the other: in FP8
     where there is a `recipe`, but for those whose `id` is in `exact`."""
-    from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
     def product(weight: Tensor, recipe: str | None, original: bool = False) -> nn.Module:
         def compute(x: Tensor, splits: Sequence[int]) -> tuple[Tensor, None]:
@@ -245,8 +246,6 @@ def fused_kernels(
     """Attention, norms, rotary embeddings, SwiGLU, the tokens' way to their experts and back, and the experts, for chunks
     that are used nowhere else. `attention`, `norm`: the classes of the plain layers. `activation_recomputed`: the experts'
     (`moe_act`). `recipe`: of products in FP8."""
-    from megatron.core.fusions import fused_bias_swiglu
-    from megatron.core.transformer.moe.experts import SequentialMLP
 
     def halves(y: Tensor) -> Tensor:
         return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
@@ -313,8 +312,6 @@ def _with(module: ModuleType, names: Mapping[str, object]) -> Iterator[None]:
 
 def _configs(chunks: Sequence[Chunk]) -> Iterator[TransformerConfig]:
     """Every configuration that a module of the chunks reads: experts may have their own."""
-    from megatron.core.transformer import TransformerConfig
-
     seen: set[int] = set()
     for chunk in chunks:
         for module in chunk.modules():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megatron_rl.seams import check_parameters
@@ -20,8 +21,6 @@ def forget_routing(chunk: Chunk) -> None:
     """Makes each mixture of experts drop its routing after a forward pass, and after one that is computed again. Its
     dispatcher would hold it until the next, and by its graph a recomputed layer's input and that input's gradient: two hidden
     states per token and layer."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
     check_parameters(MoELayer.postprocess, "self output shared_expert_output")
 
     def drop_after(module: MoELayer) -> Callable[..., Tensor]:

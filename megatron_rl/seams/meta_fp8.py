@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
@@ -118,8 +119,6 @@ def quantised_layers(chunks: Sequence[Chunk], bf16_ends: int) -> list[Any]:
 
 def quantised_weights(layers: Sequence[Any]) -> list[Tensor]:
     """The matrices that products in FP8 read."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
     linear = (ColumnParallelLinear, RowParallelLinear)
     return [module.weight for layer in layers for module in layer.modules() if isinstance(module, linear)]
 

@@ -24,8 +24,8 @@ def main(name: str, folder: Path) -> int:
     import torch
 
     from megatron_rl.runtime import distributed
+    from megatron_rl.seams.known_warnings import quiet_known_warnings
     from megatron_rl.selftest.bench import Bench, Surprise
-    from megatron_rl.trainer.rank.main import quiet_known_warnings
 
     quiet_known_warnings()
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.data.images import MARK, ImageReader, PromptImages, Source, misplaced, open_image
 from megatron_rl.data.sample import Message, Prompt
 
@@ -57,7 +58,5 @@ def place_images(
     """See `ImageReader.place`; `name` is the sample's, for errors."""
     if not images or reader is None:
         return ids, None
-    try:
+    with errors_named(name):
         return reader.place(ids, images)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config.schema import Config, TaskConfig, TasksConfig
 from megatron_rl.data.images import ImageReader, Source, fingerprint
 from megatron_rl.data.sample import Prompt, Sample
@@ -138,34 +139,31 @@ def _load(
     name: str, config: TaskConfig, tokenizer: Tokenizer, held_out: Collection[str], reader: ImageReader | None
 ) -> list[Sample]:
     """`load_task` without the held-out prompts."""
-    try:
-        with _no_collection():
-            items = _kept_items(config, held_out)
-            texts = [mark_images(prompt, item.images, reader) for _, item, prompt in items]
-            tools = [item.tools for _, item, _ in items]
-            token_ids = _tokenize(list(zip(texts, tools, strict=True)), config, tokenizer)
-            placed = [
-                place_images(f"{name}/{index}", ids, item.images, reader)
-                for (index, item, _), ids in zip(items, token_ids, strict=True)
-            ]
-            samples = [
-                Sample(
-                    id=f"{name}/{index}",
-                    task=name,
-                    prompt=prompt,
-                    prompt_ids=ids,
-                    answer=item.answer,
-                    tool_calls=item.tool_calls,
-                    needs_response=item.needs_response,
-                    metadata=item.metadata if item.tools is None else {**item.metadata, "tools": item.tools},
-                    images=images,
-                )
-                for (index, item, prompt), (ids, images) in zip(items, placed, strict=True)
-            ]
-            if config.demonstrations is not None:
-                _demonstrate(samples, config)
-    except ValueError as error:
-        raise ValueError(f"task {name}: {error}") from error
+    with errors_named(f"task {name}"), _no_collection():
+        items = _kept_items(config, held_out)
+        texts = [mark_images(prompt, item.images, reader) for _, item, prompt in items]
+        tools = [item.tools for _, item, _ in items]
+        token_ids = _tokenize(list(zip(texts, tools, strict=True)), config, tokenizer)
+        placed = [
+            place_images(f"{name}/{index}", ids, item.images, reader)
+            for (index, item, _), ids in zip(items, token_ids, strict=True)
+        ]
+        samples = [
+            Sample(
+                id=f"{name}/{index}",
+                task=name,
+                prompt=prompt,
+                prompt_ids=ids,
+                answer=item.answer,
+                tool_calls=item.tool_calls,
+                needs_response=item.needs_response,
+                metadata=item.metadata if item.tools is None else {**item.metadata, "tools": item.tools},
+                images=images,
+            )
+            for (index, item, prompt), (ids, images) in zip(items, placed, strict=True)
+        ]
+        if config.demonstrations is not None:
+            _demonstrate(samples, config)
     return samples
 
 
@@ -261,12 +259,11 @@ def _apply_template(
     from jinja2 import TemplateError
 
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    try:
+    # What templates raise on messages they do not take.
+    with errors_named(f"the chat template refuses the prompt {prompt!r:.200}", TemplateError, TypeError, ValueError):
         return str(
             tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, tokenize=False, **params)
         )
-    except (TemplateError, TypeError, ValueError) as error:  # what templates raise on messages they do not take
-        raise ValueError(f"the chat template refuses the prompt {prompt!r:.200}: {error}") from error
 
 
 def _unknown(texts: Iterable[str], tokenizer: Tokenizer) -> str:
@@ -287,10 +284,8 @@ def _demonstrate(samples: list[Sample], config: TaskConfig) -> None:
             "answer": sample.answer,
             config.columns.answer: sample.answer,
         }
-        try:
+        with errors_named(f"demonstration of {sample.id}"):
             sample.demonstration = write(sample.id, {**sample.metadata, **parameters})
-        except ValueError as error:
-            raise ValueError(f"demonstration of {sample.id}: {error}") from error
 
 
 def load_prompts(

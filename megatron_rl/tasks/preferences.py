@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.data.sample import Message, Prompt, Sample
 from megatron_rl.data.tokenizer import Tokenizer
@@ -111,7 +112,7 @@ def pairs_of(
     """
     pairs = []
     for sample in samples:
-        try:
+        with errors_named(f"{sample.id}"):
             both = conversations(sample.prompt, sample.metadata)
             chosen, rejected = (conversation_ids(tokenizer, whole) for whole in both)
             if chosen == rejected:
@@ -132,8 +133,6 @@ def pairs_of(
                     f"a conversation has {longest} tokens, more than rollout.max_prompt_tokens + rollout.max_tokens = "
                     f"{max_tokens}; raise them, or set rollout.too_long=drop to leave such pairs out"
                 )
-        except ValueError as error:
-            raise ValueError(f"{sample.id}: {error}") from None
     if not pairs:
         raise ValueError(f"no pair has at most {max_tokens} tokens on each side; raise rollout.max_tokens")
     return pairs, len(samples) - len(pairs)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig
 from megatron_rl.data.images import Source
 from megatron_rl.data.sample import Call, Prompt
@@ -59,10 +60,8 @@ def file_items(rows: Callable[[TaskConfig], Rows], arrow: bool) -> Callable[[Tas
 
     def items(config: TaskConfig) -> Iterator[Item]:
         for where, row in islice(rows(config), config.size):
-            try:
+            with errors_named(where):
                 yield to_item(row, config.columns, arrow, folder_of(config))
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
 
     return items
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.base.plugins import load_function, require_regular
 from megatron_rl.base.shipped import missing
 from megatron_rl.base.typed_params import check_types
@@ -35,19 +36,16 @@ def files_of(path: str, suffix: str) -> list[Path]:
         raise ValueError("the path is empty")
     files = _found(path, suffix)
     for file in files:
-        try:
+        with errors_named(f"cannot read {file}", OSError):
             require_regular(file)
-        except OSError as error:
-            raise ValueError(f"cannot read {file}: {error.strerror}") from None
     return files
 
 
 def _found(path: str, suffix: str) -> list[Path]:
-    try:
+    # A name that is too long, a user that does not exist.
+    with errors_named(f"cannot read {path}", OSError, RuntimeError):
         location = Path(path).expanduser()
         location.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, a user that does not exist
-        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if location.is_dir():
         matching, lacking = sorted(location.glob(f"*{suffix}")), f"the folder has no {suffix} file"
     elif location.exists():
@@ -68,10 +66,8 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
     Raises:
         ValueError: no such file, or a line that is not a JSON object in UTF-8; names file and line.
     """
-    try:
+    with errors_named(f"cannot read {path}", OSError):
         file = path.open("rb")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
     with file:
         lines = iter(lambda: file.readline(_LONGEST_LINE + 1), b"")
         for number, line in enumerate(lines, 1):
@@ -109,10 +105,8 @@ def own_rows(config: TaskConfig) -> Rows:
     """
     generator = load_function(config.source, "source")
     arguments = {"seed": config.seed, **config.params}
-    try:
+    with errors_named(f"{config.source} is called with {', '.join(arguments)}", TypeError):
         inspect.signature(generator).bind(**arguments)
-    except TypeError as error:
-        raise ValueError(f"{config.source} is called with {', '.join(arguments)}: {error}") from None
     check_types(generator, arguments)
     for number, row in enumerate(generator(**arguments), 1):
         if not isinstance(row, dict):
@@ -127,14 +121,13 @@ def parquet_rows(config: TaskConfig) -> Rows:
     assert config.path is not None
     for path in files_of(config.path, ".parquet"):
         number = 0
-        try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                for batch in file.iter_batches(_BATCH):
-                    for row in batch.to_pylist():
-                        number += 1
-                        yield f"{path}, row {number}", row
-        except (pyarrow.ArrowException, OSError) as error:  # OSError: corrupt pages, too
-            raise ValueError(f"cannot read {path} as Parquet: {error}") from None
+        # OSError: corrupt pages, too.
+        unreadable = errors_named(f"cannot read {path} as Parquet", pyarrow.ArrowException, OSError)
+        with unreadable, pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(_BATCH):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
 
 
 def huggingface_rows(config: TaskConfig) -> Rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.base.typed_params import Params
 from megatron_rl.config.schema import TaskConfig
 from megatron_rl.seams import reasoning_gym
@@ -25,10 +26,11 @@ def reasoning_gym_items(config: TaskConfig) -> Iterator[Item]:
     gym = reasoning_gym.load()
     assert config.name is not None
     assert config.size is not None
-    try:
+    # How the datasets refuse a parameter.
+    with errors_named(
+        f"reasoning_gym's {config.name} refuses params {dict(config.params)}", AssertionError, TypeError, ValueError
+    ):
         dataset = gym.create_dataset(config.name, seed=config.seed, size=config.size, **config.params)
-    except (AssertionError, TypeError, ValueError) as error:  # how the datasets refuse a parameter
-        raise ValueError(f"reasoning_gym's {config.name} refuses params {dict(config.params)}: {error}") from error
     own = {"source_dataset": config.name, "source_params": dict(config.params)}
     for index in range(config.size):
         item = dataset[index]

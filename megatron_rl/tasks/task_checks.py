@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from itertools import islice
 
-from megatron_rl.base.messages import unknown_name
+from megatron_rl.base.messages import errors_named, unknown_name
 from megatron_rl.base.typed_params import Params
 from megatron_rl.config.schema import ColumnsConfig, TaskConfig, TasksConfig
 from megatron_rl.tasks.demonstrations import COLUMN, make_writer
@@ -85,10 +85,8 @@ def _check_task(config: TaskConfig) -> None:
     source = SOURCES.get(config.source, OWN)
     if config.size is None and source.generates:
         raise ValueError("size: is missing; say how many items to generate")
-    try:
+    with errors_named("prompt"):
         in_template = check_template(config.prompt)
-    except ValueError as error:
-        raise ValueError(f"prompt: {error}") from None
     if config.source == "reasoning_gym":
         _check_reasoning_gym(config, in_template)
     elif source.check_params is not None:
@@ -99,10 +97,8 @@ def _check_task(config: TaskConfig) -> None:
         if config.demonstration_params:
             raise ValueError("demonstration_params: has no effect without demonstrations; remove it")
         return
-    try:
+    with errors_named("demonstrations"):
         make_writer(config.demonstrations, config.demonstration_params)
-    except ValueError as error:
-        raise ValueError(f"demonstrations: {error}") from error
 
 
 def _check_reasoning_gym(config: TaskConfig, in_template: list[str]) -> None:
@@ -120,10 +116,8 @@ def _check_reasoning_gym(config: TaskConfig, in_template: list[str]) -> None:
         if known is not None and key not in known:
             raise ValueError(f"params: {unknown_name(f'parameter of {config.name}', key, known - {'seed', 'size'})}")
     assert config.size is not None  # `_check_task` has checked it
-    try:
+    with errors_named(f"params: {config.name}"):
         check_dataset_params(files[config.name], config.params, config.seed, config.size)
-    except ValueError as error:
-        raise ValueError(f"params: {config.name}: {error}") from None
     for field in in_template:
         if not has_field(files[config.name], field):
             raise ValueError(f"prompt: no item of {config.name} has a field {field!r}; {{prompt}} is the question")
@@ -155,19 +149,15 @@ def _check_split(config: TaskConfig, group: str, tasks: TasksConfig) -> None:
 
 
 def _check_generated(config: TaskConfig, check_params: Callable[[Params], object]) -> None:
-    try:
+    with errors_named("params"):
         check_params(config.params)
-    except ValueError as error:
-        raise ValueError(f"params: {error}") from error
     if config.source == "tool_world":  # an item of bars has an image to draw
         _fill(next(tool_world_items(config)), config)
 
 
 def _fill(item: Item, config: TaskConfig) -> None:
-    try:
+    with errors_named("prompt"):
         prompt = fill_prompt(item, config)
-    except ValueError as error:
-        raise ValueError(f"prompt: {error}") from None
     if not isinstance(prompt, str) and not config.chat:
         raise ValueError("chat: the prompts are chat messages: set chat: true to apply the tokenizer's chat template")
 
@@ -178,10 +168,8 @@ def _check_data(config: TaskConfig, in_template: list[str]) -> None:
     if not is_plugin and config.path is None:
         what = "the dataset's name, or its folder" if config.source == "huggingface" else f"the {config.source} file"
         raise ValueError(f"path: is missing; give {what}")
-    try:
+    with errors_named(f"{'source' if is_plugin else 'path'}"):
         rows = _first_rows(config)
-    except ValueError as error:
-        raise ValueError(f"{'source' if is_plugin else 'path'}: {error}") from error
     if rows is None:
         return
     if not rows:
@@ -206,10 +194,8 @@ def _check_data(config: TaskConfig, in_template: list[str]) -> None:
         for path in in_template:
             if path != "prompt" and path not in known:
                 raise ValueError(f"prompt: {where}: {_no_column(path, known)}")
-    try:
+    with errors_named("columns"):
         items = first_items(config)
-    except ValueError as error:
-        raise ValueError(f"columns: {error}") from error
     for _, item in items:
         _fill(item, config)
 
@@ -223,12 +209,10 @@ def first_items(config: TaskConfig) -> list[tuple[str, Item]]:
     rows = _first_rows(config) if config.source in ("jsonl", "parquet") or ":" in config.source else None
     items = []
     for where, row in rows or ():
-        try:
+        with errors_named(where):
             item = to_item(row, config.columns, config.source == "parquet", folder_of(config))
             check_images(item.prompt, item.images)
             items.append((where, item))
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
     return items
 
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.base.plugins import read_yaml
 from megatron_rl.checkpoint import manifest, store
 from megatron_rl.checkpoint.store import CheckpointError, SavedState
@@ -99,10 +100,8 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
 
 def saved_recipe(folder: Path) -> dict[str, Any]:
     """CheckpointError where it cannot be read."""
-    try:
+    with errors_named(f"{folder}: its recipe cannot be read", OSError, ValueError, as_error=CheckpointError):
         recipe = read_yaml(folder / "recipe.yaml")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: its recipe cannot be read: {error}") from None
     if not isinstance(recipe, dict):
         raise CheckpointError(f"{folder}: its recipe.yaml holds no recipe")
     return recipe

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from megatron_rl.models.family import Model
@@ -83,8 +86,6 @@ class Adapter(nn.Module):
 
     def _marked(self, parameter: nn.Parameter, base: Tensor, rule: Rule) -> nn.Parameter:
         """With the attributes by which Megatron-Core sums gradients and their norm."""
-        from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-
         cut = rule.is_cut
         set_tensor_model_parallel_attributes(parameter, cut or self.per_expert, rule.dim, 1)
         marks = cast(Tensor, parameter)
@@ -138,8 +139,6 @@ class Adapter(nn.Module):
         return torch.cat([piece(*place) for place in self.pieces], dim=dim)
 
     def _exchanged(self, low: Tensor) -> Tensor:
-        from megatron.core import tensor_parallel
-
         if self.per_expert or self._parallel.tp.size == 1:
             return low
         if self.by_columns:
@@ -152,9 +151,6 @@ class Adapter(nn.Module):
 
     def sharded(self, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:
         """Every parameter under its name in the chunk, for Megatron's distributed checkpoints; stored as PEFT names it."""
-        from megatron.core import parallel_state
-        from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
         tp, copy = self._parallel.tp, self._parallel.dp.rank
         if self.per_expert:
             copy = parallel_state.get_expert_data_parallel_rank()

@@ -11,7 +11,12 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from torch import Tensor
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.model_checks import check_create
@@ -75,8 +80,6 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _write_config(folder: Path, config: CreateModelConfig) -> None:
-    from transformers import AutoConfig, GenerationConfig
-
     AutoConfig.for_model(**created_config(config)).save_pretrained(folder)
     if config.vision is not None and (vision := model_of(read_hf_config(folder)).description.vision) is not None:
         module, name = vision.processor
@@ -86,12 +89,6 @@ def _write_config(folder: Path, config: CreateModelConfig) -> None:
 
 
 def write_tokenizer(folder: Path, config: CreateModelConfig) -> None:
-    from tokenizers import Regex, Tokenizer
-    from tokenizers.decoders import Fuse
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
-    from transformers import PreTrainedTokenizerFast
-
     words = [*config.words, *created_words(config)]
     tokens = [PAD, EOS, *config.characters, *words]
     tokens += [f"<unused_{number}>" for number in range(config.vocab_size - len(tokens))]

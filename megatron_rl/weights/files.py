@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import SafetensorError
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.runtime.disk import sync, sync_tree
 
 if TYPE_CHECKING:
@@ -271,10 +272,8 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _parsed(data: bytes) -> Any:
-    try:
+    with errors_named("", as_error=TypeError):  # no JSON, or a number of thousands of digits
         return json.loads(data)
-    except ValueError as error:  # no JSON, or a number of thousands of digits
-        raise TypeError(str(error)) from None
 
 
 def _whole(values: object, count: int | None = None) -> tuple[int, ...]:
@@ -319,10 +318,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     from safetensors.torch import save_file
 
-    try:
+    with errors_named(f"cannot write {path}", SafetensorError, as_error=OSError):
         save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"cannot write {path}: {error}") from error
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from torch import Tensor, nn
 
 from megatron_rl.models.family import Family, Model
@@ -154,8 +155,6 @@ def _gather(
 
 def values(parameter: Tensor) -> Tensor:
     """A parameter's numbers: FP8 ones dequantised, those of a layer with adapters merged with what they add."""
-    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
-
     return merged(parameter, dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor, nn
 
 from megatron_rl.models.classifier import SCORE
@@ -86,8 +87,6 @@ def _fill(weight: LocalWeight, files: WeightSource, dims: Dims, rank: int, tp: i
 
 def _writable(parameter: Tensor) -> Tensor:
     """The parameter, or a plain tensor to assemble it in where its storage is FP8 and cannot be written piecewise."""
-    from megatron.core.fp8_utils import is_float8tensor
-
     if is_float8tensor(parameter):
         return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return parameter

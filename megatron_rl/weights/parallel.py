@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from megatron.core import parallel_state as state
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,6 @@ class ParallelGroups:
     @classmethod
     def from_megatron(cls) -> ParallelGroups:
         """Read the layout from `megatron.core.parallel_state`, which must be initialised."""
-        from megatron.core import parallel_state as state
-
         if not state.model_parallel_is_initialized():
             raise RuntimeError(
                 "Megatron's model-parallel groups do not exist yet: call initialize_model_parallel first"

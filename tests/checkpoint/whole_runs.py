@@ -21,7 +21,7 @@ from megatron_rl.runtime import distributed
 from megatron_rl.runtime.stop import StopRequested
 from megatron_rl.trainer.evaluate import evaluate_only
 from megatron_rl.trainer.loop import train
-from megatron_rl.trainer.rank.main import agree
+from megatron_rl.trainer.rank.program import agree
 from megatron_rl.trainer.run import Run, build_run
 from megatron_rl.trainer.sft import sft, warm_up
 from megatron_rl.trainer.state import State

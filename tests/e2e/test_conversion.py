@@ -30,7 +30,7 @@ if __name__ == "__main__":
 LOGITS = """
 import sys, torch
 from pathlib import Path
-from megatron_rl.checkpoint.convert.verify import megatron_logits
+from megatron_rl.checkpoint.convert.megatron_logits import megatron_logits
 checkpoint, config, asked = map(Path, sys.argv[1:])
 torch.save([megatron_logits(checkpoint, config, tokens) for tokens in torch.load(asked)], asked.with_name("logits.pt"))
 """

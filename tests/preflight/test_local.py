@@ -119,14 +119,14 @@ def test_a_limited_address_space_is_named(config: Config) -> None:
 def test_limits_that_keep_ranks_from_meeting_are_told_before_they_try(
     config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_rl.trainer.rank import main
+    from megatron_rl.trainer.rank import program
 
-    assert main.within_limits(config)
+    assert program.within_limits(config)
     with limited(resource.RLIMIT_NOFILE, 400):
-        assert not main.within_limits(config)
+        assert not program.within_limits(config)
         said = capsys.readouterr().err
         config.launch.preflight = "off"
-        assert main.within_limits(config)
+        assert program.within_limits(config)
     assert said.startswith("megatron-rl: node ")
     assert "is not fit: at most 400 open files per process (ulimit -n)" in said
 

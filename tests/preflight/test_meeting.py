@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.preflight import across_ranks
-from megatron_rl.preflight.rank_main import RendezvousError, _Ranks
+from megatron_rl.preflight.meeting import MetRanks, RendezvousError
 
 
 def gives_up(*args: Any, **kwargs: Any) -> None:
@@ -30,7 +30,7 @@ def test_whoever_falls_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         store.set(f"preflight/met/{key}", "")
     monkeypatch.setattr(dist, "barrier", lambda group: None)
     monkeypatch.setattr(dist, "all_gather_object", gives_up)
-    ranks = _Ranks(0, 4, None, store)
+    ranks = MetRanks(0, 4, None, store)
     ranks.barrier()
     with pytest.raises(
         RendezvousError, match=r": rank 2 on gpu02 has fallen behind or ended: .*Timed out waiting 180000ms"

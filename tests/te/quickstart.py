@@ -50,8 +50,8 @@ def rank(overrides: list[str]) -> None:
 
     from megatron_rl.config import load_recipe
     from megatron_rl.runtime import distributed
+    from megatron_rl.seams.known_warnings import quiet_known_warnings
     from megatron_rl.trainer.loop import train
-    from megatron_rl.trainer.rank.main import quiet_known_warnings
     from megatron_rl.trainer.run import build_run
     from tests.te.fp8 import as_on_a_gpu
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.checkpoint import manifest
 from megatron_rl.checkpoint.convert import jobs, programs
 from megatron_rl.checkpoint.convert.layout import Layout
@@ -66,7 +67,7 @@ def verify(task: ToMegatron | ToHF, target: Path, workers: int, say: Say) -> Non
     """Raises Mismatch where the result is not what the source says."""
     from megatron_rl.checkpoint.convert.verify import Logits, compare, compare_logits
 
-    try:
+    with errors_named("", as_error=Mismatch):
         compared = compare(task, target, workers)
         total = size_text(sum(c.nbytes for c in compared))
         say(f"verified: the checksums of all {len(compared)} tensors ({total}) equal the source's")
@@ -75,8 +76,6 @@ def verify(task: ToMegatron | ToHF, target: Path, workers: int, say: Say) -> Non
             logits = compare_logits(task.hf, folder, folder, task.dtype)
         else:
             logits = compare_logits(target, task.megatron, task.config, task.dtype, task.master)
-    except ValueError as error:
-        raise Mismatch(str(error)) from error
     if isinstance(logits, Logits):
         say(
             f"verified: logits of transformers and Megatron-Core differ by at most {logits.difference:.2e}, "

@@ -7,6 +7,7 @@ exist or is whole.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -180,10 +181,9 @@ def made_by(task: Conversion, family: str) -> dict[str, object]:
 
 
 def _made_by(folder: Path) -> Identity | None:
-    try:
+    with contextlib.suppress(ValueError):
         return manifest.read(folder).get("task")
-    except ValueError:
-        return None
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------ one folder
@@ -230,11 +230,10 @@ def _taken_up(partial: Path, identity: Identity, say: Callable[[str], None]) -> 
 
 def _read_marker(partial: Path, file: str) -> tuple[int, list[StoredChunk]]:
     """Bytes of a written file, and what lies in it; -1 and nothing where the marker did not reach the disk whole."""
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         content = json.loads((partial / _MARKERS / f"{file}.json").read_text())
         return content["bytes"], [StoredChunk.of(row) for row in content["pieces"]]
-    except (ValueError, KeyError, TypeError):
-        return -1, []
+    return -1, []
 
 
 def _write_one(task: Conversion, partial: Path, file: str, progress: Progress) -> None:

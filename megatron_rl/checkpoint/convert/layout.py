@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config.pipeline_split import stage_layers
 from megatron_rl.models.family import Model
 from megatron_rl.models.rules import Dims, Place, Rule, Sharding, Slice, padded_vocab_size, shard_shape, shard_slices
@@ -41,10 +42,8 @@ class Layout:
             if (value := getattr(self, option)) < 1:
                 raise ValueError(f"--{option.replace('_', '-')} {value}: must be at least 1")
         layers, experts = model.dims["layers"], model.expert_count
-        try:
+        with errors_named(f"--pipeline {self.pipeline}: num_hidden_layers = {layers}"):
             stage_layers(layers, self.pipeline)
-        except ValueError as error:
-            raise ValueError(f"--pipeline {self.pipeline}: num_hidden_layers = {layers}: {error}") from None
         for option, value in (("expert", self.expert), ("expert-tensor", self.expert_tensor)):
             if value > 1 and experts == 0:
                 raise ValueError(f"--{option} {value}: the model has no experts")

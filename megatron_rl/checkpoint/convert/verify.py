@@ -15,7 +15,6 @@ from blake3 import blake3
 from torch import Tensor
 
 from megatron_rl.checkpoint.convert.jobs import Conversion, Progress, ProgressBar, in_parallel
-from megatron_rl.checkpoint.convert.merged import stored_model
 from megatron_rl.checkpoint.convert.source import SourceModel
 from megatron_rl.models import model_of, read_hf_config
 from megatron_rl.runtime import memory_use as memory
@@ -154,7 +153,11 @@ def _logits(side: tuple[Path, Path | None], progress: Progress, master: bool) ->
     folder, config = side
     vocab = SourceModel.read(config or folder).dims["vocab"]
     tokens = torch.randint(vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    return _transformers(folder, tokens) if config is None else megatron_logits(folder, config, tokens, master)
+    if config is None:
+        return _transformers(folder, tokens)
+    from megatron_rl.checkpoint.convert.megatron_logits import megatron_logits  # Megatron-Core is in no other process
+
+    return megatron_logits(folder, config, tokens, master)
 
 
 def _transformers(folder: Path, tokens: Tensor) -> Tensor:
@@ -167,37 +170,6 @@ def _transformers(folder: Path, tokens: Tensor) -> Tensor:
     model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False)
     with torch.no_grad():
         return model(tokens).logits[0]
-
-
-def megatron_logits(folder: Path, config: Path, tokens: Tensor, master: bool = False) -> Tensor:
-    """Logits [length, padded vocabulary] of tokens [1, length]; makes a process group of its own."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from megatron_rl.actor.build import build_model
-    from megatron_rl.config.actor import ActorConfig
-    from megatron_rl.runtime import device
-    from megatron_rl.weights.load_hf import load_hf_weights
-    from megatron_rl.weights.parallel import ParallelGroups
-
-    model = SourceModel.read(config)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with device.megatron(), torch.no_grad():
-        parallel_state.initialize_model_parallel()
-        chunks = build_model(model, ActorConfig(), torch.float32)
-        source = stored_model(folder, model, any_padding=True, master=master)
-        load_hf_weights(chunks, model.family, model.hf_config, source, ParallelGroups.from_megatron())
-        length = tokens.shape[1]
-        offsets = torch.tensor([0, length], dtype=torch.int32)
-        packed = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=length, max_seqlen_kv=length
-        )
-        positions = torch.arange(length)[None]
-        logits = chunks[0](tokens, positions, attention_mask=None, packed_seq_params=packed)
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    return logits[0]
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

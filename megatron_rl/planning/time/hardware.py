@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from megatron_rl.base.messages import did_you_mean
+from megatron_rl.base.messages import did_you_mean, errors_named
 from megatron_rl.base.plugins import read_yaml
 from megatron_rl.config import ConfigError
 
@@ -121,10 +121,8 @@ def parse(text: str) -> Hardware:
 
 
 def _read(path: Path) -> dict[str, object]:
-    try:
+    with errors_named(f"--hardware {path} cannot be read", OSError, ValueError, as_error=ConfigError):
         found = read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--hardware {path} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"--hardware {path} does not hold names and values")
     return {str(key): value for key, value in found.items()}

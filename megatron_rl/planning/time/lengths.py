@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.base.messages import errors_named
+
 Tokens = np.ndarray  # int64
 _CELLS = 64
 BETWEEN = 0.5  # share of the variance that lies between prompts, and not between the responses to one; a guess
@@ -194,11 +196,9 @@ def recorded_files(run: Path) -> list[Path]:
 
 
 def _read(file: Path) -> Tokens:
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            tokens = np.rint(arrays["lengths"]).astype(np.int64)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{file} is no recorded step with `lengths`: {error}") from None
+    unreadable = errors_named(f"{file} is no recorded step with `lengths`", OSError, ValueError, KeyError)
+    with unreadable, np.load(file, allow_pickle=False) as arrays:
+        tokens = np.rint(arrays["lengths"]).astype(np.int64)
     if tokens.ndim != 2 or not tokens.size or tokens.min() < 1:
         raise ValueError(f"{file}: `lengths` are not the tokens of groups of responses")
     return tokens

@@ -14,16 +14,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_rl.runtime import disk, exit_codes, owner, postmortem, provenance
+from megatron_rl.checkpoint import store
+from megatron_rl.checkpoint.store import CheckpointError
+from megatron_rl.config import Config, to_yaml
+from megatron_rl.config.actor_checks import parameters_in_fp8
+from megatron_rl.rewards import RewardError
+from megatron_rl.rollout import environment
+from megatron_rl.rollout.engine import EngineError
+from megatron_rl.runtime import collectives, disk, distributed, exit_codes, owner, postmortem, provenance
+from megatron_rl.runtime import memory_use as memory
 from megatron_rl.runtime.attempts import ATTEMPT, new_attempt
+from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.runtime.heartbeat import HEARTBEAT, Deadlines, RankFacts
 from megatron_rl.runtime.owner import OwnedError, Ownership
 from megatron_rl.runtime.stop import StopFlag, StopRequested
 from megatron_rl.runtime.watchdog import Watchdog, stacks
+from megatron_rl.trainer.rank.memory_report import memory_parts, remedies
+from megatron_rl.weights.transfer import SyncError
 
 if TYPE_CHECKING:
-    from megatron_rl.config import Config
-    from megatron_rl.runtime.distributed import ProcessGrid
     from megatron_rl.trainer.run import Run
 
 
@@ -45,10 +54,6 @@ class Attempt:
         Raises:
             OwnedError: on every rank, where another run writes there.
         """
-        from megatron_rl.config import to_yaml
-        from megatron_rl.config.actor_checks import parameters_in_fp8
-        from megatron_rl.runtime import distributed
-
         timeout = self.config.launch.timeout_minutes
         grid = distributed.initialize(
             self.config.actor.parallel,
@@ -73,8 +78,6 @@ class Attempt:
             raise OwnedError(refusal)
         assert self.watchdog is not None
         if grid.is_main:
-            from megatron_rl.rollout import environment
-
             environment.prepare()  # so that what it sets for vLLM is written down
             provenance.write(self.watchdog.attempt)
             disk.replace(self.watchdog.attempt / "recipe.yaml", to_yaml(self.config))
@@ -102,14 +105,6 @@ class Attempt:
 
     def failed(self, error: Exception) -> int:
         """Post-mortem and final message of a rank that met an error; the exit code."""
-        from megatron_rl.checkpoint.store import CheckpointError
-        from megatron_rl.rewards import RewardError
-        from megatron_rl.rollout.engine import EngineError
-        from megatron_rl.runtime import collectives
-        from megatron_rl.runtime import memory_use as memory
-        from megatron_rl.trainer.rank.memory_report import memory_parts, remedies
-        from megatron_rl.weights.transfer import SyncError
-
         config, watchdog = self.config, self.watchdog
         if watchdog is None:  # torchrun's ranks have not found each other
             raise error
@@ -180,9 +175,6 @@ def gpu_timeout_minutes(config: Config) -> float:
 
 def rank_facts(full: bool) -> RankFacts:
     """Collectives and memory of this rank: for a heartbeat, or in full for a post-mortem."""
-    from megatron_rl.runtime import collectives
-    from megatron_rl.runtime import memory_use as memory
-
     recent, waiting = collectives.recent(64 if full else 1)
     facts = RankFacts(collective=recent[-1] if recent else None, pending=waiting)
     if full:
@@ -206,8 +198,6 @@ def _end_evaluation(ownership: Ownership | None, signum: int) -> None:
 
 
 def _how_to_continue(run_dir: Path) -> str:
-    from megatron_rl.checkpoint import store
-
     newest = store.newest_of_run(run_dir)
     if newest is None:
         return "there is no checkpoint to continue from (see checkpoint.every)"

@@ -6,16 +6,11 @@ import gc
 import importlib
 import os
 
-from megatron_rl.trainer.rank.main import quiet_known_warnings
+from megatron_rl.seams.known_warnings import quiet_known_warnings
 
 _MODULES = (
     "megatron_rl.modules.gpt",
-    "megatron_rl.preflight.local",
-    "megatron_rl.trainer.evaluate",
-    "megatron_rl.trainer.loop",
-    "megatron_rl.trainer.reward_model",
-    "megatron_rl.trainer.run",
-    "megatron_rl.trainer.sft",
+    "megatron_rl.trainer.rank.program",
     "megatron.core.dist_checkpointing",
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
