@@ -1,4 +1,4 @@
-"""What a rank runs once its environment is set: the recipe is loaded, the ranks meet, and the command begins."""
+"""A rank at work, once its environment is set: the recipe is loaded, the ranks meet, and the command begins."""
 
 from __future__ import annotations
 
