@@ -23,12 +23,14 @@ from megatron_rl.config.validate import problems
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.classifier import is_classifier
 from megatron_rl.models.lora import check_lora
+from megatron_rl.models.multi_latent import MultiLatent
 from megatron_rl.models.registry import created_config, created_words
 from megatron_rl.models.rules import shard_shape
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # vLLM 0.32, CPUAttentionBackend.get_supported_head_sizes
+CPU_LATENTS = (512, 64)  # of `vllm.v1.attention.backends.mla.cpu_mla`: the latent, and what turns with the position
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _MOST_PARAMETERS = 100_000_000_000
 _MOST_BYTES, _MOST_INDEX_BYTES = 2**26, 2**30  # of a config.json, of the list of weights
@@ -106,8 +108,21 @@ def check_cpu_engine(config: Config) -> Iterator[str]:
     else:
         assert config.model.path is not None  # checked by `check_model`
         key, hf_config = "the model's head_dim", read_hf_config(config.model.path)
-    size = model_of(hf_config).attention.head_width
-    if size not in CPU_HEAD_SIZES:
+    model = model_of(hf_config)
+    attention, size = model.attention, model.attention.head_width
+    if isinstance(attention, MultiLatent):
+        if (sizes := (attention.kv_rank, attention.rope)) != CPU_LATENTS:
+            yield (
+                f"vLLM's latent attention on a CPU reads latents of {' + '.join(map(str, CPU_LATENTS))} numbers, and the "
+                f"model's have {' + '.join(map(str, sizes))}: kv_lora_rank and qk_rope_head_dim in its config.json"
+            )
+        # `RotaryEmbedding.forward_cpu` takes queries of three dimensions for those of one head.
+        if model.description.rope.kind == "default":
+            yield (
+                "vLLM's rotary embedding on a CPU turns one head of latent attention alone where rope_parameters in its "
+                "config.json is of type default; with yarn it turns all"
+            )
+    elif size not in CPU_HEAD_SIZES:
         yield (
             f"{key} ({size}) is none of the sizes that vLLM's attention has on a CPU: "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}"

@@ -33,15 +33,20 @@ LATENT_ATTENTION = (
         "self_attention.linear_q_down_proj.weight",
         Sharding.DUPLICATED,
         ("self_attn.q_a_proj.weight", ("q_rank", "hidden")),
+        engine="self_attn.fused_qkv_a_proj.weight",
     ),
     replace(_Q_NORM, saved=_Q_NORM.megatron[:1]),
     layer_rule(
         "self_attention.linear_q_up_proj.weight", Sharding.COLUMN, ("self_attn.q_b_proj.weight", ("q_up", "q_rank"))
     ),
-    layer_rule(
-        "self_attention.linear_kv_down_proj.weight",
-        Sharding.DUPLICATED,
-        ("self_attn.kv_a_proj_with_mqa.weight", ("kv_down", "hidden")),
+    replace(
+        layer_rule(
+            "self_attention.linear_kv_down_proj.weight",
+            Sharding.DUPLICATED,
+            ("self_attn.kv_a_proj_with_mqa.weight", ("kv_down", "hidden")),
+            engine="self_attn.fused_qkv_a_proj.weight",
+        ),
+        engine_after=("q_rank",),
     ),
     replace(_KV_NORM, saved=_KV_NORM.megatron[:1]),
     layer_rule(

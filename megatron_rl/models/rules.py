@@ -96,10 +96,11 @@ class Rule:
         saved: further names in distributed checkpoints (see `convert.layout`) that are no parameter's name.
         engine: name of vLLM's parameter (with `{layer}`), which holds the tensors one after the other along `dim`, and of
             experts all that a rank has, stacked; "": not known. `weights.layouts.EngineLayout` cuts it.
+        engine_after: symbols of sizes along `dim`, of another rule's tensors that vLLM's parameter has before these.
         layers: those that have it, by number; None: every layer.
         in_tower: it belongs to what stands in front of a decoder that reads images.
         sections: of a `Sharding.SECTIONS` rule, in the order of its rows: name, and size as a symbol.
-        buffer: the module has it as a buffer: it is loaded, saved and sent as a parameter is, and not trained.
+        buffer: the module has it as a buffer of float32: it is loaded, saved and sent as a parameter is, and not trained.
     """
 
     megatron: tuple[str, ...]
@@ -108,6 +109,7 @@ class Rule:
     place: Place
     saved: tuple[str, ...] = ()
     engine: str = ""
+    engine_after: tuple[str, ...] = ()
     layers: range | tuple[int, ...] | None = None
     buffer: bool = False
     in_tower: bool = False
@@ -138,6 +140,10 @@ class Rule:
     def is_projection(self) -> bool:
         """Whether it is a matrix of attention, feed-forward or experts: what FP8 products read."""
         return self.sharding not in (Sharding.REPLICATED, Sharding.VOCAB) and len(self.hf[0].shape) == 2
+
+    def width(self, itemsize: int) -> int:
+        """Numbers of a model's dtype, of `itemsize` bytes, that have the bytes of one of its numbers."""
+        return 4 // itemsize if self.buffer else 1
 
     @property
     def is_cut(self) -> bool:

@@ -244,9 +244,17 @@ def _no_plan(config: Config, grid: ProcessGrid, source: TrainedWeights, engine: 
         declared, actual = EngineLayout.of(config.rollout).parameters(model), engine.shard_shapes()
         if name := next((name for name in {**declared, **actual} if declared.get(name) != actual.get(name)), None):
             reason = f"vLLM's {name} is {actual.get(name)}, where {declared.get(name)} was expected"
-        elif odd := next((weight.dtype for weight in source.weights().values() if weight.dtype != source.dtype), None):
+        elif odd := next(_other_dtypes(source), None):
             reason = f"the actor holds {odd} beside {source.dtype}"
     return next(filter(None, grid.all_gather(reason)), None)
+
+
+def _other_dtypes(source: TrainedWeights) -> Iterator[torch.dtype]:
+    """Dtypes of weights that are not the model's, nor float32 in a buffer."""
+    rules = source.model.family.rules
+    for (rule, _, _), weight in source.weights().items():
+        if weight.dtype != (torch.float32 if rules[rule].buffer else source.dtype):
+            yield weight.dtype
 
 
 def _plan(config: Config, grid: ProcessGrid, source: TrainedWeights) -> Plan:

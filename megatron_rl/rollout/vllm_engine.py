@@ -21,6 +21,7 @@ from megatron_rl.data.images import ImageReader, PromptImages
 from megatron_rl.models import Model, model_of, read_hf_config
 from megatron_rl.models import fp8_weights as fp8
 from megatron_rl.models.lora import engine_options, targets_of
+from megatron_rl.models.multi_latent import MultiLatent
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.engine import Completion, EngineError, Request, score_by_queue
 from megatron_rl.runtime import device
@@ -206,7 +207,7 @@ def llm_options(config: Config, folder: str | Path, model: Model, most_images: i
         "enable_return_routed_experts": replayed,
         "seed": config.seed,
     }
-    options |= gpu_options(rollout, model) if device.has_gpu() else cpu_options(rollout)
+    options |= gpu_options(rollout, model) if device.has_gpu() else cpu_options(rollout, model)
     if config.model.rope_scaling is not None:
         rope = {**config.model.rope_scaling.fields(), "rope_theta": model.description.rope.theta}
         longer = {"rope_parameters": rope, "max_position_embeddings": model.description.max_positions}
@@ -248,9 +249,12 @@ def images_options(most: int) -> dict[str, object]:
     }
 
 
-def cpu_options(config: RolloutConfig) -> dict[str, object]:
+def cpu_options(config: RolloutConfig, model: Model) -> dict[str, object]:
     """vLLM's options on a CPU."""
+    # Where the CPU has tiles, vLLM would take kernels that read no float32.
+    latent = {"attention_backend": "CPU_MLA"} if isinstance(model.attention, MultiLatent) else {}
     return {
+        **latent,
         "enforce_eager": True,
         "worker_cls": "megatron_rl.seams.vllm_cpu_worker.ColocatedCpuWorker",
         "scheduler_cls": "megatron_rl.seams.vllm_decoding.DecodeScheduler",

@@ -227,8 +227,8 @@ class ShardLoader:
             meta.materialize_layer(layer, info)
         tensors: dict[str, Tensor] = {}
         for parameter_name, parameter in layer.named_parameters(recurse=False):
-            if parameter_name.endswith(block_fp8.SCALE):
-                continue
+            if parameter_name.endswith(block_fp8.SCALE) or f"{name}.{parameter_name}" not in self._wanted:
+                continue  # made with the values; or another module's, which is loaded there: biases of experts
             tensors[parameter_name] = parameter.data
             if f"{name}.{parameter_name}" in self._in_fp8:
                 tensors[parameter_name] = torch.empty_like(parameter.data, dtype=self._dtype)
@@ -259,11 +259,14 @@ def _store_in_fp8(layer: nn.Module, own: str, weight: Tensor) -> None:
 
 def loaded_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes in which vLLM loads a model's parameters, without scales of FP8; a tied output layer has none of its own."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.model_loader.reload import layerwise
 
     shapes = {}
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
+        if isinstance(model.get_submodule(module), MLAAttention):
+            continue  # derived, see `derive_latents`
         as_loaded = layerwise.get_layerwise_info(model.get_submodule(module)).restore_metadata[0]
         if not own.endswith(block_fp8.SCALE):
             shapes[name] = tuple(as_loaded.get(own, parameter).shape)
@@ -309,6 +312,16 @@ def loading_shards(llm: LLM, elements: Mapping[str, int], in_fp8: Collection[str
         yield loader
         loader.finish()
         refresh(model, before)
+        derive_latents(model, worker.vllm_config.model_config.dtype)
+
+
+def derive_latents(model: nn.Module, dtype: torch.dtype) -> None:
+    """After a reload: has vLLM make anew what its latent attention derives from a projection's weight."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    for layer in model.modules():
+        if isinstance(layer, MLAAttention):
+            layer.process_weights_after_loading(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------- packed copies

@@ -82,9 +82,9 @@ def unplaced(model: Model) -> str | None:
     return next((rule.hf[0].name for _, rule in numbered(model) if not rule.engine), None)
 
 
-def _laid_out(slices: list[Slice], first: int, last: int) -> tuple[Piece, ...]:
-    """Slices one after the other, of experts [first, last)."""
-    ends = accumulate(piece.length for piece in slices)
+def _laid_out(slices: list[Slice], first: int, last: int, before: int = 0) -> tuple[Piece, ...]:
+    """Slices one after the other behind `before` positions, of experts [first, last)."""
+    ends = (before + end for end in accumulate(piece.length for piece in slices))
     return tuple(
         Piece(piece.tensor, piece.start, piece.stop, first, last, end - piece.length, 0)
         for piece, end in zip(slices, ends, strict=True)
@@ -187,7 +187,8 @@ class EngineLayout:
             first, last = self._experts(model, place)
             return _laid_out(shard_slices(rule, model.dims, 0, 1), first, last)
         slices = _engine_slices(rule, model, place, self.tensor)
-        return _laid_out(slices, 0, model.expert_count if rule.per_expert else 1)
+        before = sum(model.dims[symbol] for symbol in rule.engine_after)
+        return _laid_out(slices, 0, model.expert_count if rule.per_expert else 1, before)
 
     def _experts(self, model: Model, place: int) -> tuple[int, int]:
         """vLLM's linear placement; it takes no remainder."""
@@ -210,11 +211,18 @@ class EngineLayout:
 
     def parameters(self, model: Model) -> dict[str, tuple[int, ...]]:
         """vLLM's parameters by name, with their shapes; the same on every rank of an engine."""
-        return {
-            rule.engine.format(layer=layer): self.shape(model, rule)
-            for _, rule in numbered(model)
-            for layer in layers_of(model, rule)
-        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for _, rule in numbered(model):
+            shape = self.shape(model, rule)
+            for layer in layers_of(model, rule):
+                name = rule.engine.format(layer=layer)
+                shapes[name] = _stacked(shapes[name], shape, rule.dim) if name in shapes else shape
+        return shapes
+
+
+def _stacked(first: tuple[int, ...], second: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """The shape of two tensors one after the other."""
+    return (*first[:dim], first[dim] + second[dim], *first[dim + 1 :])
 
 
 def _padded_vocab(dims: Dims) -> int:

@@ -40,11 +40,11 @@ class Box(NamedTuple):
     first: int
     last: int
 
-    def shape(self, model: Model) -> tuple[int, ...]:
-        """[experts, ...] of experts, else the tensor's own dimensions."""
+    def shape(self, model: Model, itemsize: int) -> tuple[int, ...]:
+        """[experts, ...] of experts, else the tensor's own; in numbers of the model's dtype, of `itemsize` bytes."""
         rule = model.family.rules[self.rule]
         sizes = list(rule.hf[self.tensor].sizes(model.dims))
-        sizes[rule.dim] = self.stop - self.start
+        sizes[rule.dim] = (self.stop - self.start) * rule.width(itemsize)
         return (self.last - self.first, *sizes) if rule.per_expert else tuple(sizes)
 
 
@@ -149,10 +149,14 @@ class Plan:
 
     def of(self, rank: int) -> RankPlan:
         """One rank's part of it."""
-        last = {(ship.rule, ship.layer): number for number, ships in enumerate(self.buckets) for ship in ships}
+        last = {
+            self.model.family.rules[ship.rule].engine.format(layer=ship.layer): number
+            for number, ships in enumerate(self.buckets)
+            for ship in ships
+        }
         finished: list[list[str]] = [[] for _ in self.buckets]
-        for (rule, layer), number in last.items():
-            finished[number].append(self.model.family.rules[rule].engine.format(layer=layer))
+        for name, number in last.items():
+            finished[number].append(name)
         buckets = tuple(
             self._bucket(rank, ships, tuple(names)) for ships, names in zip(self.buckets, finished, strict=True)
         )

@@ -97,10 +97,9 @@ class Transfer:
                 continue  # it is padded
             for layer in layers_of(self.model, rule):
                 name = rule.engine.format(layer=layer)
-                if self.wanted[name] != (size := math.prod(self._plan.parameters[name])):
-                    raise SyncError(
-                        f"the plan of the weight sync brings {self.wanted[name]} of {size} elements of {name}"
-                    )
+                size, came = math.prod(self._plan.parameters[name]) * rule.width(dtype.itemsize), self.wanted[name]
+                if came != size:
+                    raise SyncError(f"the plan of the weight sync brings {came} of {size} elements of {name}")
         if grid.world > 1:
             self._agree()
 
@@ -208,10 +207,9 @@ class Transfer:
             keys = [
                 (move.source_rule, box.layer, move.source_expert + number) for number in range(box.last - box.first)
             ]
-        for key in keys:
-            if key not in self._held:
-                self._held[key] = values(self._weights[key])
-        return [self._held[key].narrow(rule.dim, move.source_at, box.stop - box.start) for key in keys]
+        self._held |= {key: values(self._weights[key]) for key in keys if key not in self._held}
+        boxes = (self._held[key].narrow(rule.dim, move.source_at, box.stop - box.start) for key in keys)
+        return [whole.view(self.dtype) if rule.buffer else whole for whole in boxes]
 
     def _target(self, move: Move, loader: Loader) -> Tensor:
         """A box in the engine's parameter."""
@@ -219,7 +217,8 @@ class Transfer:
         tensor = loader.tensor(self._name(box))
         if rule.per_expert:
             tensor = tensor.narrow(0, move.target_expert, box.last - box.first)
-        return tensor.narrow(rule.dim + rule.per_expert, move.target_at, box.stop - box.start)
+        target = tensor.narrow(rule.dim + rule.per_expert, move.target_at, box.stop - box.start)
+        return target.view(self.dtype) if rule.buffer else target
 
     def _arrived(self, move: Move, there: Tensor, loader: Loader) -> None:
         """After a box was written: a parameter that has all of its own may be processed, and be gone."""
@@ -242,7 +241,7 @@ class Transfer:
     def _boxes(self, message: Message) -> Iterator[tuple[Move, Tensor]]:
         at = 0
         for move in message.moves:
-            yield move, message.buffer[at : at + self._size(move)].view(move.box.shape(self.model))
+            yield move, message.buffer[at : at + self._size(move)].view(move.box.shape(self.model, self.dtype.itemsize))
             at += self._size(move)
 
     def _waiting(self, wait: Callable[[], T], what: str) -> T:
@@ -360,7 +359,7 @@ class Transfer:
         return self.model.family.rules[box.rule].engine.format(layer=box.layer)
 
     def _size(self, move: Move) -> int:
-        return math.prod(move.box.shape(self.model))
+        return math.prod(move.box.shape(self.model, self.dtype.itemsize))
 
     def _tensor(self, box: Box) -> str:
         rule = self.model.family.rules[box.rule]

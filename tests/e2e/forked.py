@@ -35,6 +35,8 @@ REGISTERED = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "DeepseekV3ForCausalLM": "deepseek_v2",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "TransformersForCausalLM": "transformers",  # Ministral's

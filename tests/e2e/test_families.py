@@ -42,6 +42,10 @@ FROZEN = "actor.freeze_vision_tower=true"
 # Both with fewer positions than sequences have, 36, before they are scaled.
 YARN = {**tiny.YARN, "rope_theta": 100.0, "truncate": False, "attention_factor": 1.2, "beta_fast": 4.0}
 STRETCHED = ("model.rope_scaling={factor: 16, original_max_position_embeddings: 16}",)
+# vLLM's latent attention on a CPU has kernels for one size of latents.
+LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64}
+GROUPED = {"n_routed_experts": 8, "n_group": 4, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+BALANCED = ("actor.moe.bias_update_rate=0.01",)
 # name -> (variant of `tiny`, changes to its config, processes, overrides of the recipe)
 MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "qwen2": ("qwen2", TWO_HEADS, 1, ()),
@@ -65,6 +69,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "qwen2_5_vl-tied-PP-2-frozen": ("vision", TIED, 2, ("actor.parallel.pipeline=2", FROZEN)),
     "qwen3_vl": ("vision-qwen3_vl", {}, 1, ()),
     "qwen3_vl-tied-TP-2-lora": ("vision-qwen3_vl", TIED, 2, (*TP, FROZEN, "actor.lora.rank=4")),
+    "deepseek_v3": ("deepseek_v3-yarn", {**LATENTS, **GROUPED}, 1, BALANCED),
+    "deepseek_v3-TP-2-EP-2": (
+        "deepseek_v3-yarn",
+        {**LATENTS, **GROUPED},
+        2,
+        (*TP, "actor.parallel.expert=2", "rollout.expert_parallel=true", *BALANCED),
+    ),
+    "glm4_moe": ("glm4_moe", GROUPED, 1, BALANCED),
 }
 # Prompts with an image each, for those of VISION.
 BARS = {

@@ -166,7 +166,7 @@ class World:
             local = range(move.source_expert, move.source_expert + box.last - box.first)
             cuts = [held[move.source_rule, box.layer, expert].take(span, rule.dim) for expert in local]
             value = np.stack(cuts) if rule.per_expert else cuts[0]
-            assert value.shape == box.shape(self.model)
+            assert value.shape == box.shape(self.model, 4)
             found.append(value)
         return found
 

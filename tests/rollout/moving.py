@@ -289,7 +289,7 @@ def fault(this: Rank, transfer: Transfer, seed: int) -> dict[str, Any]:
 
 def _matters(move: Move, model: Model) -> bool:
     """Whether its order and its numbers can be another: more than one row or column."""
-    return math.prod(move.box.shape(model)) > 1
+    return math.prod(move.box.shape(model, 4)) > 1
 
 
 @dataclass
