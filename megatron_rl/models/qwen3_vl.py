@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_rl.models.attention import ATTENTION, QK_NORMS
+from megatron_rl.models.expert_stacks import Stacking
+from megatron_rl.models.experts import MOE, MOE_NORMS
 from megatron_rl.models.family import (
     DENSE_MLP,
     NORMS,
@@ -17,6 +19,7 @@ from megatron_rl.models.family import (
     refuse_sliding_window,
 )
 from megatron_rl.models.hf_config import JSON, Fields, HFConfig
+from megatron_rl.models.qwen3_moe import with_experts
 from megatron_rl.models.rules import HFTensor, Rule
 from megatron_rl.models.tower import (
     IMAGE_TEXT,
@@ -61,6 +64,13 @@ def _describe(config: HFConfig) -> ModelDescription:
     decoder, fields = _decoder(config)
     description = describe_decoder(fields, head_dim=128, qk_norm=True)
     refuse_sliding_window(fields, description.dims["layers"])
+    return _with_tower(description, decoder, fields)
+
+
+def _describe_mixture(config: HFConfig) -> ModelDescription:
+    decoder, fields = _decoder(config)
+    description = with_experts(describe_decoder(fields, qk_norm=True), fields, normalised=True)
+    fields.only("norm_topk_prob", True)  # what transformers computes, whatever it says
     return _with_tower(description, decoder, fields)
 
 
@@ -188,4 +198,14 @@ QWEN3_VL = Family(
     module="deepstack",
     decoder=_DECODER,
     rules_of=lambda config: (*_DENSE, *_tower_rules(config)),
+)
+_MIXTURE = _behind_tower(decoder_rules(MOE_NORMS, ATTENTION, QK_NORMS, MOE))
+QWEN3_VL_MOE = replace(
+    QWEN3_VL,
+    name="qwen3_vl_moe",
+    architectures=("Qwen3VLMoeForConditionalGeneration",),
+    rules=_MIXTURE,
+    describe=_describe_mixture,
+    rules_of=lambda config: (*_MIXTURE, *_tower_rules(config)),
+    stacking=Stacking(transposed=True, interleaved=False),
 )

@@ -18,7 +18,7 @@ from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.models.qwen3 import QWEN3
 from megatron_rl.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from megatron_rl.models.qwen3_moe import QWEN3_MOE
-from megatron_rl.models.qwen3_vl import QWEN3_VL
+from megatron_rl.models.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from megatron_rl.models.tower import IMAGE_WORDS
 
 FAMILIES: tuple[Family, ...] = (
@@ -27,6 +27,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3,
     QWEN3_MOE,
     QWEN3_VL,
+    QWEN3_VL_MOE,
     QWEN3_5,
     QWEN3_5_MOE,
     LLAMA,

@@ -45,6 +45,13 @@ ARCHITECTURES = {
         "Qwen3VLDummyInputsBuilder",
         "Qwen3VLProcessor",
     ),
+    "Qwen3VLMoeForConditionalGeneration": _Classes(
+        "qwen3_vl_moe",
+        "Qwen3VLMoeProcessingInfo",
+        "Qwen3VLMultiModalProcessor",
+        "Qwen3VLDummyInputsBuilder",
+        "Qwen3VLProcessor",
+    ),
 }
 # Of vLLM's classes of what they ask about the model's processor.
 OVERRIDDEN = {

@@ -7,6 +7,7 @@ has every product of the two.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,6 +49,7 @@ class Unstacked(WeightSource):
     """
 
     def __init__(self, files: SafetensorsFolder, stacking: Stacking) -> None:
+        stacking = _as_stored(files, stacking)
         self.folder, self._files, self._stacking = files.folder, files, stacking
         self._read: tuple[str, int, Bits] | None = None  # the last expert: tensor, number, [out, in]
         stored = files.names()
@@ -149,6 +151,17 @@ class Unstacked(WeightSource):
         return out[0]
 
 
+def _as_stored(files: SafetensorsFolder, stacking: Stacking) -> Stacking:
+    """The stacking with matrices as these files have them: transformers 5.19 saves as [experts, out, in] what Qwen3-VL has
+    published as [experts, in, out], and reads both. Which it is follows from the sizes, since one is twice another."""
+    for name in files.names():
+        down = name.removesuffix("gate_up_proj") + "down_proj"
+        if name.endswith("experts.gate_up_proj") and down in files.names():
+            outputs, inputs = files.shape(name)[-2:]
+            return replace(stacking, transposed=(2 * files.shape(down)[-1], files.shape(down)[-2]) != (outputs, inputs))
+    return stacking
+
+
 def half_of[Values: (Bits, "Tensor")](whole: Values, half: int | None, stacking: Stacking) -> Values:
     """The gate's (0) or the up projection's (1) rows of an expert's matrix [out, in], or numbers of its bias: a view."""
     if half is None:
@@ -244,8 +257,9 @@ def stacked(
 
 
 def one_by_one(weights: Iterable[tuple[str, Tensor]], stacking: Stacking | None) -> Iterator[tuple[str, Tensor]]:
-    """The same, each expert's slice of a stacked tensor by itself, its number in its name: as vLLM's GPT-OSS takes them."""
-    if stacking is None:
+    """The same, where gate and up projection alternate each expert's slice of a stacked tensor by itself, its number in its
+    name: as vLLM's GPT-OSS takes them."""
+    if stacking is None or not stacking.interleaved:
         yield from weights
         return
     before: list[tuple[str, Tensor]] = []  # the gate projection, until the up projection comes

@@ -58,7 +58,7 @@ class Layout:
         if self.variant:
             return f"model-{self.variant}"
         if self.images or self.deepstack:
-            return "model-deepstack" if self.deepstack else "model-images"
+            return f"model-deepstack-{self.experts}" if self.deepstack else "model-images"
         return "model-experts" if self.experts else f"model-{self.tied}"
 
 
@@ -100,7 +100,8 @@ def make_models(root: Path) -> None:
     (root / "model-experts").mkdir()
     tiny.write(root / "model-experts", "qwen3_moe")
     seeing.write(root / "model-images", tied=True)
-    seeing.write(root / "model-deepstack", kind="qwen3_vl")
+    for experts, kind in ((False, "qwen3_vl"), (True, "qwen3_vl_moe")):
+        seeing.write(root / f"model-deepstack-{experts}", kind=kind)
     for variant in one_of_each_family():
         tiny.write(root / f"model-{variant}", variant)
 

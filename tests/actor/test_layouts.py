@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.weights.files import SafetensorsFolder
+from megatron_rl.weights.stacked import opened
 from tests.tolerance import RELATIVE, differing
 
 from .layouts import LINEAR_ADAM, MODES, Layout, distance, make_models, one_of_each_family, run_layouts
@@ -33,6 +35,7 @@ ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", to
 SELECTIVE, FULL, OVERLAP = {"recompute": "selective"}, {"recompute": "full"}, {"overlap": True}
 FROZEN = {"freeze_vision_tower": True}
 ALONE += [Layout("alone frozen", images=True, actor=FROZEN), Layout("alone deepstack", deepstack=True)]
+ALONE += [Layout("alone deepstack experts", deepstack=True, experts=True)]
 ONE += [
     Layout("recompute feed-forwards", actor=SELECTIVE),
     Layout("recompute attention", actor={**SELECTIVE, "recompute_modules": ["core_attn"]}),
@@ -55,6 +58,7 @@ TWO = [
     Layout("TP 2 sequence images", tensor=2, sequence=True, images=True),
     Layout("PP 2 images", pipeline=2, images=True),
     Layout("TP 2 sequence deepstack, recompute full", tensor=2, sequence=True, deepstack=True, actor=FULL),
+    Layout("EP 2 deepstack", expert=2, experts=True, deepstack=True, tokens_per_microbatch=40),
     Layout("TP 2 deepstack", tensor=2, deepstack=True, tokens_per_microbatch=40),
     Layout("PP 2 deepstack, recompute full", pipeline=2, deepstack=True, tokens_per_microbatch=40, actor=FULL),
     Layout("DP 2 overlap images", images=True, tokens_per_microbatch=40, actor=OVERLAP),
@@ -143,7 +147,7 @@ def _load(root: Path, name: str) -> dict[str, Any]:
 
 
 def _start(root: Path, model: str) -> dict[str, torch.Tensor]:
-    files = SafetensorsFolder(root / model)
+    files = opened(SafetensorsFolder(root / model), family_for(read_hf_config(root / model)).stacking)
     return {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names()}
 
 
@@ -157,6 +161,7 @@ def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> 
         " tied": layout.tied,
         " replayed": layout.replay,
         " given": layout.given,
+        " deepstack experts": layout.deepstack and layout.experts,
         " experts": layout.experts,
         " frozen": layout.actor.keys() >= FROZEN.keys(),
         " images": layout.images,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny
+from models import seeing, tiny
 from safetensors.torch import load_file
 
 from megatron_rl.base import block_fp8
@@ -36,6 +36,18 @@ def test_there_and_back_is_bit_identical_at_every_layout(tmp_path: Path, variant
         assert len(compare(there, megatron, 1)) == len(there.names()) >= len(expected)
         assert len(compare(again, back, 1)) == len(expected)
         assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", seeing.KINDS)
+def test_a_model_that_reads_images_comes_back_bit_identical(tmp_path: Path, kind: str) -> None:
+    source = seeing.write(tmp_path / "source", kind=kind)
+    expected = tensors(source)
+    for number, layout in enumerate([Layout(tensor=2, pipeline=2), *([Layout(expert=4)] if "moe" in kind else [])]):
+        megatron, back = tmp_path / f"megatron-{number}", tmp_path / f"back-{number}"
+        to_megatron(source, megatron, layout, file_bytes=80_000)
+        to_hf(megatron, back, file_bytes=80_000)
+        assert_same(tensors(back), expected)
+        assert (back / "config.json").read_bytes() == (megatron / "config.json").read_bytes()
 
 
 def test_experts_are_cut_over_their_own_ranks(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ TIED = {"tie_word_embeddings": True}
 EP = ("actor.parallel.expert=2", "rollout.tensor_parallel=2", "rollout.expert_parallel=true")
 TP = ("actor.parallel={tensor: 2, sequence: true}", "rollout.tensor_parallel=2")
 WHOLE = ("gpt_oss",)  # vLLM keeps gate and up projection of its experts row by row: weights go whole
-VISION = ("vision", "vision-qwen3_vl")  # made by `model.create`, and what is put in its place
+VISION = ("vision", "vision-qwen3_vl", "vision-qwen3_vl_moe")  # made by `model.create`, and what is put in its place
 FROZEN = "actor.freeze_vision_tower=true"
 # Both with fewer positions than sequences have, 36, before they are scaled.
 YARN = {**tiny.YARN, "rope_theta": 100.0, "truncate": False, "attention_factor": 1.2, "beta_fast": 4.0}
@@ -68,7 +68,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "qwen2_5_vl-TP-2-lora": ("vision", {}, 2, (*TP, "actor.lora.rank=4")),
     "qwen2_5_vl-tied-PP-2-frozen": ("vision", TIED, 2, ("actor.parallel.pipeline=2", FROZEN)),
     "qwen3_vl": ("vision-qwen3_vl", {}, 1, ()),
-    "qwen3_vl-tied-TP-2-lora": ("vision-qwen3_vl", TIED, 2, (*TP, FROZEN, "actor.lora.rank=4")),
+    "qwen3_vl_moe-EP-2": ("vision-qwen3_vl_moe", {}, 2, EP),
+    "qwen3_vl-tied-TP-2-lora": ("vision-qwen3_vl", TIED, 2, (*TP, "actor.lora.rank=4")),
     "deepseek_v3": ("deepseek_v3-yarn", {**LATENTS, **GROUPED}, 1, BALANCED),
     "deepseek_v3-TP-2-EP-2": (
         "deepseek_v3-yarn",

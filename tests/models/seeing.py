@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.data.batch import TokenBatch
 from megatron_rl.data.images import ImageReader
@@ -34,6 +35,14 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 25},
     ),
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_, _, _OF_TEXT, _OF_TOWER = KINDS["qwen3_vl"]
+KINDS["qwen3_vl_moe"] = (
+    "Qwen3VLMoeConfig",
+    "Qwen3VLMoeForConditionalGeneration",
+    {**_OF_TEXT, **_EXPERTS},
+    _OF_TOWER,
+)
 
 
 def write(folder: Path, tied: bool = False, layers: int = 4, kind: str = "qwen2_5_vl") -> Path:
@@ -70,8 +79,9 @@ def write(folder: Path, tied: bool = False, layers: int = 4, kind: str = "qwen2_
 def replace_model(folder: Path, kind: str) -> None:
     """Puts one of this kind into the place of a created Qwen2.5-VL, with its sizes, tokenizer and image processor."""
     created = json.loads((folder / "config.json").read_text())
-    text, tower = created.pop("text_config"), created.pop("vision_config")
-    text["rope_parameters"] = {"rope_theta": text["rope_parameters"]["rope_theta"]}
+    text, tower = created["text_config"], created["vision_config"]
+    numbers = {name: value for name, value in text.items() if type(value) is int}
+    text = {**numbers, "rope_parameters": {"rope_theta": text["rope_parameters"]["rope_theta"]}}
     sizes = ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "out_hidden_size")
     tower = {name: tower[name] for name in sizes}
     common = {name: value for name, value in created.items() if name.endswith("token_id") or name.startswith("tie")}
@@ -97,6 +107,18 @@ def _save(folder: Path, kind: str, text: dict[str, Any], tower: dict[str, Any], 
             is_norm = parameter.dim() == 1 and ("norm" in key or "ln_q" in key) and not key.endswith("bias")
             parameter.copy_(1 + 0.3 * noise if is_norm else 0.1 * noise)
     model.save_pretrained(folder)
+    if "num_experts" in of_text:
+        transpose_experts(folder)
+
+
+def transpose_experts(folder: Path) -> None:
+    """Experts as published files have them, [experts, in, out], where transformers has saved [experts, out, in]; or back."""
+    file = folder / "model.safetensors"
+    tensors = {
+        name: value.transpose(1, 2).contiguous() if ".experts." in name else value
+        for name, value in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
 
 
 def picture(width: int, height: int, seed: int) -> bytes:

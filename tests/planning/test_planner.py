@@ -70,6 +70,7 @@ PUBLISHED = {
     "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
     "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
     "Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
 }
 
 

@@ -239,7 +239,7 @@ def write_model(folder: Path, name: str, forms: Iterable[str], temperature: floa
     created.max_positions = text["max_position_embeddings"]
     if sees:
         created.vision = CreateVisionConfig()  # the tokenizer has words for images
-        Qwen2VLImageProcessorPil().save_pretrained(folder)
+        Qwen2VLImageProcessorPil(patch_size=published["vision_config"]["patch_size"]).save_pretrained(folder)
         config |= {name: first + number for number, name in enumerate(IMAGE_WORDS.values())}
         text["rope_scaling"] = {**text["rope_scaling"], "mrope_section": [4, 6, 6]}
         tower = {key: value for key, value in TOWER.items() if key in published["vision_config"]}
