@@ -10,6 +10,7 @@ from megatron_rl.models.hf_config import JSON, Fields, HFConfig
 
 _SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
 _UNSCALED = ("rope_theta", "partial_rotary_factor")  # fields that a scaling leaves alone
+_MOST_POSITIONS = 2**53  # as many as a float tells apart
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -95,6 +96,8 @@ def read_rope(fields: Fields, max_positions: int, share: float | None = None) ->
     if kind in ("llama3", "yarn"):
         # transformers prefers the field beside the section, as some files have it.
         original = fields.integer(_ORIGINAL, reader.integer(_ORIGINAL, max_positions))
+        if original > _MOST_POSITIONS:
+            raise ValueError(f"config.json: `{_ORIGINAL}` is too large, at most {_MOST_POSITIONS:,}")
         rope = replace(rope, kind=kind, original=original)
         rope = reader.llama3(rope) if kind == "llama3" else reader.yarn(rope, max_positions)
     reader.finish(kind)

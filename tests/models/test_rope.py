@@ -25,7 +25,7 @@ from . import tiny
 from .megatron import build
 
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 16.0, "original_max_position_embeddings": 16}
-LLAMA3 = {**tiny.LLAMA3, "rope_theta": 100.0, "original_max_position_embeddings": 16}
+LLAMA3 = {**tiny.LLAMA3, "rope_theta": 100.0, "original_max_position_embeddings": 64}
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
@@ -100,7 +100,7 @@ def test_frequencies_are_those_of_transformers_bit_for_bit(plain: Path, name: st
 
 CHANGES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.01, "theta": 101.0},
-    "llama3": {"factor": 8.1, "original": 17, "low": 0.45, "high": 3.1},
+    "llama3": {"factor": 8.1, "original": 65, "low": 0.45, "high": 3.1},
     "yarn, not truncated": {
         "factor": 16.1,
         "original": 17,
@@ -145,6 +145,7 @@ def test_every_number_is_felt(plain: Path, parallel: ParallelGroups, name: str) 
         ({**YARN, "truncate": "no"}, "truncate` = 'no', expected true or false"),
         ({**YARN, "attention_factor": 0.0}, "attention_factor` = 0.0, expected a positive"),
         ({**YARN, "original_max_position_embeddings": 16.5}, "original_max_position_embeddings` = 16.5"),
+        ({**YARN, "original_max_position_embeddings": 10**400}, "`original_max_position_embeddings` is too large"),
         ({**YARN, "low_freq_factor": 1.0}, "low_freq_factor` = 1.0 .* not known for rope type yarn"),
         ({**LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor` = 4.0 .* below high_freq_factor = 4.0"),
         ({"rope_type": "dynamic", "factor": 4.0, "alpha": 2.0}, "alpha` = 2.0 .* not known for rope type dynamic"),
