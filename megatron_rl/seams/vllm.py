@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_rl.base import block_fp8
-from megatron_rl.seams import check_parameters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -122,41 +121,6 @@ def parts(model: nn.Module) -> dict[str, Tensor]:
                 each = {"gate_proj": gate_up.chunk(2)[0], "up_proj": gate_up.chunk(2)[1], "down_proj": down}
                 shards |= {f"{experts}.{number}.{part}.weight": shard for part, shard in each.items()}
     return shards
-
-
-# ---------------------------------------------------------------------------------------- experts of other ranks on a CPU
-CPU_EXPERTS = (
-    "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts expert_map a1q_scale a2_scale "
-    "workspace13 workspace2 expert_tokens_meta apply_router_weight_on_input"
-)
-
-
-def skip_experts_of_other_ranks() -> None:
-    """With expert parallelism vLLM's kernels for experts on a CPU get the model's expert numbers and take them for their own:
-    they read past their weights. From here on they get this rank's numbers, and weight 0 for an expert of another rank.
-    """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    original = CPUUnquantizedExperts.apply
-    if original.__name__ == "apply_local":
-        return
-    check_parameters(original, CPU_EXPERTS)
-
-    def apply_local(
-        self: CPUUnquantizedExperts,
-        *,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        **others: Any,
-    ) -> None:
-        if expert_map is not None:
-            topk_ids = expert_map[topk_ids.long()].to(topk_ids.dtype)
-            topk_weights = topk_weights.masked_fill(topk_ids < 0, 0.0)
-            topk_ids = topk_ids.clamp(min=0)
-        original(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
-
-    CPUUnquantizedExperts.apply = apply_local
 
 
 # ---------------------------------------------------------------------------------------------------- ready-made shards

@@ -16,10 +16,13 @@ It does not return the experts that tokens went to (`seams.vllm_experts`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from megatron_rl.seams import check_parameters
 from megatron_rl.seams import vllm as seam
 from megatron_rl.seams.vllm_decoding import draw_ahead
 from megatron_rl.seams.vllm_experts import ExpertsOnCpu
@@ -31,13 +34,19 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
+CPU_EXPERTS = (
+    "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts expert_map a1q_scale a2_scale "
+    "workspace13 workspace2 expert_tokens_meta apply_router_weight_on_input"
+)
+
+
 class ColocatedCpuWorker(CPUWorker):
     experts: ExpertsOnCpu | None = None
 
     def init_device(self) -> None:
         # Read for the name only: the process group exists already. The port is unique to the run.
         self.distributed_init_method = f"env://:{run_prefix()}"
-        seam.skip_experts_of_other_ranks()
+        skip_experts_of_other_ranks()
         super().init_device()
         draw_ahead(self.model_runner.sampler.topk_topp_sampler)
 
@@ -72,3 +81,29 @@ class ColocatedCpuWorker(CPUWorker):
         if self.experts is not None:
             self.experts.hand_over(output)
         return output
+
+
+def skip_experts_of_other_ranks() -> None:
+    """With expert parallelism vLLM's kernels for experts on a CPU get the model's expert numbers and take them for their own:
+    they read past their weights. From here on they get this rank's numbers, and weight 0 for an expert of another rank.
+    """
+    original = CPUUnquantizedExperts.apply
+    if original.__name__ == "apply_local":
+        return
+    check_parameters(original, CPU_EXPERTS)
+
+    def apply_local(
+        self: CPUUnquantizedExperts,
+        *,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        **others: Any,
+    ) -> None:
+        if expert_map is not None:
+            topk_ids = expert_map[topk_ids.long()].to(topk_ids.dtype)
+            topk_weights = topk_weights.masked_fill(topk_ids < 0, 0.0)
+            topk_ids = topk_ids.clamp(min=0)
+        original(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
+
+    CPUUnquantizedExperts.apply = apply_local
