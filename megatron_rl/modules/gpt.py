@@ -67,6 +67,11 @@ def build(
         if isinstance(module, SequentialMLP) and config.add_bias_linear:
             for expert in module.local_experts:
                 expert.linear_fc2.register_forward_hook(_copied)
+    for name, parameter in chunk.named_parameters():
+        # Megatron-Core would sum experts' biases over tensor-parallel ranks, which have other experts, or whose gradients are
+        # summed as those of copies already: docs/upstream.md.
+        if ".mlp.experts." in name and hasattr(parameter, "sequence_parallel"):
+            parameter.sequence_parallel = False
     if "labels" in description.dims and chunk.post_process:  # a reward model
         chunk.output_layer = ScalarHead(config.hidden_size)
     return chunk

@@ -99,6 +99,7 @@ TWO = [
     Layout("PP 2 virtual 2 latents", pipeline=2, virtual=2, variant="deepseek_v3"),
     Layout("CP 2 latents", context=2, variant="deepseek_v3"),
     Layout("DP 2 latents", variant="deepseek_v3"),
+    Layout("PP 2 sinks", pipeline=2, variant="gpt_oss"),
     Layout("TP 2 biases", tensor=2, sequence=True, variant="glm4_moe"),
     Layout("PP 2 virtual 3 corrected", pipeline=2, virtual=3, section=CORRECTED),
 ]

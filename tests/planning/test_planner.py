@@ -65,6 +65,8 @@ PUBLISHED = {
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "Ministral-8B-Instruct-2410": 8_019_808_256,
     "Llama-3.2-3B-Instruct": 3_212_749_824,
     "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
@@ -87,6 +89,9 @@ def test_every_model_of_the_tests_has_its_published_number_of_parameters() -> No
 def test_active_parameters_of_mixtures_are_those_of_their_names() -> None:
     assert active_parameters(model_of(model_config("Qwen3-30B-A3B"))) == pytest.approx(3.3e9, rel=0.02)
     assert active_parameters(model_of(model_config("Qwen3-235B-A22B"))) == pytest.approx(22e9, rel=0.02)
+    for name, active in (("gpt-oss-20b", 3.61e9), ("gpt-oss-120b", 5.13e9)):  # OpenAI counts them without the embedding
+        model = model_of(model_config(name))
+        assert active_parameters(model) - model.dims["vocab"] * model.dims["hidden"] == pytest.approx(active, rel=0.002)
 
 
 # ----------------------------------------------------------------------------------------------------- built for real
@@ -105,6 +110,23 @@ MOE = tiny(
     num_experts_per_tok=2,
     moe_intermediate_size=32,
     norm_topk_prob=True,
+)
+STACKED = tiny(
+    "GptOssForCausalLM",
+    attention_bias=True,
+    head_dim=16,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    sliding_window=64,
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "truncate": False,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 16,
+    },
 )
 CASES = [
     {"model": QWEN3, "world": 1, "parallel": {}, "dtype": "float32"},
@@ -125,6 +147,7 @@ CASES = [
     {"model": MOE, "world": 8, "parallel": {"tensor": 4, "expert": 8, "sequence": True}, "dtype": "bfloat16"},
     {"model": MOE, "world": 8, "parallel": {"tensor": 4, "sequence": True}, "dtype": "bfloat16"},
     {"model": MOE, "world": 8, "parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2}, "dtype": "bfloat16"},
+    {"model": STACKED, "world": 8, "parallel": {"tensor": 2, "pipeline": 2, "expert": 2}, "dtype": "bfloat16"},
 ]
 
 
