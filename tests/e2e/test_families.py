@@ -37,7 +37,7 @@ TIED = {"tie_word_embeddings": True}
 EP = ("actor.parallel.expert=2", "rollout.tensor_parallel=2", "rollout.expert_parallel=true")
 TP = ("actor.parallel={tensor: 2, sequence: true}", "rollout.tensor_parallel=2")
 # vLLM keeps gate and up projection of its experts row by row: weights go whole.
-WHOLE = ("gpt_oss", "gpt_oss-TP-2-lora", "gpt_oss-EP-2")
+WHOLE = ("gpt_oss", "gpt_oss-TP-2-lora")
 VISION = ("vision", "vision-qwen3_vl", "vision-qwen3_vl_moe")  # made by `model.create`, and what is put in its place
 FROZEN = "actor.freeze_vision_tower=true"
 # Both with fewer positions than sequences have, 36, before they are scaled.
@@ -66,7 +66,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "qwen2-tied-PP-2": ("qwen2", {**TWO_HEADS, **TIED}, 2, ("actor.parallel.pipeline=2",)),
     "qwen3_moe-EP-2": ("qwen3_moe", EXPERTS, 2, EP),
     "gpt_oss-TP-2-lora": ("gpt_oss", STACKED, 2, (*TP, "actor.lora.rank=4")),
-    "gpt_oss-EP-2": ("gpt_oss", STACKED, 2, EP),
     "qwen2_5_vl": ("vision", {}, 1, ()),
     "qwen2_5_vl-TP-2-lora": ("vision", {}, 2, (*TP, "actor.lora.rank=4")),
     "qwen2_5_vl-tied-PP-2-frozen": ("vision", TIED, 2, ("actor.parallel.pipeline=2", FROZEN)),
