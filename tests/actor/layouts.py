@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_rl.config.actor import OptimizerConfig, ParallelConfig
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import TokenBatch, TrainBatch
+from megatron_rl.models.rope import scaled
 from megatron_rl.weights.create import create_model
 from tests.models import seeing, tiny
 
@@ -39,7 +41,7 @@ class Layout:
     distributed: bool = True
     tokens_per_microbatch: int = 96
     modes: tuple[str, ...] = ("seq-mean-token-mean",)
-    tied: bool = False  # input and output embeddings are one tensor, on two pipeline stages
+    tied: bool = False  # input and output embeddings are one tensor, on two pipeline stages; and the scaling is yarn
     section: dict[str, Any] = field(default_factory=dict)  # of the recipe's `algorithm`
     experts: bool = False  # a mixture of experts
     expert: int = 1  # ranks that the experts are spread over
@@ -97,6 +99,9 @@ def make_models(root: Path) -> None:
     for tied in (False, True):
         shape = CreateModelConfig(**{**vars(SHAPE), "tie_embeddings": tied, "init_std": 0.15})
         create_model(root / f"model-{tied}", shape, seed=5)
+    scaling = {"factor": 64, "original_max_position_embeddings": 16, "rope_type": "yarn"}
+    config = root / "model-True" / "config.json"
+    config.write_text(json.dumps(scaled(json.loads(config.read_text()), scaling)))
     (root / "model-experts").mkdir()
     tiny.write(root / "model-experts", "qwen3_moe")
     seeing.write(root / "model-images", tied=True)

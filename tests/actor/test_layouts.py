@@ -90,6 +90,7 @@ TWO = [
     Layout("DP 2 ETP 2", experts=True, expert_tensor=2),
     Layout("PP 2 experts", experts=True, pipeline=2),
     Layout("CP 2", context=2, modes=MODES),
+    Layout("CP 2 tied", context=2, tied=True),
     Layout("CP 2 corrected", context=2, section=CORRECTED),
     Layout("CP 2 EP 2", context=2, experts=True, expert=2),
     Layout("PP 2", pipeline=2),
