@@ -103,8 +103,8 @@ def _describe_moe(config: HFConfig) -> ModelDescription:
         fields.integer("num_experts", 256),
         fields.integer("num_experts_per_tok", 8),
         fields.integer("moe_intermediate_size", 512),
+        fields.integer("shared_expert_intermediate_size", 512),
     )
-    shared = fields.integer("shared_expert_intermediate_size", 512)
     if experts.top_k > experts.count:
         raise ValueError(f"config.json: num_experts_per_tok = {experts.top_k}: the model has {experts.count} experts")
     fields.only("norm_topk_prob", True)
@@ -118,12 +118,12 @@ def _describe_moe(config: HFConfig) -> ModelDescription:
         "moe_router_score_function": "softmax",
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
-        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_intermediate_size": experts.shared,
         "moe_shared_expert_gate": True,
     }
     return replace(
         dense,
-        dims={**dense.dims, **experts.dims, "shared_ffn": shared},
+        dims={**dense.dims, **experts.dims},
         transformer={**dense.transformer, **moe},
         experts=experts,
     )

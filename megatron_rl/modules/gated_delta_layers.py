@@ -40,7 +40,10 @@ def put_in(
     attention, fused = _layer()
     for number, (spec, is_linear) in enumerate(zip(block.layer_specs, pattern, strict=True)):
         if is_linear:
+            names = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}  # in checkpoints, as the fused module's
             changes = {"self_attention": attention, **({"input_layernorm": IdentityOp} if fused else {})}
+            if not fused:
+                changes["sharded_state_dict_keys_map"] = {**spec.submodules.sharded_state_dict_keys_map, **names}
             block.layer_specs[number] = replace(spec, submodules=replace(spec.submodules, **changes))
     return block
 

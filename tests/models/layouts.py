@@ -95,7 +95,7 @@ def _stale(value: torch.Tensor) -> torch.Tensor:
 FAULTS: list[Callable[[str, Mapping[str, torch.Tensor]], torch.Tensor | None]] = [
     lambda name, whole: None,  # missing
     lambda name, whole: torch.zeros_like(whole[name]),
-    lambda name, whole: whole[name].flip(0),
+    lambda name, whole: whole[name].flip(*range(whole[name].dim())),
     lambda name, whole: _stale(whole[name]),
     lambda name, whole: whole[name][:-1],
     _next_alike,

@@ -30,6 +30,9 @@ from .megatron import spawn
             Layout("glm4_moe", expert=2),
             Layout("gpt_oss", tensor=2, expert=2),
             Layout("gpt_oss", pipeline=2),
+            Layout("qwen3_5", tensor=2),
+            Layout("qwen3_5-tied", pipeline=2),
+            Layout("qwen3_5_moe", tensor=2, expert=2),
         ],
         [
             Layout("qwen2-tied", 2, 2),

@@ -56,7 +56,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-unnormalised": ("Qwen3MoeConfig", {"head_dim": 16, "norm_topk_prob": False}),
     "qwen3_5": ("Qwen3_5TextConfig", GATED_DELTA),
     "qwen3_5-tied": ("Qwen3_5TextConfig", {**GATED_DELTA, "layer_types": OTHER_TYPES, "tie_word_embeddings": True}),
-    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**GATED_DELTA, "shared_expert_intermediate_size": 40}),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {**GATED_DELTA, "shared_expert_intermediate_size": 40, "full_attention_interval": 2},
+    ),
 }
 LATENTS = {
     "q_lora_rank": 24,

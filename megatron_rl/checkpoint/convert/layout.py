@@ -119,6 +119,13 @@ def known_names(rule: Rule) -> Iterator[str]:
         yield from dict.fromkeys((_stacked(name), name.replace("{expert}.", ""), name))
         if rule.sharding is Sharding.GATED:
             yield name + "_w"
+        if rule.sections:  # of which each is a tensor of its own
+            yield next(iter(section_names(rule, name)))
+
+
+def section_names(rule: Rule, name: str) -> tuple[str, ...]:
+    """The global tensors of a rule with sections, one each; `name`: of its parameter."""
+    return tuple(f"{name}.{section}" for section, _ in rule.sections)
 
 
 def leading(rule: Rule, model: Model) -> tuple[int, ...]:
@@ -146,6 +153,15 @@ def chunks(model: Model, layout: Layout) -> Iterator[TensorChunk]:
         shape, tp = shard_shape(rule, dims, 1), layout.tensor_of(rule)
         for tp_rank in range(tp if rule.is_cut else 1):
             slices = shard_slices(rule, dims, tp_rank, tp)
+            if rule.sections:
+                for section, own in zip(section_names(rule, name), slices, strict=True):
+                    rest = shape[1:]
+                    start, size = (tp_rank * own.length, *(0 for _ in rest)), (own.length, *rest)
+                    whole = (*before, own.length * tp, *rest)
+                    yield TensorChunk(
+                        section, (), whole, (*at, *start), (*(1 for _ in before), *size), rule, (own,), stage, rank
+                    )
+                continue
             if rule.sharding is Sharding.GATED:  # gate rows and up rows of a rank lie apart in the global tensor
                 ranges: list[tuple[int, int, tuple[Slice, ...]]] = [
                     (p.tensor * (shape[0] // 2) + p.start, p.length, (p,)) for p in slices

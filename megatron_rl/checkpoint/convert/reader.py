@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_rl.checkpoint.convert.global_tensors import Memory, TorchDist
-from megatron_rl.checkpoint.convert.layout import aliases, global_name, known_names, leading
+from megatron_rl.checkpoint.convert.layout import aliases, global_name, known_names, leading, section_names
 from megatron_rl.models.family import Family, Model
 from megatron_rl.models.rules import DIM_FIELDS, Rule, Sharding, shard_shape, shard_slices
 from megatron_rl.weights.files import DTYPE_NAMES, DTYPES, Bits, WeightSource, as_tensor
@@ -127,9 +127,11 @@ class MegatronModel(WeightSource):
 
     def _read_box(self, rule: Rule, place: _Place, begin: list[int], out: Bits) -> None:
         which = 0
-        if len(place.names) > 1:  # gate and up are tensors of their own
-            half = shard_shape(rule, self._dims, 1)[0] // 2
-            which, begin[0] = divmod(begin[0], half)
+        if len(place.names) > 1:  # gate and up, or sections, are tensors of their own
+            for rows in self._rows_apart(rule):
+                if begin[0] < rows:
+                    break
+                which, begin[0] = which + 1, begin[0] - rows
         self._checkpoint.read(place.names[which], place.lead, begin, out)
 
     # ------------------------------------------------------------------------------------------------ finding tensors
@@ -170,18 +172,29 @@ class MegatronModel(WeightSource):
                 for number, symbol in ((layer, "{layer}"), (expert, "{expert}"))
                 if number is not None and symbol not in pattern
             )
-            names = (name, name.removesuffix("_w") + "_v") if name.endswith("_w") else (name,)
-            for part in names:
+            names = (name,)
+            if name.endswith("_w"):
+                names = (name, name.removesuffix("_w") + "_v")
+            elif rule.sections and name.endswith(first := "." + rule.sections[0][0]):
+                names = section_names(rule, name.removesuffix(first))
+            for number, part in enumerate(names):
                 if part not in self._checkpoint.tensors:
-                    raise ValueError(f"{self.folder} lacks {part}, the other half of {name}")
-                self._check_shape(part, rule, lead, len(names))
+                    raise ValueError(f"{self.folder} lacks {part}, which belongs to {name}")
+                self._check_shape(part, rule, lead, number if len(names) > 1 else None)
             return _Place(names, lead)
         return None
 
-    def _check_shape(self, name: str, rule: Rule, lead: tuple[int, ...], parts: int) -> None:
+    def _rows_apart(self, rule: Rule) -> list[int]:
+        """Rows of each part of a parameter that is stored in parts."""
+        if rule.sections:
+            return [self._dims[symbol] for _, symbol in rule.sections]
+        return [shard_shape(rule, self._dims, 1)[0] // 2] * 2
+
+    def _check_shape(self, name: str, rule: Rule, lead: tuple[int, ...], part: int | None) -> None:
         dims, shape = self._dims, self._checkpoint.tensors[name].shape
         expected = list(shard_shape(rule, {**dims, "padded_vocab": dims["vocab"]}, 1))
-        expected[0] //= parts
+        if part is not None:
+            expected[0] = self._rows_apart(rule)[part]
         stacked = leading(rule, self._model)
         before = stacked[len(stacked) - len(lead) :]
         experts = self._model.expert_count
@@ -229,5 +242,5 @@ class MegatronModel(WeightSource):
 
 @dataclass(frozen=True)
 class _Place:
-    names: tuple[str, ...]  # one global tensor; gate and up where these are apart
+    names: tuple[str, ...]  # one global tensor; gate and up where these are apart; those of sections
     lead: tuple[int, ...]
