@@ -22,6 +22,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.config.validate import problems
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.classifier import is_classifier
+from megatron_rl.models.gated_delta import GatedDelta
 from megatron_rl.models.lora import check_lora
 from megatron_rl.models.multi_latent import MultiLatent
 from megatron_rl.models.registry import created_config, created_words
@@ -29,8 +30,9 @@ from megatron_rl.models.rules import shard_shape
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# vLLM 0.32, CPUAttentionBackend.get_supported_head_sizes
+CPU_GATED_DELTA_SIZES = (64, 128)  # heads that vLLM 0.32's chunk_gated_delta_rule_cpu takes
 CPU_LATENTS = (512, 64)  # of `vllm.v1.attention.backends.mla.cpu_mla`: the latent, and what turns with the position
+# vLLM 0.32, CPUAttentionBackend.get_supported_head_sizes
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _MOST_PARAMETERS = 100_000_000_000
 _MOST_BYTES, _MOST_INDEX_BYTES = 2**26, 2**30  # of a config.json, of the list of weights
@@ -110,6 +112,8 @@ def check_cpu_engine(config: Config) -> Iterator[str]:
         key, hf_config = "the model's head_dim", read_hf_config(config.model.path)
     model = model_of(hf_config)
     attention, size = model.attention, model.attention.head_width
+    if isinstance(attention, GatedDelta):
+        yield from _check_cpu_gated_delta(attention, config.model.dtype)
     if isinstance(attention, MultiLatent):
         if (sizes := (attention.kv_rank, attention.rope)) != CPU_LATENTS:
             yield (
@@ -126,6 +130,16 @@ def check_cpu_engine(config: Config) -> Iterator[str]:
         yield (
             f"{key} ({size}) is none of the sizes that vLLM's attention has on a CPU: "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
+
+
+def _check_cpu_gated_delta(attention: GatedDelta, dtype: str) -> Iterator[str]:
+    if dtype != "bfloat16":
+        yield f"`model.dtype={dtype}`: vLLM's gated-delta layers compute in bfloat16 only on a CPU; set it to that"
+    if attention.key_dim != attention.value_dim or attention.key_dim not in CPU_GATED_DELTA_SIZES:
+        yield (
+            f"the model's linear_key_head_dim ({attention.key_dim}) and linear_value_head_dim ({attention.value_dim}) must "
+            f"both be one of {', '.join(map(str, CPU_GATED_DELTA_SIZES))}, the sizes that vLLM has on a CPU"
         )
 
 

@@ -79,8 +79,9 @@ class PlainNorm:
 
 # ------------------------------------------------------------- in the places of fla's kernels, with the arguments in use
 def l2_norm(x: Tensor) -> Tensor:
-    """Vectors divided by their length, along the last dimension."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    """Vectors divided by their length, along the last dimension; computed in fp32."""
+    whole = x.float()
+    return (whole * torch.rsqrt(whole.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def convolution(

@@ -228,5 +228,6 @@ class SequenceParallelRMSNorm(nn.RMSNorm):
         self.zero_centered: bool = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = 1 + self.weight if self.zero_centered else self.weight
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        if self.zero_centered:  # in bf16 the sum would have half as many digits as the weight
+            return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)

@@ -20,6 +20,7 @@ from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.images import ImageReader, PromptImages
 from megatron_rl.models import Model, model_of, read_hf_config
 from megatron_rl.models import fp8_weights as fp8
+from megatron_rl.models.gated_delta import GatedDelta
 from megatron_rl.models.lora import engine_options, targets_of
 from megatron_rl.models.multi_latent import MultiLatent
 from megatron_rl.rollout import environment
@@ -29,7 +30,7 @@ from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.seams import torch_compile, vllm_lora
 from megatron_rl.seams import vllm as seam
 from megatron_rl.seams.vllm_experts import returned
-from megatron_rl.seams.vllm_images import register_images_only
+from megatron_rl.seams.vllm_images import register_images_only, register_text_only
 from megatron_rl.weights.stacked import one_by_one
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class VllmEngine:
         if lora is not None and lora.sync == "adapters":
             self._adapters, self._targets = lora, targets_of(lora, model)
         self._sees = images is not None
+        register_text_only(model.family.architectures[0])
         if images is not None:
             register_images_only(model.family.architectures[0], images[1].processor)
         self.experts: np.dtype | None = None
@@ -202,7 +204,9 @@ def llm_options(config: Config, folder: str | Path, model: Model, most_images: i
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # the recipe decides how to sample, not the model folder
         # With routing replay the cache's blocks keep the experts.
-        "enable_prefix_caching": device.has_gpu() or replayed or rollout.max_prompt_tokens > _CPU_BLOCK,
+        # Of gated-delta layers' states vLLM 0.32 keeps what the end of a block needs only where it is asked to align them.
+        "enable_prefix_caching": not isinstance(model.attention, GatedDelta)
+        and (device.has_gpu() or replayed or rollout.max_prompt_tokens > _CPU_BLOCK),
         "disable_log_stats": True,
         "enable_return_routed_experts": replayed,
         "seed": config.seed,

@@ -121,6 +121,21 @@ def register_images_only(architecture: str, image_processor: Any) -> None:
     ModelRegistry.register_model(architecture, register(_Model))
 
 
+# Models of text whose file in vLLM also holds one that reads images.
+_TEXT_ONLY = {"Qwen3_5ForCausalLM": "qwen3_5", "Qwen3_5MoeForCausalLM": "qwen3_5"}
+
+
+def register_text_only(architecture: str) -> None:
+    """Has vLLM find a model of text whose file wants torchvision, where there is none; before an engine starts."""
+    if architecture not in _TEXT_ONLY or importlib.util.find_spec("torchvision") is not None:
+        return
+    from vllm import ModelRegistry
+
+    with no_torchvision():
+        module = importlib.import_module(f"vllm.model_executor.models.{_TEXT_ONLY[architecture]}")
+    ModelRegistry.register_model(architecture, getattr(module, architecture))
+
+
 @contextlib.contextmanager
 def no_torchvision() -> Iterator[None]:
     """While entered, what imports the image processor on torchvision gets the one on PIL, where there is no torchvision."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.runtime.attempts import free_port
+from megatron_rl.seams.vllm_images import register_text_only
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.vllm_probe import VllmProbe
@@ -57,6 +58,7 @@ def main(root: Path) -> None:
 def register() -> None:
     from vllm import ModelRegistry
 
+    register_text_only("Qwen3_5ForCausalLM")
     for architecture, name in REGISTERED.items():
         module = importlib.import_module(f"vllm.model_executor.models.{name}")
         # The class that is registered already under its name, which vLLM would first look at in a process of its own.

@@ -33,11 +33,19 @@ SIZES |= {"vocab_size": 63, "eos_token_id": 1, "pad_token_id": 0}  # odd: padded
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 STACKED = {"num_local_experts": 4, "num_experts_per_tok": 2}
 TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # Qwen2's head is hidden_size / num_attention_heads
+GATED_DELTA = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 TIED = {"tie_word_embeddings": True}
 EP = ("actor.parallel.expert=2", "rollout.tensor_parallel=2", "rollout.expert_parallel=true")
 TP = ("actor.parallel={tensor: 2, sequence: true}", "rollout.tensor_parallel=2")
-# vLLM keeps gate and up projection of its experts row by row: weights go whole.
-WHOLE = ("gpt_oss", "gpt_oss-TP-2-lora")
+# Weights go whole: vLLM keeps gate and up projection of the first's experts row by row, and one projection of gated-delta
+# layers in two parameters.
+WHOLE = ("gpt_oss", "gpt_oss-TP-2-lora", "qwen3_5", "qwen3_5_moe-TP-2")
 VISION = ("vision", "vision-qwen3_vl", "vision-qwen3_vl_moe")  # made by `model.create`, and what is put in its place
 FROZEN = "actor.freeze_vision_tower=true"
 # Both with fewer positions than sequences have, 36, before they are scaled.
@@ -47,6 +55,7 @@ STRETCHED = ("model.rope_scaling={factor: 16, original_max_position_embeddings: 
 LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64}
 GROUPED = {"n_routed_experts": 8, "n_group": 4, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 BALANCED = ("actor.moe.bias_update_rate=0.01",)
+BF16 = ("model.dtype=bfloat16",)  # what vLLM's gated-delta layers take on a CPU
 # name -> (variant of `tiny`, changes to its config, processes, overrides of the recipe)
 MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "qwen2": ("qwen2", TWO_HEADS, 1, ()),
@@ -62,6 +71,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "mistral": ("mistral", {}, 1, ()),
     "mistral-tied": ("mistral", TIED, 1, ()),
     "ministral": ("ministral", {}, 1, ()),
+    "qwen3_5": ("qwen3_5", GATED_DELTA, 1, BF16),
+    "qwen3_5_moe-TP-2": ("qwen3_5_moe", {**EXPERTS, **GATED_DELTA}, 2, (*TP, *BF16)),
     "qwen3-tied-TP-2": ("qwen3", TIED, 2, ("actor.parallel.tensor=2", "rollout.tensor_parallel=2")),
     "qwen2-tied-PP-2": ("qwen2", {**TWO_HEADS, **TIED}, 2, ("actor.parallel.pipeline=2",)),
     "qwen3_moe-EP-2": ("qwen3_moe", EXPERTS, 2, EP),
@@ -159,6 +170,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def in_bf16(name: str) -> bool:
+    return "model.dtype=bfloat16" in MODELS[name][3]
+
+
 def ended_well(folder: Path, part: str) -> None:
     code = folder / f"{part}.code"
     assert code.exists(), f"{part} was not reached"
@@ -175,7 +190,10 @@ def test_it_trains_and_the_engine_follows(root: Path, name: str) -> None:
     _, *steps = rows(root / name / "straight")
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
-        assert row["sync/logprob_max_diff"] < 1e-4
+        if in_bf16(name):  # experts that are nearly as good as others are chosen otherwise
+            assert row["sync/logprob_mean_diff"] < 0.05
+        else:
+            assert row["sync/logprob_max_diff"] < 1e-4
         assert row["actor/grad_norm"] > 0
     source, exported = (
         json.loads((root / name / folder / "config.json").read_text()) for folder in ("model", "straight/export")

@@ -79,7 +79,9 @@ def assert_same_files(found: Path, expected: Path) -> None:
         assert torch.equal(a.read(name, 0, 0, rows), b.read(name, 0, 0, rows)), name
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3-tied", "llama", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_5"])
+@pytest.mark.parametrize(
+    "variant", ["qwen2", "qwen3-tied", "llama", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_5"]
+)
 def test_megatron_loads_a_conversion_for_any_layout(tmp_path: Path, parallel: ParallelGroups, variant: str) -> None:
     source = tiny.write(tmp_path / "source", variant, num_hidden_layers=2)
     layout = Layout(2, 2, 4 if "moe" in variant or variant in ("deepseek_v3", "gpt_oss") else 1)
