@@ -154,12 +154,17 @@ def chunks(model: Model, layout: Layout) -> Iterator[TensorChunk]:
         for tp_rank in range(tp if rule.is_cut else 1):
             slices = shard_slices(rule, dims, tp_rank, tp)
             if rule.sections:
-                for section, own in zip(section_names(rule, name), slices, strict=True):
-                    rest = shape[1:]
-                    start, size = (tp_rank * own.length, *(0 for _ in rest)), (own.length, *rest)
-                    whole = (*before, own.length * tp, *rest)
+                for section, piece in zip(section_names(rule, name), slices, strict=True):
                     yield TensorChunk(
-                        section, (), whole, (*at, *start), (*(1 for _ in before), *size), rule, (own,), stage, rank
+                        section,
+                        (),
+                        (*before, piece.length * tp, *shape[1:]),
+                        (*at, tp_rank * piece.length, *(0 for _ in shape[1:])),
+                        (*(1 for _ in before), piece.length, *shape[1:]),
+                        rule,
+                        (piece,),
+                        stage,
+                        rank,
                     )
                 continue
             if rule.sharding is Sharding.GATED:  # gate rows and up rows of a rank lie apart in the global tensor

@@ -172,7 +172,7 @@ class MegatronModel(WeightSource):
                 for number, symbol in ((layer, "{layer}"), (expert, "{expert}"))
                 if number is not None and symbol not in pattern
             )
-            names = (name,)
+            names: tuple[str, ...] = (name,)
             if name.endswith("_w"):
                 names = (name, name.removesuffix("_w") + "_v")
             elif rule.sections and name.endswith(first := "." + rule.sections[0][0]):
