@@ -126,7 +126,7 @@ _TEXT_ONLY = {"Qwen3_5ForCausalLM": "qwen3_5", "Qwen3_5MoeForCausalLM": "qwen3_5
 
 
 def register_text_only(architecture: str) -> None:
-    """Has vLLM find a model of text whose file wants torchvision, where there is none; before an engine starts."""
+    """Makes vLLM find a model of text whose file wants torchvision, where there is none; before an engine starts."""
     if architecture not in _TEXT_ONLY or importlib.util.find_spec("torchvision") is not None:
         return
     from vllm import ModelRegistry
