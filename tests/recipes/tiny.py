@@ -18,10 +18,12 @@ from megatron_rl.config import Config
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.published import published_config
 from megatron_rl.config.schema import TaskConfig
+from megatron_rl.models import model_of
 from megatron_rl.models.qwen2_5_vl import IMAGE_WORDS
 from megatron_rl.tasks.sources import SOURCES
 from megatron_rl.weights.create import random_weights, write_tokenizer
 from megatron_rl.weights.files import save_tensors
+from megatron_rl.weights.stacked import stacked
 from tests.evaluation.test_recipes import ROWS, stored
 
 MAX_TOKENS = 6
@@ -256,4 +258,7 @@ def write_model(folder: Path, name: str, forms: Iterable[str], temperature: floa
     for key in weights:
         if key.endswith(".bias"):
             weights[key].zero_()
-    save_tensors(folder / "model.safetensors", weights)
+    model = model_of(config)
+    save_tensors(
+        folder / "model.safetensors", dict(stacked(weights.items(), model.family.stacking, model.expert_count))
+    )
