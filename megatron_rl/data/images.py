@@ -12,12 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
-
 from megatron_rl.base.messages import errors_named
 from megatron_rl.base.plugins import require_regular
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image as PILImage
     from torch import Tensor
 
@@ -45,6 +44,8 @@ class PromptImages:
     @property
     def grids(self) -> np.ndarray:
         """int64 [images, 3]."""
+        import numpy as np
+
         return np.array(self.grid, dtype=np.int64)
 
     @property
@@ -55,6 +56,8 @@ class PromptImages:
     @property
     def slots(self) -> np.ndarray:
         """int64 [image tokens]: their places in the prompt."""
+        import numpy as np
+
         return np.concatenate([at + np.arange(count) for at, count in zip(self.first, self.counts, strict=True)])
 
     def positions(self, length: int) -> np.ndarray:
@@ -63,6 +66,8 @@ class PromptImages:
         Text goes on in all three; an image's tokens have its rows and columns for height and width, and what follows begins
         after the largest of them (Qwen2.5-VL report, 2.1.2).
         """
+        import numpy as np
+
         merge, indices, at, now = self.reader.vision.merge, list[np.ndarray](), 0, 0
         for first, (frames, rows, columns) in zip(self.first, self.grid, strict=True):
             indices.append(np.tile(np.arange(now, now + first - at), (3, 1)))
@@ -159,6 +164,8 @@ class ImageReader:
 
     def _pixels(self, sources: tuple[Source, ...]) -> np.ndarray:
         found = self.processor([open_image(source) for source in sources], return_tensors="np")["pixel_values"]
+        import numpy as np
+
         return np.asarray(found, dtype=np.float32)
 
 

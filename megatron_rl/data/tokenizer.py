@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
+
 
 Ids: TypeAlias = "Sequence[int] | np.ndarray"
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-import numpy as np
 from pydantic import Field
 
 from megatron_rl.config.keys import Finite
@@ -89,6 +88,8 @@ class Counts:
             f"{column}/tokens": float(self.traffic.tokens),
         }
         if self.traffic.latencies:
+            import numpy as np
+
             metrics[f"{column}/latency_p95"] = float(np.quantile(self.traffic.latencies, 0.95))
         return metrics
 

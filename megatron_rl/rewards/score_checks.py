@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.rewards.kinds import Reward, Score
 from megatron_rl.rewards.registry import columns_of
 from megatron_rl.rewards.remote import Counts, Verdict
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _PACKAGE = Path(__file__).parents[1]
 _STANDARD_LIBRARY = Path(os.__file__).parent
@@ -104,6 +105,8 @@ def token_scores(name: str, reward: Reward, score: Score, tokens: int, sample_id
     Raises:
         RewardError: it is not one number per response token, finite in float32 and within the reward's bounds.
     """
+    import numpy as np
+
     if score is None and reward.may_abstain:
         return np.full(tokens, np.nan, dtype=np.float32)
     try:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
 from megatron_rl.base.messages import errors_named
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.sample import Sample, SampleMapping, TokenMapping
@@ -30,6 +28,8 @@ from megatron_rl.rewards.score_checks import (
 from megatron_rl.runtime.calls import CallTimeout
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from megatron_rl.data.rollout import Rollout
     from megatron_rl.data.tokenizer import Tokenizer
 
@@ -320,6 +320,8 @@ class Scorer:
         """Fills in the rollout's token rewards. Returns each one's mean: NaN without a value, 0 without tokens."""
         if scoring.rollout is None or not self.token_weights:
             return {}
+        import numpy as np
+
         scoring.rollout.token_rewards = np.stack([scoring.tokens[name] for name in self.token_weights], axis=1)
         return {
             name: float(scoring.tokens[name].mean()) if scoring.rollout.length else 0.0 for name in self.token_weights

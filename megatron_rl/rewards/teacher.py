@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-import numpy as np
 from pydantic import Field
 
 from megatron_rl.config.schema import ServerConfig
@@ -26,6 +25,7 @@ from megatron_rl.rewards.remote import AnswerRules, Budget, Nonsense, RemoteRewa
 from megatron_rl.runtime.http import EndpointError, Unanswered
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -172,6 +172,8 @@ def _other_vocabulary(token: int, ours: object, theirs: object) -> ValueError:
 
 def _difference(log_probs: Sequence[float] | np.ndarray, sample: TokenMapping) -> list[float]:
     """Rewards of the drawn tokens, from the teacher's log-probs of all tokens but the first."""
+    import numpy as np
+
     teachers = np.asarray(log_probs, dtype=np.float64)[sample["loss_mask"][1:]]
     difference: list[float] = (teachers - sample["logprobs"]).tolist()
     return difference

@@ -163,7 +163,7 @@ def test_a_recipe_is_resolved_without_what_the_launching_environment_lacks(tmp_p
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     code = (
-        "import sys; sys.modules |= dict.fromkeys(('torch', 'vllm', 'transformers', 'math_verify'))\n"
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'numpy', 'vllm', 'transformers', 'math_verify'))\n"
         f"from megatron_rl.launch.job_plan import resolve; resolve('train', {str(tmp_path / 'recipe.yaml')!r}, [], 1)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
