@@ -186,8 +186,9 @@ def is_adapter(parameter: str) -> bool:
 
 
 def _linear(model: Model, experts: bool) -> list[Rule]:
-    """The rules of matrices that tokens are multiplied with, without the output layer."""
-    return [rule for rule in model.parameters if rule.is_projection and (experts or not rule.per_expert)]
+    """The rules of matrices that tokens are multiplied with, without the output layer and those of several sections."""
+    wanted = (rule for rule in model.parameters if rule.is_projection and rule.sharding is not Sharding.SECTIONS)
+    return [rule for rule in wanted if experts or not rule.per_expert]
 
 
 def _ranked(description: ModelDescription, rank: int) -> ModelDescription:

@@ -149,3 +149,8 @@ QWEN3_5 = Family("qwen3_5", ("Qwen3_5ForCausalLM",), _dense_rules(_DEFAULT), _de
 QWEN3_5_MOE = Family(
     "qwen3_5_moe", ("Qwen3_5MoeForCausalLM",), _moe_rules(_DEFAULT), _describe_moe, rules_of=_moe_rules
 )
+# Architectures of the published files, and transformers' of the language model in them.
+TEXT_ONLY = {
+    "Qwen3_5ForConditionalGeneration": QWEN3_5.architectures[0],
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE.architectures[0],
+}
