@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.config import Config, ConfigError, Machine, check, check_machine, load_recipe
 from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.presets import PRESETS
+from megatron_rl.config.published import published_config
 from megatron_rl.models.rope import scaled
 
 CPU = Machine()
@@ -430,6 +431,22 @@ def test_an_engine_stays_within_a_node(recipe) -> None:
     found = problems(recipe("rollout.tensor_parallel=4"), machine=two_nodes)
     assert any("(4) must divide the 2 processes of a node" in problem for problem in found)
     check(recipe("rollout.tensor_parallel=2"), machine=two_nodes)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor.parallel.context=2", "passes no keys and values around where attention has sinks; set it to 1"),
+        ("actor.parallel.expert_tensor=2", "does not cut experts that have biases; set it to 1"),
+        ("actor.lora={rank: 4, experts: true}", "family `gpt_oss` stacks them; set it to false"),
+        ("rollout.fp8=blockwise", "is not for stacked experts, which family `gpt_oss` has; set it to none"),
+    ],
+)
+def test_what_sinks_and_stacked_experts_rule_out(recipe, model: Path, override: str, message: str) -> None:
+    (model / "config.json").write_text(json.dumps(published_config("gpt-oss-20b")))
+    whole = ("model.path=model", "launch.processes=2")
+    check(recipe(*whole), machine=CPU)
+    assert any(message in problem for problem in problems(recipe(*whole, override)))
 
 
 def test_experts(recipe, model: Path) -> None:
