@@ -73,7 +73,8 @@ def _check_fp8(rollout: RolloutConfig, model: Model) -> Iterator[str]:
                 f"`rollout.fp8=blockwise`: the model's hidden_size ({model.dims['hidden']}) is no multiple of {BLOCK}, a "
                 "block's size; name mlp.experts in rollout.fp8_skip"
             )
-        ranks = 1 if rule.per_expert and rollout.expert_parallel else rollout.tensor_parallel
+        whole_parts = (rule.per_expert and rollout.expert_parallel) or not rule.is_cut
+        ranks = 1 if whole_parts else rollout.tensor_parallel
         for tensor in rule.hf if ranks > 1 or len(rule.hf) > 1 else ():
             size = model.in_engine(ranks).dims[tensor.shape[rule.dim]] // ranks
             if size % BLOCK:

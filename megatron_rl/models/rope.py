@@ -178,8 +178,8 @@ class _Reader:
 
     def yarn(self, rope: Rope, max_positions: int) -> Rope:
         slow, fast = self.number("beta_slow", 1.0), self.number("beta_fast", 32.0)
-        if slow >= fast:
-            self.fields.refuse(f"{self.where}.beta_slow", slow, f"it must be below beta_fast = {fast}")
+        if slow > fast:  # Kimi-K2 has 1 for both: a step from kept to divided
+            self.fields.refuse(f"{self.where}.beta_slow", slow, f"it must be at most beta_fast = {fast}")
         if max_positions > rope.original * rope.factor:
             why = f"it stretches {rope.original} positions to fewer than max_position_embeddings = {max_positions}"
             self.fields.refuse(f"{self.where}.factor", rope.factor, f"{why}, where vLLM's table ends")

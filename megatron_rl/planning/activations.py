@@ -48,6 +48,7 @@ def activation_bytes_per_token(
     norms = 2 * dtype_bytes + product + (dtype_bytes if experts else product)  # the router reads the norm's output
     if experts:
         mlp = (_expert_bytes(model, experts, expert_tensor, dtype_bytes, product) + 12 * experts.count) / split
+        mlp += (2 * dtype_bytes + product) * experts.shared / tensor
     else:
         mlp = (2 * dtype_bytes + product) * dims["ffn"] / tensor
     return norms * dims["hidden"] / split + attention / tensor + mlp

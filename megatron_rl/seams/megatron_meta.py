@@ -251,7 +251,8 @@ def fused_kernels(
         return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
 
     for config in _configs(chunks):
-        config.apply_rope_fusion = config.moe_permute_fusion = True
+        config.moe_permute_fusion = True
+        config.apply_rope_fusion = not config.multi_latent_attention  # as in `actor.build`
         config.bias_activation_fusion = config.activation_func is torch.nn.functional.silu
     layers: list[Any] = [layer for chunk in chunks for layer in chunk.decoder.layers]
     in_fp8 = [] if recipe is None else quantised_layers(chunks, bf16_ends)
@@ -264,8 +265,13 @@ def fused_kernels(
         elif isinstance(plain, norm):
             plain.forward = _normed(cast(Tensor, plain.weight))
     for layer in layers:
-        _normed_inside(layer.input_layernorm, layer.self_attention.linear_qkv)
-        layer.recompute_input_layernorm = False
+        attention_block = layer.self_attention
+        if layer.config.multi_latent_attention:
+            _normed_inside(attention_block.q_layernorm, attention_block.linear_q_up_proj)
+            _normed_inside(attention_block.kv_layernorm, attention_block.linear_kv_up_proj)
+        else:
+            _normed_inside(layer.input_layernorm, attention_block.linear_qkv)
+            layer.recompute_input_layernorm = False
         if hasattr(layer.mlp, "linear_fc1"):
             _normed_inside(layer.pre_mlp_layernorm, layer.mlp.linear_fc1)
             layer.recompute_pre_mlp_layernorm = False

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.config.published import published_config
 from megatron_rl.models import family_for, model_of, read_hf_config
 
 
@@ -249,3 +250,13 @@ def test_reading_a_folder_without_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match="expected an object"):
         read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("DeepSeek-V3", 671_026_419_200), ("Kimi-K2-Instruct", 1_026_408_232_448), ("GLM-4.5-Air", 106_852_251_264)],
+)
+def test_the_largest_models_are_counted_from_their_shapes(name: str, parameters: int) -> None:
+    """Without the layers that predict further tokens: 671 B, 1 T and 106 B are published."""
+    model = model_of(published_config(name) or {})
+    assert sum(math.prod(t.sizes(model.dims)) for rule in model.weights() for t in rule.hf) == parameters

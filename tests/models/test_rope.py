@@ -140,7 +140,7 @@ def test_every_number_is_felt(plain: Path, parallel: ParallelGroups, name: str) 
             {**YARN, "factor": 8.0},
             "factor` = 8.0 .* stretches 16 positions to fewer than max_position_embeddings = 256",
         ),
-        ({**YARN, "beta_fast": 1.0}, "beta_slow` = 1.0 .* below beta_fast = 1.0"),
+        ({**YARN, "beta_fast": 0.5}, "beta_slow` = 1.0 .* at most beta_fast = 0.5"),
         ({**YARN, "beta_slow": 0}, "beta_slow` = 0, expected a positive number"),
         ({**YARN, "truncate": "no"}, "truncate` = 'no', expected true or false"),
         ({**YARN, "attention_factor": 0.0}, "attention_factor` = 0.0, expected a positive"),

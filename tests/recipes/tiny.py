@@ -39,6 +39,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "num_experts": 4,
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }

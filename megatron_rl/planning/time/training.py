@@ -166,7 +166,11 @@ class Training:
         )
 
     def _dense(self, tokens: float) -> Cost:
-        hidden, ffn = self.model.dims["hidden"], self.model.dims["ffn"] / self.actor.parallel.tensor
+        return self._dense_of(self.model.dims["ffn"], tokens)
+
+    def _dense_of(self, ffn: float, tokens: float) -> Cost:
+        """A feed-forward of `ffn` numbers that every token goes through."""
+        hidden, ffn = self.model.dims["hidden"], ffn / self.actor.parallel.tensor
         rows, kept = self._rows(tokens)
         moved = WIDTH * (kept * 5 * hidden + rows * 3 * ffn)
         return self._products(rows, [(2 * ffn, hidden), (hidden, ffn)]) + Cost(
@@ -188,7 +192,10 @@ class Training:
         )
         # Read and written: permuted by rank, again by expert, and both ways back; the activation.
         moved = WIDTH * (kept * 5 * hidden + 4 * sent * hidden + 4 * got * hidden + 3 * got * ffn)
-        return self._products(got / here, [(2 * ffn, hidden), (hidden, ffn)], here) + Cost(
+        costs = self._products(got / here, [(2 * ffn, hidden), (hidden, ffn)], here)
+        if experts.shared:
+            costs += self._dense_of(experts.shared, tokens)
+        return costs + Cost(
             products=router,
             memory=memory_seconds(self.hardware, moved),
             experts=2 * exchange * (parallel.expert_tensor * self.imbalance),
