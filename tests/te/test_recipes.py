@@ -48,6 +48,14 @@ def _layouts() -> dict[tuple[int, str, str], str]:
 
 def _small(config: dict[str, Any], chunks: int) -> dict[str, Any]:
     """The model with a layer per chunk and narrow matrices, but for what must divide over ranks."""
+    if "text_config" in config:
+        tower = {"depth": 1, "out_hidden_size": 256, "deepstack_visual_indexes": [0]}
+        decoder = {
+            **_small(config["text_config"], chunks),
+            "rope_scaling": config["text_config"]["rope_scaling"].copy(),
+        }
+        decoder["rope_scaling"]["mrope_section"] = [6, 5, 5]
+        return {**config, "text_config": decoder, "vision_config": {**config["vision_config"], **tower}}
     sizes = {
         "hidden_size": 256,
         "intermediate_size": 256,
