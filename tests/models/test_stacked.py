@@ -11,6 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from megatron_rl.checkpoint.convert import jobs
+from megatron_rl.checkpoint.convert.layout import Layout
+from megatron_rl.checkpoint.convert.to_hf import ToHF
+from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
+from megatron_rl.checkpoint.convert.verify import compare
 from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.models.expert_stacks import Stacking
 from megatron_rl.weights.export import export_hf
@@ -95,3 +100,17 @@ def test_a_stacked_tensor_of_other_sizes_is_refused(tmp_path: Path, parallel: Pa
         save_file({key: value.contiguous() for key, value in changed.items()}, folder / "model.safetensors")
         with pytest.raises(ValueError, match=problem):
             load_hf_weights(chunks, family, config, folder, parallel)
+
+
+def test_an_mxfp4_checkpoint_is_converted_as_transformers_reads_it(tmp_path: Path) -> None:
+    folder = in_mxfp4(tmp_path / "mxfp4")
+    there, back = ToMegatron(folder, Layout(2, 2, 4)), tmp_path / "back"
+    jobs.run(there, tmp_path / "megatron", 1, lambda _: None)
+    jobs.run(ToHF(tmp_path / "megatron", tmp_path / "megatron"), back, 1, lambda _: None)
+    expected, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict(), {}
+    for file in back.glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+    assert len(compare(there, tmp_path / "megatron", 1)) == len(there.names())
