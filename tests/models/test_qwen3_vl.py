@@ -63,6 +63,6 @@ def test_the_layers_that_the_tower_feeds_are_on_the_first_stage() -> None:
         with pytest.raises(ConfigError) as refusal:  # the model's folder is not here
             check(load_recipe(RECIPE, [layout]))
         refusals.append(str(refusal.value))
-    fed = "the vision tower feeds the model's first 3 layers (deepstack_visual_indexes in its config.json), and the first stage"
+    fed = "feeds the model's first 3 layers (deepstack_visual_indexes in its config.json), and the first stage begins with"
     assert fed not in refusals[0]
-    assert f"{fed} begins with 2; lower `actor.parallel.pipeline` or `virtual_pipeline`" in refusals[1]
+    assert f"{fed} 2; lower `actor.parallel.pipeline` or `virtual_pipeline`" in refusals[1]
