@@ -72,6 +72,36 @@ def _window(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
     return cast(Tensor, _Window.apply(query, key, value))
 
 
+class _DeltaRule(torch.autograd.Function):
+    """fla's kernel keeps what it reads, and of every token and head a row of the 64 x 64 products within its chunk."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value, g, beta, key.new_empty(*key.shape[:3], 64))
+        return torch.empty_like(value)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:5])  # type: ignore[attr-defined]
+
+
+def _delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: object) -> tuple[Tensor, None]:
+    return cast(Tensor, _DeltaRule.apply(query, key, value, g, beta)), None
+
+
+class _Kept(torch.autograd.Function):
+    """Kernels that keep their input, and give out as much."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])  # type: ignore[attr-defined]
+
+
 class Norm(torch.autograd.Function):
     """RMSNorm keeps its input (of a view a copy), its weight, and a float32 number per row."""
 
@@ -176,6 +206,8 @@ ENGINES: dict[str, dict[str, object]] = {
     "megatron.core.models.common.embeddings.rope_utils": {
         "fused_apply_rotary_pos_emb_thd": lambda t, *_, **__: _Same.apply(t)[0],
     },
+    "megatron.core.ssm.gated_delta_net.gdn": {"causal_conv1d": lambda x, **_: (_Kept.apply(x), None)},
+    "megatron.core.ssm.gated_delta_net.common": {"l2norm": lambda x, **_: _Kept.apply(x)},
     "megatron.core.tensor_parallel.random": {
         "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
         "fp8_autocast": lambda *, enabled, fp8_recipe: contextlib.nullcontext(),
@@ -270,7 +302,10 @@ def fused_kernels(
             _normed_inside(attention_block.q_layernorm, attention_block.linear_q_up_proj)
             _normed_inside(attention_block.kv_layernorm, attention_block.linear_kv_up_proj)
         else:
-            _normed_inside(layer.input_layernorm, attention_block.linear_qkv)
+            is_delta = hasattr(attention_block, "in_proj")
+            _normed_inside(layer.input_layernorm, attention_block.in_proj if is_delta else attention_block.linear_qkv)
+            if is_delta:
+                attention_block.gated_delta_rule = _delta_rule
             layer.recompute_input_layernorm = False
         if hasattr(layer.mlp, "linear_fc1"):
             _normed_inside(layer.pre_mlp_layernorm, layer.mlp.linear_fc1)

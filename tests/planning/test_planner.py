@@ -57,6 +57,7 @@ PUBLISHED = {
     "DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
     "DeepSeek-R1-Distill-Qwen-14B": 14_770_033_664,
     "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3.5-35B-A3B": 34_660_610_688,  # the language model; sizes are the defaults of transformers' configuration
     "Qwen3-4B-Base": 4_022_468_096,
     "Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Qwen3-4B-Thinking-2507": 4_022_468_096,
