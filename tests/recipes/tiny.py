@@ -41,6 +41,7 @@ SIZES = {
     "num_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+    "experts_per_token": 2,
     "moe_intermediate_size": 32,
 }
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 1, "fullatt_block_indexes": [0]}
@@ -107,6 +108,7 @@ def overrides(config: Config, data: Path) -> list[str]:
         "expert": expert,
         "context": 1,
         "expert_tensor": 1,
+        "virtual_pipeline": 1,
     }
     # The models that recipes make are tiny already, and learn from demonstrations of full length.
     prompt = 2048 if config.model.create is None else rollout.max_prompt_tokens  # characters, where others have words
@@ -237,6 +239,8 @@ def write_model(folder: Path, name: str, forms: Iterable[str], temperature: floa
     }
     folder.mkdir(parents=True)
     text = published_text | sizes | {"vocab_size": vocabulary, "eos_token_id": 1, "pad_token_id": 0}
+    if "layer_types" in text:
+        text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
     config = text if published_text is published else {**published, "text_config": text}
     created = CreateModelConfig(vocab_size=vocabulary, characters=characters, words=words)
     created.max_positions = text["max_position_embeddings"]
