@@ -79,6 +79,8 @@ def _small(config: dict[str, Any], chunks: int) -> dict[str, Any]:
     )
     sizes |= {"rope_theta": 10000, "rms_norm_eps": 1e-6}
     kept += ("hidden_act",)
+    if config["model_type"] == "gpt_oss":
+        kept += ("num_local_experts", "attention_bias", "sliding_window", "rope_scaling")
     if "vision_config" in config:
         sizes["vision_config"] = {**config["vision_config"], "depth": 1, "out_hidden_size": sizes["hidden_size"]}
         sizes["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
