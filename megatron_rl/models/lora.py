@@ -143,7 +143,7 @@ def pair(rule: Rule, tensor: HFTensor, decoder: str) -> tuple[Rule, Rule]:
         Rule(
             (f"{layer}.{outer}",),
             (HFTensor(f"{name}lora_B.weight", (rows, "rank")),),
-            Sharding.REPLICATED if by_columns else Sharding.COLUMN,
+            Sharding.COLUMN if rule.is_cut and not by_columns else Sharding.REPLICATED,
             rule.place,
             layers=rule.layers,
         ),

@@ -59,9 +59,10 @@ class Adapter(nn.Module):
         self.on, self.scale, self.dropout, self._parallel = True, lora.scale, lora.dropout, parallel
         self.by_columns, self.per_expert, self.sequence = (
             rule.sharding is Sharding.ROW,
-            "experts" in weight.name,
+            rule.per_expert,
             sequence,
         )
+        self.duplicated = not rule.is_cut
         targets = targets_of(lora, model)
         slices = shard_slices(rule, model.dims, axis.rank, axis.size)
         first: dict[int, int] = {}
@@ -139,7 +140,7 @@ class Adapter(nn.Module):
         return torch.cat([piece(*place) for place in self.pieces], dim=dim)
 
     def _exchanged(self, low: Tensor) -> Tensor:
-        if self.per_expert or self._parallel.tp.size == 1:
+        if self.per_expert or self.duplicated or self._parallel.tp.size == 1:
             return low
         if self.by_columns:
             if self.sequence:

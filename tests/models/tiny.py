@@ -82,6 +82,9 @@ GROUPED = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }
+# Every field of it changes the frequencies of heads this small.
+LATENT_YARN = {**YARN, "rope_theta": 100.0, "original_max_position_embeddings": 64, "beta_fast": 2.0, "beta_slow": 0.25}
+LATENT_YARN |= {"mscale": 0.8, "mscale_all_dim": 1.0}
 VARIANTS |= {
     "deepseek_v3": ("DeepseekV3Config", {**LATENTS, **GROUPED}),
     "deepseek_v3-yarn": (
@@ -89,7 +92,7 @@ VARIANTS |= {
         {
             **LATENTS,
             **GROUPED,
-            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.0},
+            "rope_parameters": LATENT_YARN,
             "n_group": 1,
             "topk_group": 1,
         },
