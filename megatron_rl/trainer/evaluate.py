@@ -7,9 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_rl.checkpoint import store
-from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config.algorithm_checks import reward_columns
 from megatron_rl.config.schema import Config
 from megatron_rl.data.rollout import Outcome, Rollout
@@ -31,11 +30,12 @@ from megatron_rl.runtime import exit_codes
 from megatron_rl.runtime.distributed import ALONE
 from megatron_rl.runtime.step_timer import StepTimer
 from megatron_rl.tasks.loading import load_prompts
-from megatron_rl.trainer import adapter_facts as adapters
 from megatron_rl.trainer.report import Reporter
-from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.sampler import Sampler
 from megatron_rl.trainer.shown import fetch_to_rank0
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.run import Run
 
 _SHOWN = 3  # reasons of failed requests that are printed
 
@@ -85,12 +85,16 @@ def evaluate_only(run: Run, resume: str) -> None:
     Raises:
         CheckpointError: the checkpoint is not whole.
     """
+    # Here: a machine that only asks a server has no Megatron-Core.
+    from megatron_rl.checkpoint import store
+    from megatron_rl.trainer import adapter_facts as adapters
+
     begin = time.monotonic()
     folder, model = run.sampler.folder, dict[str, object](backend="engine", path=str(run.sampler.folder))
     if resume != "never":
         folder = Path(resume)
         if problems := store.verify(folder, run.grid, skip_prefix="optimizer."):
-            raise CheckpointError(f"{folder} is not a whole checkpoint: {store.summarize(problems)}")
+            raise store.CheckpointError(f"{folder} is not a whole checkpoint: {store.summarize(problems)}")
         adapters.check(folder, run.checkpoints.adapters)
         model = {"backend": "checkpoint", "path": str(folder), "step": store.read_state(folder)["progress"]["step"]}
     tasks = run.sampler.prompts.eval
