@@ -23,6 +23,7 @@ from megatron_rl.config.validate import problems
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.classifier import is_classifier
 from megatron_rl.models.gated_delta import GatedDelta
+from megatron_rl.models.hf_config import stored_hf_config
 from megatron_rl.models.lora import check_lora
 from megatron_rl.models.multi_latent import MultiLatent
 from megatron_rl.models.registry import created_config, created_words
@@ -74,7 +75,7 @@ def check_model(config: Config, model: HFConfig | None = None, command: str = "t
         yield from problems
         if not problems:
             yield from _check_template(config, folder, command)
-            yield from _check_sizes(config, read_hf_config(folder), command)
+            yield from _check_stored(config, folder, command)
     elif config.model.create is not None:
         problems = list(check_create(config.model.create))
         yield from problems
@@ -82,6 +83,20 @@ def check_model(config: Config, model: HFConfig | None = None, command: str = "t
             yield from _check_sizes(config, created_config(config.model.create), command)
     else:
         yield "`model` names no model: set `model.path` to a Hugging Face folder, or `model.create` to make a small one"
+
+
+def _check_stored(config: Config, folder: Path, command: str) -> Iterator[str]:
+    try:
+        hf_config = read_hf_config(folder)
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from _check_sizes(config, hf_config, command)
+    lora = config.actor.lora
+    if lora is not None and lora.sync == "adapters" and hf_config != stored_hf_config(folder):
+        yield (
+            f"`actor.lora.sync=adapters`: the engine would read {folder}, of which only a part is read; set it to merged"
+        )
 
 
 def _check_template(config: Config, folder: Path, command: str) -> Iterator[str]:
@@ -321,7 +336,7 @@ def _check_vision(config: Config, model: Model) -> Iterator[str]:
             if task.columns.images is not None:
                 yield (
                     f"`tasks.{name}.columns.images`: the model reads text only; remove it, or set model.path to a model "
-                    "with a vision tower"
+                    "whose vision tower is read, which Qwen3.5's is not"
                 )
         return
     if config.actor.parallel.context > 1:

@@ -92,6 +92,7 @@ class Family:
         decoder: before the names of the decoder's modules in transformers; in files their tensors are called `model.…`.
         rules_of: where config.json decides which rules there are, all of them; `family_for` returns the family with these.
         stacking: how its files have the experts of a layer in one tensor; None: each under names of its own, as in rules.
+        is_inside: its published files also hold what is not read (`text_only`), and its experts stacked.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Family:
     decoder: str = "model."
     rules_of: Callable[[HFConfig], tuple[Rule, ...]] | None = None
     stacking: Stacking | None = None
+    is_inside: bool = False
 
     @property
     def embedding(self) -> Rule:

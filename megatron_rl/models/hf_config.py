@@ -31,7 +31,7 @@ def with_dtype(hf_config: HFConfig, dtype: str) -> dict[str, JSON]:
     return {**hf_config, "torch_dtype" if "torch_dtype" in hf_config else "dtype": dtype}
 
 
-def read_hf_config(folder: str | Path) -> dict[str, JSON]:
+def stored_hf_config(folder: str | Path) -> dict[str, JSON]:
     """config.json of a Hugging Face model folder, as a dict.
 
     Raises:

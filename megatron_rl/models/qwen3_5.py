@@ -145,12 +145,14 @@ def _moe_rules(config: HFConfig) -> tuple[Rule, ...]:
 
 # Which layers have which attention is in config.json; without it, every fourth is a full one.
 _DEFAULT: HFConfig = {"num_hidden_layers": 4}
-QWEN3_5 = Family("qwen3_5", ("Qwen3_5ForCausalLM",), _dense_rules(_DEFAULT), _describe, rules_of=_dense_rules)
-QWEN3_5_MOE = Family(
-    "qwen3_5_moe", ("Qwen3_5MoeForCausalLM",), _moe_rules(_DEFAULT), _describe_moe, rules_of=_moe_rules
+QWEN3_5 = Family(
+    "qwen3_5", ("Qwen3_5ForCausalLM",), _dense_rules(_DEFAULT), _describe, rules_of=_dense_rules, is_inside=True
 )
-# Architectures of the published files, and transformers' of the language model in them.
-TEXT_ONLY = {
-    "Qwen3_5ForConditionalGeneration": QWEN3_5.architectures[0],
-    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE.architectures[0],
-}
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe",
+    architectures=("Qwen3_5MoeForCausalLM",),
+    rules=_moe_rules(_DEFAULT),
+    describe=_describe_moe,
+    rules_of=_moe_rules,
+)

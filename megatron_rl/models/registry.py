@@ -16,7 +16,7 @@ from megatron_rl.models.llama import LLAMA, MISTRAL
 from megatron_rl.models.qwen2 import QWEN2
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.models.qwen3 import QWEN3
-from megatron_rl.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, TEXT_ONLY
+from megatron_rl.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from megatron_rl.models.qwen3_moe import QWEN3_MOE
 from megatron_rl.models.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from megatron_rl.models.tower import IMAGE_WORDS
@@ -50,13 +50,6 @@ def family_for(hf_config: HFConfig) -> Family:
     for family in (*FAMILIES, *map(classifier, FAMILIES)):
         if any(name in family.architectures for name in architectures):
             return family if family.rules_of is None else replace(family, rules=family.rules_of(hf_config))
-    for name, text in TEXT_ONLY.items():
-        if name in architectures:
-            raise ValueError(
-                f"config.json: `architectures` is {name!r}: a vision tower and a language model, of which only the second is "
-                f"trained. transformers.{text}.from_pretrained(folder).save_pretrained(other) writes it by itself; the "
-                "tokenizer's files go beside it"
-            )
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     found = ", ".join(map(repr, architectures)) or f"absent (model_type {hf_config.get('model_type')!r})"
     raise ValueError(f"config.json: `architectures` is {found}, which is not supported; supported: {known}")

@@ -16,6 +16,7 @@ from megatron_rl.config.checks import smallest_world
 from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models.registry import created_config
+from megatron_rl.models.text_only import language_model
 from megatron_rl.planning.components import GIB, MemoryPlan
 from megatron_rl.planning.memory import make_plan
 from megatron_rl.planning.time.calibrate import MeasuredRun, calibrated
@@ -81,9 +82,9 @@ def known_config(config: Config, file: Path | None) -> tuple[HFConfig | None, st
 def _read(path: Path) -> HFConfig:
     with errors_named(f"--model-config {path} cannot be read", OSError, ValueError, as_error=ConfigError):
         model = json.loads(path.read_text("utf-8"))
-    if not isinstance(model, dict):
-        raise ConfigError(f"--model-config {path} does not hold a JSON object")
-    return model
+        if isinstance(model, dict):
+            return language_model(model)
+    raise ConfigError(f"--model-config {path} does not hold a JSON object")
 
 
 def hf_config_of(config: Config, known: HFConfig | None) -> HFConfig:

@@ -10,6 +10,7 @@ import contextlib
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from megatron_rl.data.images import ImageReader, PromptImages
 from megatron_rl.models import Model, model_of, read_hf_config
 from megatron_rl.models import fp8_weights as fp8
 from megatron_rl.models.gated_delta import GatedDelta
+from megatron_rl.models.hf_config import stored_hf_config
 from megatron_rl.models.lora import engine_options, targets_of
 from megatron_rl.models.multi_latent import MultiLatent
 from megatron_rl.rollout import environment
@@ -31,6 +33,7 @@ from megatron_rl.seams import torch_compile, vllm_lora
 from megatron_rl.seams import vllm as seam
 from megatron_rl.seams.vllm_experts import returned
 from megatron_rl.seams.vllm_images import register_images_only, register_text_only
+from megatron_rl.weights.files import write_json
 from megatron_rl.weights.stacked import one_by_one
 
 if TYPE_CHECKING:
@@ -60,9 +63,10 @@ class VllmEngine:
         with torch_compile.left_out_of_vllm():
             from vllm import LLM
 
-        model = model_of(config.model.completed(read_hf_config(folder)))
+        hf_config = read_hf_config(folder)
+        model = model_of(config.model.completed(hf_config))
         options = llm_options(config, folder, model, None if images is None else images[0])
-        if read_hf_config(folder).get("quantization_config"):  # weights come as the actor has them
+        if hf_config.get("quantization_config"):  # weights come as the actor has them
             options["hf_overrides"] = seam.unquantised
         self._stacking = model.family.stacking
         self.max_scored = max_length(self.config, model) - 1
@@ -86,7 +90,10 @@ class VllmEngine:
         returning = returned(device.has_gpu()) if self.experts is not None else contextlib.nullcontext()
         self._keeps_prefixes = bool(options["enable_prefix_caching"])
         gc.freeze()
-        with environment.engine_start(grid), returning:
+        with environment.engine_start(grid), returning, TemporaryDirectory() as of_text:
+            if hf_config != stored_hf_config(folder):  # the language model's alone
+                write_json(Path(of_text) / "config.json", hf_config)
+                options["hf_config_path"] = of_text
             self.llm = LLM(**options)
         gc.enable()
         seam.quiet_reload_messages()

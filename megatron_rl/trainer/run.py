@@ -16,6 +16,8 @@ from megatron_rl.data.images import ImageReader
 from megatron_rl.data.rollout import Rollouts
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.models import model_of, read_hf_config
+from megatron_rl.models.hf_config import stored_hf_config
+from megatron_rl.models.text_only import NOT_READ
 from megatron_rl.rewards import Scorer
 from megatron_rl.rollout import environment
 from megatron_rl.rollout.sync import Scored, WeightSync, make_sync
@@ -131,6 +133,8 @@ def build_run(
     report.phase("loading the model and the tasks")
     folder = model_folder(config, report, run_dir)
     grid.barrier()
+    if read_hf_config(folder) != stored_hf_config(folder):
+        report.note(f"{folder}: only the language model is read, not {' nor '.join(f'{name}*' for name in NOT_READ)}")
     tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     prompts = load_prompts(config, tokenizer, report.note, command != "evaluate", _reader(config, folder))
     if command == "sft" or config.sft.wanted:

@@ -20,8 +20,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.model_checks import check_create
-from megatron_rl.models.hf_config import read_hf_config
 from megatron_rl.models.registry import created_config, created_words, model_of
+from megatron_rl.models.text_only import read_hf_config
 from megatron_rl.weights.files import save_tensors, whole_folder
 
 PAD, EOS = "<pad>", "<eos>"

@@ -140,6 +140,12 @@ class SafetensorsFolder(WeightSource):
         self.folder = Path(folder)
         self._entries: dict[Path, dict[str, Entry]] = {}
         self._files = self._indexed() if (self.folder / INDEX).is_file() else self._scanned()
+        self._stored: Mapping[str, str] = {}
+
+    def rename(self, stored: Mapping[str, str]) -> None:
+        """From here on it has these tensors only, by the names that they shall have; the values are those in files."""
+        self._files = {name: self._files[old] for name, old in stored.items()}
+        self._stored = stored
 
     def names(self) -> set[str]:
         return set(self._files)
@@ -187,12 +193,12 @@ class SafetensorsFolder(WeightSource):
                 view, offset = view[count:], offset + count
 
     def entry(self, name: str) -> Entry:
-        path = self._files[name]
+        path, stored = self._files[name], self._stored.get(name, name)
         if path not in self._entries:
             self._entries[path] = read_header(path)
-        if name not in self._entries[path]:
-            raise ValueError(f"{path} does not hold {name}, although the folder's index lists it there")
-        return self._entries[path][name]
+        if stored not in self._entries[path]:
+            raise ValueError(f"{path} does not hold {stored}, although the folder's index lists it there")
+        return self._entries[path][stored]
 
     def _indexed(self) -> dict[str, Path]:
         index = self.folder / INDEX
@@ -261,12 +267,7 @@ def read_header(path: Path) -> dict[str, Entry]:
                 entries[name] = entry
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    except (
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"cannot read {path}: its header is damaged ({error!r:.300})") from error
     return entries
 

@@ -40,7 +40,7 @@ def load_hf_weights(
             and field), or the module is not the one that the family's config mapping describes.
     """
     model = Model(family, family.describe(hf_config))
-    files = opened(SafetensorsFolder(source), family.stacking) if isinstance(source, str | Path) else source
+    files = opened(SafetensorsFolder(source), family) if isinstance(source, str | Path) else source
     check_names(files, model)
     for weight in local_weights(model_chunks, model, parallel):
         axis = split_axis(weight.rule, parallel)

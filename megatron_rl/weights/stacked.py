@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from megatron_rl.models import text_only
 from megatron_rl.models.expert_stacks import ExpertPart, Stacking
-from megatron_rl.models.family import Model
+from megatron_rl.models.family import Family, Model
 from megatron_rl.weights.files import DTYPES, Bits, SafetensorsFolder, WeightSource, as_tensor
 
 if TYPE_CHECKING:
@@ -36,8 +37,14 @@ class ReadsBits(Protocol):
     def read_into(self, out: Bits, name: str, dim: int = 0, start: int = 0) -> None: ...
 
 
-def opened(files: SafetensorsFolder, stacking: Stacking | None) -> WeightSource:
-    """A folder's tensors under the names of rules."""
+def opened(files: SafetensorsFolder, family: Family) -> SafetensorsFolder | Unstacked:
+    """A folder's tensors under the names of rules, without what its models have beside the language model."""
+    stacking = family.stacking
+    if family.is_inside:
+        files.rename(text_only.names_read(files.names()))
+        published = Stacking(transposed=False, interleaved=False)
+        if any(published.names(name, 1) for name in files.names()):
+            stacking = published
     return files if stacking is None else Unstacked(files, stacking)
 
 

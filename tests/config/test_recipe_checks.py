@@ -367,7 +367,7 @@ def test_a_scaling_of_the_recipe_makes_room_for_longer_sequences(recipe, model: 
         ("{factor: 2, original_max_position_embeddings: 200}", {}, "max_position_embeddings = 128, which 200 must not"),
         ("{factor: 4}", {}, "original_max_position_embeddings"),
         ("{factor: 4, original_max_position_embeddings: 100, rope_type: linear}", {}, "rope_type"),
-        ("{factor: 4, original_max_position_embeddings: 100, beta_fast: 0.5}", {}, "must be below beta_fast"),
+        ("{factor: 4, original_max_position_embeddings: 100, beta_fast: 0.5}", {}, "must be at most beta_fast"),
         ("{factor: 4, original_max_position_embeddings: 100}",
          {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "a scaling of its own, `rope_scaling` = {'rope_type"),
         ("{factor: 4, original_max_position_embeddings: 100}",
@@ -447,6 +447,22 @@ def test_what_sinks_and_stacked_experts_rule_out(recipe, model: Path, override: 
     whole = ("model.path=model", "launch.processes=2")
     check(recipe(*whole), machine=CPU)
     assert any(message in problem for problem in problems(recipe(*whole, override)))
+
+
+def test_what_a_folder_of_which_only_the_language_model_is_read_rules_out(recipe, model: Path) -> None:
+    text = published_config("Qwen3.5-35B-A3B")
+    whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+    (model / "config.json").write_text(json.dumps({**whole, "text_config": text, "vision_config": {"depth": 27}}))
+    found = problems(
+        recipe("model.path=model", "tasks.train.sums.columns.images=x", "actor.lora={rank: 4, sync: adapters}")
+    )
+    for message in (
+        "read, which Qwen3.5's is not",
+        "`actor.lora.sync=adapters`: the engine would",
+    ):
+        assert any(message in problem for problem in found), found
+    (model / "config.json").write_text(json.dumps(whole))
+    assert any("text_config" in problem for problem in problems(recipe("model.path=model")))
 
 
 def test_experts(recipe, model: Path) -> None:

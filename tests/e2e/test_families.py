@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import yaml
-from models import seeing, tiny
+from models import published, seeing, tiny
 from safetensors.torch import load_file
 
 from megatron_rl.config import load_recipe, to_yaml
 from megatron_rl.config.model import CreateModelConfig, CreateVisionConfig
 from megatron_rl.config.model_checks import CPU_HEAD_SIZES
+from megatron_rl.models import read_hf_config
 from megatron_rl.runtime.attempts import rank_environment
 from megatron_rl.weights.create import create_model
 from tests.warm import Warm
@@ -72,7 +73,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, Sequence[str]]] = {
     "mistral-tied": ("mistral", TIED, 1, ()),
     "ministral": ("ministral", {}, 1, ()),
     "qwen3_5": ("qwen3_5", GATED_DELTA, 1, BF16),
-    "qwen3_5_moe-TP-2": ("qwen3_5_moe", {**EXPERTS, **GATED_DELTA}, 2, (*TP, *BF16)),
+    "qwen3_5_moe-TP-2": ("published-qwen3_5_moe", {**EXPERTS, **GATED_DELTA}, 2, (*TP, *BF16)),
     "qwen3-tied-TP-2": ("qwen3", TIED, 2, ("actor.parallel.tensor=2", "rollout.tensor_parallel=2")),
     "qwen2-tied-PP-2": ("qwen2", {**TWO_HEADS, **TIED}, 2, ("actor.parallel.pipeline=2",)),
     "qwen3_moe-EP-2": ("qwen3_moe", EXPERTS, 2, EP),
@@ -126,7 +127,8 @@ def write_model(folder: Path, tokenizer: Path, variant: str, changes: dict[str, 
         if variant != "vision":
             seeing.replace_model(folder, variant.partition("-")[2])
         return
-    tiny.write(folder, variant, **{**SIZES, **changes})
+    write, name = (published.write if "published" in variant else tiny.write), variant.removeprefix("published-")
+    write(folder, name, **{**SIZES, **changes})
     for path in tokenizer.glob("tokenizer*"):
         shutil.copy(path, folder)
     if with_copy:
@@ -195,10 +197,8 @@ def test_it_trains_and_the_engine_follows(root: Path, name: str) -> None:
         else:
             assert row["sync/logprob_max_diff"] < 1e-4
         assert row["actor/grad_norm"] > 0
-    source, exported = (
-        json.loads((root / name / folder / "config.json").read_text()) for folder in ("model", "straight/export")
-    )
-    assert exported["architectures"] == source["architectures"]
+    exported = json.loads((root / name / "straight/export/config.json").read_text())
+    assert exported["architectures"] == read_hf_config(root / name / "model")["architectures"]
     if "stretched" in name:
         assert (exported["max_position_embeddings"], exported["rope_parameters"]["rope_type"]) == (256, "yarn")
 

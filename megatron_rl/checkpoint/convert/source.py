@@ -44,7 +44,7 @@ def open_weights(folder: str | Path) -> WeightSource:
     """The weights of a model folder: Hugging Face's safetensors, or a converted Megatron checkpoint (with config.json)."""
     model = SourceModel.read(Path(folder))
     if not is_megatron(folder):
-        return opened(SafetensorsFolder(folder), model.family.stacking)
+        return opened(SafetensorsFolder(folder), model.family)
     return MegatronModel(folder, model)
 
 

@@ -28,12 +28,13 @@ from megatron_rl.weights.files import (
     DTYPES,
     INDEX,
     Bits,
+    SafetensorsFolder,
     WeightSource,
     as_tensor,
     cast_bits,
     copy_companions,
 )
-from megatron_rl.weights.stacked import Unstacked
+from megatron_rl.weights.stacked import Unstacked, opened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +140,7 @@ class ToMegatron(Conversion):
 class _Plan:
     model: SourceModel
     files_read: HFFolder
-    source: HFFolder | Unstacked  # these by the names of rules
+    source: SafetensorsFolder | Unstacked  # these by the names of rules
     files: dict[str, list[TensorChunk]]
     dtypes: dict[str, str]  # by global name, as safetensors names them
 
@@ -154,8 +155,7 @@ def _planned(task: ToMegatron) -> _Plan:
         ValueError: the source is not what its config.json says, or the layout is impossible for it.
     """
     model, files_read = SourceModel.read(task.hf), HFFolder(task.hf)
-    stacking = model.family.stacking
-    source = files_read if stacking is None else Unstacked(files_read, stacking)
+    source = opened(files_read, model.family)
     task.layout.check(model)
     if task.program is not None:
         programs.rope_arguments(model.description.rope)
@@ -212,7 +212,7 @@ def _dtypes(chunks: Sequence[TensorChunk], source: WeightSource, model: SourceMo
 class _Filling:
     """Chunks from a source's tensors, one after the other in the same memory."""
 
-    def __init__(self, source: HFFolder | Unstacked) -> None:
+    def __init__(self, source: SafetensorsFolder | Unstacked) -> None:
         self._source, self._memory = source, Memory()
         self._columns, self._columns_of = Memory(), ""
 
