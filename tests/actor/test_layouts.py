@@ -99,6 +99,7 @@ TWO = [
     Layout("PP 2 virtual 2 uneven", pipeline=2, virtual=2),  # chunks of 1, 2, 2 and 1 layers
     Layout("PP 2 virtual 2 latents", pipeline=2, virtual=2, variant="deepseek_v3"),
     Layout("CP 2 latents", context=2, variant="deepseek_v3"),
+    Layout("CP 2 gated delta", context=2, variant="qwen3_5"),
     Layout("DP 2 latents", variant="deepseek_v3"),
     Layout("PP 2 sinks", pipeline=2, variant="gpt_oss"),
     Layout("TP 2 biases", tensor=2, sequence=True, variant="glm4_moe"),
