@@ -66,6 +66,12 @@ def check_lora(lora: LoRA, model: Model) -> Iterator[str]:
         elif name != ALL and name not in every:
             nearest = did_you_mean(name, [ALL, *every])
             yield f"`actor.lora.targets` has {name!r}, and the model's linear layers are {', '.join(every)}{nearest}"
+    sections = (rule for rule in model.parameters if rule.is_projection and rule.sharding is Sharding.SECTIONS)
+    if ALL in lora.targets and (without := dict.fromkeys(module_of(tensor) for rule in sections for tensor in rule.hf)):
+        yield (
+            f"`actor.lora.targets` has {ALL}, and the model's {', '.join(without)} take no adapters; set it to "
+            f"[{', '.join(every)}]"
+        )
     if lora.experts and not model.experts:
         yield "`actor.lora.experts` is for experts, and the model has none; set it to false"
     if lora.experts and model.family.stacking is not None:

@@ -48,6 +48,19 @@ def test_what_does_not_fit_is_refused_with_its_key(overrides: list[str], words: 
         check(load_recipe(QUICKSTART, [f"actor.lora.{each}" for each in overrides]), machine=Machine(gpus=0))
 
 
+def test_linear_layers_without_adapters_are_not_left_out_silently() -> None:
+    config = published_config("Qwen3.5-35B-A3B")
+    assert config is not None
+    model = model_of(config)
+    [refused] = check_lora(LoRAConfig(rank=8), model)
+    assert "has all-linear, and the model's in_proj_qkv, in_proj_z, in_proj_b, in_proj_a take no adapters" in refused
+    named = refused.rpartition("[")[2].removesuffix("]").split(", ")
+    assert {"out_proj", "q_proj"} < {*named}
+    assert list(check_lora(LoRAConfig(rank=8, targets=named), model)) == []
+    [refused] = check_lora(LoRAConfig(rank=8, targets=["in_proj_z"]), model)
+    assert "has 'in_proj_z', and the model's linear layers are out_proj" in refused
+
+
 @pytest.mark.parametrize(
     ("model", "rank", "words"),
     [

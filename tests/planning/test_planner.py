@@ -58,6 +58,7 @@ PUBLISHED = {
     "DeepSeek-R1-Distill-Qwen-14B": 14_770_033_664,
     "Qwen3-1.7B": 1_720_574_976,
     "Qwen3.5-35B-A3B": 34_660_610_688,  # the language model; sizes are the defaults of transformers' configuration
+    "Qwen3.6-35B-A3B": 34_660_610_688,
     "Qwen3-4B-Base": 4_022_468_096,
     "Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Qwen3-4B-Thinking-2507": 4_022_468_096,
@@ -66,6 +67,9 @@ PUBLISHED = {
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
+    "DeepSeek-V3": 671_026_419_200,
+    "Kimi-K2-Instruct": 1_026_408_232_448,
+    "GLM-4.5-Air": 106_852_251_264,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "Ministral-8B-Instruct-2410": 8_019_808_256,
