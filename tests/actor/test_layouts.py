@@ -150,7 +150,7 @@ def _load(root: Path, name: str) -> dict[str, Any]:
 
 
 def _start(root: Path, model: str) -> dict[str, torch.Tensor]:
-    files = opened(SafetensorsFolder(root / model), family_for(read_hf_config(root / model)).stacking)
+    files = opened(SafetensorsFolder(root / model), family_for(read_hf_config(root / model)))
     return {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names()}
 
 

@@ -35,7 +35,7 @@ class Layout:
 
 
 def _tensors(folder: Path, family: Family) -> dict[str, torch.Tensor]:
-    files = opened(SafetensorsFolder(folder), family.stacking)
+    files = opened(SafetensorsFolder(folder), family)
     return {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names()}
 
 

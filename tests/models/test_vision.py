@@ -57,7 +57,7 @@ def test_experts_are_read_in_both_ways_that_they_are_stored(tmp_path: Path) -> N
     name = "model.language_model.layers.1.mlp.experts.2.{}_proj.weight"
     read = []
     for _ in range(2):
-        source = opened(SafetensorsFolder(folder), family.stacking)
+        source = opened(SafetensorsFolder(folder), family)
         read.append([source.read(name.format(part), 0, 0, 8) for part in ("gate", "up", "down")])
         seeing.transpose_experts(folder)
     assert all(torch.equal(one, other) for one, other in zip(*read, strict=True))
