@@ -34,8 +34,7 @@ def _describe(config: HFConfig) -> ModelDescription:
     for name, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if fields.absent(name):
             raise ValueError(f"config.json has no `{name}`, without which vLLM routes otherwise: set it to {value!r}")
-    if fields.get("quantization_config"):
-        fields.refuse("quantization_config", "...", "the weights must be those of the unquantised model")
+    fields.quantisation()
     transformer: Settings = {
         "num_layers": layers,
         "hidden_size": hidden,

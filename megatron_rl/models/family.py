@@ -268,8 +268,7 @@ def describe_decoder(
     fields.only("attention_dropout", 0.0)
     fields.only("attention_bias", biases)
     fields.only("mlp_bias", False)
-    if fields.get("quantization_config"):
-        fields.refuse("quantization_config", "...", "the weights must be those of the unquantised model")
+    fields.quantisation()
     attention, rope = GroupedQuery(heads, kv_heads, head_dim, qk_norm), read_rope(fields, max_positions, rotary_share)
     dims = {
         "layers": layers,

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
+from megatron_rl.base.block_fp8 import BLOCK
+
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 HFConfig = Mapping[str, JSON]  # config.json as it was read
 
@@ -23,12 +25,23 @@ INERT = frozenset((
     "unsloth_fixed", "unsloth_version", "use_cache",
 ))
 # fmt: on
+# `quantization_config` of weights that are read as bf16 (`weights.block_scaled`), and fields of it that files say themselves.
+_BLOCK_FP8: HFConfig = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [BLOCK, BLOCK],
+    "activation_scheme": "dynamic",
+}
+_SAID_BY_FILES = ("modules_to_not_convert", "modules_to_convert", "ignored_layers", "scale_fmt", "dequantize")
 
 
 def with_dtype(hf_config: HFConfig, dtype: str) -> dict[str, JSON]:
     """Says that the weights beside it have this dtype, under the name that it has for that, and are not quantised."""
-    hf_config = {name: value for name, value in hf_config.items() if name != "quantization_config"}
-    return {**hf_config, "torch_dtype" if "torch_dtype" in hf_config else "dtype": dtype}
+    return {**unquantised(hf_config), "torch_dtype" if "torch_dtype" in hf_config else "dtype": dtype}
+
+
+def unquantised(hf_config: HFConfig) -> dict[str, JSON]:
+    return {name: value for name, value in hf_config.items() if name != "quantization_config"}
 
 
 def stored_hf_config(folder: str | Path) -> dict[str, JSON]:
@@ -129,6 +142,21 @@ class Fields:
         if not isinstance(value, dict):
             raise ValueError(f"config.json: `{name}` = {value!r}, expected an object")
         return {key: item for key, item in value.items() if item is not None}
+
+    def quantisation(self) -> None:
+        """Refuse a `quantization_config` of anything but block-wise FP8, which is read as bf16."""
+        section = self.section("quantization_config")
+        if not section:
+            return
+        stated = {"fmt": "e4m3", "activation_scheme": "dynamic", **section}
+        wrong = {name: stated.get(name) for name, value in _BLOCK_FP8.items() if stated.get(name) != value}
+        known = (*_BLOCK_FP8, *_SAID_BY_FILES)
+        wrong |= {name: value for name, value in section.items() if value and name not in known}
+        for name, value in wrong.items():
+            remedy = "of quantised weights block-wise FP8 is read, with " + ", ".join(
+                f"{field} {expected}" for field, expected in _BLOCK_FP8.items()
+            )
+            self.refuse(f"quantization_config.{name}", value, f"{remedy}; take the folder of the unquantised model")
 
     def only(self, name: str, value: JSON) -> None:
         """Refuse every value but `value`, which is also what an absent or null field means."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,7 +68,7 @@ class VllmEngine:
         model = model_of(config.model.completed(hf_config))
         options = llm_options(config, folder, model, None if images is None else images[0])
         if hf_config.get("quantization_config"):  # weights come as the actor has them
-            options["hf_overrides"] = seam.unquantised
+            options["hf_overrides"] = partial(seam.unquantised, changes=options.get("hf_overrides", {}))
         self._stacking = model.family.stacking
         self.max_scored = max_length(self.config, model) - 1
         self._in_fp8 = frozenset[str]()

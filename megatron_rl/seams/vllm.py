@@ -56,11 +56,12 @@ def shutdown(llm: LLM) -> None:
         gc.collect = search
 
 
-def unquantised(config: PretrainedConfig) -> PretrainedConfig:
-    """For `hf_overrides`: the configuration of a folder whose weights are not quantised. A value of null would not do:
-    GPT-OSS's loader looks into an entry that is there."""
+def unquantised(config: PretrainedConfig, changes: Mapping[str, object]) -> PretrainedConfig:
+    """For `hf_overrides`: the configuration of a folder whose weights are not quantised, and so changed. A value of null
+    would not do: GPT-OSS's loader looks into an entry that is there."""
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    config.update(changes)
     return config
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from megatron_rl.base.block_fp8 import DTYPE, SCALE
 from megatron_rl.models.family import Model
 from megatron_rl.models.rules import DIM_FIELDS, Dims, Rule
 from megatron_rl.weights.files import WeightSource
@@ -63,9 +64,10 @@ def check_tensors(rule: Rule, files: WeightSource, dims: Dims) -> None:
     for tensor in rule.hf:
         dtype = files.dtype(tensor.name)
         if dtype not in _DTYPES:
+            why = f"no {tensor.name}{SCALE} is beside it" if dtype == DTYPE else "weights quantised so are not read"
             raise ValueError(
                 f"{tensor.name} in {files.file_of(tensor.name)} has dtype {dtype}, "
-                f"expected one of {', '.join(_DTYPES)}: quantised weights are not read"
+                f"expected one of {', '.join(_DTYPES)}: {why}"
             )
         found, expected = files.shape(tensor.name), tensor.sizes(dims)
         if found != expected:

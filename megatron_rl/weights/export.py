@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.models.family import Family, Model
-from megatron_rl.models.hf_config import HFConfig, with_dtype
+from megatron_rl.models.hf_config import HFConfig, unquantised, with_dtype
 from megatron_rl.models.lora import peft_config
 from megatron_rl.weights.files import copy_companions, save_tensors, shard_names, whole_folder, write_index, write_json
 from megatron_rl.weights.gather import iter_hf_weights
@@ -125,6 +125,6 @@ def _write(
     for number, file in enumerate(files):
         (folder / f"{number}.safetensors").rename(folder / file)
     one = len(dtypes) == 1
-    config = with_dtype(hf_config, str(dtypes.pop()).removeprefix("torch.")) if one else dict(hf_config)
+    config = with_dtype(hf_config, str(dtypes.pop()).removeprefix("torch.")) if one else unquantised(hf_config)
     write_json(folder / "config.json", config)
     copy_companions(source, folder)

@@ -16,6 +16,7 @@ import numpy as np
 from megatron_rl.models import text_only
 from megatron_rl.models.expert_stacks import ExpertPart, Stacking
 from megatron_rl.models.family import Family, Model
+from megatron_rl.weights.block_scaled import Unscaled, unscaled
 from megatron_rl.weights.files import DTYPES, Bits, SafetensorsFolder, WeightSource, as_tensor
 
 if TYPE_CHECKING:
@@ -37,15 +38,16 @@ class ReadsBits(Protocol):
     def read_into(self, out: Bits, name: str, dim: int = 0, start: int = 0) -> None: ...
 
 
-def opened(files: SafetensorsFolder, family: Family) -> SafetensorsFolder | Unstacked:
-    """A folder's tensors under the names of rules, without what its models have beside the language model."""
+def opened(files: SafetensorsFolder, family: Family) -> Opened:
+    """A folder's tensors under the names of rules, none quantised, without what its models have beside the
+    language model."""
     stacking = family.stacking
     if family.is_inside:
         files.rename(text_only.names_read(files.names()))
         published = Stacking(transposed=False, interleaved=False)
         if any(published.names(name, 1) for name in files.names()):
             stacking = published
-    return files if stacking is None else Unstacked(files, stacking)
+    return unscaled(files) if stacking is None else Unstacked(unscaled(files), stacking)
 
 
 class Unstacked(WeightSource):
@@ -55,7 +57,7 @@ class Unstacked(WeightSource):
         ValueError: a tensor's blocks or scales are no bytes, or do not go together.
     """
 
-    def __init__(self, files: SafetensorsFolder, stacking: Stacking) -> None:
+    def __init__(self, files: SafetensorsFolder | Unscaled, stacking: Stacking) -> None:
         stacking = _as_stored(files, stacking)
         self.folder, self._files, self._stacking = files.folder, files, stacking
         self._read: tuple[str, int, Bits] | None = None  # the last expert: tensor, number, [out, in]
@@ -158,7 +160,10 @@ class Unstacked(WeightSource):
         return out[0]
 
 
-def _as_stored(files: SafetensorsFolder, stacking: Stacking) -> Stacking:
+Opened = SafetensorsFolder | Unscaled | Unstacked  # what reads rows into memory
+
+
+def _as_stored(files: WeightSource, stacking: Stacking) -> Stacking:
     """The stacking with matrices as these files have them: transformers 5.19 saves as [experts, out, in] what Qwen3-VL has
     published as [experts, in, out], and reads both. Which it is follows from the sizes, since one is twice another."""
     for name in files.names():

@@ -24,7 +24,7 @@ from megatron_rl.checkpoint.convert.to_megatron import CASTS
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import StoredChunk
 from megatron_rl.models import fp8_weights as fp8
-from megatron_rl.models.hf_config import with_dtype
+from megatron_rl.models.hf_config import unquantised, with_dtype
 from megatron_rl.weights.files import (
     DTYPES,
     Bits,
@@ -96,7 +96,7 @@ class ToHF(Conversion):
         tensors = [tensor for held in plan.files.values() for tensor in held]
         names = {file: [tensor.name for tensor in held] for file, held in plan.files.items()}
         write_index(folder, names, sum(tensor.nbytes for tensor in tensors))
-        config = dict(plan.model.hf_config)
+        config = unquantised(plan.model.hf_config)
         dtypes = {tensor.dtype for tensor in tensors} - {block_fp8.DTYPE}
         if self.dtype == "fp8":
             config = with_dtype(config, "bfloat16")

@@ -22,19 +22,20 @@ from megatron_rl.checkpoint.convert.reader import MegatronModel
 from megatron_rl.checkpoint.convert.source import HFFolder, SourceModel, fingerprint
 from megatron_rl.checkpoint.convert.write_behind import WriteBehind
 from megatron_rl.checkpoint.manifest import StoredChunk
+from megatron_rl.models.hf_config import unquantised
 from megatron_rl.weights.check_files import check_names, check_tensors, check_tied
 from megatron_rl.weights.files import (
     DTYPE_NAMES,
     DTYPES,
     INDEX,
     Bits,
-    SafetensorsFolder,
     WeightSource,
     as_tensor,
     cast_bits,
     copy_companions,
+    write_json,
 )
-from megatron_rl.weights.stacked import Unstacked, opened
+from megatron_rl.weights.stacked import Opened, opened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +102,10 @@ class ToMegatron(Conversion):
         programs.write_files(self.program, folder, plan.model, self.layout, dtype)
         manifest.write_json(folder / "metadata.json", index.BACKEND)
         copy_companions(self.hf, folder)
-        (folder / "config.json").write_bytes((self.hf / "config.json").read_bytes())
+        if "quantization_config" in plan.model.hf_config:
+            write_json(folder / "config.json", unquantised(plan.model.hf_config))
+        else:
+            (folder / "config.json").write_bytes((self.hf / "config.json").read_bytes())
         tensors = {
             chunk.name: manifest.TensorInfo(chunk.shape, DTYPES[plan.dtypes[chunk.name]].name)
             for held in plan.files.values()
@@ -140,7 +144,7 @@ class ToMegatron(Conversion):
 class _Plan:
     model: SourceModel
     files_read: HFFolder
-    source: SafetensorsFolder | Unstacked  # these by the names of rules
+    source: Opened  # these by the names of rules, none quantised
     files: dict[str, list[TensorChunk]]
     dtypes: dict[str, str]  # by global name, as safetensors names them
 
@@ -212,7 +216,7 @@ def _dtypes(chunks: Sequence[TensorChunk], source: WeightSource, model: SourceMo
 class _Filling:
     """Chunks from a source's tensors, one after the other in the same memory."""
 
-    def __init__(self, source: SafetensorsFolder | Unstacked) -> None:
+    def __init__(self, source: Opened) -> None:
         self._source, self._memory = source, Memory()
         self._columns, self._columns_of = Memory(), ""
 
