@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.models import HFConfig, model_of
 from megatron_rl.modules.rotary import inverse_frequencies
 from megatron_rl.rollout.vllm_engine import llm_options
+from megatron_rl.seams.vllm import unquantised
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10240}
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -70,3 +73,15 @@ def test_the_recipes_scaling_is_given_to_vllm_as_a_whole() -> None:
         "original_max_position_embeddings": 32768,
         "beta_fast": 30.0,
     }
+
+
+def test_a_quantised_folder_gets_the_recipes_scaling_too(tmp_path: Path) -> None:
+    from transformers import Qwen3Config
+    from vllm.transformers_utils.config import get_config
+
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    Qwen3Config(architectures=["Qwen3ForCausalLM"], quantization_config=quantised).save_pretrained(tmp_path)
+    changes = {"rope_parameters": {**YARN, "rope_theta": 1e6}, "max_position_embeddings": 40960}
+    config = get_config(tmp_path, False, hf_overrides_fn=partial(unquantised, changes=changes))
+    assert not hasattr(config, "quantization_config")
+    assert {name: getattr(config, name) for name in changes} == changes
