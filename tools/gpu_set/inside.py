@@ -26,7 +26,7 @@ from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of
 from megatron_rl.runtime import device
 from megatron_rl.runtime.attempts import rank_environment
-from megatron_rl.weights.layouts import EngineLayout
+from megatron_rl.weights.layouts import EngineLayout, unplaced
 
 ROOT = Path(__file__).parents[2]
 # Of FP8 attention: vLLM deletes them after loading (quantization/kv_cache.py), before the sync looks.
@@ -154,6 +154,9 @@ def models(only: list[str], extra: dict[str, object]) -> str:
     seen: dict[tuple[object, ...], str] = {}
     with pretended_card(), tempfile.TemporaryDirectory() as folder:
         for name, config, hf_config, model in recipes(only):
+            if unplaced(model):
+                print(f"{name}: its weights go to the engine whole, by vLLM's own loader", flush=True)
+                continue
             rollout = config.rollout
             kind = (Path(str(config.model.path)).name, rollout.tensor_parallel, rollout.expert_parallel, rollout.fp8)
             if kind in seen:
@@ -204,6 +207,7 @@ def _meta_model(config: Any, tensor: int) -> torch.nn.Module:
     told = (
         ExpertMapManager.get_compressed_map_string
     )  # for a line of the log it reads a tensor, which has no content here
+    os.environ["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"  # shared experts would ask the driver for a stream
     parallel_state.init_model_parallel_group = silent
     ExpertMapManager.get_compressed_map_string = lambda _: ""
     try:
