@@ -1,0 +1,31 @@
+"""What a CPU does where Megatron-Core lets an output go and computes it again: the same gradients, no compiler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import random
+
+from megatron_rl.seams.megatron_cpu import MegatronOnCpu, install_rng_tracker
+
+
+def test_an_output_that_was_let_go_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "load_inline", lambda **_: pytest.fail("compiles"))
+    install_rng_tracker()
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4, requires_grad=True)
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.tanh(x).matmul(weight).sum().backward()
+    expected = x.grad, weight.grad
+    x.grad = weight.grad = None
+    with MegatronOnCpu():
+        checkpoint = random.CheckpointWithoutOutput(fp8=None)
+        hidden = checkpoint.checkpoint(torch.tanh, x)
+        out = hidden.matmul(weight)
+        checkpoint.discard_output_and_register_recompute(out)
+        assert hidden.untyped_storage().size() == 0
+        out.sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert torch.equal(x.grad, expected[0])
+    assert torch.equal(weight.grad, expected[1])
