@@ -25,6 +25,7 @@ from megatron_rl.seams.megatron import (
     Chunk,
     Optimizer,
     allow_fused_accumulation,
+    copy_recomputed_outputs,
     initialize_adam,
     sum_gradients_undivided,
 )
@@ -137,6 +138,7 @@ def build_model(model: Model, actor: ActorConfig, dtype: torch.dtype) -> list[Ch
         model_parallel_cuda_manual_seed(0)  # read by initialisation and dropout, neither of which matters here
     else:
         install_rng_tracker()
+    copy_recomputed_outputs()
     config = transformer_config(model.description, actor, dtype)
     vocab_size = padded_vocab_size(model.dims["vocab"], actor.parallel.tensor)
     chunks, build, vision = [], builder(model.family), model.description.vision

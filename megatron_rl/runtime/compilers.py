@@ -25,6 +25,7 @@ CACHES = {
     "TILELANG_CACHE_DIR": "tilelang",
     "DG_JIT_CACHE_DIR": "deep_gemm",
     "CUDA_CACHE_PATH": "cuda",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
 }
 NVCC = (12, 9)  # the oldest that vLLM's DeepGEMM takes
 

@@ -12,7 +12,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import layers, random
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
@@ -143,6 +143,22 @@ def allow_fused_accumulation() -> None:
     The only such layer is the output layer, whose forward pass is replaced (`return_hidden_states`).
     """
     layers._grad_accum_fusion_available = True
+
+
+def copy_recomputed_outputs() -> None:
+    """Copies what was computed again into the storage of the output that was let go, as Megatron-Core did before 0.19.
+
+    Since then it shares the storages by an extension that it compiles at the first use: on every node, by a compiler that
+    may be missing there, and waiting without end for the lock that a killed compilation has left.
+    """
+    random._get_share_storage = lambda: _copy_storage
+
+
+def _copy_storage(output: Tensor, computed_again: Tensor) -> None:
+    storage = computed_again.untyped_storage()
+    output.untyped_storage().resize_(storage.nbytes())
+    with torch.no_grad():
+        output.untyped_storage().copy_(storage)
 
 
 def routers(chunk: Chunk) -> Iterator[tuple[int, nn.Module]]:

@@ -147,16 +147,6 @@ def _rotate_one_by_one() -> Callable[..., torch.Tensor]:
     return cast(Callable[..., torch.Tensor], MegatronOnCpu._saved[(rope_utils, "_apply_rotary_pos_emb_thd")])
 
 
-def _copy_storage(output: torch.Tensor, computed_again: torch.Tensor) -> None:
-    """Gives an output whose storage was let go what was computed again, as Megatron-Core did before 0.19: its extension that
-    shares storages is compiled at the first use, by a compiler that a laptop may lack, and a killed one leaves a lock behind.
-    """
-    storage = computed_again.untyped_storage()
-    output.untyped_storage().resize_(storage.nbytes())
-    with torch.no_grad():
-        output.untyped_storage().copy_(storage)
-
-
 def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object]]:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import random
@@ -172,7 +162,6 @@ def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object]]:
         # Activation recomputation restores both before it computes a layer again, besides the CPU's own state.
         (random, "_get_cuda_rng_state"): lambda **_: torch.empty(0),
         (random, "_set_cuda_rng_state"): _NoStream()._nothing,
-        (random, "_get_share_storage"): lambda: _copy_storage,
     }
 
 

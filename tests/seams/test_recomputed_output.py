@@ -1,17 +1,22 @@
-"""What a CPU does where Megatron-Core lets an output go and computes it again: the same gradients, no compiler."""
+"""Outputs that Megatron-Core lets go and computes again have the same gradients, and no compiler runs for them."""
 
 from __future__ import annotations
+
+import inspect
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
 
+from megatron_rl.seams.megatron import copy_recomputed_outputs
 from megatron_rl.seams.megatron_cpu import MegatronOnCpu, install_rng_tracker
 
 
 def test_an_output_that_was_let_go_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "load_inline", lambda **_: pytest.fail("compiles"))
     install_rng_tracker()
+    assert inspect.signature(random._get_share_storage).parameters == {}
+    copy_recomputed_outputs()
     torch.manual_seed(0)
     weight = torch.randn(4, 4, requires_grad=True)
     x = torch.randn(3, 4, requires_grad=True)
