@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from megatron_rl.models import Model
 from megatron_rl.runtime import device
 from megatron_rl.seams.megatron import Chunk, routers
+from megatron_rl.seams.megatron_moe import BIAS
 
-EXPERT_BIAS = "expert_bias"  # Megatron's buffer
 Chosen = dict[int, Tensor]  # layer, from 1 -> int16 [this rank's tokens, experts per token]
 
 
@@ -115,7 +115,7 @@ def forget_expert_load(routings: Sequence[LayerRouting]) -> None:
 
 def is_bias(name: str) -> bool:
     """Whether a tensor of a chunk is the biases by which a router chooses experts: a buffer, which updates may change."""
-    return name.endswith(f".{EXPERT_BIAS}")
+    return name.endswith(f".{BIAS}")
 
 
 def update_biases(routings: Sequence[LayerRouting], model: Model, rate: float) -> None:
@@ -131,7 +131,7 @@ def update_biases(routings: Sequence[LayerRouting], model: Model, rate: float) -
     counts = _over_ranks({routing.layer - 1: routing.step_load for routing in routings}, layers, experts)
     for routing in routings:
         load = counts[layers.index(routing.layer - 1)]
-        routing.router.get_buffer(EXPERT_BIAS).add_((load.sum() - experts * load).sign(), alpha=rate)
+        routing.router.get_buffer(BIAS).add_((load.sum() - experts * load).sign(), alpha=rate)
 
 
 def _over_ranks(loads: Mapping[int, Tensor | int], layers: Sequence[int], experts: int) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_rl.base.messages import errors_named
 from megatron_rl.config.keys import Count, Pixels, Positive, Ranks, Section, Tokens, key
 from megatron_rl.models.hf_config import JSON, HFConfig
 from megatron_rl.models.rope import scaled
@@ -68,7 +69,7 @@ class RopeScalingConfig(Section):
     beta_slow: Positive | None = key(None, "those with fewer are scaled by all of `factor`; null: 1")
 
     def fields(self) -> dict[str, JSON]:
-        """By config.json's names, without those that are null."""
+        """The fields that are set, by config.json's names."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -102,7 +103,5 @@ class ModelConfig(Section):
         """
         if self.rope_scaling is None:
             return hf_config
-        try:
+        with errors_named("`model.rope_scaling`"):
             return scaled(hf_config, self.rope_scaling.fields())
-        except ValueError as error:
-            raise ValueError(f"`model.rope_scaling`: {error}") from error

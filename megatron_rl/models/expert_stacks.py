@@ -1,4 +1,4 @@
-"""How files have the experts of a layer in one tensor, beside the names of each expert's own matrices in rules. No torch."""
+"""Stacked experts: files have those of a layer in one tensor, rules name each expert's own matrices. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STACKED = re.compile(r"(?P<layer>.*\.experts)\.(?P<part>gate_up|down)_proj(?P<b
 
 
 class ExpertPart(NamedTuple):
-    """Where one expert's matrix, or bias, is in a file.
+    """The place of one expert's matrix, or bias, in a file.
 
     Attributes:
         stacked: name of the tensor that has it, [experts, ...].
@@ -39,7 +39,7 @@ class Stacking:
     interleaved: bool
 
     def part(self, name: str) -> ExpertPart | None:
-        """Where a rule's tensor of this name is; None: under this name."""
+        """The place of a rule's tensor in a file; None where files have it under its own name."""
         match = _EXPERT.fullmatch(name)
         if match is None:
             return None

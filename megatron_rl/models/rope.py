@@ -16,7 +16,7 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class Rope:
-    """How a decoder's queries and keys turn with their position.
+    """A decoder's rotary position embedding (Su et al. 2021): frequencies, and a scaling of them.
 
     Attributes:
         kind: default, linear, llama3 or yarn.

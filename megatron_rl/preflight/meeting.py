@@ -1,4 +1,4 @@
-"""How the ranks of a pre-flight find each other, and learn which of them has fallen behind."""
+"""The ranks of a pre-flight find each other here, and learn which of them has fallen behind."""
 
 from __future__ import annotations
 

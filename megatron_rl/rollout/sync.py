@@ -250,7 +250,7 @@ def _no_plan(config: Config, grid: ProcessGrid, source: TrainedWeights, engine: 
 
 
 def _other_dtypes(source: TrainedWeights) -> Iterator[torch.dtype]:
-    """Dtypes of weights that are not the model's, nor float32 in a buffer."""
+    """Yields the dtype of each weight that has neither the model's nor, in a buffer, float32."""
     rules = source.model.family.rules
     for (rule, _, _), weight in source.weights().items():
         if weight.dtype != (torch.float32 if rules[rule].buffer else source.dtype):

@@ -6,7 +6,7 @@ import warnings
 
 
 def quiet_known_warnings() -> None:
-    """Warnings that say nothing to a user of this package: Megatron-Core's about optional parts and torch's deprecations."""
+    """Ignores what Megatron-Core says of optional parts that are missing, and torch's deprecations."""
     warnings.filterwarnings("ignore", message="Apex is not installed")
     warnings.filterwarnings("ignore", message="When using async grad allreduce it is recommended")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")

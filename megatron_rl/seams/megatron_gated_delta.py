@@ -20,7 +20,7 @@ Kernel = Callable[..., object]
 
 
 def use_without_fla(convolution: Kernel, rule: Kernel, norm: Kernel) -> None:
-    """Where `fla` is not installed, these stand in the places of its kernels."""
+    """Puts these functions in the places of `fla`'s kernels where it is not installed."""
     if common.HAVE_FLA:
         return
     common.HAVE_FLA = True

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megatron_rl.seams import check_parameters
 from megatron_rl.seams.megatron import Chunk, routers
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.moe.moe_layer import MoELayer
 
 BIAS, FROZEN = "expert_bias", "frozen_expert_bias"  # of a router: the buffer, and what `finalize_model_grads` asks
 

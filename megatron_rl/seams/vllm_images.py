@@ -21,7 +21,7 @@ _QWEN = "transformers.models.qwen2_vl.image_processing_"
 
 
 class _Classes(NamedTuple):
-    """Names of an architecture's classes, in a module of `vllm.model_executor.models`, and of transformers' processor."""
+    """An architecture's classes by name: vLLM's, in a module of `vllm.model_executor.models`, and transformers' processor."""
 
     module: str
     info: str
@@ -60,9 +60,8 @@ OVERRIDDEN = {
     "get_supported_mm_processor_kwargs": "self",
     "get_mm_max_tokens_per_item": "self seq_len mm_counts",
 }
-DUMMIES = (
-    "self seq_len mm_counts mm_options"  # of `get_dummy_mm_data` of the class that fills memory as an engine starts
-)
+# Of `get_dummy_mm_data` of the class that fills memory as an engine starts.
+DUMMIES = "self seq_len mm_counts mm_options"
 SMART_RESIZE = "height width factor min_pixels max_pixels"  # what vLLM imports from either image processor
 
 

@@ -112,7 +112,7 @@ def pairs_of(
     """
     pairs = []
     for sample in samples:
-        with errors_named(f"{sample.id}"):
+        with errors_named(sample.id):
             both = conversations(sample.prompt, sample.metadata)
             chosen, rejected = (conversation_ids(tokenizer, whole) for whole in both)
             if chosen == rejected:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from megatron_rl.checkpoint.convert import jobs
 from megatron_rl.checkpoint.convert.layout import Layout
@@ -20,7 +19,6 @@ from megatron_rl.checkpoint.convert.verify import compare
 from megatron_rl.models import family_for, model_of, read_hf_config
 from megatron_rl.models.rules import shard_slices
 from megatron_rl.weights.block_scaled import Unscaled
-from megatron_rl.weights.export import export_hf
 from megatron_rl.weights.files import SafetensorsFolder, as_bits
 from megatron_rl.weights.gather import iter_hf_weights
 from megatron_rl.weights.load_hf import load_hf_weights
@@ -29,6 +27,7 @@ from megatron_rl.weights.stacked import opened
 
 from . import tiny
 from .megatron import build, spawn, start, stop
+from .read_in_bf16 import check_is_read_as_by_transformers
 
 FP8: dict[str, Any] = {
     "quant_method": "fp8",
@@ -150,18 +149,7 @@ def test_it_is_loaded_as_transformers_dequantises_it_and_written_in_bf16(
 ) -> None:
     folder, export = tmp_path / "fp8", tmp_path / "export"
     in_fp8(folder, "qwen3", hidden_size=128, intermediate_size=256, head_dim=64)  # transformers wants whole blocks
-    config = read_hf_config(folder)
-    family = family_for(config)
-    chunks = build(family, family.describe(config), parallel)
-    load_hf_weights([chunk.to(torch.bfloat16) for chunk in chunks], family, config, folder, parallel)
-    export_hf(export, chunks, family, config, parallel, folder)
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
-    found = load_file(export / "model.safetensors")
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == torch.bfloat16
-        assert torch.equal(found[name], value), name
-    assert "quantization_config" not in json.loads((export / "config.json").read_text())
+    check_is_read_as_by_transformers(folder, export, parallel)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -139,7 +139,7 @@ def test_a_file_without_what_vllm_routes_by_is_refused(folders: dict[str, Path])
 
 
 class _Router(nn.Module):
-    """As far as routing reads one: gives out what it is given as its map."""
+    """A router as far as routing reads one: gives out what it is given as its map."""
 
     expert_bias: Tensor
 

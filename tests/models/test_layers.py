@@ -79,7 +79,7 @@ def test_packed_sequences_attend_as_if_each_were_alone(lengths, heads, kv_heads,
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
 @pytest.mark.parametrize("with_sinks", [True, False])
 def test_windows_and_sinks_are_those_of_a_loop_in_float64(window: int | None, with_sinks: bool) -> None:
-    """In every second layer there is a window; all layers have sinks."""
+    """Every second layer has a window, all layers have sinks."""
     generator = torch.Generator().manual_seed(0)
     lengths, heads, kv_heads, size = [7, 1, 40, 43], 4, 2, 8
     draw = partial(torch.randn, generator=generator)

@@ -114,7 +114,7 @@ def test_a_published_folder_is_read_as_its_language_model(
 
 @pytest.mark.parametrize("variant", ["qwen3_5-tied", "qwen3_5_moe"])
 def test_a_published_folder_is_converted_to_the_language_model_by_itself(tmp_path: Path, variant: str) -> None:
-    """To the files that transformers writes of it."""
+    """Conversion gives the files that transformers writes of the language model."""
     alone, folder = tiny.write(tmp_path / "alone", variant), published.write(tmp_path / "model", variant)
     jobs.run(ToMegatron(folder, Layout(2, 2, 2 if "moe" in variant else 1)), tmp_path / "megatron", 1, lambda _: None)
     jobs.run(ToHF(tmp_path / "megatron", tmp_path / "megatron"), tmp_path / "back", 1, lambda _: None)

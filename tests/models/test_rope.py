@@ -69,7 +69,7 @@ def packed_logits(folder: Path, config: HFConfig, model: Model, parallel: Parall
 
 
 def transformers_logits(folder: Path, scaling: dict[str, Any]) -> Tensor:
-    """Of each sequence alone."""
+    """Computes each sequence alone."""
     config = transformers.AutoConfig.from_pretrained(folder)
     config.rope_parameters = dict(scaling)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager")

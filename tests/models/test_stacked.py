@@ -18,7 +18,6 @@ from megatron_rl.checkpoint.convert.to_megatron import ToMegatron
 from megatron_rl.checkpoint.convert.verify import compare
 from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.models.expert_stacks import Stacking
-from megatron_rl.weights.export import export_hf
 from megatron_rl.weights.files import SafetensorsFolder, as_tensor
 from megatron_rl.weights.load_hf import load_hf_weights
 from megatron_rl.weights.parallel import ParallelGroups
@@ -26,6 +25,7 @@ from megatron_rl.weights.stacked import Unstacked, dequantised
 
 from . import tiny
 from .megatron import build
+from .read_in_bf16 import check_is_read_as_by_transformers
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
 
@@ -58,18 +58,7 @@ def test_an_mxfp4_checkpoint_is_read_as_transformers_reads_it_and_written_in_bf1
     tmp_path: Path, parallel: ParallelGroups
 ) -> None:
     folder, export = in_mxfp4(tmp_path / "mxfp4"), tmp_path / "export"
-    config = read_hf_config(folder)
-    family = family_for(config)
-    chunks = build(family, family.describe(config), parallel)
-    load_hf_weights([chunk.to(torch.bfloat16) for chunk in chunks], family, config, folder, parallel)
-    export_hf(export, chunks, family, config, parallel, folder)
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
-    found = load_file(export / "model.safetensors")
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == torch.bfloat16
-        assert torch.equal(found[name], value), name
-    assert "quantization_config" not in json.loads((export / "config.json").read_text())
+    check_is_read_as_by_transformers(folder, export, parallel)
 
 
 @pytest.mark.parametrize("ending", ["_blocks", "_scales"])

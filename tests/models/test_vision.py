@@ -51,7 +51,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(folder: Path, paralle
 
 
 def test_experts_are_read_in_both_ways_that_they_are_stored(tmp_path: Path) -> None:
-    """As they are published, which transformers reads too, and as transformers 5.19 saves them."""
+    """Reads them as they are published, which transformers reads too, and as transformers 5.19 saves them."""
     folder = seeing.write(tmp_path / "model", kind="qwen3_vl_moe")
     family = family_for(read_hf_config(folder))
     name = "model.language_model.layers.1.mlp.experts.2.{}_proj.weight"

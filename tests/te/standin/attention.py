@@ -40,7 +40,7 @@ def get_fused_attn_backend(params: FusedAttentionParams) -> tuple[NVTE_Fused_Att
 
 
 def _tiles(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> list[tuple[slice, slice]]:
-    """Of each sequence its queries and its keys."""
+    """Yields the queries and the keys of each sequence."""
     ends = [cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()]
     return [(slice(a, b), slice(c, d)) for (a, b), (c, d) in zip(*map(pairwise, ends), strict=True)]
 
