@@ -28,6 +28,8 @@ _KNOWN_STATES: dict[tuple[str, str], type] = {  # of an FP8 layer, as Transforme
     ("collections", "OrderedDict"): OrderedDict,
     ("collections", "deque"): deque,
 }
+# What a pickled tensor calls: torch's own loader, and the one that importing Megatron-Core puts in its place.
+_STORAGES = (("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes"))
 _RECIPES = "transformer_engine.common.recipe"
 
 
@@ -37,7 +39,7 @@ class _ExtraState(Listed):
     def find_class(self, module: str, name: str) -> object:
         if (module, name) in _KNOWN_STATES:
             return _KNOWN_STATES[module, name]
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
+        if (module, name) in _STORAGES:
             return lambda data: _load(io.BytesIO(data), self._source)
         if module == _RECIPES and "." not in name and isinstance(super().find_class(module, name), type):
             return Record

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from megatron_rl.actor import build
 from megatron_rl.actor.actor import Actor
 from megatron_rl.actor.packing import MicroBatch
+from megatron_rl.actor.routing import is_bias
 from megatron_rl.base.messages import errors_named
 from megatron_rl.config.actor import ActorConfig, FP8Config, Recomputed
 from megatron_rl.config.pipeline_split import stage_numbers
@@ -226,6 +227,7 @@ def built_rank(
 def state_of(actor: Actor, moments: int = 4) -> RankMemory:
     """Memory of a rank between steps, with so many bytes for each number of Adam's moments."""
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+    biases = [buffer for chunk in actor.chunks for name, buffer in chunk.named_buffers() if is_bias(name)]
     buffers = [buffer for chunk in actor.ddp_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {storage_key(parameter): parameter.untyped_storage() for parameter in parameters}
     state = {
@@ -240,8 +242,8 @@ def state_of(actor: Actor, moments: int = 4) -> RankMemory:
         rank=actor.grid.rank,
         ranks=1,
         stage=actor.grid.pp_rank,
-        parameters=sum(parameter.numel() for parameter in parameters),
-        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+        parameters=sum(weight.numel() for weight in (*parameters, *biases)),
+        parameter_bytes=sum(weight.nbytes for weight in (*parameters, *biases)),
         gradient_bytes=sum(buffer.grad_data.nbytes for buffer in buffers),
         optimizer_bytes=0 if on_host else sum(sizes.values()),
         optimizer_away_bytes=sum(sizes.values()) if on_host else pinned_bytes(away),

@@ -156,6 +156,9 @@ def make_plan(
     trained = trained_parameters(model, config.actor)
     replicas = world // (parallel.tensor * parallel.pipeline)
     weights = float((fullest.total + (trained.total if config.actor.lora is not None else 0)) * width)
+    weights += (4 - width) * (
+        fullest.total - fullest_rank(_without_buffers(model), parallel).total
+    )  # which are float32
     in_fp8, fp8_bytes = fp8_weights(model, config.actor, stage)
     if config.actor.fp8 is not None and config.actor.fp8.param_gather:
         weights, fp8_bytes = weights + fp8_bytes - width * in_fp8, 0
@@ -298,15 +301,17 @@ def _fullest_stage(model: Model, parallel: ParallelConfig) -> tuple[int, Paramet
     return max(stages, key=lambda one: one[1].total)
 
 
+def _without_buffers(model: Model, frozen_tower: bool = False) -> Model:
+    """The model's parameters alone; without those of its tower where that is frozen."""
+    rules = tuple(rule for rule in model.family.rules if not (rule.buffer or (frozen_tower and rule.in_tower)))
+    return replace(model, family=replace(model.family, rules=rules))
+
+
 def trained_parameters(model: Model, actor: ActorConfig) -> Parameters:
     """Parameters that are trained, on the rank that holds most: with LoRA the adapters; no frozen tower, no buffers."""
     if actor.lora is not None:
-        model = adapters_of(model, actor.lora)
-    else:
-        frozen = actor.freeze_vision_tower
-        rules = tuple(rule for rule in model.family.rules if not (rule.buffer or (frozen and rule.in_tower)))
-        model = replace(model, family=replace(model.family, rules=rules))
-    return fullest_rank(model, actor.parallel)
+        return fullest_rank(adapters_of(model, actor.lora), actor.parallel)
+    return fullest_rank(_without_buffers(model, actor.freeze_vision_tower), actor.parallel)
 
 
 def _optimizer_bytes(config: Config, parameters: Parameters, world: int, width: int) -> float:

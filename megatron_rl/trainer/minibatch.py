@@ -80,7 +80,9 @@ def _token_advantages(
 
 
 def minibatches(group: np.ndarray, count: int) -> list[list[int]]:
-    """Rows of the batch in at most `count` parts of nearly equal numbers of whole groups."""
+    """Rows of the batch in at most `count` parts of nearly equal numbers of whole groups; none of a batch without groups."""
     groups = list(dict.fromkeys(group.tolist()))
+    if not groups:
+        return []
     parts = np.array_split(np.array(groups), min(count, len(groups)))
     return [[row for row, g in enumerate(group.tolist()) if g in members] for members in map(set, parts)]

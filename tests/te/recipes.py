@@ -90,9 +90,8 @@ def _build_stage(config: ActorConfig, model: Model, rank: int, world: int) -> No
             chunks = build.build_model(model, config, dtype)
             kinds = {type(module) for chunk in chunks for module in chunk.modules()}
             assert TELayerNormColumnParallelLinear in kinds
-            assert any(issubclass(kind, TEGroupedLinear) for kind in kinds) == (
-                chunks[0].config.num_moe_experts is not None
-            )
+            layers = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
+            assert any(issubclass(kind, TEGroupedLinear) for kind in kinds) == bool(layers & set(model.expert_layers))
             wrapped = build.wrap_for_training(chunks, config.optimizer.distributed, False, overlap=True)
             assert all(chunk.ddp_config.overlap_param_gather for chunk in wrapped)
             recipe = config.fp8.recipe if config.fp8 is not None else None

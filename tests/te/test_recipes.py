@@ -81,6 +81,9 @@ def _small(config: dict[str, Any], chunks: int) -> dict[str, Any]:
     kept += ("hidden_act",)
     if config["model_type"] == "gpt_oss":
         kept += ("num_local_experts", "attention_bias", "sliding_window", "rope_scaling")
+    if config["model_type"] == "glm4_moe":
+        kept += ("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace")
+        kept += ("routed_scaling_factor", "attention_bias", "partial_rotary_factor", "use_qk_norm")
     if "vision_config" in config:
         sizes["vision_config"] = {**config["vision_config"], "depth": 1, "out_hidden_size": sizes["hidden_size"]}
         sizes["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}

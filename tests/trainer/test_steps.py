@@ -57,6 +57,10 @@ def test_minibatches_hold_every_row_once_and_no_group_is_cut(sizes, count):
     assert max(map(len, owners)) - min(map(len, owners)) <= 1
 
 
+def test_a_step_that_trains_on_nothing_has_no_minibatches():
+    assert minibatches(np.array([], dtype=np.int64), 4) == []
+
+
 def test_only_rollouts_that_train_reach_the_batch():
     values = torch.tensor([[[1.0], [0.0]], [[1.0], [1.0]], [[0.0], [1.0]]])
     algorithm = make_algorithm({"preset": "grpo", "drop_zero_variance_groups": True})
