@@ -62,7 +62,19 @@ def _product_width(dtype_bytes: int, fp8: str | None) -> float:
 def _expert_bytes(model: Model, experts: Experts, expert_tensor: int, dtype_bytes: float, product: float) -> float:
     """That the experts keep of each token; Transformer Engine's grouped ones. `product`: of a number that a product reads."""
     read = product * model.dims["hidden"] * expert_tensor
-    return experts.top_k * (read + (2 * dtype_bytes + product) * experts.ffn)
+    kept = (2 * dtype_bytes + product) * experts.ffn + _unfused_bytes(model, experts, dtype_bytes)
+    return experts.top_k * (read + kept)
+
+
+def _is_fused(model: Model) -> bool:
+    """Whether one kernel computes the gated activation, which then keeps its input alone."""
+    return model.description.transformer["activation_func"] == "silu"
+
+
+def _unfused_bytes(model: Model, experts: Experts, dtype_bytes: float) -> float:
+    """That an activation of several operations (GPT-OSS) keeps of a token at one expert, beside its input and output: the
+    clamped gate, its sigmoid, their product, the other half clamped, and that half plus one."""
+    return 0 if _is_fused(model) else 5 * dtype_bytes * experts.ffn
 
 
 def _moved_numbers(model: Model, experts: Experts, parallel: ParallelConfig) -> float:
@@ -141,7 +153,9 @@ def _of_one_layer(
     split = parallel.tensor if parallel.sequence else 1
     beside = model.dims["hidden"] * (2 / split + (split > 1))
     if experts:
-        beside += _moved_numbers(model, experts, parallel) / split
+        # Without one kernel for the activation: the gradient of its weighted output in fp32, and those of its two halves.
+        unfused = 0 if _is_fused(model) else 4 * experts.top_k * experts.ffn
+        beside += (_moved_numbers(model, experts, parallel) + unfused) / split
     else:
         beside += 2 * model.dims["ffn"] / parallel.tensor
     # With `recompute_layers` the last layers, with which a backward pass begins, are kept.
@@ -163,7 +177,7 @@ def _recomputed(model: Model, experts: Experts | None, config: Config, dtype_byt
     if "moe" in modules:
         again += _expert_bytes(model, experts, parallel.expert_tensor, dtype_bytes, product)
     elif "moe_act" in modules:
-        again += product * experts.top_k * experts.ffn
+        again += experts.top_k * (product * experts.ffn + _unfused_bytes(model, experts, dtype_bytes))
     return again / split
 
 
@@ -194,7 +208,7 @@ def _forward_workspace(model: Model, config: Config, tokens: int, dtype_bytes: i
             gathered = split > 1 and config.actor.fp8 is None  # in FP8 they are gone when the product is there
             ffn, chosen = 3 * dims["ffn"] / parallel.tensor + dims["hidden"] * gathered, 0.0
         layer = max(layer, dtype_bytes * (3 * dims["hidden"] / split + ffn) + chosen)
-    tile = min(config.actor.logits_mib * 2**20, tokens * dims["vocab"] * 4 / parallel.tensor)
+    tile = min(config.actor.logits_mib * 2**20, tokens / parallel.context * dims["vocab"] * 4 / parallel.tensor)
     head = 2 * dtype_bytes * tokens * dims["hidden"] / parallel.context + tile * (1 if dtype_bytes == 4 else 1.5)
     return max(tokens / parallel.context * layer, head)
 
@@ -202,7 +216,7 @@ def _forward_workspace(model: Model, config: Config, tokens: int, dtype_bytes: i
 def head_workspace(model: Model, config: Config) -> float:
     """A tile of logits in fp32 and bf16, the gradient of the hidden states in fp32, and the tensor of the output matrix's
     shape that autograd wants (actor/head.py)."""
-    tokens, hidden = config.actor.tokens_per_microbatch, model.dims["hidden"]
+    tokens, hidden = config.actor.tokens_per_microbatch / config.actor.parallel.context, model.dims["hidden"]
     rows = model.dims["vocab"] / config.actor.parallel.tensor
     tile = min(config.actor.logits_mib * 2**20, tokens * rows * 4)
     return tile * 1.5 + tokens * hidden * 4 + rows * hidden * 2

@@ -264,6 +264,8 @@ def write_model(folder: Path, name: str, forms: Iterable[str], temperature: floa
         if key.endswith(".bias"):
             weights[key].zero_()
     model = model_of(config)
+    if model.description.transformer.get("layernorm_zero_centered_gamma"):  # with ones every token would be <eos>
+        weights["model.norm.weight"].zero_()
     save_tensors(
         folder / "model.safetensors", dict(stacked(weights.items(), model.family.stacking, model.expert_count))
     )
