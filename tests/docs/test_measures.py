@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from megatron_rl.models.family import Family
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES, FUNCTION_LINES = 400, 80
@@ -12,6 +16,7 @@ TRIES_PER_1000_LINES = 5.0
 # Each for start-up (what only one command needs) or for a package that may be missing.
 LATE_IMPORTS = 160
 DOCS_WORDS = 50_000
+FILES_THAT_NAME_A_FAMILY = 4  # beside its own in `models`, its tests and its shapes
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -58,3 +63,19 @@ def test_the_docs_can_be_read() -> None:
     pages = (path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
     words = sum(any(letter.isalnum() for letter in word) for text in pages for word in text.split())
     assert words <= DOCS_WORDS, words
+
+
+def test_few_files_name_a_family() -> None:
+    """What is particular to a family stands in its own file; others ask its description."""
+    files = {f"megatron_rl.models.{path.stem}": path.stem for path in (ROOT / "megatron_rl" / "models").glob("*.py")}
+    declared = {
+        family
+        for module, family in files.items()
+        if family not in ("registry", "__init__")
+        and any(isinstance(value, Family) for value in vars(importlib.import_module(module)).values())
+    }
+    assert len(declared) >= 9
+    for family in sorted(declared):
+        named = re.compile(rf"(?<![a-z0-9_]){family}(?![a-z0-9_])")
+        naming = [file for file, text in sources() if named.search(text) and Path(file).stem != family]
+        assert len(naming) <= FILES_THAT_NAME_A_FAMILY, f"{family}: {naming}"
