@@ -119,8 +119,9 @@ in_job() {
   # Every process sees all GPUs of its node: NCCL's shortcuts between them need it.
   [[ -z ${SLURM_GPUS_ON_NODE:-} ]] || options+=(--gpu-bind=none)
   if [[ -n $CONTAINER_IMAGE ]]; then
-    # The name makes later steps use the container that the first has unpacked.
-    options+=(--container-image="$CONTAINER_IMAGE" --container-name="megatron-rl-$SLURM_JOB_ID"
+    # The name makes later steps use the container that the first has unpacked. Of this attempt: what a requeued job finds
+    # under its old one may be half removed (NVIDIA/pyxis#161), and Pyxis would run it.
+    options+=(--container-image="$CONTAINER_IMAGE" --container-name="megatron-rl-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
       --container-workdir="$MEGATRON_RL_HOME" --no-container-mount-home)
     [[ -z $CONTAINER_MOUNTS ]] || options+=(--container-mounts="$CONTAINER_MOUNTS")
   fi

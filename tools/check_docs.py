@@ -28,7 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", *(f"docs/{name}.md" for name in ("quickstart", "slurm", "nemo_run", "data", "evaluation")))
 _BLOCK = re.compile(r"(?:^<!-- not run: (?P<not>.*?) -->\n+)?^```bash\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _PREFIXES = re.compile(r"((?:`[^`]+`(?:, )?)+): (.+)", re.DOTALL)
-_LINKED = (".venv", ".venv-launch", ".te")
+_LINKED = (".venv", ".venv-launch", ".te", ".uv")
+# By these `make check-docs ARGS=PAGE` would hand its own ARGS to every `make` of a page.
+_OF_MAKE = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS")
 _SHORT = """\
 base: cpu/quickstart.yaml
 run_dir: runs/mine
@@ -96,6 +98,8 @@ def run(block: Block, folder: Path, log: Path) -> tuple[int, float]:
     begin = time.monotonic()
     path = f"{folder / '.venv' / 'bin'}:{os.environ['PATH']}:{folder / '.venv-launch' / 'bin'}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(folder)}
+    for name in _OF_MAKE:
+        environment.pop(name, None)
     with log.open("a") as out:
         print(f"# {block.page}:{block.line}\n{block.code}", file=out, flush=True)
         code = subprocess.run(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.commands import COMMANDS, load
-from tools.check_docs import PAGES, blocks
+from tools.check_docs import PAGES, Block, blocks, copy, run
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = """\
@@ -50,6 +50,21 @@ def test_a_comment_leaves_out_a_block_or_some_of_its_lines() -> None:
 def test_a_comment_about_a_line_that_is_gone_is_refused() -> None:
     with pytest.raises(ValueError, match=r"p\.md:15: no line begins with 'make c'"):
         list(blocks("p.md", TEXT.replace("make c\n", "make e\n")))
+
+
+@pytest.mark.skipif(
+    not ((ROOT / ".venv" / ".installed").exists() and (ROOT / ".uv" / "bin" / "uv").exists()),
+    reason="the environment was not made by make setup",
+)
+def test_make_in_the_copy_sets_nothing_up_and_takes_no_argument_of_an_outer_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy(tmp_path)
+    for name, value in {"MAKEFLAGS": " -- ARGS=README.md", "MAKELEVEL": "1", "ARGS": "README.md"}.items():
+        monkeypatch.setenv(name, value)
+    log = tmp_path / "log.txt"
+    assert run(Block("p.md", 1, "make --dry-run train\n"), tmp_path, log)[0] == 0
+    assert log.read_text().split("\n")[3:] == [".venv/bin/megatron-rl train recipes/cpu/quickstart.yaml ", ""]
 
 
 @pytest.mark.parametrize("page", [*PAGES, "docs/tutorial-32b.md"])

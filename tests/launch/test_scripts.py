@@ -146,7 +146,9 @@ def test_a_warm_ups_checkpoint_is_progress(tmp_path: Path, saved: list[str], ste
 def test_train_in_a_container(tmp_path: Path) -> None:
     site = "CONTAINER_IMAGE=/images/rl.sqsh CONTAINER_MOUNTS=/lustre:/lustre\nSITE_SRUN=(--mpi=none)"
     # The check runs in the container, too; a stand-in for srun prints no recipe, and the job ends there.
-    batch = Batch(tmp_path, "recipe", "train", str(write_recipe(tmp_path)), nodes=2, site=site)
+    # What an attempt that was killed has left of its container is not run: the name is of this one.
+    again = {"SLURM_RESTART_COUNT": "2"}
+    batch = Batch(tmp_path, "recipe", "train", str(write_recipe(tmp_path)), nodes=2, site=site, **again)
     assert batch.code == 2
     compare("container.txt", batch.record)
 
