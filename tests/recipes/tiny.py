@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,14 @@ SIZES = {
     "num_experts_per_tok": 2,
     "experts_per_token": 2,
     "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+# Published configs leave these to the family's defaults, 32 heads of 128.
+GATED_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,  # the smaller of the two that vLLM has on a CPU
+    "linear_value_head_dim": 64,
 }
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 1, "fullatt_block_indexes": [0]}
 TOWER |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 36}  # each where the published tower has it
@@ -234,9 +242,9 @@ def write_model(folder: Path, name: str, forms: Iterable[str], temperature: floa
     first = len(characters) + len(words) + 2
     vocabulary = 64 * (1 + (first + len(IMAGE_WORDS) * sees) // 64)
     published_text = published.get("text_config", published)  # of a model that reads images its own section, or not
-    sizes: Mapping[str, Any] = {
-        key: value for key, value in SIZES.items() if key in published_text or key == "head_dim"
-    }
+    sizes: dict[str, Any] = {key: value for key, value in SIZES.items() if key in published_text or key == "head_dim"}
+    if published_text["model_type"].startswith("qwen3_5"):
+        sizes |= GATED_DELTA
     folder.mkdir(parents=True)
     text = published_text | sizes | {"vocab_size": vocabulary, "eos_token_id": 1, "pad_token_id": 0}
     if "layer_types" in text:
