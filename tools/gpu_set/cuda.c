@@ -6,8 +6,8 @@ enum { INVALID_VALUE = 1, NO_DEVICE = 100 };
 #define NONE(name) \
     int name(void) { return NO_DEVICE; }
 
-NONE(cuCtxCreate_v2) NONE(cuCtxDestroy_v2) NONE(cuCtxGetCurrent) NONE(cuCtxGetDevice) NONE(cuCtxGetId) NONE(cuCtxPopCurrent_v2)
-NONE(cuCtxPushCurrent_v2) NONE(cuCtxSetCurrent) NONE(cuDeviceGet) NONE(cuDeviceGetAttribute) NONE(cuDeviceGetName)
+NONE(cuCtxCreate_v2) NONE(cuCtxDestroy_v2) NONE(cuCtxGetCurrent) NONE(cuCtxGetDevice) NONE(cuCtxGetId) NONE(cuCtxGetLimit)
+NONE(cuCtxPopCurrent_v2) NONE(cuCtxPushCurrent_v2) NONE(cuCtxSetCurrent) NONE(cuCtxSetLimit) NONE(cuDeviceGet) NONE(cuDeviceGetAttribute) NONE(cuDeviceGetName)
 NONE(cuDevicePrimaryCtxGetState) NONE(cuDevicePrimaryCtxRelease_v2) NONE(cuDevicePrimaryCtxRetain) NONE(cuEventCreate)
 NONE(cuEventDestroy_v2) NONE(cuEventRecord) NONE(cuEventSynchronize) NONE(cuFuncGetAttribute) NONE(cuFuncSetAttribute)
 NONE(cuFuncSetCacheConfig) NONE(cuGetExportTable) NONE(cuInit) NONE(cuLaunchCooperativeKernel) NONE(cuLaunchKernel)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -86,15 +87,17 @@ def forks() -> str:
 @contextmanager
 def pretended_card() -> Iterator[None]:
     """While entered, the package and Triton take this machine for one with H100s, as vLLM does by the stand-in for NVML."""
+    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
 
-    saved = device.has_gpu, device.is_hopper, CudaDriver.is_active
-    device.has_gpu = device.is_hopper = lambda: True
-    CudaDriver.is_active = staticmethod(lambda: True)
-    try:
+    with (
+        patch.object(device, "has_gpu", lambda: True),
+        patch.object(device, "is_hopper", lambda: True),
+        patch.object(CudaDriver, "is_active", staticmethod(lambda: True)),
+        patch.object(CudaDriver, "get_current_target", lambda driver: GPUTarget("cuda", 90, 32)),
+        patch.object(torch.cuda, "get_device_name", lambda number: "NVIDIA H100 80GB HBM3"),
+    ):
         yield
-    finally:
-        device.has_gpu, device.is_hopper, CudaDriver.is_active = saved
 
 
 def recipes(only: list[str]) -> Iterator[tuple[str, Config, HFConfig, Model]]:
@@ -122,7 +125,9 @@ def vllm_config(config: Config, hf_config: HFConfig, model: Model, folder: str, 
 
     environment.prepare()
     from vllm import EngineArgs
+    from vllm.model_executor.models import registry
 
+    registry._run_in_subprocess = lambda inspect: inspect()  # a process of vLLM's would find no card for its Triton
     (Path(folder) / "config.json").write_text(json.dumps(dict(hf_config)))
     images = 1 if model.description.vision is not None else None
     options = vllm_engine.llm_options(config, folder, model, images)
