@@ -110,12 +110,13 @@ class GatedDelta:
 
     @property
     def kept_numbers(self) -> int:
-        """Attention keeps its gates too, and what they multiply; a gated-delta layer the convolution's input and output,
-        queries and keys normalised and repeated per value head, gates, output, and the output normalised."""
-        dims = self.dims
-        repeated = 2 * self.value_heads * self.key_dim
-        delta = 2 * dims["gd_mixed"] + 2 * dims["gd_key"] + repeated + 4 * dims["gd_value"] + 2 * self.value_heads
-        return round(self._mean(self.full.kept_numbers + 2 * dims["q"], delta))
+        """Attention keeps its gates in fp32 too, and what they multiply. A gated-delta layer: what enters its convolution, in
+        one tensor with gates and step sizes; queries and keys, normalised and repeated per value head; values; 64 products
+        per head; the output, normalised and gated, in part in fp32; and small numbers per head."""
+        dims, heads = self.dims, self.value_heads
+        repeated = 2 * heads * self.key_dim
+        delta = dims["gd_mixed"] + 2 * dims["gd_key"] + repeated + 9 * dims["gd_value"] + (66 + 9) * heads
+        return round(self._mean(self.full.kept_numbers + 3 * dims["q"], delta))
 
     def cache_numbers(self, tensor: int) -> int:
         """Gated-delta layers have a state per sequence, which does not grow with its tokens."""

@@ -136,6 +136,7 @@ def test_a_published_folder_is_converted_to_the_language_model_by_itself(tmp_pat
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"layer_scale": True}, "layer_scale"),
         ({"text_config": {**SIZES, "layer_scale": True}}, "layer_scale"),
+        ({"text_config": {**SIZES, "output_gate_type": "sigmoid"}}, "output_gate_type"),
     ],
 )
 def test_what_is_not_honoured_in_a_published_config_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -57,7 +57,13 @@ PUBLISHED = {
     "DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
     "DeepSeek-R1-Distill-Qwen-14B": 14_770_033_664,
     "Qwen3-1.7B": 1_720_574_976,
-    "Qwen3.5-35B-A3B": 34_660_610_688,  # the language model; sizes are the defaults of transformers' configuration
+    # The language model, as transformers builds it from these sizes.
+    "Qwen3.5-0.8B": 752_393_024,
+    "Qwen3.5-4B": 4_205_751_296,
+    "Qwen3.5-9B": 8_953_803_264,
+    "Qwen3.5-27B": 26_895_998_464,
+    "Qwen3.6-27B": 26_895_998_464,
+    "Qwen3.5-35B-A3B": 34_660_610_688,
     "Qwen3.6-35B-A3B": 34_660_610_688,
     "Qwen3-4B-Base": 4_022_468_096,
     "Qwen3-4B-Instruct-2507": 4_022_468_096,
