@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from megatron_rl.planning.memory import actor_parameters, checkpoint_bytes, make
 from megatron_rl.weights.layouts import unplaced
 from tests.actor.processes import spawn
 from tests.models.mixed import FAMILY, LAYERS
-from tests.recipes.test_recipes import header, runnable
+from tests.recipes.test_recipes import nodes, runnable
 
 from .built import hold
 from .test_planner import CASES, MOE, QWEN2_TIED, QWEN3, RECIPES, as_case, count, tiny
@@ -192,12 +191,11 @@ def of_recipes() -> list[tuple[str, int, dict[str, Any]]]:
     found: dict[str, tuple[str, int, dict[str, Any]]] = {}
     for name in runnable():
         config = load_recipe(RECIPES / name)
-        machine = re.match(r"(\d+) nodes? x (\d+) H100", header(name).get("Hardware", ""))
-        if config.model.path is None or machine is None:
+        if config.model.path is None:
             continue
         model = published_config(Path(config.model.path).name)
         assert model is not None, name
-        world = int(machine[1]) * int(machine[2])
+        world = 8 * nodes(name)
         actor = config.actor
         key = json.dumps(
             [

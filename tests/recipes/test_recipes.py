@@ -28,7 +28,7 @@ from . import tiny
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
-H100_GIB = 79
+CARDS = {"H100 (80 GB)": 79, "H200 (141 GB)": 139}  # GiB that the driver reports
 ELSEWHERE = ("cpu", "eval")  # folders with tests of their own
 
 
@@ -61,10 +61,15 @@ def header(name: str) -> dict[str, str]:
     return fields
 
 
+def hardware(name: str) -> tuple[int, int]:
+    """Nodes of 8 GPUs, and GiB of each GPU."""
+    match = re.match(r"(\d+) nodes? x 8 (H\d+ \(\d+ GB\))", header(name)["Hardware"])
+    assert match, f"{name}: the header's Hardware does not say how many nodes of which GPUs"
+    return int(match[1]), CARDS[match[2]]
+
+
 def nodes(name: str) -> int:
-    match = re.match(r"(\d+) nodes? x 8 H100 \(80 GB\)", header(name)["Hardware"])
-    assert match, f"{name}: the header's Hardware does not say how many nodes"
-    return int(match[1])
+    return hardware(name)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +146,7 @@ def checked(name: str, overrides: list[str] | None = None, world: int | None = N
     )
 
 
-def plan(config: Config, world: int, gib: float = H100_GIB) -> MemoryPlan:
+def plan(config: Config, world: int, gib: float = CARDS["H100 (80 GB)"]) -> MemoryPlan:
     assert config.model.path is not None
     model = json.loads((Path(config.model.path) / "config.json").read_text("utf-8"))
     return make_plan(config, model_of(model), world, gib * GIB)
@@ -156,7 +161,8 @@ def test_a_recipe_is_accepted_by_the_command_on_a_laptop(name: str, capsys: pyte
 
 @pytest.mark.parametrize("name", runnable())
 def test_a_recipe_divides_and_fits_the_nodes_that_its_header_names(name: str) -> None:
-    made = plan(checked(name), 8 * nodes(name))
+    count, gib = hardware(name)
+    made = plan(checked(name), 8 * count, gib)
     assert list(made.problems()) == []
     assert made.full_length_sequences >= 8
 
@@ -444,7 +450,7 @@ def comment(name: str) -> str:
 def test_the_figures_in_a_layouts_comment_are_what_plan_says(name: str) -> None:
     recipe, overrides = FIGURES[name]
     made = [
-        plan(checked(recipe, change, 8 * count), 8 * count)
+        plan(checked(recipe, change, 8 * count), 8 * count, hardware(recipe)[1])
         for count in (1, 2, 4, 16, 32)
         for change in ([], overrides)
         if 8 * count % smallest_world(loaded(recipe)) == 0
@@ -470,7 +476,7 @@ def test_the_tables_in_the_layouts_page_are_what_plan_says() -> None:
     assert {f"scale/{name}" for name, *_ in rows} == {name for name in runnable() if name.startswith("scale/")}
     for name, count, *written in rows:
         world = 8 * int(count)
-        made = plan(checked(f"scale/{name}", world=world), world)
+        made = plan(checked(f"scale/{name}", world=world), world, hardware(f"scale/{name}")[1])
         found = [f"{made.peak(phase) / GIB:.1f}" for phase in (GENERATE, UPDATE, SYNC, CHECK)]
         found.append(f"{made.full_length_sequences:.0f}")
         assert written == found, f"{name} on {count} nodes"

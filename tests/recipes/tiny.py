@@ -44,14 +44,16 @@ SIZES = {
     "experts_per_token": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
-}
-# Published configs leave these to the family's defaults, 32 heads of 128.
-GATED_DELTA = {
+    "full_attention_interval": 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 64,  # the smaller of the two that vLLM has on a CPU
     "linear_value_head_dim": 64,
+    "first_k_dense_replace": 1,
 }
+# With latents: as many keys as heads, and of their widths those that vLLM takes on a CPU. Four experts have no eight groups.
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENT |= {"n_group": 2, "topk_group": 1}
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 1, "fullatt_block_indexes": [0]}
 TOWER |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 36}  # each where the published tower has it
 MAZE = "******\n*..E**\n*....*\n**.*.*\n**S..*\n******"
@@ -243,8 +245,9 @@ def write_model(folder: Path, name: str, forms: Iterable[str], temperature: floa
     vocabulary = 64 * (1 + (first + len(IMAGE_WORDS) * sees) // 64)
     published_text = published.get("text_config", published)  # of a model that reads images its own section, or not
     sizes: dict[str, Any] = {key: value for key, value in SIZES.items() if key in published_text or key == "head_dim"}
-    if published_text["model_type"].startswith("qwen3_5"):
-        sizes |= GATED_DELTA
+    if "kv_lora_rank" in published_text:
+        sizes |= LATENT
+        del sizes["head_dim"]
     folder.mkdir(parents=True)
     text = published_text | sizes | {"vocab_size": vocabulary, "eos_token_id": 1, "pad_token_id": 0}
     if "layer_types" in text:

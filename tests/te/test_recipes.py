@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.config import load_recipe
 from megatron_rl.config.published import published_config
-from tests.recipes.test_recipes import RECIPES, header, runnable
+from tests.recipes.test_recipes import RECIPES, nodes, runnable
 from tests.te.processes import spawn
 from tests.te.recipes import build_configurations, build_stages, build_with_deepep
 
@@ -25,12 +25,11 @@ def _cases() -> list[Case]:
     cases = list[Case]()
     for name in runnable():
         config = load_recipe(RECIPES / name)
-        machine = re.match(r"(\d+) nodes? x (\d+) H100", header(name).get("Hardware", ""))
-        if config.model.path is None or machine is None:
+        if config.model.path is None:
             continue
         model = published_config(Path(config.model.path).name)
         assert model is not None, name
-        cases.append((name, int(machine[1]) * int(machine[2]), dataclasses.asdict(config.actor), model))
+        cases.append((name, 8 * nodes(name), dataclasses.asdict(config.actor), model))
     return cases
 
 
@@ -84,6 +83,17 @@ def _small(config: dict[str, Any], chunks: int) -> dict[str, Any]:
     if config["model_type"] == "glm4_moe":
         kept += ("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace")
         kept += ("routed_scaling_factor", "attention_bias", "partial_rotary_factor", "use_qk_norm")
+    if config["model_type"] == "deepseek_v3":
+        kept += (
+            "n_routed_experts",
+            "n_shared_experts",
+            "n_group",
+            "topk_group",
+            "first_k_dense_replace",
+            "topk_method",
+        )
+        kept += ("scoring_func", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     if "vision_config" in config:
         sizes["vision_config"] = {**config["vision_config"], "depth": 1, "out_hidden_size": sizes["hidden_size"]}
         sizes["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
