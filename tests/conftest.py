@@ -10,6 +10,10 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+# As for ranks on a CPU (`runtime.attempts.rank_environment`), before torch is imported: Megatron-Core's functions would be
+# compiled otherwise, which no run on a CPU does, and inductor makes no valid C++ of some where a CPU lacks AVX2.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
 pytest_plugins = ["tests.shared_memory"]
 
 # Searched anew in every run, but with the same examples each time where CI decides by them.

@@ -282,6 +282,12 @@ def test_under_srun_all_ranks_write_into_the_attempt_that_rank_0_has_made(tmp_pa
     assert shared_attempt(tmp_path, {}, rank=1, patience=0.0) is None
 
 
+def test_tests_compute_without_torchs_compiler_as_ranks_on_a_cpu_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.environ.get("TORCH_COMPILE_DISABLE")
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    assert here == rank_environment(gpus=0)["TORCH_COMPILE_DISABLE"]
+
+
 def test_what_the_user_has_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
