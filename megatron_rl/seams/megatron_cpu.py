@@ -147,9 +147,10 @@ def _rotate_one_by_one() -> Callable[..., torch.Tensor]:
     return cast(Callable[..., torch.Tensor], MegatronOnCpu._saved[(rope_utils, "_apply_rotary_pos_emb_thd")])
 
 
-def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object]]:
+def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object] | None]:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
     cuda = _TORCH_CUDA | {
         name: functools.partial(torch.tensor, dtype=dtype) for name, dtype in _TYPED_CONSTRUCTORS.items()
@@ -159,6 +160,8 @@ def _replacements() -> dict[tuple[ModuleType, str], Callable[..., object]]:
         (torch.distributed, "all_gather"): _all_gather_unequal,
         (torch.distributed, "reduce_scatter"): _reduce_scatter_unequal,
         (rope_utils, "_apply_rotary_pos_emb_thd"): _rotate_packed,
+        # The router's product, where Transformer Engine is installed; without it, torch's.
+        (moe_utils, "te_general_gemm"): None,
         # Activation recomputation restores both before it computes a layer again, besides the CPU's own state.
         (random, "_get_cuda_rng_state"): lambda **_: torch.empty(0),
         (random, "_set_cuda_rng_state"): _NoStream()._nothing,

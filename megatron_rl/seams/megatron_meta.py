@@ -198,7 +198,6 @@ def _unpermute(
 ENGINES: dict[str, dict[str, object]] = {
     "megatron.core.transformer.moe.moe_utils": {
         "HAVE_TE": True,
-        "te_general_gemm": None,  # the router's product, torch's instead: Transformer Engine's asks for the card
         "fused_permute_with_probs": _permute,
         "fused_unpermute": _unpermute,
         "fused_sort_chunks_by_index": lambda rows, sizes, order: _Same.apply(rows)[0],
