@@ -160,6 +160,7 @@ def _load(
                 needs_response=item.needs_response,
                 metadata=item.metadata if item.tools is None else {**item.metadata, "tools": item.tools},
                 images=images,
+                agent=name if config.agent is not None else None,
             )
             for (index, item, prompt), (ids, images) in zip(items, placed, strict=True)
         ]

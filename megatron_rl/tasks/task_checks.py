@@ -29,6 +29,7 @@ _ALWAYS = {
     "prompt",
     "chat",
     "chat_params",
+    "agent",
     "exclude",
     "weight",
     "size",

@@ -13,13 +13,15 @@ from megatron_rl.data.rollout import Rollouts
 
 
 def reward_metrics(table: RewardTable, rollouts: Rollouts) -> dict[str, float]:
-    """`reward/mean` and `reward/std` of the weighted sum of all columns, over all rollouts; see `RewardTable.filled`. Of a
+    """`reward/mean` and `reward/std` of the weighted sum of all columns, over all rollouts but lost
+    ones; see `RewardTable.filled`. Of a
     reward per token the mean over the rollout counts."""
     by_token = np.nan_to_num(rollouts.rewards[:, len(table.names) :]).reshape(*table.mask.shape, -1)
     columns = [*table.filled.unbind(2), *torch.from_numpy(by_token).unbind(2)]
     weights = [*map(table.weight, table.names), *rollouts.token_weights.values()]
     total = sum(weight * column for weight, column in zip(weights, columns, strict=True))
     assert isinstance(total, torch.Tensor)
+    total = total[table.mask] if 0 < table.mask.sum() < total.numel() else total
     return {"reward/mean": float(total.mean()), "reward/std": float(total.std(correction=0))}
 
 
@@ -44,7 +46,8 @@ def token_reward_metrics(rollouts: Rollouts, rewards: Mapping[str, RewardConfig]
 
 
 def response_metrics(rollouts: Rollouts) -> dict[str, float]:
-    lengths = rollouts.facts["length"].astype(np.float64)
+    lengths = rollouts.facts["length"][~rollouts.facts["lost"]].astype(np.float64)
+    lengths = lengths if len(lengths) else np.zeros(1)
     return {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
