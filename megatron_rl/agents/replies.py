@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_rl.data.sample import Call, Message
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.tool_parsers import CLOSE, OPEN, PARSERS, THINK, THOUGHT, ParserName, calls_apart
+
+_DEEPEST = 64  # levels of a call's arguments
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write half a character, which no text encoding has
 
 
 class Reply(NamedTuple):
@@ -37,15 +41,16 @@ def read_reply(text: str, finish_reason: str, parser: ParserName | None, turn: i
     """
     reasoning, content = _thinking_apart(text, thinking)
     calls = PARSERS[parser](content) if parser is not None and finish_reason == "stop" else []
+    unread = calls is None or not all(map(_can_be_sent, calls))
     message: Message = {"role": "assistant", "content": content}
     if reasoning is not None:
         message["reasoning_content"] = reasoning
-    if calls:
+    if calls and not unread:
         assert parser is not None
         message["content"] = _without_calls(content, parser) or None
         message["tool_calls"] = [_call(call, turn, position) for position, call in enumerate(calls)]
         finish_reason = "tool_calls"
-    return Reply(message, finish_reason, text, calls is None)
+    return Reply(message, finish_reason, text, unread)
 
 
 def _thinking_apart(text: str, thinking: bool) -> tuple[str | None, str]:
@@ -67,6 +72,23 @@ def _without_calls(content: str, parser: ParserName) -> str:
     return "".join([pieces[0], *(piece.partition(CLOSE)[2] for piece in pieces[1:])]).strip()
 
 
+def _can_be_sent(call: Call) -> bool:
+    """Whether a name is text that UTF-8 has, and arguments are no deeper than those who read them can go."""
+    level: list[object] = [call["parameters"]]
+    for _ in range(_DEEPEST):
+        level = [item for value in level for item in _items(value)]
+    return not level and not _SURROGATE.search(call["name"])
+
+
+def _items(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
 def _call(call: Call, turn: int, position: int) -> dict[str, object]:
-    function = {"name": call["name"], "arguments": json.dumps(call["parameters"], ensure_ascii=False)}
+    arguments = json.dumps(call["parameters"], ensure_ascii=False)
+    if _SURROGATE.search(arguments):
+        arguments = json.dumps(call["parameters"])
+    function = {"name": call["name"], "arguments": arguments}
     return {"id": f"call{turn:03d}{position:02d}", "type": "function", "function": function}

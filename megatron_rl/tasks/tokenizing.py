@@ -66,11 +66,16 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
         token_ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     except Exception as error:  # tokenizers raises bare Exceptions
         raise ValueError(f"the tokenizer cannot encode the prompts: {error}{_unknown(texts, tokenizer)}") from error
-    unknown = tokenizer.unk_token_id
     for text, ids in zip(texts, token_ids, strict=True):
-        if not ids or (unknown is not None and unknown in ids and (tokenizer.unk_token not in text)):
-            raise ValueError(f"the tokenizer cannot encode the prompt {text!r:.200}{_unknown([text], tokenizer)}")
+        refuse_unknown(text, ids, tokenizer)
     return list(token_ids)
+
+
+def refuse_unknown(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> None:
+    """ValueError for a text that has no tokens, or one that stands for what the tokenizer does not know."""
+    unknown = tokenizer.unk_token_id
+    if not ids or (unknown is not None and unknown in ids and (tokenizer.unk_token not in text)):
+        raise ValueError(f"the tokenizer cannot encode the prompt {text!r:.200}{_unknown([text], tokenizer)}")
 
 
 def _unknown(texts: Iterable[str], tokenizer: Tokenizer) -> str:
