@@ -117,11 +117,6 @@ class Renderer:
         """The template's text of whole messages, as it reads them."""
         return self._text(list(map(self._as_read, messages)), tools, add_generation_prompt)
 
-    @cached_property
-    def opens_thinking(self) -> bool:
-        """Whether the model's turn begins within `<think>`, which the template writes."""
-        return self._text(PROBE, None).rstrip().endswith("<think>")
-
     def _text(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True) -> str:
         return template_text(self.tokenizer, messages, tools or None, self.params, add_generation_prompt)
 

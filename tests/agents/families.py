@@ -117,7 +117,8 @@ DEEPSEEK = (
 )
 # No token ends a turn in the text, as in the models that tests make.
 PLAIN = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[model]{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{{ '[assistant]' if add_generation_prompt else '' }}"
 )
 
 
