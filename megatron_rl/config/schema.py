@@ -115,7 +115,9 @@ class TaskConfig(Section):
     )
     exclude: list[str] = key([], "names of evaluation tasks whose prompts are removed from this training task")
     agent: AgentConfig | None = key(None, "the section below; null: a prompt's response is the rollout")
-    demonstrations: str | None = key(None, "SFT targets: `chain_sum_steps`, `tool_world`, `column:<key>` of your data")
+    demonstrations: str | None = key(
+        None, "SFT targets: `chain_sum_steps`, `tool_world`, `tool_house`, `column:<key>` of your data"
+    )
     demonstration_params: Params = key({}, "the writer's parameters")
 
 

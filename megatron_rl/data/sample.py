@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = dict[str, object]  # of a chat: `role`, `content`, and what else the model's template reads
 Prompt: TypeAlias = str | list[Message]
+Demonstration: TypeAlias = str | list[Message]  # a response's text, or the conversation that follows the prompt
 EVERY_COLUMN = "*"
 """In the place of a column's name in an agent's rewards: the number is that of every column."""
 
@@ -58,7 +59,7 @@ class Sample:
     tool_calls: list[Call] | None = None  # gold calls
     needs_response: bool | None = None
     metadata: dict[str, object] = field(default_factory=dict)
-    demonstration: str | None = None  # SFT target text, where the task has one
+    demonstration: Demonstration | None = None  # SFT target, where the task has one
     images: PromptImages | None = None  # whose tokens are among `prompt_ids`
     agent: str | None = None  # the task whose `agent` converses about the prompt; None: the response is the rollout
     # Of one rollout, in the copy that is scored.

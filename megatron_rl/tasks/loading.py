@@ -277,12 +277,13 @@ def load_prompts(
 
 
 def check_demonstrations(samples: Sequence[Sample], tokenizer: Tokenizer, limit: int) -> None:
-    """Looks for demonstrations that are too long, before the model is loaded. Only texts that may be are tokenised.
+    """Looks for demonstrations that are too long, before the model is loaded. Only texts that may be are tokenised; how long
+    conversations are is seen when the training begins.
 
     Raises:
         ValueError: one has more than `limit` tokens, with the end-of-sequence token behind it.
     """
-    texts = {sample.id: sample.demonstration for sample in samples if sample.demonstration is not None}
+    texts = {sample.id: sample.demonstration for sample in samples if isinstance(sample.demonstration, str)}
     long = {name: text for name, text in texts.items() if len(text.encode(errors="replace")) + 1 > limit}
     if long:
         encoded = tokenizer(list(long.values()), add_special_tokens=False)["input_ids"]

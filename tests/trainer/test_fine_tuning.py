@@ -30,12 +30,13 @@ def test_a_token_that_the_model_has_no_row_for_is_named(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     vocab_size = len(tokenizer)
     sample = Sample("sums/3", "sums", "1+1=", tokenizer.encode("1+1="), demonstration="2=")
-    [ids] = demonstration_ids([sample], tokenizer, 8, vocab_size)
+    [(ids, learned)] = demonstration_ids([sample], tokenizer, Config(run_dir="unused"), vocab_size)
     assert ids[-1] == tokenizer.eos_token_id
+    assert learned.all()
     tokenizer.add_tokens(["2="])
     message = rf"sums/3 has token '2=', number {len(tokenizer) - 1}, .* resize its embedding"
     with pytest.raises(ValueError, match=message):
-        demonstration_ids([sample], tokenizer, 8, vocab_size)
+        demonstration_ids([sample], tokenizer, Config(run_dir="unused"), vocab_size)
 
 
 def test_a_demonstration_that_is_too_long_is_found_before_the_model_is_built(
