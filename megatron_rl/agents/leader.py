@@ -30,6 +30,7 @@ from megatron_rl.rollout.engine import Completion, Request
 Name: TypeAlias = tuple[str, int]
 _WAIT = 1.0  # seconds until `collect` returns without anything: other ranks wait in a collective
 _SETTLE = 0.005  # seconds that it waits for the next request of a burst, so that these are drawn together
+_BURST = 0.05  # seconds, for the whole burst: the engine begins, and the rest joins
 _BLOCKED = 60.0  # seconds without a turn of the loop
 _ATTEMPTS = 2
 
@@ -51,7 +52,7 @@ class AgentLeader:
         self._loop = asyncio.new_event_loop()
         app = make_app(self._sessions.get)
         self._http = HttpServer(app, self._loop)
-        transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+        transport = httpx2.ASGITransport(app)
         self._client = httpx2.AsyncClient(transport=transport, trust_env=False, timeout=None)
         self._turned = time.monotonic()  # when the loop last had a turn
         self._loop.call_soon(self._turn)
@@ -74,12 +75,13 @@ class AgentLeader:
         self._loop.call_soon_threadsafe(self._of_rollout[completion.request.name].answer, completion)
 
     def collect(self, wait: bool) -> list[tuple[Name, Request | Rollout]] | AgentsFailed:
-        """Returns what came since the last call, sorted by name; or why the run cannot go on. `wait`: up to `_WAIT` for something."""
+        """Returns what came since the last call, sorted by name; or why the run cannot go on. `wait`: up to `_WAIT` seconds
+        for something to come."""
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._arrived or self._error, _WAIT)
-                count = 0
-                while self._at_work and count < len(self._arrived):
+                count, until = 0, time.monotonic() + _BURST
+                while self._at_work and count < len(self._arrived) and time.monotonic() < until:
                     count = len(self._arrived)
                     self._changed.wait(_SETTLE)
             arrived, self._arrived = self._arrived, {}
@@ -95,6 +97,8 @@ class AgentLeader:
         """Ends the agents; none of them is waited for."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(_WAIT)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def _blocked(self) -> AgentsFailed | None:
         seconds = time.monotonic() - self._turned
@@ -188,7 +192,8 @@ class AgentLeader:
         except Exception as error:  # a user's code: whatever it raises
             if session.failure is not None:
                 return {EVERY_COLUMN: opening.agent.model_failed}, "model", None
-            return {}, "infrastructure", f"{type(error).__name__}: {error}{place_of(error)}"
+            cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ is not None else ""
+            return {}, "infrastructure", f"{type(error).__name__}: {error}{cause}{place_of(error)}"
 
     def _model_of(self, session: Session) -> AsyncOpenAI:
         """A client bound to the session, without a way through the network."""
@@ -211,7 +216,7 @@ class AgentLeader:
         if lost is None:
             return
         self._lost[f"{opening.key}: {lost}"] += 1
-        if self._lost_in_a_row >= opening.agent.stop_after:
+        if self._lost_in_a_row >= opening.agent.stop_after and self._error is None:
             with self._changed:
                 self._error = AgentsFailed(
                     f"{self._lost_in_a_row} conversations in a row were lost ({opening.key}.agent.stop_after), the last one, "

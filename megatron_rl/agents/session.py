@@ -183,6 +183,8 @@ class Session:
             tokens = self.ledger.request(*question)
         except LedgerError as error:
             raise RefusedTurn(str(error), "forked") from error
+        except ValueError as error:  # the template, or the tokenizer
+            raise RefusedTurn(str(error), "invalid_messages") from error
         if turn >= opening.agent.max_turns:
             self._limit("turn_limit", f"the conversation has had its {turn} turns ({opening.key}.agent.max_turns)")
         room = self.ledger.room(opening.sampling.max_tokens)

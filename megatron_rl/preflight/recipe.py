@@ -128,6 +128,8 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
                 yield f"tasks.{split}.{name}.path", task.path
             if ".py:" in task.source:
                 yield f"tasks.{split}.{name}.source", task.source.rpartition(":")[0]
+            if task.agent is not None and ".py:" in task.agent.name:
+                yield f"tasks.{split}.{name}.agent.name", task.agent.name.rpartition(":")[0]
     for name, reward in config.rewards.items():
         if ".py:" in reward.reward:
             yield f"rewards.{name}.reward", reward.reward.rpartition(":")[0]

@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import openai
+import pytest
 from transformers import AutoTokenizer
 
+from megatron_rl.agents.failures import ModelFailed
 from megatron_rl.agents.host import Conversations
 from megatron_rl.config.model import CreateModelConfig
 from megatron_rl.config.schema import AgentConfig, Config, TaskConfig, TasksConfig
@@ -35,7 +39,6 @@ TEMPLATE = (
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 :.,?!+=\n"
 CREATE = {"characters": CHARACTERS, "vocab_size": 64, "hidden": 32, "ffn_hidden": 64, "layers": 1, "max_positions": 512}
-HERE = Path(__file__)
 
 
 def tokenizer(folder: Path) -> Any:
@@ -50,7 +53,9 @@ def recipe(agent: str, prompts: Path | None = None, **keys: Any) -> Config:
         source="jsonl",
         path=str(prompts),
         chat=True,
-        agent=AgentConfig(name=f"{HERE}:{agent}", **{"max_turns": 4, "seconds": 20.0, **keys}),
+        agent=AgentConfig(
+            name=agent if ":" in agent else f"{__name__}:{agent}", **{"max_turns": 4, "seconds": 20.0, **keys}
+        ),
     )
     return Config(run_dir="", seed=7, tasks=TasksConfig(train={"t": task}))
 
@@ -96,8 +101,10 @@ class Arithmetic:
         return ended
 
 
-def dispatcher(group: EngineGroup | None = None) -> Dispatcher:
-    grid: Any = SimpleNamespace(engine=group or EngineGroup(), all_gather_bytes=lambda data: [data])
+def dispatcher(
+    group: EngineGroup | None = None, gather: Callable[[bytes], list[bytes]] = lambda data: [data]
+) -> Dispatcher:
+    grid: Any = SimpleNamespace(engine=group or EngineGroup(), all_gather_bytes=gather)
     return Dispatcher(grid, Arithmetic().room)
 
 
@@ -129,6 +136,10 @@ def one(rollout: Rollout) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------------------- agents
+HURRY = 0
+"""Changes the latencies of `patient`."""
+
+
 async def turns(model: Any, task: Any, count: int, between: Callable[[int], Any] = lambda turn: None) -> list[Any]:
     """Asks `count` times, each time with a word more about the reply."""
     messages = list(task["prompt"])
@@ -146,7 +157,7 @@ def patient(turns_each: int = 3, latency: int = 0) -> Any:
     """`latency`: seed of how long it waits after each turn, 0: not at all."""
 
     async def run(model: Any, task: Any) -> dict[str, float]:
-        draw = random.Random(f"{latency}/{task['seed']}")
+        draw = random.Random(f"{latency + HURRY}/{task['seed']}")
 
         def wait(turn: int) -> Any:
             return asyncio.sleep(draw.choice([0.0, 0.001, 0.004, 0.02])) if latency else None
@@ -171,12 +182,72 @@ def failing(how: str, first_only: bool = False, of: str = "") -> Any:
                 sys.exit(3)
             if how == "hang":
                 await asyncio.sleep(1e6)
-            if how == "long":
-                await turns(model, task, 1)  # the same again: part of the conversation is dropped
-            if how == "turns":
+            if how == "block":
+                time.sleep(1.0)
+            if how == "fork":
+                await model.chat.completions.create(model="policy", messages=[*task["prompt"], messages[0]])
+            if how == "limit":
                 await turns(model, {"prompt": [*messages, {"role": "user", "content": "go on"}]}, 9)
+            if how == "give up":
+                raise ModelFailed("nonsense")
             if how == "text":
                 return "good"  # type: ignore[return-value]
+            if how == "none":
+                return None
+        return 1.0
+
+    return run
+
+
+SAID: list[str] = []
+"""What `nosy` and `fussy` were told."""
+
+
+def fussy() -> Any:
+    """Asks for what is not supported, and then as it should."""
+    asks: list[dict[str, Any]] = [
+        {"stream": True},
+        {"n": 2},
+        {"temperature": 0.5},
+        {"top_p": 0.9},
+        {"logprobs": True},
+        {"tool_choice": "required"},
+        {"stop": ["x"]},
+        {"max_tokens": 0},
+        {"messages": [{"role": "user", "content": "something else"}]},
+    ]
+
+    async def run(model: Any, task: Any) -> float:
+        for ask in asks:
+            with pytest.raises(openai.BadRequestError) as refusal:
+                await model.chat.completions.create(**{"model": "policy", "messages": task["prompt"], **ask})
+            SAID.append(f"{refusal.value.code}: {refusal.value}")
+        usual = {"temperature": 1.0, "n": 1, "stream": False, "user": "me", "max_tokens": 2}
+        reply = await model.chat.completions.create(model="policy", messages=task["prompt"], **usual)
+        return float(reply.usage.completion_tokens)
+
+    return run
+
+
+def nosy() -> Any:
+    """Two conversations, each of which tries the other's address with its own key."""
+    addresses: dict[int, tuple[str, str]] = {}
+
+    async def run(model: Any, task: Any) -> float:
+        addresses[task["seed"]] = str(model.base_url), model.api_key
+        while len(addresses) < 2:
+            await asyncio.sleep(0.001)
+        [(other, _)] = [pair for seed, pair in addresses.items() if seed != task["seed"]]
+        for url, key in (
+            (other, model.api_key),
+            (other, ""),
+            (other.replace("sessions/", "sessions/9"), model.api_key),
+        ):
+            stranger = model.with_options(base_url=url, api_key=key or "none")
+            with pytest.raises(openai.AuthenticationError) as refusal:
+                await stranger.chat.completions.create(model="policy", messages=task["prompt"])
+            SAID.append(str(refusal.value))
+        await turns(model, task, 1)
         return 1.0
 
     return run
