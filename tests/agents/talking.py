@@ -49,14 +49,9 @@ def tokenizer(folder: Path) -> Any:
 
 def recipe(agent: str, prompts: Path | None = None, **keys: Any) -> Config:
     """A recipe with the task `t`, about whose prompts an agent of this file converses."""
-    task = TaskConfig(
-        source="jsonl",
-        path=str(prompts),
-        chat=True,
-        agent=AgentConfig(
-            name=agent if ":" in agent else f"{__name__}:{agent}", **{"max_turns": 4, "seconds": 20.0, **keys}
-        ),
-    )
+    known = agent if ":" in agent or agent == "tools" else f"{__name__}:{agent}"
+    section = AgentConfig(known, **{"max_turns": 4, "seconds": 20.0, **keys})
+    task = TaskConfig(source="jsonl", path=str(prompts), chat=True, agent=section)
     return Config(run_dir="", seed=7, tasks=TasksConfig(train={"t": task}))
 
 

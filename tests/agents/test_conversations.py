@@ -19,6 +19,7 @@ import torch
 from megatron_rl.agents import leader
 from megatron_rl.agents.failures import AgentsFailed
 from megatron_rl.agents.host import Conversations
+from megatron_rl.agents.rewriting import rewritten_turns_of_folder
 from megatron_rl.algorithms import RewardTable, make_algorithm
 from megatron_rl.config import ConfigError, Machine, load_recipe
 from megatron_rl.config.model import CreateModelConfig
@@ -294,8 +295,8 @@ def test_a_lost_conversation_leaves_its_group_as_if_it_had_never_been(talks: Tal
 
 def test_the_agents_of_the_page_converse(talks: Talks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
-    twice, program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    for name, code in (("my_agent.py", twice), ("my_program.py", program)):
+    twice, program, shop = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for name, code in (("my_agent.py", twice), ("my_program.py", program), ("my_shop.py", shop)):
         (tmp_path / name).write_text(code)
     rollouts = talks(f"{tmp_path}/my_agent.py:twice", params={"question": "sure?"}, texts=TEXTS[:1])
     for rollout in rollouts.held.values():
@@ -307,7 +308,9 @@ def test_the_agents_of_the_page_converse(talks: Talks, tmp_path: Path, monkeypat
         f"{tmp_path}/my_program.py:program", params={"script": script}, texts=TEXTS[:1], count=1, seconds=60
     )
     assert outside.held[0].agent_rewards == {"reward": 0.0}
-    [section] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    sold = talks("tools", params={"environment": f"{tmp_path}/my_shop.py:Shop"}, parser="hermes", texts=TEXTS[:1])
+    assert [rollout.agent_rewards for rollout in sold.held.values()] == [{"sold": 0.0}] * 2
+    section, *_ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
     (tmp_path / "recipe.yaml").write_text(section)
@@ -322,6 +325,11 @@ def test_the_agents_of_the_page_converse(talks: Talks, tmp_path: Path, monkeypat
     ]
     config = load_recipe(tmp_path / "recipe.yaml", overrides)
     check_recipe(config, "train", Machine())
+    assert rewritten_turns_of_folder(config) == []
+    stripping = talking.TEMPLATE.replace("m.content or ''", "(m.content or '').split('</think>')[-1]")
+    (tmp_path / "model" / "chat_template.jinja").write_text(stripping)
+    [said] = rewritten_turns_of_folder(config)
+    assert said.startswith("tasks.train.sums: by the chat template, the thinking of earlier turns is left out")
     refused = {
         "tasks.train.sums.chat=false": "set tasks.train.sums.chat=true",
         "tasks.train.sums.agent.name=nobody": "unknown agent 'nobody'",

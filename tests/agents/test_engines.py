@@ -24,7 +24,7 @@ SCRIPT = str(Path(__file__).with_name("script.py"))
 
 
 def agent(name: str, **keys: Any) -> dict[str, Any]:
-    return {"name": f"tests.agents.talking:{name}", "max_turns": 4, "seconds": 100.0, **keys}
+    return {"name": f"tests.agents.talking:{name}", "max_turns": 4, "turn_tokens": 12, "seconds": 100.0, **keys}
 
 
 def recipe(folder: Path) -> Path:
@@ -58,7 +58,7 @@ def recipe(folder: Path) -> Path:
         "rollout": {
             "group_size": GROUP,
             "max_prompt_tokens": 32,
-            "max_tokens": 64,
+            "max_tokens": 96,
             "cpu_cache_gib": 0.1,
             "max_concurrent": 4,
         },
