@@ -19,17 +19,19 @@ _GO_ON = "{% if add_generation_prompt %}<|im_start|>assistant\n"
 # Tool replies that follow one another are one message of the user's.
 _CHATML_REPLY = (
     "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
 )
 _CHATML_CALLS = (
-    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}\n{% endif %}<tool_call>\n"
+    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
 )
 QWEN2_5 = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe helpful.{% if tools %}\n" + _TOOLS + "{% endif %}"
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe helpful.{% if tools %}{{ '\n' }}"
+    + _TOOLS
+    + "{% endif %}"
     "<|im_end|>\n{% endif %}{% for m in messages %}{% if m.role == 'tool' %}" + _CHATML_REPLY + "{% else %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.role == 'system' and tools %}\n" + _TOOLS + "{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.role == 'system' and tools %}{{ '\n' }}" + _TOOLS + "{% endif %}"
     "" + _CHATML_CALLS + "<|im_end|>\n{% endif %}{% endfor %}" + _GO_ON + "{% endif %}"
 )
 # Thinking is kept behind the last message of the user's only, where the last turn has a think block, be it empty.
@@ -94,14 +96,14 @@ GLM4 = (
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{% set content = m.content %}"
     "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
-    "\n<think>{% if loop.index0 > ns.last and m.reasoning_content %}{{ m.reasoning_content | trim }}{% endif %}</think>"
-    "{% if content | trim %}\n{{ content | trim }}{% endif %}"
-    "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}"
-    "{% for k, v in c.function.arguments.items() %}\n<arg_key>{{ k }}</arg_key>\n"
-    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}\n</tool_call>{% endfor %}"
+    "{{ '\n' }}<think>{% if loop.index0 > ns.last %}{{ m.reasoning_content | trim }}{% endif %}</think>"
+    "{% if content | trim %}{{ '\n' }}{{ content | trim }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ '\n' }}<tool_call>{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}{{ '\n' }}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}{{ '\n' }}</tool_call>{% endfor %}"
     "{% elif m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 # Roles are tokens that are not called special, arguments are joined to text, and the template opens the thinking.
 DEEPSEEK = (
