@@ -179,9 +179,10 @@ class Workshop:
             raise ValueError("limit must be at least 1")
         self._limit = limit
 
-    def reset(self, task: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
+    def reset(self, task: Mapping[str, Any]) -> Sequence[Mapping[str, object]]:
         self._thread = threading.current_thread().name
-        return []
+        tools: list[Mapping[str, object]] = task["tools"]
+        return tools
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         if name == "raise":
