@@ -69,7 +69,9 @@ def test_a_demonstration_that_just_fits_is_taken(tmp_path: Path) -> None:
 
 def test_a_demonstrated_conversation_is_learned_from_the_policys_turns(tmp_path: Path) -> None:
     """Its tokens follow the prompt's in the batch, and those of the reply are not scored."""
-    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}#{% endfor %}="
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}#{% endfor %}="
+    )
     create_model(tmp_path / "model", CreateModelConfig(layers=1, chat_template=template), seed=0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     said = [("assistant", "2"), ("user", "+3"), ("assistant", "5")]
@@ -81,7 +83,7 @@ def test_a_demonstrated_conversation_is_learned_from_the_policys_turns(tmp_path:
     assert tokenizer.decode(batch.tokens[0]) == "1+1#=2<eos>#+3#=5<eos>"
     assert tokenizer.decode(batch.tokens[0][batch.loss_mask[0]]) == "2<eos>5<eos>"
     sample.demonstration = demonstration[:2]
-    with pytest.raises(ValueError, match="demonstration of sums/0: .* ends with a message of the assistant"):
+    with pytest.raises(ValueError, match=r"demonstration of sums/0: .* ends with a message of the assistant"):
         demonstration_ids([sample], tokenizer, config, len(tokenizer))
 
 
