@@ -158,7 +158,8 @@ def patient(turns_each: int = 3, latency: int = 0) -> Any:
             return asyncio.sleep(draw.choice([0.0, 0.001, 0.004, 0.02])) if latency else None
 
         messages = await turns(model, task, turns_each, wait)
-        return {"reward": float(len(messages)), "letters": float(len(messages[-1]["content"]))}
+        of_task = float(task["seed"] % 1000)
+        return {"reward": float(len(messages)), "letters": float(len(messages[-1]["content"])), "seed": of_task}
 
     return run
 

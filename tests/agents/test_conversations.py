@@ -84,7 +84,8 @@ def test_what_is_trained_on_is_what_was_drawn_and_nothing_else(talks: Talks, wor
             f"{role[0]}:{text}<eos>\n" for role, text in zip(["user", "assistant"] * 3, spoken, strict=True)
         )
         assert words.decode(rollout.tokens) == whole.removesuffix("\n")
-        assert rollout.agent_rewards == {"reward": 6.0, "letters": len(str(spoken[-1]))}
+        seed = rollout_seed(7, 5, rollout.sample_id, rollout.index) % 1000
+        assert rollout.agent_rewards == {"reward": 6.0, "letters": len(str(spoken[-1])), "seed": seed}
         assert (rollout.text, rollout.failed_by) == (spoken[-1], None)
     seeds = {(request.name, request.seed) for request in engine.submitted}
     names = [(f"t/{prompt}", index) for prompt in range(3) for index in range(2)]
