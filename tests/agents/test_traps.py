@@ -211,6 +211,20 @@ def test_10_no_arguments_are_an_empty_object() -> None:
     )
 
 
+def test_10_arguments_are_text_where_the_template_joins_them_to_text() -> None:
+    conversation = begun("deepseek")
+    call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+    ids = ids_of("deepseek", "</think><｜end▁of▁sentence｜>")
+    message: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answer(conversation, Turn(ids, [-1.0] * len(ids), "stop", False, message))
+    result: Message = {"role": "tool", "content": "r", "tool_call_id": "call00000"}
+    assert conversation.tokenizer.decode(after(conversation, result)) == (
+        "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>r<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
+    )
+    drawn(conversation, ids)  # and the template goes on to read the call
+    assert conversation.tokenizer.decode(after(conversation, AGAIN)) == "<｜User｜>And now?<｜Assistant｜><think>\n"
+
+
 def test_11_reasoning_that_a_client_leaves_out_is_no_difference() -> None:
     conversation = begun("qwen3")
     message = drawn(conversation, ids_of("qwen3", f"<think>\nHm.\n</think>\n\nYes.{END}"))
