@@ -156,7 +156,7 @@ class ToolHouse:
         room, code = arguments["room"], arguments["code"]
         if not isinstance(room, str) or room not in self._house["read"]:
             return "unknown"
-        right = type(code) is int and code == self._house["read"][room]
+        right = code == self._house["read"][room]
         if self._doors.get(room) != LOCKED:
             self._doors[room] = OPENED if right else LOCKED
         return self._doors[room]

@@ -99,7 +99,7 @@ def row(step: int, number: int) -> RolloutRow:
             {"role": "tool", "content": "in the attic"},
             {"role": "assistant", "content": "é"},
         ]
-        made["turn_tokens"] = [2, 1]
+        made["turn_tokens"] = [1, 2]
     return made
 
 
@@ -239,7 +239,7 @@ def test_an_open_conversation_is_shown_by_turn_with_the_tokens_of_each(page: Pat
     call, reply, answer = seen["plain"]
     assert "<who>" in call
     assert (reply, answer) == ("in the attic", "é")
-    assert seen["coloured"] == ["<b>2", "in the attic", "é"]
+    assert seen["coloured"] == ["<b>", "in the attic", "2é"]
     assert seen["tokens"] == [["<b>", "0"], ["2", "0.25"], ["é", "-0.25"]]
     assert seen["roles"] == ["assistant", "tool", "assistant"]
     assert seen["count"].startswith("1 of")
