@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.agents.registry import list_agents
 from megatron_rl.base.typed_params import fields, unwrap
 from megatron_rl.config import Config
 from megatron_rl.config.keys import choices, entry_type, meaning
@@ -26,6 +27,7 @@ REGISTRIES = {
     "<files>": [name for name, source in SOURCES.items() if not source.generates],
     "<generators>": [name for name, source in SOURCES.items() if source.generates],
     "<rewards>": list_rewards(),
+    "<agents>": list_agents(),
 }
 TABLE = re.compile(r"\| key \| default \| meaning \|\n(?:\|.*\n)+")
 

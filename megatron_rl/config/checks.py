@@ -291,8 +291,12 @@ def _check_tasks(config: Config, command: str) -> Iterator[str]:
         yield f"`tasks.{needed}` is empty: name at least one task to {purpose} on"
     for split, tasks in (("train", config.tasks.train), ("eval", config.tasks.eval)):
         for name, task in tasks.items():
-            if task.chat and config.model.path is None:
-                yield f"`tasks.{split}.{name}.chat`: `model.create` makes no chat template; set chat to false"
+            create = config.model.create
+            if task.chat and create is not None and create.chat_template is None:
+                yield (
+                    f"`tasks.{split}.{name}.chat`: the model that `model.create` makes has no chat template; write one as "
+                    "`model.create.chat_template`, or set chat to false"
+                )
 
 
 # ------------------------------------------------------------------------------------------------------------ outputs

@@ -44,6 +44,9 @@ class CreateModelConfig(Section):
     vocab_size: Annotated[int, Field(ge=1, le=1e8)] = key(64, "rows of the embedding; the tokens are padded to it")
     characters: str = key("0123456789+-*/=#.,() ", "what the tokenizer knows")
     words: list[str] = key([], "strings that are one token each, e.g. `<think>`; the longest that fits counts")
+    chat_template: str | None = key(
+        None, "Jinja text, which the tokenizer gets as its chat template; null: it has none"
+    )
     max_positions: Tokens = key(512, "longest sequence")
     tie_embeddings: bool = key(False, "output layer = embedding")
     init_std: Annotated[float, Field(gt=0, le=100)] = key(0.02, "standard deviation of the initial weights")

@@ -1,7 +1,8 @@
 """The recipe's schema: one dataclass per section. A key's type, choices, range, default and meaning are in its field only.
 
-This module imports no torch, so that recipes can be checked on a login node or a laptop. docs/recipes.md is written from it
-(`python tools/document_recipes.py`), which replaces `<files>`, `<generators>`, `<rewards>` by the names in their registries.
+This module imports no torch, so that recipes can be checked on a login node or a laptop. docs/recipes.md is written from
+it (`python tools/document_recipes.py`), which replaces `<files>`, `<generators>`, `<rewards>`, `<agents>` by the names in
+their registries.
 """
 
 from __future__ import annotations
@@ -58,6 +59,28 @@ class ColumnsConfig(Section):
 
 
 @dataclass
+class AgentConfig(Section):
+    """Who converses with the policy about a task's prompts ([agents.md](agents.md)). Needs `chat: true`."""
+
+    name: str = key(
+        meaning="a registered agent (<agents>), or your own: `path/file.py:factory`, `package.module:factory`"
+    )
+    params: Params = key({}, "the agent's parameters")
+    parser: Literal["none", "hermes", "llama", "toolrl"] = key(
+        "none", "how the policy writes tool calls ([tool_format](rewards/tool_format.md)); `none`: its turns are text"
+    )
+    max_turns: Count = key(8, "turns of the policy; `rollout.max_tokens` limits all that follows the prompt")
+    turn_tokens: Tokens | None = key(None, "new tokens of a turn; null: as many as the rollout has left")
+    seconds: Annotated[float, Field(ge=0.01, le=1e6)] = key(
+        120.0, "a conversation's wait for its agent, over all turns; the policy's own time does not count"
+    )
+    model_failed: Finite = key(
+        0.0, "what the reward `agent` gives where the policy broke off: a limit, an unreadable call"
+    )
+    stop_after: Count = key(16, "conversations in a row that an engine has lost to the agent's failures end the run")
+
+
+@dataclass
 class TaskConfig(Section):
     """Where prompts come from. `source` decides which of the other keys apply."""
 
@@ -91,7 +114,10 @@ class TaskConfig(Section):
         "prompt once per epoch",
     )
     exclude: list[str] = key([], "names of evaluation tasks whose prompts are removed from this training task")
-    demonstrations: str | None = key(None, "SFT targets: `chain_sum_steps`, `tool_world`, `column:<key>` of your data")
+    agent: AgentConfig | None = key(None, "the section below; null: a prompt's response is the rollout")
+    demonstrations: str | None = key(
+        None, "SFT targets: `chain_sum_steps`, `tool_world`, `tool_house`, `column:<key>` of your data"
+    )
     demonstration_params: Params = key({}, "the writer's parameters")
 
 

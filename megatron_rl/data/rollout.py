@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.data.sample import Sample
+from megatron_rl.data.sample import Message, Sample
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of a rollout with one author: the prompt, or one turn of the policy."""
+    """Consecutive tokens of a rollout with one author: the prompt, one turn of the policy, or what is between two."""
 
     ids: np.ndarray  # int64 [tokens]; a turn's end-of-sequence token is included where it was drawn
     logprobs: np.ndarray | None = None  # float32 [tokens], under the engine's sampling distribution; None: not sampled
@@ -31,11 +31,16 @@ class Rollout:
     segments: list[Segment]  # the prompt first
     finish_reason: str  # stop | length
     experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, experts per token] that the engine chose
-    messages: list[dict[str, str]] = field(default_factory=list)  # the policy's turns as text, once decoded
+    # The whole conversation, where an agent held one; else the response, once it is decoded.
+    messages: list[Message] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)  # one number per reward column; NaN: it has no value
     token_rewards: np.ndarray | None = (
         None  # float32 [sampled tokens, columns]; NaN: a column has no value. None: no columns
     )
+    last_turn: str | None = None  # of a conversation, as the policy wrote it; None: it is in `messages`
+    agent_rewards: Mapping[str, float] = field(default_factory=dict)  # what the agent returned, by column
+    # Who broke the conversation off. After the infrastructure it has no tokens behind the prompt, and no rewards.
+    failed_by: Literal["model", "infrastructure"] | None = None
 
     @classmethod
     def single_turn(
@@ -97,13 +102,27 @@ class Rollout:
         return min((segment.version for segment in self.segments if segment.logprobs is not None), default=-1)
 
     @property
+    def is_conversation(self) -> bool:
+        """Whether an agent held it; it is then whole only with its messages."""
+        return bool(self.messages) and self.messages[0]["role"] != "assistant"
+
+    @property
     def text(self) -> str:
         """The policy's last turn, which rewards read as the completion; empty until it is decoded."""
-        return self.messages[-1]["content"] if self.messages else ""
+        if self.last_turn is not None:
+            return self.last_turn
+        return str(self.messages[-1]["content"]) if self.messages else ""
 
     @text.setter
     def text(self, content: str) -> None:
         self.messages = [{"role": "assistant", "content": content}]
+
+
+def scored_sample(sample: Sample, rollout: Rollout) -> Sample:
+    """The sample as rewards of this rollout get it: with its conversation, where an agent held one."""
+    if sample.agent is None:
+        return sample
+    return replace(sample, messages=rollout.messages, agent_rewards=rollout.agent_rewards)
 
 
 def _concatenate(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
@@ -117,6 +136,7 @@ FACTS = np.dtype(
         ("length", "<i4"),  # sampled tokens
         ("truncated", "?"),  # cut at the token limit
         ("version", "<i8"),  # see `Rollout.version`; that of each segment goes with the tokens
+        ("lost", "?"),  # to a failure of the infrastructure: it takes no part in its group
         # The rank that hands the rollout to others, one that has its token rewards where there are any; or UNANSWERED.
         ("source", "<i4"),
     ]
@@ -184,8 +204,13 @@ class Rollouts:
 
     @property
     def unanswered(self) -> int:
-        """Rollouts that nobody has; see UNANSWERED."""
-        return int((self.facts["source"] == UNANSWERED).sum())
+        """Rollouts that nobody has, see UNANSWERED; and conversations that were lost."""
+        return int(((self.facts["source"] == UNANSWERED) | self.facts["lost"]).sum())
+
+    @property
+    def lost(self) -> Tensor:
+        """bool [samples, count]: conversations lost to a failure of the infrastructure."""
+        return torch.from_numpy(self.facts["lost"].copy()).view(len(self.samples), self.count)
 
     def sample(self, row: int) -> Sample:
         return self.samples[row // self.count]
@@ -200,7 +225,7 @@ class Rollouts:
         return [
             ScoredLength(self.sample(row).id, length, self.finish_reason(row), self.rewards_of(row))
             for row, length in enumerate(self.facts["length"].tolist())
-            if self.facts["source"][row] != UNANSWERED
+            if self.facts["source"][row] != UNANSWERED and not self.facts["lost"][row]
         ]
 
     def of_prompts(self, chosen: Sequence[int]) -> Rollouts:

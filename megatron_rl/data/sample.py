@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypedDict, cast
 
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = dict[str, object]  # of a chat: `role`, `content`, and what else the model's template reads
 Prompt: TypeAlias = str | list[Message]
+Demonstration: TypeAlias = str | list[Message]  # a response's text, or the conversation that follows the prompt
+EVERY_COLUMN = "*"
+"""In the place of a column's name in an agent's rewards: the number is that of every column."""
 
 
 class Call(TypedDict):
@@ -22,7 +26,7 @@ class Call(TypedDict):
 
 
 class SampleMapping(TypedDict, total=False):
-    """The mapping that a reward function receives; keys without a value are absent. The last two are there in a run only."""
+    """The mapping that a reward function receives; keys without a value are absent. The last four are there in a run only."""
 
     prompt: Prompt
     answer: object  # gold text, number or list
@@ -31,6 +35,8 @@ class SampleMapping(TypedDict, total=False):
     metadata: dict[str, object]
     finish_reason: str  # stop | length
     num_tokens: int  # length of the response
+    messages: list[Message]  # the whole conversation, where an agent held one
+    agent_rewards: Mapping[str, float]  # what the agent returned, by column; empty: nothing
 
 
 class TokenMapping(SampleMapping, total=False):
@@ -53,10 +59,14 @@ class Sample:
     tool_calls: list[Call] | None = None  # gold calls
     needs_response: bool | None = None
     metadata: dict[str, object] = field(default_factory=dict)
-    demonstration: str | None = None  # SFT target text, where the task has one
+    demonstration: Demonstration | None = None  # SFT target, where the task has one
     images: PromptImages | None = None  # whose tokens are among `prompt_ids`
+    agent: str | None = None  # the task whose `agent` converses about the prompt; None: the response is the rollout
+    # Of one rollout, in the copy that is scored.
+    messages: list[Message] | None = None
+    agent_rewards: Mapping[str, float] | None = None
 
     def as_mapping(self) -> SampleMapping:
         """The mapping that a reward function receives, without the keys that only a run knows."""
-        keys = ("prompt", "answer", "tool_calls", "needs_response", "metadata")
+        keys = ("prompt", "answer", "tool_calls", "needs_response", "metadata", "messages", "agent_rewards")
         return cast(SampleMapping, {key: getattr(self, key) for key in keys if getattr(self, key) is not None})

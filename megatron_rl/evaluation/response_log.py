@@ -88,6 +88,9 @@ class Keeper:
             self._file.write("\n")  # after a killed process's last line
 
     def __call__(self, rollout: Rollout) -> None:
+        """Conversations are left out: an evaluation that goes on begins them again, with the same seeds."""
+        if rollout.is_conversation:
+            return
         row = {
             "sample": rollout.sample_id,
             "rollout": rollout.index,

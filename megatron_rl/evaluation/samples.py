@@ -12,6 +12,7 @@ from megatron_rl.data.images import PromptImages, fingerprint, open_image
 from megatron_rl.data.rollout import Rollout
 from megatron_rl.data.sample import Sample
 from megatron_rl.runtime import disk
+from megatron_rl.tasks.tokenizing import as_chat
 
 _PICTURE = 384  # pixels of an image's longer side, at most
 
@@ -40,6 +41,7 @@ def write_samples(
                 "prompt": sample.prompt,
                 **({"images": images[sample.id]} if sample.id in images else {}),
                 "response": rollout.text,
+                **conversation_of(sample, rollout),
                 "answer": sample.answer,
                 "rewards": {name: None if math.isnan(value) else value for name, value in rollout.rewards.items()},
                 **more,
@@ -47,6 +49,17 @@ def write_samples(
                 "tokens": len(rollout.response_ids),
             }
             file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+
+
+def conversation_of(sample: Sample, rollout: Rollout) -> dict[str, object]:
+    """`conversation`, the messages after the prompt, and `turn_tokens`, of the policy's among them; nothing of a response."""
+    turns = [segment for segment in rollout.segments if segment.logprobs is not None]
+    if not rollout.is_conversation:
+        return {}
+    return {
+        "conversation": rollout.messages[len(as_chat(sample.prompt)) :],
+        "turn_tokens": [len(turn.ids) for turn in turns],
+    }
 
 
 def write_responses(

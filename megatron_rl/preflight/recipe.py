@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megatron_rl.agents.registry import check_agents
 from megatron_rl.base.messages import errors_named
 from megatron_rl.base.shipped import find_recipe, missing
 from megatron_rl.config import Config, ConfigError, Machine, check
@@ -48,6 +49,7 @@ def _checked(config: Config, command: str, machine: Machine, model: HFConfig | N
     with errors_named("", as_error=ConfigError):
         check_tasks(tasks_to_evaluate(config.tasks) if command == "evaluate" else config.tasks)
         rewards = check_rewards(config.rewards) if command != "reward-model" else {}
+        check_agents(config)
         _check_readers(config, rewards)
         _check_first_samples(config, command, rewards)
     return config
@@ -126,6 +128,8 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
                 yield f"tasks.{split}.{name}.path", task.path
             if ".py:" in task.source:
                 yield f"tasks.{split}.{name}.source", task.source.rpartition(":")[0]
+            if task.agent is not None and ".py:" in task.agent.name:
+                yield f"tasks.{split}.{name}.agent.name", task.agent.name.rpartition(":")[0]
     for name, reward in config.rewards.items():
         if ".py:" in reward.reward:
             yield f"rewards.{name}.reward", reward.reward.rpartition(":")[0]

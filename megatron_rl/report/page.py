@@ -14,7 +14,7 @@ from megatron_rl.report.charts import CHARTS, COLOURS, WARM_UP_CHARTS, curves, d
 from megatron_rl.report.findings import find
 from megatron_rl.report.html import document, section, table, text
 from megatron_rl.report.run_record import RolloutRow, RunRecord, by_prompt, by_recipe, differing_keys, shown_evaluations
-from megatron_rl.report.viewer import STYLE, image_data, turns, viewer
+from megatron_rl.report.viewer import STYLE, image_data, response_text, turns, viewer
 
 _STYLE = """
 div.top { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(34rem, 100%), 1fr)); gap: 0 2.5rem }
@@ -169,7 +169,7 @@ def _group_of(run: RunRecord, group: PromptGroup, why: Sequence[str]) -> str:
             str(rollout["tokens"]),
             text(str(rollout.get("finish_reason", ""))),
         ]
-        response = f'<td class="text">{_long(rollout["response"])}</td>'
+        response = f'<td class="text">{_long(response_text(rollout))}</td>'
         numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
         rows.append(f"<tr>{response}{numbers}</tr>")
     first = group.rollouts[0]

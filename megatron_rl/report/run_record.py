@@ -24,7 +24,9 @@ class RolloutRow(TypedDict):
     rollout: NotRequired[int]
     prompt: str | list[dict[str, object]]
     images: NotRequired[list[str]]  # of the prompt: files in `samples/images`
-    response: str
+    response: str  # of a conversation the last turn
+    conversation: NotRequired[list[dict[str, object]]]  # the messages after the prompt, where there are several turns
+    turn_tokens: NotRequired[list[int]]  # of each of its assistant's messages
     answer: object
     rewards: dict[str, float | None]  # None: without a score
     advantage: NotRequired[float]  # of training steps
@@ -170,5 +172,9 @@ def _read_samples(folder: Path) -> dict[int, list[RolloutRow]]:
 def _is_rollout(row: object) -> bool:
     if not isinstance(row, dict) or not isinstance(row.get("response"), str):
         return False
-    prompt = row.get("prompt")
-    return isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt))
+    has_prompt = isinstance(row.get("prompt"), str) or _are_messages(row.get("prompt"))
+    return has_prompt and _are_messages(row.get("conversation", []))
+
+
+def _are_messages(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(turn, dict) for turn in value)

@@ -13,7 +13,8 @@ const node = (tag, text, kind) => {
 };
 for (const row of data.rows) {
   const remarks = Object.values(row.remarks || {}).flat().map(([text]) => text);
-  row.text = [...data.prompts[row.prompt].map(([, text]) => text), row.response, row.answer, ...remarks].join("\n").toLowerCase();
+  row.said = row.conversation ? row.conversation.map(([, text]) => text).join("\n") : row.response;
+  row.text = [...data.prompts[row.prompt].map(([, text]) => text), row.said, row.answer, ...remarks].join("\n").toLowerCase();
 }
 const fill = (name, values) => values.forEach(value => pick(name).append(new Option(value, value)));
 fill("run", data.runs);
@@ -57,7 +58,7 @@ function draw() {
     line.style.top = (first + i) * HIGH + "px";
     const sign = row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "";
     line.append(node("span", `${row.step}`), node("span", number(row.reward)), node("span", number(row.advantage), sign),
-      node("span", `${row.tokens}`), node("span", row.response.slice(0, 200).replace(/\s+/g, " ")));
+      node("span", `${row.tokens}`), node("span", row.said.slice(0, 200).replace(/\s+/g, " ")));
     line.onclick = () => { chosen = row; open(); draw(); list.focus(); };
     return line;
   }));
@@ -68,10 +69,10 @@ const away = (kind, value) => kind === "ratio" ? Math.log(value) : value;
 const farthest = kind => data.rows.reduce((most, row) => (row[kind] || []).reduce((m, value) =>
   Math.max(m, Math.abs(away(kind, value))), most), kind === "weight" ? 1e-30 : 0.01);
 const scales = {};
-function tokens(row, kind) {
-  const values = row[kind], box = document.createElement("pre");
+function tokens(row, kind, from = 0, to = row.pieces.length) {
+  const values = row[kind].slice(from, to), box = document.createElement("pre");
   const scale = scales[kind] ??= farthest(kind);
-  row.pieces.forEach((piece, i) => {
+  row.pieces.slice(from, to).forEach((piece, i) => {
     const token = node("span", piece), value = values[i], by = away(kind, value);
     const strength = Math.sqrt(Math.abs(by) / scale) * 0.8;
     token.style.background = `rgba(${by > 0 ? "5,150,105" : "220,38,38"},${strength.toFixed(2)})`;
@@ -90,11 +91,17 @@ function open() {
   const coloured = kind && chosen.pieces && chosen[kind];
   detail.replaceChildren(node("p", facts.concat(rewards).join(" · "), "sub"), node("b", "Prompt"));
   for (const name of chosen.images || []) detail.append(picture(name));
-  for (const [role, text] of data.prompts[chosen.prompt]) {
-    if (role) detail.append(node("div", role, "role"));
-    detail.append(node("pre", text));
-  }
-  detail.append(node("b", "Response"), coloured ? tokens(chosen, kind) : node("pre", chosen.response));
+  const turn = (role, content) => detail.append(...(role ? [node("div", role, "role")] : []), content);
+  for (const [role, text] of data.prompts[chosen.prompt]) turn(role, node("pre", text));
+  if (chosen.conversation) {
+    detail.append(node("b", "Conversation"));
+    let from = 0, number = 0;
+    for (const [role, text] of chosen.conversation) {
+      const to = from + (role === "assistant" ? (chosen.turn_tokens || [])[number++] || 0 : 0);
+      turn(role, coloured && to > from ? tokens(chosen, kind, from, to) : node("pre", text));
+      from = to;
+    }
+  } else detail.append(node("b", "Response"), coloured ? tokens(chosen, kind) : node("pre", chosen.response));
   if (kind && !coloured) detail.append(node("p", "Its tokens were not recorded (logging.record_every).", "sub"));
   if (chosen.answer) detail.append(node("b", "Answer"), node("pre", chosen.answer));
   for (const [name, remarks] of Object.entries(chosen.remarks || {})) {

@@ -127,6 +127,13 @@ def turns(prompt: str | Sequence[Mapping[str, object]]) -> list[tuple[str, str]]
     return spoken
 
 
+def response_text(row: RolloutRow) -> str:
+    """Text after the prompt: the response, or the turns of a conversation, each after its role."""
+    if "conversation" not in row:
+        return row["response"]
+    return "\n".join(f"{role}: {said}" for role, said in turns(row["conversation"]))
+
+
 def image_data(run: Path, name: str) -> str:
     """An image of `samples/images` as a data URI; empty where it is not there any more."""
     file = (run / "samples" / "images" / Path(name).name).resolve()
@@ -162,7 +169,10 @@ def _prompt(row: RolloutRow) -> str:
 def _facts(row: RolloutRow) -> dict[str, object]:
     answer = row.get("answer")
     text = answer if isinstance(answer, str) else "" if answer is None else json.dumps(answer, default=str)
-    return {**row, "answer": text, "finish_reason": row.get("finish_reason", "")}
+    facts = {**row, "answer": text, "finish_reason": row.get("finish_reason", "")}
+    if "conversation" in row:
+        facts["conversation"] = turns(row["conversation"])
+    return facts
 
 
 def _token_values(run: Path, step: int, rows: Sequence[RolloutRow]) -> list[Mapping[str, list[float]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from megatron_rl.data.rollout import Rollout
@@ -14,18 +14,22 @@ from megatron_rl.rollout.sampling import Sampling, rollout_seed
 class Episode(Protocol):
     """One rollout while it is drawn. Every rank of an engine has the same episodes and advances them in the same order."""
 
-    def first(self) -> Request:
-        """The first turn's; its name is (sample id, index of the rollout), as that of every further request."""
+    def first(self) -> Request | None:
+        """The first turn's; its name is (sample id, index of the rollout), as that of every further request. None: it comes
+        by `Poll`."""
         ...
 
-    def advance(self, completion: Completion) -> Request | Rollout:
-        """After a turn: the next one's request, or the finished rollout. What only one rank may do between two turns, such as
-        running a tool, the engine's leader does and tells the others (`EngineGroup.broadcast`)."""
+    def advance(self, completion: Completion) -> Request | Rollout | None:
+        """After a turn: the next one's request, or the finished rollout; None: either comes by `Poll`."""
         ...
 
 
 MakeEpisode: TypeAlias = Callable[[Sample, int], Episode]
 """A prompt and the index of one of its rollouts to the episode."""
+
+Poll: TypeAlias = Callable[[bool], Sequence[tuple[tuple[str, int], Request | Rollout]]]
+"""What came of the open episodes since the last call, by name: the same in the same order on all ranks of an engine, which
+call it at the same points. True: waits a while for something to come, since the engine has nothing to do."""
 
 
 def single_turn(sampling: Sampling, seed: int, step: int) -> MakeEpisode:

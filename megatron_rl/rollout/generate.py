@@ -10,8 +10,8 @@ import numpy as np
 from megatron_rl.data.rollout import FACTS, UNANSWERED, Rollout, Rollouts
 from megatron_rl.data.sample import Sample
 from megatron_rl.rollout.dispatch import Dispatcher, longest_first
-from megatron_rl.rollout.engine import Engine, EngineError, Failure
-from megatron_rl.rollout.episode import Episode, MakeEpisode
+from megatron_rl.rollout.engine import Engine, EngineError, Failure, Request
+from megatron_rl.rollout.episode import Episode, MakeEpisode, Poll
 from megatron_rl.runtime.distributed import ProcessGrid
 
 _DIGEST = 8  # bytes
@@ -27,6 +27,7 @@ def generate(
     on_failed: Callable[[Failure], None] | None = None,
     already_drawn: Mapping[tuple[str, int], Rollout] | None = None,
     lengths: Mapping[str, float] | None = None,
+    poll: Poll | None = None,
 ) -> Rollouts:
     """`count` rollouts of every sample, over all engines; every rank learns how long each is, and has its own engine's whole.
 
@@ -38,6 +39,7 @@ def generate(
         on_failed: called with each request that the engine has no answer to, whose rollout is then missing; None: an error.
         already_drawn: rollouts that are not drawn again, by sample id and index; the same on every rank.
         lengths: mean tokens of earlier responses, by sample id; the same on every rank.
+        poll: of the episodes whose requests others make; None: there are none.
 
     Raises:
         EngineError: on every rank, where the ranks of an engine did not stay in step, or not every rollout came once.
@@ -51,10 +53,18 @@ def generate(
             drawn.update({row_of[name]: known[name] for name in names if name in known})
             episodes = {name: make_episode(sample, name[1]) for name in names if name not in known}
             open_episodes.update(episodes)
-            engine.submit([episode.first() for episode in episodes.values()])
+            submit([episode.first() for episode in episodes.values()])
+
+    def submit(requests: Iterable[Request | None]) -> None:
+        engine.submit([request for request in requests if request is not None])
+
+    def finish(name: tuple[str, int], rollout: Rollout) -> None:
+        del open_episodes[name]
+        drawn[row_of[name]] = rollout
+        on_finished(rollout)
 
     def go_on() -> None:
-        while (prompt := dispatch.next(engine.pending)) is not None:
+        while (prompt := dispatch.next(len(open_episodes))) is not None:
             begin([prompt])
 
     dispatch = dispatcher.begin(longest_first(samples, lengths or {}), count)
@@ -71,11 +81,17 @@ def generate(
                 continue
             outcome = open_episodes[name].advance(ended)
             if isinstance(outcome, Rollout):
-                del open_episodes[name]
-                drawn[row_of[name]] = outcome
-                on_finished(outcome)
+                finish(name, outcome)
             else:
-                engine.submit([outcome])
+                submit([outcome])
+        if poll is not None and open_episodes:
+            asked = list[Request]()
+            for name, came in poll(not engine.pending):
+                if isinstance(came, Rollout):
+                    finish(name, came)
+                else:
+                    asked.append(came)
+            submit(asked)
         go_on()
     facts = _gather_facts(dispatcher.grid, drawn, len(samples) * count, complete=on_failed is None)
     return Rollouts(list(samples), count, facts, drawn, engine.experts)
@@ -100,8 +116,9 @@ def _gather_facts(grid: ProcessGrid, drawn: Mapping[int, Rollout], rows: int, co
     return facts
 
 
-def _facts(row: int, rollout: Rollout) -> tuple[int, int, int, bool, int, int]:
-    return row, rollout.num_tokens, rollout.length, rollout.finish_reason == "length", rollout.version, 0
+def _facts(row: int, rollout: Rollout) -> tuple[int, int, int, bool, int, bool, int]:
+    truncated, lost = rollout.finish_reason == "length", rollout.failed_by == "infrastructure"
+    return row, rollout.num_tokens, rollout.length, truncated, rollout.version, lost, 0
 
 
 def _digest(drawn: Mapping[int, Rollout]) -> bytes:

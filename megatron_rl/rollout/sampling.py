@@ -15,7 +15,7 @@ class Sampling:
     max_tokens: int
 
 
-def rollout_seed(seed: int, step: int, sample_id: str, index: int) -> int:
-    """The seed of one rollout: a function of what it is, not of where or with what it is sampled."""
-    key = f"{seed}/{step}/{sample_id}/{index}".encode()
+def rollout_seed(seed: int, step: int, sample_id: str, index: int, turn: int = 0) -> int:
+    """The seed of one turn of a rollout: a function of what it is, not of where, when or with what it is sampled."""
+    key = f"{seed}/{step}/{sample_id}/{index}{f'/{turn}' if turn else ''}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2  # vLLM takes signed 64-bit seeds

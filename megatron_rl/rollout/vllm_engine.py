@@ -198,6 +198,7 @@ def llm_options(config: Config, folder: str | Path, model: Model, most_images: i
     reads them."""
     rollout, replayed = config.rollout, config.actor.moe.routing_replay == "rollout"
     length = max_length(rollout, model)
+    conversing = any(task.agent is not None for task in (*config.tasks.train.values(), *config.tasks.eval.values()))
     options: dict[str, Any] = {
         "model": str(folder),
         "tokenizer": str(folder),
@@ -212,9 +213,11 @@ def llm_options(config: Config, folder: str | Path, model: Model, most_images: i
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # the recipe decides how to sample, not the model folder
         # With routing replay the cache's blocks keep the experts.
+        # Where conversations share a CPU's engine, what is left in the cache depends on who asked first, and keys and values
+        # of a turn that was drawn token by token are not those of one that was read at once, bit for bit.
         # Of gated-delta layers' states vLLM 0.32 keeps what the end of a block needs only where it is asked to align them.
         "enable_prefix_caching": not isinstance(model.attention, GatedDelta)
-        and (device.has_gpu() or replayed or rollout.max_prompt_tokens > _CPU_BLOCK),
+        and (device.has_gpu() or replayed or (rollout.max_prompt_tokens > _CPU_BLOCK and not conversing)),
         "disable_log_stats": True,
         "enable_return_routed_experts": replayed,
         "seed": config.seed,

@@ -1,23 +1,28 @@
-"""Demonstrations for supervised fine-tuning: named writers of a target text per sample.
+"""Demonstrations for supervised fine-tuning: named writers of a target per sample.
 
 A writer gets the sample's id and its fields (the metadata, `prompt`, `answer`, `tool_calls`, and the answer under its
-column's name), and returns the response text alone; the training adds the end-of-sequence token. Writers are
-deterministic: the same sample always gets the same text.
+column's name), and returns the response text alone; the training adds the end-of-sequence token. Or the conversation that
+follows the prompt, as messages: the training is on the assistant's, whose content is all that the policy writes. Writers are
+deterministic: the same sample always gets the same demonstration.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from megatron_rl.base.messages import unknown_name
 from megatron_rl.base.typed_params import Params, check_params
 from megatron_rl.config.keys import Share
+from megatron_rl.data.sample import Call, Demonstration, Message
+from megatron_rl.rewards.tool_parsers import CLOSE, OPEN
+from megatron_rl.tasks.tool_house import ToolHouse
 from megatron_rl.tasks.tool_world import toolrl_response
 
 Fields: TypeAlias = Mapping[str, Any]  # of a sample, by the keys of its source
-Writer = Callable[[str, Fields], str]
+Writer = Callable[[str, Fields], Demonstration]
 
 COLUMN = "column:"
 
@@ -85,7 +90,49 @@ def tool_world(working: Share = 0.4, sloppy: Share = 0.0, seed: int = 0) -> Writ
     return write
 
 
-WRITERS: dict[str, Callable[..., Writer]] = {"chain_sum_steps": chain_sum_steps, "tool_world": tool_world}
+def tool_house(shortcut: Share = 0.0, seed: int = 0) -> Writer:
+    """tool_house's conversations, with calls as Qwen's chat templates write them; a share of them does not read the code.
+
+    Args:
+        shortcut: share of the samples that give a code out of the air once they know the room, and so nearly always fail. The
+            turns before are right. After a warm-up on these, RL still has to learn that looking pays.
+        seed: another seed draws another selection.
+    """
+
+    def write(sample_id: str, fields: Fields) -> list[Message]:
+        if fields.get("source_dataset") != "tool_house":
+            raise ValueError("the writer tool_house is for the source tool_house only")
+        calls, answer = list(fields["tool_calls"]), fields["answer"]
+        if _uniform(seed, sample_id) < shortcut:
+            codes = sorted(fields["house"]["read"].values())
+            lowest = 10 ** (len(str(codes[0])) - 1)
+            code = lowest + int(9 * lowest * _uniform(seed, f"{sample_id}/code"))
+            calls = [call for call in calls if call["name"] != "read"]
+            if calls[-1]["name"] == "open":
+                calls[-1] = {"name": "open", "parameters": {**calls[-1]["parameters"], "code": code}}
+            else:
+                answer = f"code {code}"
+        house, said = ToolHouse(), list[Message]()
+        house.reset({"metadata": fields, "tools": []})
+        for call in calls:
+            said.append({"role": "assistant", "content": hermes_call(call)})
+            said.append({"role": "tool", "content": house.call(call["name"], call["parameters"])})
+        return [*said, {"role": "assistant", "content": answer}]
+
+    return write
+
+
+def hermes_call(call: Call) -> str:
+    """A call as Qwen's chat templates write it."""
+    arguments = {"name": call["name"], "arguments": call["parameters"]}
+    return f"{OPEN}\n{json.dumps(arguments, ensure_ascii=False)}\n{CLOSE}"
+
+
+WRITERS: dict[str, Callable[..., Writer]] = {
+    "chain_sum_steps": chain_sum_steps,
+    "tool_house": tool_house,
+    "tool_world": tool_world,
+}
 
 
 def _column(key: str) -> Writer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,7 @@ from megatron_rl.tasks.image_placeholders import mark_images, place_images
 from megatron_rl.tasks.row_mapping import Item
 from megatron_rl.tasks.sources import SPLIT, items_of
 from megatron_rl.tasks.templates import fill
+from megatron_rl.tasks.tokenizing import tokenize
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def _load(
         items = _kept_items(config, held_out)
         texts = [mark_images(prompt, item.images, reader) for _, item, prompt in items]
         tools = [item.tools for _, item, _ in items]
-        token_ids = _tokenize(list(zip(texts, tools, strict=True)), config, tokenizer)
+        token_ids = tokenize(list(zip(texts, tools, strict=True)), config, tokenizer)
         placed = [
             place_images(f"{name}/{index}", ids, item.images, reader)
             for (index, item, _), ids in zip(items, token_ids, strict=True)
@@ -159,6 +160,7 @@ def _load(
                 needs_response=item.needs_response,
                 metadata=item.metadata if item.tools is None else {**item.metadata, "tools": item.tools},
                 images=images,
+                agent=name if config.agent is not None else None,
             )
             for (index, item, prompt), (ids, images) in zip(items, placed, strict=True)
         ]
@@ -228,52 +230,6 @@ def fill_prompt(item: Item, config: TaskConfig) -> Prompt:
     return item.prompt
 
 
-def _tokenize(
-    prompts: Sequence[tuple[Prompt, list[dict[str, object]] | None]], config: TaskConfig, tokenizer: Tokenizer
-) -> list[list[int]]:
-    """Token ids of the prompts; with `chat`, of what the template makes of them and their tools."""
-    if config.chat:
-        if not tokenizer.chat_template:
-            raise ValueError("chat: true needs a tokenizer with a chat template; this one has none")
-        texts = [_apply_template(tokenizer, prompt, tools, config.chat_params) for prompt, tools in prompts]
-    else:
-        texts = []
-        for prompt, _ in prompts:
-            if not isinstance(prompt, str):
-                raise ValueError("the prompts are chat messages: set chat: true to apply the tokenizer's chat template")
-            texts.append(prompt)
-    try:
-        token_ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise ValueError(f"the tokenizer cannot encode the prompts: {error}{_unknown(texts, tokenizer)}") from error
-    unknown = tokenizer.unk_token_id
-    for text, ids in zip(texts, token_ids, strict=True):
-        if not ids or (unknown is not None and unknown in ids and (tokenizer.unk_token not in text)):
-            raise ValueError(f"the tokenizer cannot encode the prompt {text!r:.200}{_unknown([text], tokenizer)}")
-    return list(token_ids)
-
-
-def _apply_template(
-    tokenizer: Tokenizer, prompt: Prompt, tools: list[dict[str, object]] | None, params: dict[str, object]
-) -> str:
-    from jinja2 import TemplateError
-
-    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    # What templates raise on messages they do not take.
-    with errors_named(f"the chat template refuses the prompt {prompt!r:.200}", TemplateError, TypeError, ValueError):
-        return str(
-            tokenizer.apply_chat_template(chat, tools=tools, add_generation_prompt=True, tokenize=False, **params)
-        )
-
-
-def _unknown(texts: Iterable[str], tokenizer: Tokenizer) -> str:
-    vocabulary = tokenizer.get_vocab()
-    if max(map(len, vocabulary), default=0) > 1 and len(vocabulary) > 1000:
-        return ""  # not a character tokenizer: its vocabulary says nothing about single characters
-    missing = sorted({character for text in texts for character in text} - vocabulary.keys())
-    return f"; characters it does not know: {' '.join(map(repr, missing))}" if missing else ""
-
-
 def _demonstrate(samples: list[Sample], config: TaskConfig) -> None:
     assert config.demonstrations is not None
     write = make_writer(config.demonstrations, config.demonstration_params)
@@ -321,12 +277,13 @@ def load_prompts(
 
 
 def check_demonstrations(samples: Sequence[Sample], tokenizer: Tokenizer, limit: int) -> None:
-    """Looks for demonstrations that are too long, before the model is loaded. Only texts that may be are tokenised.
+    """Looks for demonstrations that are too long, before the model is loaded. Only texts that may be are tokenised; how long
+    conversations are is seen when the training begins.
 
     Raises:
         ValueError: one has more than `limit` tokens, with the end-of-sequence token behind it.
     """
-    texts = {sample.id: sample.demonstration for sample in samples if sample.demonstration is not None}
+    texts = {sample.id: sample.demonstration for sample in samples if isinstance(sample.demonstration, str)}
     long = {name: text for name, text in texts.items() if len(text.encode(errors="replace")) + 1 > limit}
     if long:
         encoded = tokenizer(list(long.values()), add_special_tokens=False)["input_ids"]

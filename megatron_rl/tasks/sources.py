@@ -12,6 +12,7 @@ from megatron_rl.seams import reasoning_gym
 from megatron_rl.tasks.bar_charts import bars_items, bars_params
 from megatron_rl.tasks.row_mapping import Item, file_items
 from megatron_rl.tasks.rows import huggingface_rows, jsonl_rows, own_rows, parquet_rows
+from megatron_rl.tasks.tool_house import house_params, tool_house_items
 from megatron_rl.tasks.tool_world import tool_world_items, world_params
 
 SPLIT = "split"  # the source that draws prompts from a train task
@@ -63,6 +64,7 @@ OWN = Source(file_items(own_rows, arrow=False), _GENERATED | {"columns"})  # a g
 SOURCES: dict[str, Source] = {
     "reasoning_gym": Source(reasoning_gym_items, _GENERATED | {"name"}),
     "tool_world": Source(tool_world_items, _GENERATED, world_params),
+    "tool_house": Source(tool_house_items, _GENERATED, house_params),
     "bars": Source(bars_items, _GENERATED, bars_params),
     "jsonl": Source(file_items(jsonl_rows, arrow=False), _FILES),
     "parquet": Source(file_items(parquet_rows, arrow=True), _FILES),

@@ -17,9 +17,8 @@ from megatron_rl.tasks.order import window_counts
 from megatron_rl.tasks.puzzle_checks import check_dataset_params, dataset_files, dataset_params, has_field
 from megatron_rl.tasks.row_mapping import Item, column_names, folder_of, has_column, to_item
 from megatron_rl.tasks.rows import Row, files_of, jsonl_rows, own_rows, parquet_rows
-from megatron_rl.tasks.sources import OWN, SOURCES, SPLIT
+from megatron_rl.tasks.sources import OWN, SOURCES, SPLIT, items_of
 from megatron_rl.tasks.templates import check_template
-from megatron_rl.tasks.tool_world import tool_world_items
 
 _ROWS = 8  # first rows of a file whose columns are looked at
 _MOST_ITEMS = 1_000_000_000  # prompts of a task
@@ -29,6 +28,7 @@ _ALWAYS = {
     "prompt",
     "chat",
     "chat_params",
+    "agent",
     "exclude",
     "weight",
     "size",
@@ -151,8 +151,8 @@ def _check_split(config: TaskConfig, group: str, tasks: TasksConfig) -> None:
 def _check_generated(config: TaskConfig, check_params: Callable[[Params], object]) -> None:
     with errors_named("params"):
         check_params(config.params)
-    if config.source == "tool_world":  # an item of bars has an image to draw
-        _fill(next(tool_world_items(config)), config)
+    if config.source != "bars":  # whose item has an image to draw
+        _fill(next(items_of(config)), config)
 
 
 def _fill(item: Item, config: TaskConfig) -> None:

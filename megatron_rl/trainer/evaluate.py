@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl.agents.registry import agent_tasks
 from megatron_rl.config.algorithm_checks import reward_columns
 from megatron_rl.config.schema import Config
 from megatron_rl.data.rollout import Outcome, Rollout
@@ -134,6 +135,8 @@ def _evaluate_endpoint(report: Reporter, urls: Sequence[str], name: str | None) 
     from transformers import AutoTokenizer
 
     begin, config = time.monotonic(), report.config
+    for key in agent_tasks(config):
+        raise ValueError(f"{key}.agent: conversations need the engine: evaluate without --endpoint")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     server = find_server(urls, name, config.evaluation.endpoint, longest)
     report.phase("loading the tasks")

@@ -100,18 +100,18 @@ class Learner:
         return exchange(self._grid, rollouts, needs)
 
     def _reference_kl(self, rollouts: Rollouts) -> Tensor | None:
-        """KL of every rollout from the reference policy, float64 [rollouts]; None where no reward uses it."""
+        """KL of every rollout from the reference policy, float64 [rollouts], 0 of lost ones; None where no reward uses it."""
         kl, temperature = self.config.algorithm.kl, self.config.rollout.temperature
         if not kl.reward_coef:
             return None
         local: dict[int, float] = {}
         with self.timer("ref_log_prob"):
-            rows = np.arange(len(rollouts))
-            received = self._receive(replace(rollouts, token_weights={}), rows, [rows.tolist()])
+            rows = np.flatnonzero(~rollouts.facts["lost"])
+            received = self._receive(replace(rollouts, token_weights={}), rows, [[*range(len(rows))]])
+            known = {i: received[row] for i, row in enumerate(rows.tolist()) if row in received}
+            samples = {i: rollouts.sample(int(rows[i])) for i in known}
             micro_batches = self.actor.micro_batches(
-                TokenBatch.of(
-                    rollouts.facts["num_tokens"].tolist(), received, {row: rollouts.sample(row) for row in received}
-                )
+                TokenBatch.of(rollouts.facts["num_tokens"][rows].tolist(), known, samples)
             )
             old = self.actor.log_probs(micro_batches, temperature)
             with self.actor.as_reference():
@@ -120,11 +120,11 @@ class Learner:
             scored = zip(micro_batches if self._grid.is_last_stage else (), old, reference, strict=True)
             for micro, (log_probs, _), (ref_log_probs, _) in scored:
                 values = sequence_kl(log_probs, ref_log_probs, micro.sequence_ids, kl.reward_estimator)
-                local.update(zip(micro.rows, values.tolist(), strict=True))
+                local.update(zip(rows[list(micro.rows)].tolist(), values.tolist(), strict=True))
         merged: dict[int, float] = {}
         for part in self._grid.all_gather(local if self._grid.is_loss_rank else {}):
             merged.update(part)
-        return torch.tensor([merged[row] for row in range(len(rollouts))], dtype=torch.float64)
+        return torch.tensor([merged.get(row, 0.0) for row in range(len(rollouts))], dtype=torch.float64)
 
     # ------------------------------------------------------------------------------------------------------ sync check
     def score(self, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None] = ()) -> Scored:

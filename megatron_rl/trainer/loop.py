@@ -10,7 +10,13 @@ from megatron_rl.trainer.record import TokenLog, record_step
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.sft import warm_up
 from megatron_rl.trainer.shown import fetch_to_rank0, remarks_of
-from megatron_rl.trainer.step_metrics import response_metrics, reward_metrics, throughput, token_reward_metrics
+from megatron_rl.trainer.step_metrics import (
+    conversation_metrics,
+    response_metrics,
+    reward_metrics,
+    throughput,
+    token_reward_metrics,
+)
 
 
 def train(run: Run, resume: str) -> None:
@@ -90,6 +96,7 @@ def step(run: Run) -> None:
 
     seconds = run.timer.take()
     metrics = estimate.metrics | reward_metrics(table, rollouts) | response_metrics(rollouts) | learned
+    metrics |= conversation_metrics(run.grid, rollouts)
     metrics |= token_reward_metrics(rollouts, config.rewards) | run.checkpoints.metrics()
     metrics |= difference.metrics() if difference is not None else {}
     metrics |= throughput(rollouts, seconds) | seconds

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -136,6 +137,13 @@ class Reporter:
                     f"{column}: {counts.no_score.total()} of {counts.scored} rollouts have no score from the server: "
                     f"{counts.example} (further ones are counted by {column}/no_score; reasons in answers/{column}/)"
                 )
+
+    def lost_conversations(self, reasons: Sequence[Counter[str]]) -> None:
+        """Says why conversations were lost to failures that were not the policy's. `reasons`: of every rank."""
+        lost = sum(reasons, Counter[str]())
+        if lost:
+            shown = "; ".join(f"{count} x {reason}" for reason, count in lost.most_common(3))
+            self.warn(f"{lost.total()} conversations were lost and leave their groups: {shown}")
 
     def begin(self, stage: str, done: int, total: int) -> None:
         """A stage of `total` steps, `done` of which are behind."""

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_rl.agents.host import Conversations
 from megatron_rl.algorithms.shaping import groups_with_variance
 from megatron_rl.config.schema import Config
 from megatron_rl.data.images import PromptImages
 from megatron_rl.data.rewards import RewardTable
-from megatron_rl.data.rollout import Rollout, Rollouts
+from megatron_rl.data.rollout import Rollout, Rollouts, scored_sample
 from megatron_rl.data.sample import Sample
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards import Scorer, ScoringStats
@@ -54,6 +55,7 @@ class Sampler:
         self._scored = ScoringStats()  # what slow rewards did in it
         self._lengths: dict[str, float] = {}  # mean tokens of the last responses to a prompt, by sample id
         self._engine: Engine | None = None  # until `use`
+        self._conversations: Conversations | None = None  # until a prompt has an agent
 
     # ------------------------------------------------------------------------------------------------------ the engine
     def use(self, engine: Engine) -> None:
@@ -101,6 +103,8 @@ class Sampler:
 
     def close(self) -> None:
         self.scorer.close()
+        if self._conversations is not None:
+            self._conversations.close()
         if self._engine is not None:
             self._engine.shutdown()
 
@@ -177,21 +181,36 @@ class Sampler:
             if on_drawn is not None:
                 on_drawn(rollout)
 
+        conversations = self._conversations_about(samples)
+        make_episode = single_turn(sampling, self.config.seed, step)
+        if conversations is not None:
+            make_episode = conversations.episodes(sampling, step, self.engine.version)
         rollouts = generate(
             self.engine,
             self._dispatcher,
             samples,
             count,
-            single_turn(sampling, self.config.seed, step),
+            make_episode,
             on_finished,
             on_failed,
             already_drawn,
             self._lengths,
+            None if conversations is None else conversations.poll,
         )
+        if conversations is not None:
+            self._report.lost_conversations(self.grid.all_gather(conversations.take_lost()))
         means = rollouts.facts["length"].reshape(-1, count).mean(1).tolist()
         self._lengths |= {sample.id: mean for sample, mean in zip(samples, means, strict=True)}
         decode(self.tokenizer, [*rollouts.held.values()])
         return rollouts
+
+    def _conversations_about(self, samples: Sequence[Sample]) -> Conversations | None:
+        """Agents, where one converses about any of the prompts."""
+        if all(sample.agent is None for sample in samples):
+            return None
+        if self._conversations is None:
+            self._conversations = Conversations(self.config, self.grid.engine, self.tokenizer)
+        return self._conversations
 
     # --------------------------------------------------------------------------------------------------------- scoring
     def _scoring_starter(self, samples: Sequence[Sample], by_token: bool) -> Callable[[Rollout], None]:
@@ -203,14 +222,17 @@ class Sampler:
         def start(rollout: Rollout) -> None:
             decode(self.tokenizer, [rollout])
             if self._scores(rollout):
-                key, sample = (rollout.sample_id, rollout.index), by_id[rollout.sample_id]
+                key, sample = (rollout.sample_id, rollout.index), scored_sample(by_id[rollout.sample_id], rollout)
                 drawn = rollout if by_token else None
                 self.scorer.start(key, rollout.text, sample, rollout.finish_reason, rollout.length, drawn)
 
         return start
 
     def _scores(self, rollout: Rollout) -> bool:
-        """Whether this rank scores a rollout that its engine drew. Equal responses to a prompt go to the same rank."""
+        """Whether this rank scores a rollout that its engine drew. Equal responses to a prompt go to the same rank; nobody
+        scores a conversation that was lost."""
+        if rollout.failed_by == "infrastructure":
+            return False
         engine = self.grid.engine
         text = f"{rollout.sample_id}/{rollout.text}".encode(errors="replace")
         return zlib.crc32(text) % engine.size == engine.rank
@@ -225,7 +247,7 @@ class Sampler:
         HEARTBEAT.samples = [rollout.sample_id for _, rollout in share]
         rewards = self.scorer.score(
             [rollout.text for _, rollout in share],
-            [rollouts.sample(row) for row, _ in share],
+            [scored_sample(rollouts.sample(row), rollout) for row, rollout in share],
             [rollout.finish_reason for _, rollout in share],
             [rollout.length for _, rollout in share],
             [(rollout.sample_id, rollout.index) for _, rollout in share],
@@ -263,6 +285,7 @@ class Sampler:
             values,
             names,
             weights={name: weights[name.partition(".")[0]] for name in names},
+            valid=~rollouts.lost if rollouts.facts["lost"].any() else None,
             lengths=torch.from_numpy(rollouts.facts["length"].astype(np.float64)).view(n, m),
             scored=None if scored.all() else scored,
             has_token_rewards=any(rollouts.token_weights.values()),

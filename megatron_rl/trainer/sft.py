@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl.actor.actor import Actor
+from megatron_rl.agents.demonstrated import conversation_ids
+from megatron_rl.agents.rendering import Renderer
 from megatron_rl.algorithms.metrics import Metrics
+from megatron_rl.base.messages import errors_named
+from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import TokenBatch
 from megatron_rl.data.images import PromptImages
 from megatron_rl.data.sample import Sample
@@ -20,8 +25,14 @@ from megatron_rl.trainer.evaluate import evaluate
 from megatron_rl.trainer.run import Run
 from megatron_rl.trainer.supervised import run_stage, train_stage
 
-# Tokens of the prompt, and of the demonstration with its end; the prompt's images.
-Example = tuple[list[int], np.ndarray, PromptImages | None]
+
+class Example(NamedTuple):
+    """A prompt and its demonstration."""
+
+    prompt_ids: Sequence[int]
+    ids: np.ndarray  # int64 [tokens], of what follows, the demonstration's end included
+    learned: np.ndarray  # bool [tokens], which of them are the policy's
+    images: PromptImages | None
 
 
 def sft(run: Run, resume: str) -> None:
@@ -61,13 +72,15 @@ def _train(run: Run) -> None:
 
 def _examples(run: Run, samples: Sequence[Sample]) -> list[Example]:
     vocab_size = run.learner.actor.vocab_shard.vocab_size
-    targets = demonstration_ids(samples, run.sampler.tokenizer, run.config.rollout.max_tokens, vocab_size)
-    return [(sample.prompt_ids, target, sample.images) for sample, target in zip(samples, targets, strict=True)]
+    targets = demonstration_ids(samples, run.sampler.tokenizer, run.config, vocab_size)
+    return [Example(sample.prompt_ids, *target, sample.images) for sample, target in zip(samples, targets, strict=True)]
 
 
 def _batch(examples: Sequence[Example]) -> TokenBatch:
-    parts = [(given, target) for given, target, _ in examples]
-    return TokenBatch.continuations(parts, [images for _, _, images in examples])
+    batch = TokenBatch.continuations(((one.prompt_ids, one.ids) for one in examples), [one.images for one in examples])
+    for row, one in enumerate(examples):
+        batch.loss_mask[row][len(one.prompt_ids) :] = one.learned
+    return batch
 
 
 def _step(actor: Actor, batch: TokenBatch, is_logged: bool) -> dict[str, float]:
@@ -120,20 +133,19 @@ def _generate(run: Run, step: int) -> dict[str, float]:
 
 
 def demonstration_ids(
-    samples: Sequence[Sample], tokenizer: Tokenizer, max_tokens: int, vocab_size: int
-) -> list[np.ndarray]:
-    """Every demonstration's tokens followed by the end-of-sequence token, int64.
+    samples: Sequence[Sample], tokenizer: Tokenizer, config: Config, vocab_size: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Every demonstration's tokens, int64, and which of them the policy writes, bool: a response's text and the
+    end-of-sequence token, all of them; of a conversation the assistant's turns, each with that token.
 
     Raises:
         ValueError: a demonstration is longer than a rollout may be, or it or its prompt has a token id outside the model's
-            vocabulary.
+            vocabulary; a conversation of a task without a chat template.
     """
-    texts = [sample.demonstration for sample in samples if sample.demonstration is not None]
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    end = tokenizer.eos_token_id
-    refuse_long(samples, [len(ids) + 1 for ids in encoded], max_tokens)
-    for sample, ids in zip(samples, encoded, strict=True):
-        highest = max([*sample.prompt_ids, *ids, end])
+    targets = _of_texts(samples, tokenizer) | _of_conversations(samples, tokenizer, config)
+    refuse_long(samples, [len(targets[sample.id][0]) for sample in samples], config.rollout.max_tokens)
+    for sample in samples:
+        highest = max([*sample.prompt_ids, *targets[sample.id][0].tolist()])
         if highest >= vocab_size:  # each tensor-parallel rank would take it for another rank's, and embed it as 0
             token = tokenizer.convert_ids_to_tokens(highest)
             raise ValueError(
@@ -141,4 +153,30 @@ def demonstration_ids(
                 f"{vocab_size}: resize its embedding (resize_token_embeddings of transformers), or use its "
                 "own tokenizer"
             )
-    return [np.asarray([*ids, end], dtype=np.int64) for ids in encoded]
+    return [targets[sample.id] for sample in samples]
+
+
+Targets: TypeAlias = dict[str, tuple[np.ndarray, np.ndarray]]  # by sample id
+
+
+def _of_texts(samples: Sequence[Sample], tokenizer: Tokenizer) -> Targets:
+    texts = {sample.id: sample.demonstration for sample in samples if isinstance(sample.demonstration, str)}
+    if not texts:
+        return {}  # a tokenizer makes one text of none
+    encoded, end = tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
+    return {
+        name: (np.asarray([*ids, end], dtype=np.int64), np.ones(len(ids) + 1, dtype=bool))
+        for name, ids in zip(texts, encoded, strict=True)
+    }
+
+
+def _of_conversations(samples: Sequence[Sample], tokenizer: Tokenizer, config: Config) -> Targets:
+    tasks, targets = config.tasks.train | config.tasks.eval, Targets()
+    for sample in samples:
+        if isinstance(sample.demonstration, list):
+            task = tasks[sample.task]
+            with errors_named(f"demonstration of {sample.id}"):
+                parser = task.agent.parser if task.agent is not None else "none"
+                renderer = Renderer(tokenizer, task.chat_params)
+                targets[sample.id] = conversation_ids(renderer, sample, sample.demonstration, parser)
+    return targets

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
-from megatron_rl.data.rollout import UNANSWERED, Rollout, Rollouts
-from megatron_rl.data.sample import Sample
+from megatron_rl.agents.failures import FailedBy
+from megatron_rl.data.rollout import UNANSWERED, Rollout, Rollouts, scored_sample
+from megatron_rl.data.sample import Message, Sample
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards import Scorer
 from megatron_rl.rollout.exchange import exchange
@@ -14,7 +16,8 @@ from megatron_rl.runtime.distributed import ProcessGrid
 
 
 def decode(tokenizer: Tokenizer, rollouts: Sequence[Rollout]) -> None:
-    """Fills in `text`."""
+    """Fills in `text`, where there are no messages yet."""
+    rollouts = [rollout for rollout in rollouts if not rollout.messages]
     if not rollouts:
         return  # a tokenizer makes one text of no sequences
     texts = tokenizer.batch_decode(
@@ -29,11 +32,32 @@ def fetch_to_rank0(grid: ProcessGrid, rollouts: Rollouts, count: int, tokenizer:
     elsewhere."""
     rows = [row for row in range(len(rollouts))[:count] if rollouts.facts["source"][row] != UNANSWERED]
     received = exchange(grid, replace(rollouts, experts=None, token_weights={}), [((0,), rows)])
+    conversations = _conversations(grid, rollouts, rows)
     fetched = [received[row] for row in rows if grid.is_main]
+    for row, rollout in zip(rows, fetched, strict=False):  # elsewhere nothing was fetched
+        if row in conversations:
+            rollout.messages, rollout.last_turn, rollout.agent_rewards, rollout.failed_by = conversations[row]
     decode(tokenizer, fetched)
     for row, rollout in zip(rows if grid.is_main else (), fetched, strict=True):
         rollout.rewards = rollouts.rewards_of(row)
     return fetched
+
+
+_Conversation: TypeAlias = tuple[list[Message], str | None, Mapping[str, float], FailedBy | None]
+
+
+def _conversations(grid: ProcessGrid, rollouts: Rollouts, rows: Sequence[int]) -> dict[int, _Conversation]:
+    """Conversations, which tokens alone do not tell, by row, on rank 0."""
+    wanted = [row for row in rows if rollouts.sample(row).agent is not None]
+    if not wanted:
+        return {}
+    here = {row: rollouts.held[row] for row in wanted if rollouts.facts["source"][row] == grid.rank}
+    share = {
+        row: (rollout.messages, rollout.last_turn, rollout.agent_rewards, rollout.failed_by)
+        for row, rollout in here.items()
+    }
+    parts = grid.gather(share) if grid.world > 1 else [share]
+    return {row: conversation for part in parts for row, conversation in part.items()}
 
 
 def remarks_of(
@@ -43,7 +67,7 @@ def remarks_of(
     itself, where part of a character is U+FFFD."""
     by_id, entries = {sample.id: sample for sample in samples}, list[dict[str, object]]()
     for rollout in rollouts:
-        sample, tokens = by_id[rollout.sample_id], [[token] for token in rollout.response_ids]
+        sample, tokens = scored_sample(by_id[rollout.sample_id], rollout), [[token] for token in rollout.response_ids]
         entry: dict[str, object] = {}
         if remarks := scorer.remarks(rollout.text, sample, rollout.finish_reason, rollout.length):
             entry["remarks"] = remarks

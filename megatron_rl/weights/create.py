@@ -95,13 +95,15 @@ def write_tokenizer(folder: Path, config: CreateModelConfig) -> None:
     tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}))
     tokenizer.pre_tokenizer = Split(Regex(_pieces(words)) if words else "", "isolated")
     tokenizer.decoder = Fuse()
-    PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
         model_max_length=config.max_positions,
         clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
+    )
+    made.chat_template = config.chat_template
+    made.save_pretrained(folder)
 
 
 def _pieces(words: Sequence[str]) -> str:

@@ -122,7 +122,7 @@ def test_a_good_recipe_passes_and_is_not_changed(recipe) -> None:
         (["rewards.correct.condition={column: x, at_least: .inf}"], "at_least` must be a finite number; it is inf"),
         (["tasks.train.sums=null"], "`tasks.train` is empty"),
         (["tasks.train.a/b.source=jsonl"], "the name 'a/b' in `tasks.train` must be letters (a to z), digits, `_` and `-`"),
-        (["tasks.train.sums.chat=true"], "makes no chat template"),
+        (["tasks.train.sums.chat=true"], "model.create.chat_template"),
         (["sft.steps=5"], "no task has demonstrations to learn from; set `tasks.train.sums.demonstrations`"),
         (["model.create=null"], "set `model.path` to a Hugging Face folder, or `model.create`"),
         (["model.create.kv_heads=3"], "`model.create.heads` (4) must be a multiple of `model.create.kv_heads` (3)"),

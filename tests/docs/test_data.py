@@ -17,6 +17,7 @@ from public_data import FORMATS
 from megatron_rl.config.schema import TasksConfig
 from megatron_rl.tasks import check_tasks
 from megatron_rl.tasks.sources import SOURCES, SPLIT
+from megatron_rl.tasks.tool_house import HouseParams
 from megatron_rl.tasks.tool_world import WorldParams
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text("utf-8")
@@ -31,12 +32,17 @@ def first_column(heading: str) -> list[str]:
 def test_tables_are_complete() -> None:
     assert set(first_column("| source | what |")) == {*SOURCES, SPLIT}  # and `file.py:function`
     assert set(first_column("| format | dataset | rows |")) == set(FORMATS)
-    table = PAGE.partition("| parameter | default |")[2].partition("\n\n")[0]
+    assert defaults_of("| parameter | default |") == dataclasses.asdict(WorldParams())
+    assert defaults_of("| name | default |") == dataclasses.asdict(HouseParams())
+
+
+def defaults_of(heading: str) -> dict[str, float]:
+    """Parameters and defaults of the table that begins with this row."""
     shown: dict[str, float] = {}
-    for row in table.splitlines()[2:]:
+    for row in PAGE.partition(heading)[2].partition("\n\n")[0].splitlines()[2:]:
         names, defaults = (cell.strip() for cell in row.split("|")[1:3])
         shown |= zip(re.findall(r"`(\w+)`", names), map(float, defaults.split(", ")), strict=True)
-    assert shown == dataclasses.asdict(WorldParams())
+    return shown
 
 
 def test_its_recipes_are_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

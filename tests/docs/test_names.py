@@ -15,6 +15,7 @@ HOMONYMS: dict[str, str] = {
     "__main__": "Python's",
     **dict.fromkeys(("actor", "algorithm"), "a package's main class, and the recipe's section for it"),
     **dict.fromkeys(("convert", "evaluate", "report", "status"), "a command, and what does its work"),
+    "failures": "of an agent's conversations, and of simulated machines",
     "registry": "what users name in recipes, by package",
     "reward_model": "one is trained here, and used as a reward there",
 }

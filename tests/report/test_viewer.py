@@ -71,12 +71,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     drawn = np.array([-1.0, -2.0, -3.0], dtype=np.float32)
     np.savez(
         tokens / "0.npz",
-        rows=np.array([7]),  # the third of the second prompt
-        lengths=np.array([3]),
-        log_probs=drawn + np.float32(0.5),
-        old_log_probs=drawn + np.array([0.0, 0.25, -0.25], dtype=np.float32),
-        rollout_log_probs=drawn,
-        gradient_weights=np.array([0.0, 2e-6, -8e-6], dtype=np.float32),
+        rows=np.array([7, 8]),  # the third and the fourth of the second prompt
+        lengths=np.array([3, 3]),
+        log_probs=np.tile(drawn + np.float32(0.5), 2),
+        old_log_probs=np.tile(drawn + np.array([0.0, 0.25, -0.25], dtype=np.float32), 2),
+        rollout_log_probs=np.tile(drawn, 2),
+        gradient_weights=np.tile(np.array([0.0, 2e-6, -8e-6], dtype=np.float32), 2),
     )
     file = folder / "report.html"
     file.write_text(render([read_run(folder)]), encoding="utf-8")
@@ -92,6 +92,14 @@ def row(step: int, number: int) -> RolloutRow:
             "tools": [("walk", True), ("  steps: 3, wanted 4", False)],
             "judge": [("not <b>quite</b>", None)],
         }
+    if (step, number) == (STEPS, 3):
+        call = {"function": {"name": "find", "arguments": "<who>"}}
+        made["conversation"] = [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "in the attic"},
+            {"role": "assistant", "content": "é"},
+        ]
+        made["turn_tokens"] = [1, 2]
     return made
 
 
@@ -211,6 +219,33 @@ def test_an_open_rollout_has_its_tokens_coloured_its_images_turns_and_remarks(pa
 
 
 @needs_browser
+def test_an_open_conversation_is_shown_by_turn_with_the_tokens_of_each(page: Path) -> None:
+    script = """
+    chosen = data.rows.find(row => row.conversation);
+    const shown = () => [...detail.querySelectorAll(".role + pre")].map(one => one.textContent);
+    const spans = () => [...detail.querySelectorAll("span")].map(one => [one.textContent, one.title.split(": ")[1]]);
+    pick("colour").value = "";
+    open();
+    const plain = shown();
+    pick("colour").value = "difference";
+    open();
+    const coloured = shown(), tokens = spans();
+    pick("colour").value = "";
+    pick("search").value = "attic";
+    select();
+    return {plain, coloured, tokens, count: viewer.querySelector(".count").textContent,
+      roles: [...detail.querySelectorAll(".role")].map(one => one.textContent), line: list.textContent};"""
+    seen = outcome(page, script)
+    call, reply, answer = seen["plain"]
+    assert "<who>" in call
+    assert (reply, answer) == ("in the attic", "é")
+    assert seen["coloured"] == ["<b>", "in the attic", "2é"]
+    assert seen["tokens"] == [["<b>", "0"], ["2", "0.25"], ["é", "-0.25"]]
+    assert seen["roles"] == ["assistant", "tool", "assistant"]
+    assert seen["count"].startswith("1 of")
+    assert "in the attic" in seen["line"]
+
+
 def test_charts_show_a_step_s_values_and_a_dragged_range_until_a_double_click(page: Path) -> None:
     script = """
     const boxes = [...document.querySelectorAll(".chart")], named = text => boxes.find(one => one.textContent.includes(text));

@@ -14,13 +14,13 @@ from megatron_rl.actor.actor import Actor, UpdateResult
 from megatron_rl.actor.packing import MicroBatch
 from megatron_rl.algorithms.metrics import Metrics
 from megatron_rl.config.model import CreateModelConfig, ModelConfig
-from megatron_rl.config.schema import Config, TaskConfig
+from megatron_rl.config.schema import Config, TaskConfig, TasksConfig
 from megatron_rl.data.batch import TokenBatch
 from megatron_rl.data.sample import Sample
 from megatron_rl.runtime.distributed import ALONE
 from megatron_rl.tasks.loading import check_demonstrations
 from megatron_rl.trainer.run import build_run
-from megatron_rl.trainer.sft import _step, demonstration_ids
+from megatron_rl.trainer.sft import Example, _batch, _step, demonstration_ids
 from megatron_rl.weights.create import create_model
 
 
@@ -30,12 +30,13 @@ def test_a_token_that_the_model_has_no_row_for_is_named(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     vocab_size = len(tokenizer)
     sample = Sample("sums/3", "sums", "1+1=", tokenizer.encode("1+1="), demonstration="2=")
-    [ids] = demonstration_ids([sample], tokenizer, 8, vocab_size)
+    [(ids, learned)] = demonstration_ids([sample], tokenizer, Config(run_dir="unused"), vocab_size)
     assert ids[-1] == tokenizer.eos_token_id
+    assert learned.all()
     tokenizer.add_tokens(["2="])
     message = rf"sums/3 has token '2=', number {len(tokenizer) - 1}, .* resize its embedding"
     with pytest.raises(ValueError, match=message):
-        demonstration_ids([sample], tokenizer, 8, vocab_size)
+        demonstration_ids([sample], tokenizer, Config(run_dir="unused"), vocab_size)
 
 
 def test_a_demonstration_that_is_too_long_is_found_before_the_model_is_built(
@@ -64,6 +65,26 @@ def test_a_demonstration_that_just_fits_is_taken(tmp_path: Path) -> None:
     check_demonstrations([sample], tokenizer, 8)
     with pytest.raises(ValueError, match="has 8 tokens"):
         check_demonstrations([sample], tokenizer, 7)
+
+
+def test_a_demonstrated_conversation_is_learned_from_the_policys_turns(tmp_path: Path) -> None:
+    """Its tokens follow the prompt's in the batch, and those of the reply are not scored."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}#{% endfor %}="
+    )
+    create_model(tmp_path / "model", CreateModelConfig(layers=1, chat_template=template), seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    said = [("assistant", "2"), ("user", "+3"), ("assistant", "5")]
+    config = Config(run_dir="unused", tasks=TasksConfig(train={"sums": TaskConfig(source="jsonl", chat=True)}))
+    demonstration = [dict[str, object](role=role, content=content) for role, content in said]
+    sample = Sample("sums/0", "sums", "1+1", tokenizer.encode("1+1#="), demonstration=demonstration)
+    [target] = demonstration_ids([sample], tokenizer, config, len(tokenizer))
+    batch = _batch([Example(sample.prompt_ids, *target, None)])
+    assert tokenizer.decode(batch.tokens[0]) == "1+1#=2<eos>#+3#=5<eos>"
+    assert tokenizer.decode(batch.tokens[0][batch.loss_mask[0]]) == "2<eos>5<eos>"
+    sample.demonstration = demonstration[:2]
+    with pytest.raises(ValueError, match=r"demonstration of sums/0: .* ends with a message of the assistant"):
+        demonstration_ids([sample], tokenizer, config, len(tokenizer))
 
 
 @pytest.mark.parametrize("is_logged", [False, True])

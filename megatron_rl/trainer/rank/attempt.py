@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_rl.agents.failures import AgentsFailed
 from megatron_rl.checkpoint import store
 from megatron_rl.checkpoint.store import CheckpointError
 from megatron_rl.config import Config, to_yaml
@@ -143,6 +144,7 @@ class Attempt:
             OSError,
             CheckpointError,
             EngineError,
+            AgentsFailed,
             RewardError,
             SyncError,
             FloatingPointError,

@@ -1,0 +1,61 @@
+"""Environments of the agent `tools`: what answers the model's calls, and says in the end what the conversation was worth."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from megatron_rl.agents.registry import Verdict
+from megatron_rl.base.messages import errors_named, unknown_name
+from megatron_rl.base.plugins import load_function
+from megatron_rl.base.typed_params import Params, check_params
+from megatron_rl.data.sample import Message
+from megatron_rl.tasks.tool_house import ToolHouse
+
+ToolSchemas: TypeAlias = Sequence[Mapping[str, object]]
+
+
+class Environment(Protocol):
+    """One conversation's. Methods may be coroutines; those that are not run in threads, so they may wait for others.
+
+    An attribute `inline = True` says that they only compute: they then run where the conversations do, without a thread and
+    without a deadline.
+    """
+
+    def reset(self, task: Mapping[str, object]) -> ToolSchemas | Awaitable[ToolSchemas]:
+        """Begins; returns the tools in OpenAI's form, as the task's prompt has them."""
+        ...
+
+    def call(self, name: str, arguments: Mapping[str, object]) -> str | Awaitable[str]:
+        """A tool's reply to the model. What it raises is a reply, too."""
+        ...
+
+    def reward(self, task: Mapping[str, object], messages: Sequence[Message]) -> Verdict | Awaitable[Verdict]:
+        """After the last turn: one number, or one by column. `messages`: the whole conversation."""
+        ...
+
+
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"tool_house": ToolHouse}
+
+
+def environment_maker(name: str, params: Params) -> Callable[[], Environment]:
+    """Makes environments of a name of `ENVIRONMENTS`, or the user's own: `path/to/file.py:factory`, `package.module:factory`.
+
+    Raises:
+        ValueError: an unknown name or parameter (naming the nearest), or one that the environment refuses.
+    """
+    factory = load_function(name, "environment") if ":" in name else ENVIRONMENTS.get(name)
+    if factory is None:
+        known = unknown_name("environment", name, ENVIRONMENTS)
+        raise ValueError(f"{known} (an environment of your own is written module:factory)")
+    check_params(factory, params, name)
+    for key, parameter in inspect.signature(factory).parameters.items():
+        if parameter.default is parameter.empty and key not in params:
+            raise ValueError(f"{name}: the parameter {key!r} is missing")
+    with errors_named(name):
+        made = factory(**params)  # its own refusals come before the run
+    lacking = [method for method in ("reset", "call", "reward") if not callable(getattr(made, method, None))]
+    if lacking:
+        raise ValueError(f"the environment {name!r} has no method {lacking[0]!r}")
+    return lambda: factory(**params)

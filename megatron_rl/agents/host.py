@@ -1,0 +1,132 @@
+"""Conversations with the engine: episodes whose turns an agent asks for.
+
+The agents run on the engine's first rank (`leader.py`). Its other ranks are told what was asked, draw the same, and compare
+it with what the first one drew. What is drawn is a function of weights, seeds and what the agents say, never of who came
+first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from megatron_rl.agents.failures import AgentsFailed
+from megatron_rl.agents.registry import agent_tasks
+from megatron_rl.agents.rendering import Renderer
+from megatron_rl.agents.session import Opening
+from megatron_rl.config.schema import Config, TaskConfig
+from megatron_rl.data.rollout import Rollout
+from megatron_rl.data.sample import Sample
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.rollout.engine import Completion, EngineError, Request
+from megatron_rl.rollout.episode import Episode, MakeEpisode, single_turn
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.runtime.distributed import EngineGroup
+
+if TYPE_CHECKING:
+    from megatron_rl.agents.leader import AgentLeader
+
+Name: TypeAlias = tuple[str, int]
+
+
+class Conversations:
+    """This rank's part in the conversations of its engine, whose ranks all make the same calls in the same order."""
+
+    def __init__(self, config: Config, group: EngineGroup, tokenizer: Tokenizer) -> None:
+        self._seed, self._group, self._tokenizer = config.seed, group, tokenizer
+        self._tasks: Mapping[str, tuple[str, TaskConfig]] = {
+            key.rpartition(".")[2]: (key, task) for key, task in agent_tasks(config).items()
+        }
+        self._renderers: dict[str, Renderer] = {}
+        self._open: dict[Name, Conversation] = {}
+        self._leader: AgentLeader | None = None
+        if group.is_leader:
+            from megatron_rl.agents.leader import AgentLeader  # with openai's client, which other ranks do without
+
+            self._leader = AgentLeader(tokenizer)
+
+    def episodes(self, sampling: Sampling, step: int, version: int) -> MakeEpisode:
+        """Conversations about the prompts of tasks with an agent, one response to any other. `version`: of the weights."""
+        single = single_turn(sampling, self._seed, step)
+
+        def make(sample: Sample, index: int) -> Episode:
+            if sample.agent is None:
+                return single(sample, index)
+            key, task = self._tasks[sample.agent]
+            assert task.agent is not None
+            opening = Opening(sample, index, sampling, self._seed, step, key, task.agent, version)
+            self._open[opening.name] = Conversation(self, opening)
+            return self._open[opening.name]
+
+        return make
+
+    def begin(self, opening: Opening) -> None:
+        if self._leader is not None:
+            key, task = self._tasks[opening.sample.agent or ""]
+            if key not in self._renderers:
+                self._renderers[key] = Renderer(self._tokenizer, task.chat_params)
+            self._leader.start(opening, self._renderers[key])
+
+    def answer(self, completion: Completion) -> None:
+        if self._leader is not None:
+            self._leader.answer(completion)
+
+    def poll(self, wait: bool) -> list[tuple[Name, Request | Rollout]]:
+        """As `rollout.episode.Poll`.
+
+        Raises:
+            AgentsFailed: on every rank of the engine.
+            EngineError: this rank drew other tokens than the engine's first.
+        """
+        came: list[tuple[Name, Request | Rollout, bytes]] | AgentsFailed = []
+        if self._leader is not None:
+            arrived = self._leader.collect(wait)
+            came = arrived if isinstance(arrived, AgentsFailed) else [self._sent(*item) for item in arrived]
+        came = self._group.broadcast(came)
+        if isinstance(came, AgentsFailed):
+            raise came
+        return [self._received(*item) for item in came]
+
+    def _sent(self, name: Name, what: Request | Rollout) -> tuple[Name, Request | Rollout, bytes]:
+        """Without images, which every rank has, and with a hash of what was drawn."""
+        return name, replace(what, images=None) if isinstance(what, Request) else what, self._open[name].drawn.digest()
+
+    def _received(self, name: Name, what: Request | Rollout, drawn: bytes) -> tuple[Name, Request | Rollout]:
+        conversation = self._open[name]
+        if drawn != conversation.drawn.digest():
+            raise EngineError(
+                f"rank {self._group.rank} of engine {self._group.index} has drawn other tokens than its first rank in "
+                f"rollout {name[1]} of {name[0]}: its ranks must run the same build of vLLM on the same kind of device"
+            )
+        if isinstance(what, Request):
+            return name, replace(what, images=conversation.opening.sample.images)
+        del self._open[name]
+        return name, what
+
+    def take_lost(self) -> Counter[str]:
+        """Why conversations of this engine were lost since the last call; on its first rank."""
+        return Counter() if self._leader is None else self._leader.take_lost()
+
+    def close(self) -> None:
+        if self._leader is not None:
+            self._leader.close()
+
+
+class Conversation:
+    """An `Episode` whose requests and rollout come by `Conversations.poll`."""
+
+    def __init__(self, host: Conversations, opening: Opening) -> None:
+        self._host, self.opening = host, opening
+        self.drawn = hashlib.blake2b(digest_size=8)  # of all that was drawn for it, dropped turns too
+
+    def first(self) -> None:
+        self._host.begin(self.opening)
+
+    def advance(self, completion: Completion) -> None:
+        self.drawn.update(np.asarray(completion.ids, dtype=np.int64).tobytes())
+        self._host.answer(completion)

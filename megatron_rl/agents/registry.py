@@ -1,0 +1,147 @@
+"""Agents by name. An agent converses with the policy about a prompt, and says what the conversation was worth.
+
+A factory makes it from a recipe's parameters: `async def run(model, task)`. It imports nothing heavy and raises ValueError on
+a bad parameter, so recipes are checked by making their agents.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from megatron_rl.base.messages import errors_named, unknown_name
+from megatron_rl.base.plugins import load_function
+from megatron_rl.base.typed_params import check_params
+from megatron_rl.config.schema import Config, TaskConfig
+from megatron_rl.tasks.sources import SPLIT
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+Verdict: TypeAlias = float | Mapping[str, float] | None
+"""A number, or one per column of the reward `agent`; None, or NaN in a column: none, other rewards decide."""
+RunAgent: TypeAlias = "Callable[[AsyncOpenAI, AgentTask], Awaitable[Verdict]]"
+Factory: TypeAlias = Callable[..., RunAgent]
+
+_BUILT_IN: dict[str, str] = {"tools": "megatron_rl.agents.tool_loop"}  # name -> the module that registers it
+_FACTORIES: dict[str, Factory] = {}
+
+
+class AgentTask(dict[str, object]):
+    """All that an agent may know of a rollout: its sample as rewards get it (`prompt`, as messages; `answer`, `tool_calls`,
+    `metadata`), the prompt's `tools` and the rollout's `seed`.
+
+    Args:
+        address: the session's base URL over HTTP; the first call opens the server.
+        api_key: the session's.
+    """
+
+    def __init__(self, items: Mapping[str, object], address: Callable[[], str], api_key: str) -> None:
+        super().__init__(items)
+        self._address, self.api_key = address, api_key
+
+    @property
+    def base_url(self) -> str:
+        """The session's address for programs that speak OpenAI's chat completions, on this host's loopback interface. Nothing
+        listens before an agent reads it."""
+        return self._address()
+
+
+def register_agent(name: str) -> Callable[[Factory], Factory]:
+    """Decorator: make a factory available under `name`. ValueError if the name is taken."""
+
+    def register(factory: Factory) -> Factory:
+        if name in _FACTORIES:
+            raise ValueError(f"there is an agent {name!r} already")
+        _FACTORIES[name] = factory
+        return factory
+
+    return register
+
+
+def list_agents() -> tuple[str, ...]:
+    """Names of the registered agents, sorted."""
+    return tuple(sorted({*_BUILT_IN, *_FACTORIES}))
+
+
+def make_agent(name: str, **params: object) -> RunAgent:
+    """The agent of a registered name, or a user's own: `package.module:factory` or `path/to/file.py:factory`.
+
+    Raises:
+        ValueError: an unknown name or parameter (naming the nearest), or a parameter that the agent refuses.
+    """
+    if ":" in name:
+        factory = load_function(name, "agent")
+    elif name in list_agents():
+        if name not in _FACTORIES:
+            importlib.import_module(_BUILT_IN[name])
+        factory = _FACTORIES[name]
+    else:
+        raise ValueError(
+            f"{unknown_name('agent', name, list_agents())} (an agent of your own is written file.py:factory)"
+        )
+    check_params(factory, params, of=name)
+    for key, parameter in inspect.signature(factory).parameters.items():
+        if parameter.default is parameter.empty and key not in params:
+            raise ValueError(f"{name}: the parameter {key!r} is missing")
+    with errors_named(name, ValueError, OSError):
+        run = factory(**params)
+    if not (inspect.iscoroutinefunction(run) or inspect.iscoroutinefunction(getattr(type(run), "__call__", None))):  # noqa: B004
+        raise ValueError(f"{name}: the factory returned {run!r:.80}, must be a function `async def run(model, task)`")
+    return run
+
+
+def agent_tasks(config: Config) -> dict[str, TaskConfig]:
+    """Key to task of all tasks whose prompts an agent converses about; without splits, whose train task's agent does."""
+    groups = {"train": config.tasks.train, "eval": config.tasks.eval}
+    return {
+        f"tasks.{group}.{name}": task
+        for group, tasks in groups.items()
+        for name, task in tasks.items()
+        if task.agent is not None
+    }
+
+
+def converses(config: Config, name: str) -> bool:
+    """Whether an agent converses about the prompts of this task."""
+    task = {**config.tasks.train, **config.tasks.eval}[name]
+    if task.source == SPLIT and task.of is not None:
+        task = config.tasks.train[task.of]
+    return task.agent is not None
+
+
+def check_agents(config: Config) -> None:
+    """Makes every agent, and looks for rewards of agents where none converses; no process is started, nothing heavy imported.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    tasks = agent_tasks(config)
+    if tasks and config.actor.moe.routing_replay == "rollout":
+        raise ValueError(
+            f"{min(tasks)}.agent: actor.moe.routing_replay=rollout keeps the experts of one turn, not of a conversation; "
+            "set it to none"
+        )
+    for key, task in tasks.items():
+        assert task.agent is not None
+        with errors_named(f"{key}.agent"):
+            make_agent(task.agent.name, **task.agent.params)
+        if not task.chat:
+            raise ValueError(f"{key}.agent: a conversation is written by the chat template: set {key}.chat=true")
+        limit = config.watchdog.phases.get("generate", config.watchdog.default_minutes) * 60
+        if config.watchdog.enabled and task.agent.seconds >= limit:
+            raise ValueError(
+                f"{key}.agent.seconds ({task.agent.seconds:g}) must be less than the watchdog's {limit:g} seconds for the "
+                "phase `generate`; lower it, or raise watchdog.phases.generate (minutes)"
+            )
+    for name, reward in config.rewards.items():
+        if reward.reward == "agent":
+            every: Iterable[str] = {**config.tasks.train, **config.tasks.eval}
+            for task_name in every if reward.tasks is None else reward.tasks:
+                if not converses(config, task_name):
+                    raise ValueError(
+                        f"rewards.{name}: no agent converses about the prompts of task {task_name!r}; list the tasks that "
+                        f"have an agent in rewards.{name}.tasks, or give that task one"
+                    )

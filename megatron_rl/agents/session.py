@@ -1,0 +1,265 @@
+"""One attempt at a rollout's conversation with the engine: its tokens, its limits and the turn that is under way.
+
+Everything here runs in the thread of the agents (`leader.py`), on the engine's first rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.agents.failures import FailedBy, ModelFailed
+from megatron_rl.agents.ledger import Ledger, LedgerError
+from megatron_rl.agents.rendering import Renderer
+from megatron_rl.agents.replies import read_reply, turn_text
+from megatron_rl.config.schema import AgentConfig
+from megatron_rl.data.rollout import Rollout, Segment
+from megatron_rl.data.sample import Message, Sample
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.rewards.tool_parsers import THINK
+from megatron_rl.rollout.engine import Completion, Request
+from megatron_rl.rollout.sampling import Sampling, rollout_seed
+from megatron_rl.tasks.tokenizing import as_chat
+
+Tools = Sequence[Mapping[str, object]]
+_TAIL = 8  # tokens of a prompt that may say that the policy begins within its thinking
+
+
+class RefusedTurn(Exception):
+    """A request without an answer. `status` and `code`: as the endpoint says it."""
+
+    def __init__(self, text: str, code: str, status: int = 400) -> None:
+        super().__init__(text)
+        self.code, self.status = code, status
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The beginning of a rollout's conversation.
+
+    Attributes:
+        sampling: `max_tokens` is the limit of all that follows the prompt.
+        key: of the task that has the agent, such as `tasks.train.house`.
+        version: of the engine's weights.
+    """
+
+    sample: Sample
+    index: int
+    sampling: Sampling
+    seed: int
+    step: int
+    key: str
+    agent: AgentConfig
+    version: int
+
+    @property
+    def name(self) -> tuple[str, int]:
+        return self.sample.id, self.index
+
+    @property
+    def messages(self) -> list[Message]:
+        """The prompt."""
+        return list(as_chat(self.sample.prompt))
+
+    def turn_seed(self, turn: int) -> int:
+        return rollout_seed(self.seed, self.step, self.sample.id, self.index, turn)
+
+
+class Patience:
+    """The seconds that a conversation may still wait for its agent. The clock stands while the engine has its request."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._left, self._since = clock, seconds, clock()
+        self.is_running = True
+
+    @property
+    def left(self) -> float:
+        return self._left - (self._clock() - self._since if self.is_running else 0.0)
+
+    def stand(self) -> None:
+        self._left, self.is_running = self.left, False
+
+    def run(self) -> None:
+        if not self.is_running:
+            self._since, self.is_running = self._clock(), True
+
+
+@dataclass(frozen=True)
+class PolicyTurn:
+    """A turn of the policy as OpenAI's message, and what it took."""
+
+    turn: int
+    message: Message
+    finish_reason: str  # stop | length | tool_calls
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass
+class _Turn:
+    """The request that is under way. `question`: its messages and tools."""
+
+    question: tuple[object, object]
+    reads_calls: bool
+    tokens: Sequence[int]  # before it
+    reply: asyncio.Future[PolicyTurn]
+
+
+class Session:
+    """A conversation that is open. An agent knows it by its name and its key.
+
+    Args:
+        ask: hands a request to the engine.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        opening: Opening,
+        renderer: Renderer,
+        tokenizer: Tokenizer,
+        patience: Patience,
+        ask: Callable[[Request], None],
+    ) -> None:
+        self.name, self.opening, self.api_key = name, opening, secrets.token_urlsafe(24)
+        self.ledger = Ledger(renderer, opening.sample)
+        self.failure: ModelFailed | None = None  # the first limit that the policy reached
+        self.is_closed = False
+        self._tokenizer, self._patience, self._ask = tokenizer, patience, ask
+        self._under_way: _Turn | None = None
+        self._last: tuple[tuple[object, object], PolicyTurn] | None = None
+        self._finish_reason, self._text = "stop", ""  # of the last turn
+
+    # ----------------------------------------------------------------------------------------------------- the agent's
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        *,
+        reads_calls: bool = True,
+        max_tokens: int | None = None,
+        is_retry: bool = False,
+    ) -> PolicyTurn:
+        """The policy's turn after these messages.
+
+        Args:
+            reads_calls: tool calls are read from its text.
+            max_tokens: of this turn, at most; the task and the rollout have limits of their own.
+            is_retry: the client had no answer to the same request, and sends it again.
+
+        Raises:
+            RefusedTurn: the conversation has ended, parts in two, or has reached a limit.
+        """
+        if self.is_closed:
+            raise _ended()
+        question = (list(messages), None if tools is None else list(tools))
+        if self._under_way is not None:
+            if question != self._under_way.question:
+                raise RefusedTurn(
+                    "a request of this session is under way, and this is another one: a rollout is one sequence, so ask "
+                    "one turn at a time",
+                    "forked",
+                )
+            return await asyncio.shield(self._under_way.reply)
+        if is_retry and self._last is not None and question == self._last[0]:
+            return self._last[1]
+        request = self._request(question, max_tokens)
+        reply = asyncio.get_running_loop().create_future()
+        reply.add_done_callback(_retrieve)  # its agent may be gone
+        self._under_way = _Turn(question, reads_calls, request.tokens, reply)
+        self._patience.stand()
+        self._ask(request)
+        return await asyncio.shield(reply)
+
+    def _request(self, question: tuple[list[Message], list[Mapping[str, object]] | None], most: int | None) -> Request:
+        """The next turn's. Within the limits, or RefusedTurn."""
+        opening, turn = self.opening, self.ledger.turns
+        try:
+            tokens = self.ledger.request(*question)
+        except LedgerError as error:
+            raise RefusedTurn(str(error), "forked") from error
+        except ValueError as error:  # the template, or the tokenizer
+            raise RefusedTurn(str(error), "invalid_messages") from error
+        if turn >= opening.agent.max_turns:
+            self._limit("turn_limit", f"the conversation has had its {turn} turns ({opening.key}.agent.max_turns)")
+        room = self.ledger.room(opening.sampling.max_tokens)
+        if room <= 0:
+            self._finish_reason = "length"
+            self._limit(
+                "context_length_exceeded",
+                f"the conversation has used its {opening.sampling.max_tokens} tokens behind the prompt (rollout.max_tokens)",
+            )
+        room = min(limit for limit in (room, opening.agent.turn_tokens, most) if limit is not None)
+        seed = opening.turn_seed(turn) if opening.sampling.temperature > 0 else None
+        sampling = Sampling(opening.sampling.temperature, opening.sampling.top_p, room)
+        return Request(opening.name, tokens, sampling, seed, images=opening.sample.images)
+
+    def _limit(self, code: str, text: str) -> None:
+        self.failure = self.failure or ModelFailed(text)
+        raise RefusedTurn(text, code)
+
+    # ----------------------------------------------------------------------------------------------------- the engine's
+    def answer(self, completion: Completion) -> None:
+        """Records a turn, and hands it to the agent. One that nobody waits for any more is dropped."""
+        turn, self._under_way = self._under_way, None
+        assert turn is not None  # the engine answers what it was asked
+        self._patience.run()
+        if self.is_closed:
+            turn.reply.set_exception(_ended())
+            return
+        number, ids, ending = self.ledger.turns, list(completion.ids), completion.finish_reason
+        parser = self.opening.agent.parser if turn.reads_calls else "none"
+        thinking = self._tokenizer.decode(turn.tokens[-_TAIL:]).rstrip().endswith(THINK)
+        text = turn_text(self._tokenizer, ids, ending)
+        read = read_reply(text, ending, None if parser == "none" else parser, number, thinking)
+        self.ledger.record(ids, completion.logprobs, completion.version, ending, read.message)
+        self._finish_reason, self._text = ending, read.text
+        if read.unread:
+            self.failure = self.failure or ModelFailed(f"turn {number} has calls that cannot be read")
+            turn.reply.set_exception(RefusedTurn(str(self.failure), "unreadable_call"))
+            return
+        reply = PolicyTurn(number, read.message, read.finish_reason, len(turn.tokens), len(ids))
+        self._last = (turn.question, reply)
+        turn.reply.set_result(reply)
+
+    # -------------------------------------------------------------------------------------------------------- the end
+    def close(self) -> None:
+        """No further turn; one that is under way at the engine is dropped when it comes."""
+        self.is_closed = True
+
+    async def idle(self) -> None:
+        """Returns once the engine has nothing of this session."""
+        while self._under_way is not None:
+            await asyncio.wait({self._under_way.reply})
+
+    def rollout(self, rewards: Mapping[str, float], failed_by: FailedBy | None) -> Rollout:
+        """The rollout to train on: all turns that were recorded; none where the infrastructure failed."""
+        opening, lost = self.opening, failed_by == "infrastructure"
+        none_drawn = [
+            Segment(np.asarray(opening.sample.prompt_ids, dtype=np.int64)),
+            Segment(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), opening.version),
+        ]
+        return Rollout(
+            opening.sample.id,
+            opening.index,
+            none_drawn if lost else self.ledger.segments,
+            "stop" if lost else self._finish_reason,
+            messages=opening.messages if lost or not self.ledger.turns else self.ledger.messages,
+            last_turn=self._text,
+            agent_rewards=rewards,
+            failed_by=failed_by,
+        )
+
+
+def _ended() -> RefusedTurn:
+    return RefusedTurn("this conversation has ended", "session_closed", 410)
+
+
+def _retrieve(reply: asyncio.Future[PolicyTurn]) -> None:
+    if not reply.cancelled():
+        reply.exception()

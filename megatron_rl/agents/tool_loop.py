@@ -1,0 +1,99 @@
+"""The agent `tools`: the model talks, its calls are made, their replies go back to it, until it calls nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from megatron_rl.agents.environments import Environment, environment_maker
+from megatron_rl.agents.failures import ModelFailed
+from megatron_rl.agents.registry import AgentTask, RunAgent, Verdict, register_agent
+from megatron_rl.base.typed_params import Params, Positive
+from megatron_rl.data.sample import Message
+from megatron_rl.runtime.calls import CallPool, CallTimeout
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+_AT_ONCE = 64  # calls in threads; one that hangs takes its place until its deadline
+
+
+@functools.cache
+def _pool() -> CallPool:
+    return CallPool(_AT_ONCE)
+
+
+@register_agent("tools")
+def tools(
+    environment: str,
+    environment_params: Params | None = None,
+    tool_seconds: Positive = 30.0,
+    longest_reply: int = 4000,
+) -> RunAgent:
+    """Gives the model the tools of an environment, and makes the calls that it writes, one after the other.
+
+    The conversation ends with the first turn without calls, or at the task's limits; the environment then says what it was
+    worth. A tool that raises replies with its error, and one that takes too long ends its conversation, which has the reward
+    `model_failed`.
+
+    Args:
+        environment: a registered one (`tool_house`), or your own: `path/to/file.py:factory`, `package.module:factory`.
+        environment_params: the environment's parameters.
+        tool_seconds: deadline of every call.
+        longest_reply: characters of a reply that the model sees; the rest is left out, with a word that it is.
+    """
+    make = environment_maker(environment, environment_params or {})
+
+    async def run(model: AsyncOpenAI, task: AgentTask) -> Verdict:
+        house = make()
+        call = functools.partial(_do, house, tool_seconds)
+        schemas = await call(house.reset, task)
+        offered: dict[str, Any] = {"tools": [*schemas]} if schemas else {}
+        messages: list[Any] = [*cast(list[Message], task["prompt"])]
+        while True:
+            answer = await model.chat.completions.create(model="policy", messages=messages, **offered)
+            said = answer.choices[0].message
+            messages.append(said.to_dict())
+            if not said.tool_calls:
+                return cast(Verdict, await call(house.reward, task, messages))
+            for wanted in said.tool_calls:
+                assert wanted.type == "function"  # the session makes no others
+                name, arguments = wanted.function.name, json.loads(wanted.function.arguments)
+                text = await _reply(functools.partial(call, house.call, name, arguments), name, tool_seconds)
+                messages.append({"role": "tool", "tool_call_id": wanted.id, "content": _cut(text, longest_reply)})
+
+    return run
+
+
+async def _do(environment: Environment, seconds: float, method: Callable[..., Any], *arguments: object) -> Any:
+    """A method's result. CallTimeout where it is late; an environment that is `inline` has no deadline."""
+    if inspect.iscoroutinefunction(method):
+        try:
+            async with asyncio.timeout(seconds) as deadline:
+                return await method(*arguments)
+        except TimeoutError:
+            if deadline.expired():
+                raise CallTimeout from None
+            raise
+    if getattr(environment, "inline", False):
+        return method(*arguments)
+    return await asyncio.wrap_future(_pool().submit(functools.partial(method, *arguments), seconds))
+
+
+async def _reply(call: Callable[[], Any], name: str, seconds: float) -> str:
+    try:
+        return str(await call())
+    except CallTimeout:
+        raise ModelFailed(f"the tool {name} took more than {seconds:g} s") from None
+    except Exception as error:  # whatever a tool raises is the model's to read
+        return f"error: {error}" if str(error) else f"error: {type(error).__name__}"
+
+
+def _cut(text: str, longest: int) -> str:
+    """Text that every tokenizer takes: surrogates, which UTF-8 has not, are replaced."""
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= longest else f"{text[:longest]} ... {len(text) - longest} more characters"

@@ -1,0 +1,80 @@
+"""One rank of a run whose prompts are conversed about: what its engine draws, what the actor says of it, and a step.
+
+Started once per rank with the run folder as its argument. Writes `drawn_<engine>.json`, on each engine's first rank, beside
+what any run writes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(run_dir: Path) -> None:
+    import torch
+
+    from megatron_rl.config import load_recipe
+    from megatron_rl.runtime import distributed
+    from megatron_rl.trainer.evaluate import evaluate
+    from megatron_rl.trainer.loop import step
+    from megatron_rl.trainer.run import build_run
+    from tests.agents import talking
+
+    config = load_recipe(run_dir / "recipe.yaml")
+    torch.manual_seed(config.seed)
+    grid = distributed.initialize(config.actor.parallel, 5, engine_ranks=config.rollout.tensor_parallel)
+
+    def by_row(rollouts: Any) -> dict[int, Any]:
+        """Of all engines: who draws what depends on time."""
+        parts = grid.all_gather({row: talking.one(rollout) for row, rollout in rollouts.held.items()})
+        return {row: bits for part in parts for row, bits in part.items()}
+
+    run = build_run(config, grid, run_dir)
+    run.report.start_over()
+    run.learner.start()
+    run.start_engine()
+    rollouts, _ = run.sampler.sample(1, 0)
+    share = {row: rollouts.held[row] for row in rollouts.held if grid.engine.is_leader}
+    everything = {
+        row: tokens
+        for part in grid.all_gather({r: o.tokens.tolist() for r, o in share.items()})
+        for row, tokens in part.items()
+    }
+    scores = dict(
+        zip(
+            sorted(everything),
+            run.learner.score([everything[row] for row in sorted(everything)]).log_probs,
+            strict=True,
+        )
+    )
+    if grid.engine.is_leader:
+        record = [of(row, rollout, scores[row], rollouts) for row, rollout in sorted(share.items())]
+        (run_dir / f"drawn_{grid.engine.index}.json").write_text(json.dumps(record))
+    for talking.HURRY in (11, 12, 13):  # other latencies, the same bits
+        again, _ = run.sampler.sample(1, 0)
+        assert by_row(again) == by_row(rollouts)
+    step(run)
+    run.report.log(2, evaluate(run.sampler, run.report, 2))
+    run.close()
+    distributed.shutdown()
+
+
+def of(row: int, rollout: Any, scores: Any, rollouts: Any) -> dict[str, Any]:
+    mask = rollout.loss_mask
+    return {
+        "row": row,
+        "tokens": rollout.tokens.tolist(),
+        "mask": mask.tolist(),
+        "logprobs": rollout.logprobs.tolist(),
+        "by_actor": scores[mask[1:]].tolist(),
+        "messages": rollout.messages,
+        "failed_by": rollout.failed_by,
+        "rewards": rollouts.rewards_of(row),
+        "turns": sum(segment.logprobs is not None for segment in rollout.segments),
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,270 @@
+"""A small tokenizer with a chat template, an engine of arithmetic, and agents that wait for as long as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_rl.agents.failures import ModelFailed
+from megatron_rl.agents.host import Conversations
+from megatron_rl.config.model import CreateModelConfig
+from megatron_rl.config.schema import AgentConfig, Config, TaskConfig, TasksConfig
+from megatron_rl.data.rollout import Rollout, Rollouts
+from megatron_rl.data.sample import Sample
+from megatron_rl.rollout.dispatch import Dispatcher
+from megatron_rl.rollout.engine import Completion, Failure, Request
+from megatron_rl.rollout.generate import generate
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.runtime.distributed import EngineGroup
+from megatron_rl.tasks.loading import load_task
+from megatron_rl.weights.create import write_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content or '' }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 :.,?!+=\n"
+CREATE = {"characters": CHARACTERS, "vocab_size": 64, "hidden": 32, "ffn_hidden": 64, "layers": 1, "max_positions": 512}
+
+
+def tokenizer(folder: Path) -> Any:
+    write_tokenizer(folder, CreateModelConfig(characters=CHARACTERS, vocab_size=64))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return AutoTokenizer.from_pretrained(str(folder))
+
+
+def recipe(agent: str, prompts: Path | None = None, **keys: Any) -> Config:
+    """A recipe with the task `t`, about whose prompts an agent of this file converses."""
+    known = agent if ":" in agent or agent == "tools" else f"{__name__}:{agent}"
+    section = AgentConfig(known, **{"max_turns": 4, "seconds": 20.0, **keys})
+    task = TaskConfig(source="jsonl", path=str(prompts), chat=True, agent=section)
+    return Config(run_dir="", seed=7, tasks=TasksConfig(train={"t": task}))
+
+
+def samples(folder: Path, config: Config, words: Any, texts: Sequence[str]) -> list[Sample]:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "{text}", "answer": "{number}"}}\n' for number, text in enumerate(texts)))
+    task = config.tasks.train["t"]
+    task.path = str(path)
+    return load_task("t", task, words)
+
+
+class Arithmetic:
+    """An engine that draws letters by a hash of the seed and of all that came before, a token per pass and request."""
+
+    experts, max_scored = None, 1000
+
+    def __init__(self, version: int = 3, most: int = 6, room: int = 64) -> None:
+        self.version, self.room, self._most = version, room, most
+        self._queue: list[tuple[Request, list[int]]] = []
+        self.submitted: list[Request] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self._queue)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.submitted += requests
+        self._queue += [(request, []) for request in requests]
+
+    def step(self) -> list[Completion | Failure]:
+        ended: list[Completion | Failure] = []
+        for request, ids in list(self._queue):
+            before = f"{request.seed}/{list(request.tokens)}/{ids}".encode()
+            number = int.from_bytes(hashlib.blake2b(before, digest_size=4).digest())
+            ids.append(1 if len(ids) > 1 and number % self._most == 0 else 2 + number % 26)
+            if ids[-1] == 1 or len(ids) == request.sampling.max_tokens:
+                self._queue.remove((request, ids))
+                reason = "stop" if ids[-1] == 1 else "length"
+                drawn = np.zeros(0, dtype=np.float32)
+                logprobs = [-1.0 / (1 + token) for token in ids]
+                ended.append(Completion(request, ids, logprobs, reason, self.version, drawn))
+        return ended
+
+
+def dispatcher(
+    group: EngineGroup | None = None, gather: Callable[[bytes], list[bytes]] = lambda data: [data]
+) -> Dispatcher:
+    grid: Any = SimpleNamespace(engine=group or EngineGroup(), all_gather_bytes=gather)
+    return Dispatcher(grid, Arithmetic().room)
+
+
+@contextmanager
+def hosted(config: Config, words: Any) -> Iterator[Conversations]:
+    conversations = Conversations(config, EngineGroup(), words)
+    try:
+        yield conversations
+    finally:
+        conversations.close()
+
+
+def conversed(
+    conversations: Conversations, prompts: Sequence[Sample], count: int = 2, engine: Any = None, tokens: int = 60
+) -> Rollouts:
+    engine = engine or Arithmetic()
+    make = conversations.episodes(Sampling(1.0, 1.0, tokens), 5, engine.version)
+    return generate(engine, dispatcher(), prompts, count, make, poll=conversations.poll)
+
+
+def bits(rollouts: Rollouts) -> list[Any]:
+    """All that is trained on or scored."""
+    return [one(rollouts.held[row]) for row in sorted(rollouts.held)]
+
+
+def one(rollout: Rollout) -> Any:
+    of_tokens = [part.tobytes() for part in (rollout.tokens, rollout.loss_mask, rollout.logprobs)]
+    return rollout.sample_id, rollout.index, of_tokens, rollout.messages, dict(rollout.agent_rewards), rollout.failed_by
+
+
+# -------------------------------------------------------------------------------------------------------------- agents
+HURRY = 0
+"""Changes the latencies of `patient`."""
+
+
+async def turns(model: Any, task: Any, count: int, between: Callable[[int], Any] = lambda turn: None) -> list[Any]:
+    """Asks `count` times, each time with a word more about the reply."""
+    messages = list(task["prompt"])
+    for turn in range(count):
+        reply = await model.chat.completions.create(model="policy", messages=messages)
+        said = reply.choices[0].message
+        messages += [said.to_dict(), {"role": "user", "content": f"{len(said.content)} and {turn}?"}]
+        waited = between(turn)
+        if waited is not None:
+            await waited
+    return messages[:-1]
+
+
+def patient(turns_each: int = 3, latency: int = 0) -> Any:
+    """`latency`: seed of how long it waits after each turn, 0: not at all."""
+
+    async def run(model: Any, task: Any) -> dict[str, float]:
+        draw = random.Random(f"{latency + HURRY}/{task['seed']}")
+
+        def wait(turn: int) -> Any:
+            return asyncio.sleep(draw.choice([0.0, 0.001, 0.004, 0.02])) if latency else None
+
+        messages = await turns(model, task, turns_each, wait)
+        of_task = float(task["seed"] % 1000)
+        return {"reward": float(len(messages)), "letters": float(len(messages[-1]["content"])), "seed": of_task}
+
+    return run
+
+
+def failing(how: str, first_only: bool = False, of: str = "") -> Any:
+    """Fails in the prompts whose text contains `of`, in the first attempt only or in each."""
+    attempts: dict[int, int] = {}
+
+    async def run(model: Any, task: Any) -> float | None:
+        attempt = attempts[task["seed"]] = attempts.get(task["seed"], 0) + 1
+        messages = await turns(model, task, 1)
+        if of in str(task["prompt"]) and (attempt == 1 or not first_only):
+            if how == "raise":
+                raise ConnectionError("the shop is closed")
+            if how == "exit":
+                sys.exit(3)
+            if how == "hang":
+                await asyncio.sleep(1e6)
+            if how == "block":
+                time.sleep(1.0)
+            if how == "fork":
+                await model.chat.completions.create(model="policy", messages=[*task["prompt"], messages[0]])
+            if how == "limit":
+                await turns(model, {"prompt": [*messages, {"role": "user", "content": "go on"}]}, 9)
+            if how == "give up":
+                raise ModelFailed("nonsense")
+            if how == "text":
+                return "good"  # type: ignore[return-value]
+            if how == "none":
+                return None
+        return 1.0
+
+    return run
+
+
+SAID: list[str] = []
+"""What `nosy` and `fussy` were told."""
+
+
+def fussy() -> Any:
+    """Asks for what is not supported, and then as it should."""
+    asks: list[dict[str, Any]] = [
+        {"stream": True},
+        {"n": 2},
+        {"temperature": 0.5},
+        {"top_p": 0.9},
+        {"logprobs": True},
+        {"tool_choice": "required"},
+        {"stop": ["x"]},
+        {"max_tokens": 0},
+        {"messages": [{"role": "user", "content": "something else"}]},
+    ]
+
+    async def run(model: Any, task: Any) -> float:
+        for ask in asks:
+            with pytest.raises(openai.BadRequestError) as refusal:
+                await model.chat.completions.create(**{"model": "policy", "messages": task["prompt"], **ask})
+            SAID.append(f"{refusal.value.code}: {refusal.value}")
+        usual = {"temperature": 1.0, "n": 1, "stream": False, "user": "me", "max_tokens": 2}
+        reply = await model.chat.completions.create(model="policy", messages=task["prompt"], **usual)
+        return float(reply.usage.completion_tokens)
+
+    return run
+
+
+def nosy() -> Any:
+    """Two conversations, each of which tries the other's address with its own key."""
+    addresses: dict[int, tuple[str, str]] = {}
+
+    async def run(model: Any, task: Any) -> float:
+        addresses[task["seed"]] = str(model.base_url), model.api_key
+        while len(addresses) < 2:
+            await asyncio.sleep(0.001)
+        [(other, _)] = [pair for seed, pair in addresses.items() if seed != task["seed"]]
+        for url, key in (
+            (other, model.api_key),
+            (other, ""),
+            (other.replace("sessions/", "sessions/9"), model.api_key),
+        ):
+            stranger = model.with_options(base_url=url, api_key=key or "none")
+            with pytest.raises(openai.AuthenticationError) as refusal:
+                await stranger.chat.completions.create(model="policy", messages=task["prompt"])
+            SAID.append(str(refusal.value))
+        await turns(model, task, 1)
+        return 1.0
+
+    return run
+
+
+def program(script: str) -> Any:
+    """An agent that is a program of its own: it is told an address, a key and a question."""
+
+    async def run(model: Any, task: Any) -> float:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, script, task.base_url, task.api_key, str(task["prompt"][0]["content"])),
+            stdout=asyncio.subprocess.PIPE,
+            env={"PATH": os.environ["PATH"]},
+        )
+        try:
+            out, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+        if process.returncode:
+            raise RuntimeError(f"{script} ended with code {process.returncode}")
+        return float(out)
+
+    return run

@@ -1,0 +1,131 @@
+"""Conversations with engines of vLLM: one of two ranks, and two of one rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from megatron_rl.config import Machine, load_recipe, to_yaml
+from megatron_rl.config.model import CreateModelConfig
+from megatron_rl.preflight.recipe import check_recipe
+from megatron_rl.runtime.attempts import new_attempt, rank_environment
+from megatron_rl.weights.create import create_model
+from tests.agents import inside, talking
+from tests.warm import run_ranks
+
+GROUP = 2
+SCRIPT = str(Path(__file__).with_name("script.py"))
+
+
+def agent(name: str, **keys: Any) -> dict[str, Any]:
+    return {"name": f"tests.agents.talking:{name}", "max_turns": 4, "turn_tokens": 12, "seconds": 100.0, **keys}
+
+
+def recipe(folder: Path) -> Path:
+    """Prompts of three tasks: an agent in the process, a program, and none."""
+    create = CreateModelConfig(characters=talking.CHARACTERS, vocab_size=64, layers=2, hidden_size=64, init_std=0.3)
+    create_model(folder / "model", create, 3)
+    (folder / "model" / "chat_template.jinja").write_text(talking.TEMPLATE)
+    tasks: dict[str, Any] = {}
+    for name, texts in (
+        ("talk", ["what is 1+1?", "who are you?"]),
+        ("outside", ["say something."]),
+        ("single", ["b?", "a?"]),
+    ):
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        tasks[name] = {"source": "jsonl", "path": str(path), "chat": True}
+    tasks["talk"]["agent"] = agent("patient", params={"latency": 5})
+    tasks["outside"]["agent"] = agent("program", params={"script": SCRIPT})
+    held_out = {**tasks["talk"], "path": str(folder / "held_out.jsonl")}
+    (folder / "held_out.jsonl").write_text('{"prompt": "how are you?"}\n')
+    recipe = {
+        "seed": 3,
+        "run_dir": str(folder / "run"),
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "tasks": {"train": tasks, "eval": {"held_out": held_out}},
+        "rewards": {
+            "letters": {"reward": "agent", "tasks": ["talk", "held_out"], "params": {"column": "letters"}},
+            "turns": {"reward": "agent", "tasks": ["outside"]},
+            "short": {"reward": "length", "params": {"limit": 12}},
+        },
+        "rollout": {
+            "group_size": GROUP,
+            "max_prompt_tokens": 32,
+            "max_tokens": 96,
+            "cpu_cache_gib": 0.1,
+            "max_concurrent": 4,
+        },
+        "actor": {"parallel": {"tensor": 2}, "tokens_per_microbatch": 256},
+        "trainer": {"steps": 1, "prompts_per_step": 5},
+        "algorithm": {"preset": "grpo"},
+        "logging": {"report": False, "samples_per_step": 100},
+        "checkpoint": {"every": 0},
+        "launch": {"processes": 2},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"
+
+
+class Ran:
+    """What a run of two ranks has drawn, by row, and what it wrote."""
+
+    def __init__(self, folder: Path, tensor_parallel: int) -> None:
+        run_dir = folder / "run"
+        run_dir.mkdir()
+        config = load_recipe(recipe(folder), [f"rollout.tensor_parallel={tensor_parallel}"])
+        (run_dir / "recipe.yaml").write_text(to_yaml(check_recipe(config, "train", Machine())))
+        environment = {**rank_environment(0), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        outcome = run_ranks([sys.executable, str(inside.__file__), str(run_dir)], 2, new_attempt(run_dir), environment)
+        assert outcome.code == 0, outcome.message
+        records = [record for path in run_dir.glob("drawn_*.json") for record in json.loads(path.read_text())]
+        self.drawn = {record["row"]: record for record in records}
+        self.samples = [json.loads(line) for line in (run_dir / "samples" / "step_1.jsonl").read_text().splitlines()]
+        self.metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return Ran(tmp_path_factory.mktemp("of_two_ranks"), 2)
+
+
+@pytest.fixture(scope="session")
+def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return Ran(tmp_path_factory.mktemp("two_engines"), 1)
+
+
+def test_the_actor_finds_what_was_drawn_as_probable_as_the_engine(of_two_ranks: Ran, two_engines: Ran) -> None:
+    for ran in (of_two_ranks, two_engines):
+        assert sorted(ran.drawn) == [*range(5 * GROUP)]
+        for record in ran.drawn.values():
+            assert len(record["logprobs"]) == sum(record["mask"])
+            assert np.abs(np.array(record["logprobs"]) - record["by_actor"]).max() < 2e-4
+    turns = [record["turns"] for _, record in sorted(of_two_ranks.drawn.items())]
+    assert turns.count(3) == 3 * GROUP
+    assert turns.count(1) == 2 * GROUP
+
+
+def test_two_engines_draw_what_one_engine_draws(of_two_ranks: Ran, two_engines: Ran) -> None:
+    for row, record in of_two_ranks.drawn.items():
+        other = two_engines.drawn[row]
+        for key in ("tokens", "mask", "messages", "failed_by", "rewards"):
+            assert other[key] == record[key], key
+        assert np.abs(np.array(other["logprobs"]) - record["logprobs"]).max() < 1e-4
+
+
+def test_a_step_trains_on_the_conversations_and_writes_them(of_two_ranks: Ran) -> None:
+    [metrics] = [line for line in of_two_ranks.metrics if line.get("step") == 1]
+    assert metrics["actor/updates"] == 1
+    assert metrics["response_length/mean"] == np.mean([len(r["logprobs"]) for r in of_two_ranks.drawn.values()])
+    for row, sample in enumerate(of_two_ranks.samples):
+        record = of_two_ranks.drawn[row]
+        assert sample["tokens"] == len(record["logprobs"])
+        if record["messages"]:
+            assert sample["response"] == record["messages"][-1]["content"]
+    assert "eval/held_out/avg@1" in of_two_ranks.metrics[-1]
