@@ -24,8 +24,8 @@ if os.environ.get("MEGATRON_RL_CI"):
 
 # `make test` runs two folders at a time. A folder's tests share worlds and engines, so they stay in one process. The Slurm
 # tests, and then those of rewards, wait more than they compute: they run beside tests/e2e, which computes in several
-# processes. The short folders fill up at the end.
-_FIRST = ("launch", "e2e", "rewards", "recipes", "checkpoint", "te", "actor")
+# processes. The long folders follow, and the short ones fill up at the end: one that is begun late leaves a core idle.
+_FIRST = ("launch", "e2e", "rewards", "planning", "recipes", "checkpoint", "te", "actor", "cli", "conversion", "models")
 
 
 def _folder(nodeid: str) -> str:

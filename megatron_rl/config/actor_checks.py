@@ -11,7 +11,7 @@ from megatron_rl.base.plugins import read_text
 from megatron_rl.config.actor import OptimizerConfig
 from megatron_rl.config.schema import Config
 from megatron_rl.models import Model
-from megatron_rl.models.lora import targets_of
+from megatron_rl.models.lora import peft_modules, targets_of
 
 
 def check_actor(config: Config, command: str) -> Iterator[str]:
@@ -204,6 +204,8 @@ def check_adapter(config: Config, model: Model) -> Iterator[str]:
         yield f"`actor.lora.path`: {file} does not describe LoRA's adapters"
         return
     for name in _BEYOND:
+        if name == "target_parameters" and _are_matrices(about.get(name)):
+            continue  # of layers beside experts: `models.lora.peft_config`
         if about.get(name) not in _WITHOUT:
             yield f"`actor.lora.path`: {file} has {name} = {about[name]!r}; adapters here are two matrices, and nothing else"
     for key, own, theirs in (
@@ -212,11 +214,11 @@ def check_adapter(config: Config, model: Model) -> Iterator[str]:
     ):
         if own != theirs:
             yield f"`actor.lora.{key}` is {own:g}, and that of the adapters in {lora.path} is {theirs}; set it to theirs"
-    modules = about.get("target_modules")
-    if isinstance(modules, list) and {*map(str, modules)} != set(wanted := targets_of(lora, model)):
+    modules = peft_modules(about)
+    if modules is not None and modules != set(wanted := targets_of(lora, model)):
         yield (
             f"`actor.lora.targets` are {', '.join(wanted)}, and those of the adapters in {lora.path} are "
-            f"{', '.join(sorted(map(str, modules)))}; set them alike"
+            f"{', '.join(sorted(modules))}; set them alike"
         )
     base = about.get("base_model_name_or_path")
     if isinstance(base, str) and not _is_same_model(Path(base), Path(config.model.path)):
@@ -225,6 +227,11 @@ def check_adapter(config: Config, model: Model) -> Iterator[str]:
             f"{config.model.path}; set model.path to theirs (or, where it is the same under another name, "
             f"base_model_name_or_path in {_ABOUT})"
         )
+
+
+def _are_matrices(parameters: object) -> bool:
+    """Whether these are all weights of modules, and no tensor that has several experts' in it."""
+    return isinstance(parameters, list) and all(str(name).endswith(".weight") for name in parameters)
 
 
 def _is_same_model(theirs: Path, ours: Path) -> bool:

@@ -53,6 +53,7 @@ def _describe(config: HFConfig) -> ModelDescription:
     dense = describe_decoder(fields, head_dim=64, biases=True)
     layers, expert_ffn = dense.dims["layers"], dense.dims["ffn"]
     experts = fields.integer("num_local_experts", fields.get("num_experts"))
+    fields.only("num_experts", experts)  # transformers' other name of it
     top_k = fields.integer("num_experts_per_tok", fields.get("experts_per_token"))
     fields.only("experts_per_token", top_k)
     if top_k > experts:
@@ -60,7 +61,7 @@ def _describe(config: HFConfig) -> ModelDescription:
     fields.only("swiglu_alpha", _ALPHA)
     fields.only("swiglu_limit", _LIMIT)
     _read_rope(fields, dense)
-    own: Settings = {
+    settings: Settings = {
         "activation_func": "quick_gelu",
         "activation_func_clamp_value": _LIMIT,
         "glu_linear_offset": 1.0,
@@ -78,7 +79,7 @@ def _describe(config: HFConfig) -> ModelDescription:
     fields.finish()
     mixture = Experts(experts, top_k, expert_ffn, biases=True)
     dims = {**dense.dims, **mixture.dims}
-    return replace(dense, dims=dims, transformer={**dense.transformer, **own}, experts=mixture)
+    return replace(dense, dims=dims, transformer={**dense.transformer, **settings}, experts=mixture)
 
 
 def _windows(fields: Fields, layers: int) -> list[int]:

@@ -13,7 +13,9 @@ from megatron_rl.base.block_fp8 import BLOCK
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 HFConfig = Mapping[str, JSON]  # config.json as it was read
 
-# Fields that say nothing about the forward pass of a decoder-only language model.
+# Fields that say nothing about the forward pass of a decoder-only language model: names and versions, the weights' dtype,
+# which words begin and end a text, what a call returns (`output_router_logits` with the loss of `router_aux_loss_coef`, which
+# no rollout has), from what weights were drawn, defaults of generation and of classifiers. A recipe says each of them itself.
 # fmt: off
 INERT = frozenset((
     "_attn_implementation_autoset", "_attn_implementation", "_name_or_path", "architectures", "auto_map",

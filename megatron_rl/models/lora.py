@@ -9,7 +9,7 @@ counts weights by rules does so with adapters too.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -66,12 +66,6 @@ def check_lora(lora: LoRA, model: Model) -> Iterator[str]:
         elif name != ALL and name not in every:
             nearest = did_you_mean(name, [ALL, *every])
             yield f"`actor.lora.targets` has {name!r}, and the model's linear layers are {', '.join(every)}{nearest}"
-    sections = (rule for rule in model.parameters if rule.is_projection and rule.sharding is Sharding.SECTIONS)
-    if ALL in lora.targets and (without := dict.fromkeys(module_of(tensor) for rule in sections for tensor in rule.hf)):
-        yield (
-            f"`actor.lora.targets` has {ALL}, and the model's {', '.join(without)} take no adapters; set it to "
-            f"[{', '.join(every)}]"
-        )
     if lora.experts and not model.experts:
         yield "`actor.lora.experts` is for experts, and the model has none; set it to false"
     if lora.experts and model.family.stacking is not None:
@@ -80,24 +74,29 @@ def check_lora(lora: LoRA, model: Model) -> Iterator[str]:
             "set it to false"
         )
     wanted = targets_of(lora, model)
-    for tensor in (tensor for rule in _linear(model, lora.experts) for tensor in rule.hf):
-        if module_of(tensor) in wanted and lora.rank > min(sizes := tensor.sizes(model.dims)):
-            yield (
-                f"`actor.lora.rank` ({lora.rank}) is larger than the model's {module_of(tensor)}, {sizes[0]} x {sizes[1]}; "
-                f"make it at most {min(sizes)}"
-            )
+    tensors = {module_of(tensor): tensor for rule in _linear(model, lora.experts) for tensor in rule.hf}
+    narrow = [name for name in wanted if lora.rank > min(tensors[name].sizes(model.dims))]
+    for name in narrow:
+        rows, columns = tensors[name].sizes(model.dims)
+        others = ", ".join(other for other in wanted if other not in narrow)
+        remedy = f", or set actor.lora.targets=[{others}]" if others else ""
+        yield (
+            f"`actor.lora.rank` ({lora.rank}) is larger than the model's {name}, {rows} x {columns}; make it at most "
+            f"{min(rows, columns)}{remedy}"
+        )
     if lora.sync == "adapters":
         yield from _check_engine(lora, model)
 
 
 def _check_engine(lora: LoRA, model: Model) -> Iterator[str]:
     """Yields options that adapters in the engine rule out."""
-    for what, found in (
+    for what, applies in (
         ("a mixture of experts", model.experts),
         ("a model that reads images", model.description.vision),
+        ("a model with gated-delta layers", any(rule.sections for rule in model.parameters)),
         (f"a rank above {ENGINE_RANKS[-1]}", lora.rank > ENGINE_RANKS[-1]),
     ):
-        if found:
+        if applies:
             yield f"`actor.lora.sync=adapters` is not for {what}; set it to merged"
 
 
@@ -120,7 +119,7 @@ def adapters_of(model: Model, lora: LoRA) -> Model:
         for rule in _linear(model, lora.experts)
         for tensor in rule.hf
         if module_of(tensor) in wanted
-        for adapter in pair(rule, tensor, model.family.decoder)
+        for adapter in pair(rule, tensor, model)
     )
 
     def describe(config: HFConfig) -> ModelDescription:
@@ -130,14 +129,18 @@ def adapters_of(model: Model, lora: LoRA) -> Model:
     return Model(family, _ranked(model.description, lora.rank))
 
 
-def pair(rule: Rule, tensor: HFTensor, decoder: str) -> tuple[Rule, Rule]:
-    """The rules of A and B beside one tensor of a linear layer's rule. `decoder`: see `Family`."""
+def pair(rule: Rule, tensor: HFTensor, model: Model) -> tuple[Rule, Rule]:
+    """The rules of A and B beside one tensor of a linear layer's rule."""
+    decoder = model.family.decoder
     rows, columns = tensor.shape
-    by_columns = rule.sharding is Sharding.ROW
+    by_columns, sections = rule.sharding is Sharding.ROW, rule.sections_of(rule.hf.index(tensor), model.dims)
     inner, outer = parameter_names(tensor)
     layer = rule.megatron[0].removesuffix("weight") + MODULE
     own = tensor.name.removeprefix(decoder).removeprefix("model.").removesuffix("weight")
     name = PEFT_PREFIX + decoder + own
+    cut = Sharding.SECTIONS if len(sections) > 1 else Sharding.COLUMN
+    if by_columns or not rule.is_cut:
+        cut = Sharding.REPLICATED
     return (
         Rule(
             (f"{layer}.{inner}",),
@@ -149,9 +152,10 @@ def pair(rule: Rule, tensor: HFTensor, decoder: str) -> tuple[Rule, Rule]:
         Rule(
             (f"{layer}.{outer}",),
             (HFTensor(f"{name}lora_B.weight", (rows, "rank")),),
-            Sharding.COLUMN if rule.is_cut and not by_columns else Sharding.REPLICATED,
+            cut,
             rule.place,
             layers=rule.layers,
+            sections=sections if cut is Sharding.SECTIONS else (),
         ),
     )
 
@@ -168,11 +172,18 @@ def matrix_of(name: str, names: Container[str]) -> str:
 
 
 def peft_config(lora: LoRA, names: Iterable[str], base: str) -> dict[str, object]:
-    """The content of adapter_config.json beside tensors of these names; `base`: the folder of the model they belong to."""
-    modules: str | list[str] = sorted({name.split(".")[-3] for name in names})
+    """The content of adapter_config.json beside tensors of these names; `base`: the folder of the model they belong to.
+
+    PEFT 0.21 takes the modules gate_proj, up_proj and down_proj of a model with experts for these, which transformers has
+    in two tensors a layer, and leaves out dense layers and shared experts; as parameters it takes exactly what is named.
+    """
+    names = list(names)
+    parameters = _parameters(names)
+    listed = sorted({name.split(".")[-3] for name in names} - {parameter.split(".")[-2] for parameter in parameters})
+    modules: str | list[str] = listed
     [decoder] = {name.removeprefix(PEFT_PREFIX).partition("layers.")[0] for name in names}
     if decoder != "model.":  # beside a vision tower, whose layers may have the same names
-        modules = rf"{re.escape(decoder)}layers\..*\.({'|'.join(modules)})"
+        modules = rf"{re.escape(decoder)}layers\..*\.({'|'.join(listed)})"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -180,10 +191,28 @@ def peft_config(lora: LoRA, names: Iterable[str], base: str) -> dict[str, object
         "r": lora.rank,
         "lora_alpha": lora.rank if lora.alpha is None else lora.alpha,
         "target_modules": modules,
-        "lora_dropout": lora.dropout,
+        **({"target_parameters": parameters} if parameters else {}),
+        "lora_dropout": 0.0
+        if parameters
+        else lora.dropout,  # PEFT drops no inputs of parameters, and refuses to load it
         "bias": "none",
         "inference_mode": True,
     }
+
+
+def _parameters(names: Sequence[str]) -> list[str]:
+    """Ends of the names of feed-forwards' matrices that have adapters beside experts that have none."""
+    if any(".experts." in name for name in names) or not any(".shared_expert" in name for name in names):
+        return []
+    return sorted({".".join((*name.split(".")[-4:-2], "weight")) for name in names if ".mlp." in name})
+
+
+def peft_modules(about: Mapping[str, object]) -> set[str] | None:
+    """The modules that an adapter_config.json lists, those of which it lists the weight too; None: a pattern of names."""
+    modules, parameters = about.get("target_modules") or [], about.get("target_parameters") or []
+    if not isinstance(modules, list) or not isinstance(parameters, list):
+        return None
+    return {*map(str, modules), *(str(name).removesuffix(".weight").split(".")[-1] for name in parameters)}
 
 
 def is_adapter(parameter: str) -> bool:
@@ -192,9 +221,8 @@ def is_adapter(parameter: str) -> bool:
 
 
 def _linear(model: Model, experts: bool) -> list[Rule]:
-    """The rules of matrices that tokens are multiplied with, without the output layer and those of several sections."""
-    wanted = (rule for rule in model.parameters if rule.is_projection and rule.sharding is not Sharding.SECTIONS)
-    return [rule for rule in wanted if experts or not rule.per_expert]
+    """The rules of matrices that tokens are multiplied with, without the output layer."""
+    return [rule for rule in model.parameters if rule.is_projection and (experts or not rule.per_expert)]
 
 
 def _ranked(description: ModelDescription, rank: int) -> ModelDescription:

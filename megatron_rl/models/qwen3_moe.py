@@ -38,6 +38,7 @@ def with_experts(dense: ModelDescription, fields: Fields, normalised: bool = Fal
     if fields.flag("use_sliding_window", False) and sliding_window(fields) is not None:
         fields.refuse("use_sliding_window", True, "every layer must use full attention")
     experts = fields.integer("num_experts", fields.get("num_local_experts"))
+    fields.only("num_local_experts", experts)  # transformers' other name of it
     expert_ffn = fields.integer("moe_intermediate_size")
     top_k = fields.integer("num_experts_per_tok")
     if top_k > experts:

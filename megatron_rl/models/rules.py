@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from functools import cached_property
+from itertools import accumulate
 
 Dims = Mapping[str, int]  # sizes by symbol, e.g. {"hidden": 128, "q": 128, ...}; see `DIM_FIELDS`
 
@@ -130,6 +131,13 @@ class Rule:
     @cached_property
     def per_expert(self) -> bool:
         return "{expert}" in self.megatron[0]
+
+    def sections_of(self, tensor: int, dims: Dims) -> tuple[tuple[str, str], ...]:
+        """The sections that one of its tensors has; none where it is not cut by sections."""
+        start = sum(dims[other.shape[0]] for other in self.hf[:tensor])
+        stop = start + dims[self.hf[tensor].shape[0]]
+        ends = accumulate(dims[symbol] for _, symbol in self.sections)
+        return tuple(section for section, end in zip(self.sections, ends, strict=True) if start < end <= stop)
 
     @property
     def is_output(self) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class StorageCounter(TorchDispatchMode):
         self.now = 0  # bytes
         self.peak = 0
         self._sizes: dict[int, int] = {}  # of living storages
+        self._outcomes: dict[Hashable, _Outcome | None] = {}  # of an operator on tensors of these shapes
 
     def __enter__(self) -> StorageCounter:
         self._resize: Callable[..., object] = torch.UntypedStorage.resize_
@@ -97,7 +99,7 @@ class StorageCounter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = _run(func, args, kwargs or {})
+        result = self._run(func, args, kwargs or {})
         for tensor in _tensors(result):
             if tensor.device.type == self.device:
                 self._count(tensor.untyped_storage())
@@ -114,6 +116,83 @@ class StorageCounter(TorchDispatchMode):
     def _freed(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
 
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same layer follows the same layer: what torch works out in Python for a shape is worked out once."""
+        if getattr(func, "namespace", "") == "c10d":
+            return _collective(func, args, kwargs)
+        try:
+            described = (func, *_described(args), *kwargs, *_described(kwargs.values()))
+            outcome = self._outcomes.get(described)
+        except TypeError:  # an argument that says nothing of itself
+            return _run(func, args, kwargs)
+        with torch._C.DisableTorchFunction():  # what the caller's modes change they have changed
+            if outcome is not None:
+                return outcome.again(args)
+            result = _run(func, args, kwargs)
+            if described not in self._outcomes:
+                self._outcomes[described] = _outcome(func, args, kwargs, result)
+        return result
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """An operator that only depends on shapes returns an argument that it changes, or new tensors without content."""
+
+    argument: int | None = None
+    sizes: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...] = ()
+    alone: bool = True  # one tensor, and no list of them
+
+    def again(self, args: tuple[Any, ...]) -> Any:
+        if self.argument is not None:
+            return args[self.argument]
+        made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in self.sizes]
+        return made[0] if self.alone else tuple(made)
+
+
+def _outcome(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Outcome | None:
+    """None: views, and what depends on numbers."""
+    if torch.Tag.inplace_view in func.tags:  # type: ignore[attr-defined]
+        return None
+    taken, made = list(_tensors(*args, *kwargs.values())), list(_tensors(result))
+    if not made or not all(type(tensor) in _PLAIN and tensor.is_meta for tensor in made):
+        return None
+    if len(made) == 1:
+        changed = next((number for number, argument in enumerate(args) if argument is made[0]), None)
+        if changed is not None:
+            return _Outcome(changed)
+    storages = {storage_key(tensor) for tensor in made}
+    if len(storages) < len(made) or storages & {storage_key(tensor) for tensor in taken}:
+        return None
+    sizes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in made)
+    outcome = _Outcome(sizes=sizes, alone=isinstance(result, Tensor))
+    again = _tensors(outcome.again(args))
+    if not isinstance(result, (Tensor, tuple)) or any(
+        one.untyped_storage().nbytes() != other.untyped_storage().nbytes()
+        for one, other in zip(made, again, strict=True)
+    ):
+        return None
+    return outcome
+
+
+def _described(values: Iterable[Any]) -> Iterator[Hashable]:
+    """Yields what an operator's outcome depends on.
+
+    Raises:
+        TypeError: one of them has content, is of a class of its own, or cannot be compared.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            if (value.dim() and not value.is_meta) or type(value) not in _PLAIN:
+                raise TypeError("a tensor with content, or of another kind")
+            yield value.device, value.dtype, value.shape, value.stride()
+        elif isinstance(value, (list, tuple)):
+            yield type(value), tuple(_described(value))
+        else:
+            yield type(value), value
+
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
     """Tensors among what an operator takes or returns, also in lists. In a quarter of the time of torch's `tree_leaves`."""
@@ -126,8 +205,6 @@ def _tensors(*values: Any) -> Iterator[Tensor]:
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = list(_tensors(*args, *kwargs.values()))
-    if getattr(func, "namespace", "") == "c10d":
-        return _collective(func, args, kwargs)
     if func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int64:
         kwargs = {**kwargs, "device": torch.device("cpu")}  # numbers of tokens, to be received
     if not any(tensor.is_meta for tensor in tensors):

@@ -13,22 +13,20 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from megatron_rl.models.family import Model
 from megatron_rl.models.hf_config import HFConfig
 from megatron_rl.models.lora import MODULE, adapters_of, module_of, pair, parameter_names, targets_of
-from megatron_rl.models.rules import Rule, Sharding, shard_slices
+from megatron_rl.models.rules import Rule, Sharding, Slice, shard_slices
 from megatron_rl.weights.files import MadeWeights, SafetensorsFolder
 from megatron_rl.weights.inventory import LocalWeight, local_weights, split_axis
 from megatron_rl.weights.load_hf import load_hf_weights
-from megatron_rl.weights.parallel import ParallelGroups
+from megatron_rl.weights.parallel import Axis, ParallelGroups
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
     from megatron_rl.config.actor import LoRAConfig
     from megatron_rl.config.schema import Config
     from megatron_rl.seams.megatron import Chunk
@@ -57,6 +55,7 @@ class Adapter(nn.Module):
         super().__init__()
         rule, base, axis = weight.rule, weight.parameter, split_axis(weight.rule, parallel)
         self.on, self.scale, self.dropout, self._parallel = True, lora.scale, lora.dropout, parallel
+        self._dims = model.dims
         self.by_columns, self.per_expert, self.sequence = (
             rule.sharding is Sharding.ROW,
             rule.per_expert,
@@ -64,17 +63,12 @@ class Adapter(nn.Module):
         )
         self.duplicated = not rule.is_cut
         targets = targets_of(lora, model)
-        slices = shard_slices(rule, model.dims, axis.rank, axis.size)
-        first: dict[int, int] = {}
-        # (tensor, where in its part of B, length) of the output's pieces in their order
-        self.pieces = [
-            (piece.tensor, piece.start - first.setdefault(piece.tensor, piece.start), piece.length) for piece in slices
-        ]
+        self.pieces = _pieces(shard_slices(rule, model.dims, axis.rank, axis.size), bool(rule.sections))
         self.held: dict[int, _Held] = {}
         for number, tensor in enumerate(rule.hf):
             if module_of(tensor) not in targets:
                 continue
-            self.held[number] = _Held(parameter_names(tensor), pair(rule, tensor, model.family.decoder))
+            self.held[number] = _Held(parameter_names(tensor), pair(rule, tensor, model))
             rows = sum(length for piece, _, length in self.pieces if piece == number)
             shapes = (lora.rank, base.shape[1]), (base.shape[0] if self.by_columns else rows, lora.rank)
             for name, made_by, shape in zip(*vars(self.held[number]).values(), shapes, strict=True):
@@ -150,7 +144,7 @@ class Adapter(nn.Module):
             return tensor_parallel.gather_from_sequence_parallel_region(low)
         return tensor_parallel.copy_to_tensor_model_parallel_region(low)
 
-    def sharded(self, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:
+    def sharded(self, prefix: str) -> Iterator[tuple[str, ShardedTensor | ShardedTensorFactory]]:
         """Every parameter under its name in the chunk, for Megatron's distributed checkpoints; stored as PEFT names it."""
         tp, copy = self._parallel.tp, self._parallel.dp.rank
         if self.per_expert:
@@ -161,7 +155,44 @@ class Adapter(nn.Module):
                 place = [(rule.dim, tp.rank, tp.size)] if cut else []
                 replica = (0, 0 if cut or self.per_expert else tp.rank, copy)
                 key, parameter = rule.hf[0].name, self.get_parameter(name)
+                if rule.sections:
+                    sizes = [self._dims[symbol] for _, symbol in rule.sections]
+                    yield prefix + name, _in_sections(key, parameter, sizes, tp, replica)
+                    continue
                 yield prefix + name, ShardedTensor.from_rank_offsets(key, parameter, *place, replica_id=replica)
+
+
+def _pieces(slices: Sequence[Slice], in_sections: bool) -> list[tuple[int, int, int]]:
+    """(tensor, where in this rank's rows of its B, length) of the pieces of an output, in their order. B's rows follow one
+    another as in files; of sections each is cut, so there are gaps between them in files."""
+    first: dict[int, int] = {}
+    in_order = []
+    for piece in slices:
+        at = first.setdefault(piece.tensor, 0 if in_sections else piece.start)
+        in_order.append((piece.tensor, at if in_sections else piece.start - at, piece.length))
+        if in_sections:
+            first[piece.tensor] += piece.length
+    return in_order
+
+
+def _in_sections(
+    key: str, parameter: Tensor, sizes: Sequence[int], tp: Axis, replica: tuple[int, int, int]
+) -> ShardedTensorFactory:
+    """A matrix whose rows are this rank's of every section, which are of `sizes` rows on all ranks together: in equal blocks,
+    as Megatron-Core stores what is not one range of rows."""
+    block = math.gcd(*sizes) // tp.size
+    starts = [sum(sizes[:number]) + tp.rank * size // tp.size for number, size in enumerate(sizes)]
+    rows = [start + at for start, size in zip(starts, sizes, strict=True) for at in range(0, size // tp.size, block)]
+    count = sum(sizes) // block
+
+    def build(key: str, values: Tensor, replica: tuple[int, int, int], _: slice | None) -> list[ShardedTensor]:
+        blocks = zip(rows, values.split(block), strict=True)
+        return [
+            ShardedTensor.from_rank_offsets(key, part, (0, row // block, count), replica_id=replica)
+            for row, part in blocks
+        ]
+
+    return ShardedTensorFactory(key, parameter, build, torch.cat, replica)
 
 
 def add_adapters(
@@ -267,7 +298,7 @@ def _seed_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def sharded_adapters(chunk: nn.Module) -> dict[str, ShardedTensor]:
+def sharded_adapters(chunk: nn.Module) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """Tensors of a checkpoint of a chunk with adapters; empty where there are none."""
     return {name: tensor for at, adapter in adapters_in(chunk).items() for name, tensor in adapter.sharded(f"{at}.")}
 

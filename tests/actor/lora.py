@@ -49,13 +49,14 @@ class Layout:
     expert: int = 1
     sequence: bool = False
     distributed: bool = True
-    images: bool = False  # a model with a vision tower, and prompts with images
+    images: str = ""  # a model with a vision tower, one of `seeing`'s, and prompts with images
+    scale: float = 3e-2  # of what a token counts in the loss
     begins_again: bool = False  # a second actor begins with the adapters that the first one leaves
     actor: dict[str, Any] = field(default_factory=dict)
 
     @property
     def model(self) -> str:
-        kind = "images" if self.images else self.variant
+        kind = self.images or self.variant
         return "-".join((kind, *self.targets)) + "-experts" * self.experts + "-dropout" * bool(self.dropout)
 
     def batch(self, root: Path) -> TokenBatch:
@@ -66,10 +67,10 @@ class Layout:
         return TokenBatch.continuations((tokens[:3], tokens[3:]) for tokens in sequences)
 
 
-def weights_of_tokens(batch: TokenBatch) -> list[Tensor]:
+def weights_of_tokens(batch: TokenBatch, scale: float) -> list[Tensor]:
     """What each scored token's log-prob counts in the loss, of either sign; weights change by a few percent."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(int(mask.sum()), generator=generator) * 3e-2 for mask in batch.loss_mask.values()]
+    return [torch.randn(int(mask.sum()), generator=generator) * scale for mask in batch.loss_mask.values()]
 
 
 def make(root: Path, layout: Layout) -> None:
@@ -78,7 +79,7 @@ def make(root: Path, layout: Layout) -> None:
     if folder.exists():
         return
     if layout.images:
-        seeing.write(folder)
+        seeing.write(folder, kind=layout.images)
     else:
         tiny.write(folder, layout.variant)
     from megatron_rl.models import model_of, read_hf_config
@@ -134,7 +135,7 @@ def run(root: str, layouts: list[Layout]) -> None:
             result["passes"] = passes(actor)
         with actor.as_reference():
             result["reference"] = scores(actor, batch)
-        update(actor, batch)
+        update(actor, batch, layout.scale)
         result["after"] = scores(actor, batch)
         named = iter_hf_weights(actor.chunks, family, actor.hf_config, actor.parallel)
         result["adapters"] = {name: value.clone() for name, value in named}
@@ -183,9 +184,9 @@ def passes(actor: Actor) -> dict[str, Tensor]:
         return {"every": every, "mean": mean, "first": dropped(0), "again": dropped(0), "second": dropped(1)}
 
 
-def update(actor: Actor, batch: TokenBatch) -> None:
+def update(actor: Actor, batch: TokenBatch, scale: float) -> None:
     actor.start_optimizer(actor.config.optimizer, 1)
-    micro_batches, weights = actor.micro_batches(batch), weights_of_tokens(batch)
+    micro_batches, weights = actor.micro_batches(batch), weights_of_tokens(batch, scale)
 
     def loss(number: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
         micro: MicroBatch = micro_batches[number]
@@ -208,8 +209,10 @@ def in_transformers(folder: Path) -> Any:
     return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
-def in_files(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's tensors by their names in files: transformers has a tower's and the decoder behind it a level down."""
+def in_files(state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """A model's tensors by their names in files: transformers has Qwen2.5-VL's tower and decoder a level down."""
+    if kind != "qwen2_5_vl":
+        return state
     renamed = (("model.language_model.", "model."), ("model.visual.", "visual."))
     return {name.replace(*renamed[0]).replace(*renamed[1]): value for name, value in state.items()}
 
@@ -279,9 +282,9 @@ def peft_scores(model: Any, batch: TokenBatch) -> dict[int, Tensor]:
     return found
 
 
-def peft_update(model: Any, batch: TokenBatch) -> None:
+def peft_update(model: Any, batch: TokenBatch, scale: float) -> None:
     """The update of `SGD`: by lr · gradient / (|gradient| + eps)."""
-    weights = weights_of_tokens(batch)
+    weights = weights_of_tokens(batch, scale)
     loss = torch.stack([(log_probs * weights[row]).sum() for row, log_probs in peft_scores(model, batch).items()]).sum()
     loss.backward()
     with torch.no_grad():

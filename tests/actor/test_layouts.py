@@ -35,6 +35,7 @@ ONE = [Layout("one micro-batch", tokens_per_microbatch=4096), Layout("tight", to
 SELECTIVE, FULL, OVERLAP = {"recompute": "selective"}, {"recompute": "full"}, {"overlap": True}
 FROZEN = {"freeze_vision_tower": True}
 ALONE += [Layout("alone frozen", images=True, actor=FROZEN), Layout("alone deepstack", deepstack=True)]
+ALONE += [Layout("alone deepstack frozen", deepstack=True, actor=FROZEN)]
 ALONE += [Layout("alone deepstack experts", deepstack=True, experts=True)]
 ONE += [
     Layout("recompute feed-forwards", actor=SELECTIVE),
@@ -228,9 +229,14 @@ def test_replay_keeps_tokens_at_their_experts(root: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_frozen_tower_stays_as_it_is_while_the_decoder_learns(root: Path) -> None:
-    start = _start(root, "model-images")
-    for name, weight in _load(root, "alone frozen")["seq-mean-token-mean"]["weights"].items():
-        assert torch.equal(weight, start[name]) == name.startswith("visual."), name
-    trained = _load(root, "alone images")["seq-mean-token-mean"]["weights"]
+@pytest.mark.parametrize(
+    ("kind", "model", "tower"),
+    [("images", "model-images", "visual."), ("deepstack", "model-deepstack-False", "model.visual.")],
+)
+def test_a_frozen_tower_stays_as_it_is_while_the_decoder_learns(root: Path, kind: str, model: str, tower: str) -> None:
+    start, name = _start(root, model), "alone frozen" if kind == "images" else f"alone {kind} frozen"
+    frozen, trained = (_load(root, each)["seq-mean-token-mean"]["weights"] for each in (name, f"alone {kind}"))
+    assert frozen.keys() == trained.keys() == start.keys()
+    for name, weight in frozen.items():
+        assert torch.equal(weight, start[name]) == name.startswith(tower), name
     assert not any(torch.equal(weight, start[name]) for name, weight in trained.items())

@@ -36,9 +36,11 @@ TIED_PLAIN = Layout(tensor=2, model="model-True", distributed=False)
 UNEVEN = Layout(pipeline=2, virtual=2)  # chunks of 1, 2, 2 and 1 layers
 CONTEXT = Layout(context=2)
 LORA, LORA_EXPERTS = Layout(tensor=2, sequence=True, lora=4), replace(WHOLE, lora=4)
+SECTIONS = Layout(tensor=2, lora=4, model="model-qwen3_5")  # adapters beside in_proj, of which each rank has six ranges
 DROPPING = Layout(lora=4, dropout=0.25)
 SAVED = [
     LORA,
+    SECTIONS,
     LORA_EXPERTS,
     DROPPING,
     TP2,
@@ -99,6 +101,8 @@ ON_TWO = [
     (LORA, Layout(lora=4)),
     (LORA, Layout(pipeline=2, distributed=False, lora=4)),
     (LORA_EXPERTS, LORA_EXPERTS),
+    (SECTIONS, SECTIONS),
+    (SECTIONS, Layout(pipeline=2, lora=4, model="model-qwen3_5")),
     (DROPPING, DROPPING),
     (LORA_EXPERTS, Layout(model="model-experts", lora=4)),
 ]

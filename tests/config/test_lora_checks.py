@@ -14,7 +14,7 @@ from megatron_rl.config.actor import LoRAConfig
 from megatron_rl.config.machine import Machine
 from megatron_rl.config.published import published_config
 from megatron_rl.models import model_of
-from megatron_rl.models.lora import check_lora
+from megatron_rl.models.lora import adapters_of, check_lora, peft_config, peft_modules, targets_of
 from megatron_rl.trainer.adapter_facts import AdapterFacts
 from megatron_rl.trainer.adapter_facts import check as check_adapters
 
@@ -48,32 +48,53 @@ def test_what_does_not_fit_is_refused_with_its_key(overrides: list[str], words: 
         check(load_recipe(QUICKSTART, [f"actor.lora.{each}" for each in overrides]), machine=Machine(gpus=0))
 
 
-def test_linear_layers_without_adapters_are_not_left_out_silently() -> None:
+def test_gated_delta_layers_have_adapters_and_their_narrow_matrices_may_be_left_out() -> None:
     config = published_config("Qwen3.5-35B-A3B")
     assert config is not None
     model = model_of(config)
-    [refused] = check_lora(LoRAConfig(rank=8), model)
-    assert "has all-linear, and the model's in_proj_qkv, in_proj_z, in_proj_b, in_proj_a take no adapters" in refused
-    named = refused.rpartition("[")[2].removesuffix("]").split(", ")
-    assert {"out_proj", "q_proj"} < {*named}
-    assert list(check_lora(LoRAConfig(rank=8, targets=named), model)) == []
-    [refused] = check_lora(LoRAConfig(rank=8, targets=["in_proj_z"]), model)
-    assert "has 'in_proj_z', and the model's linear layers are out_proj" in refused
+    assert list(check_lora(LoRAConfig(rank=32), model)) == []
+    assert {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"} < {*targets_of(LoRAConfig(rank=8), model)}
+    refused = list(check_lora(LoRAConfig(rank=64), model))
+    assert [sentence.partition(",")[0].split()[-1] for sentence in refused] == ["in_proj_b", "in_proj_a"]
+    assert "32 x 2048; make it at most 32, or set actor.lora.targets=[in_proj_qkv, in_proj_z, out_proj" in refused[0]
+    named = refused[0].rpartition("[")[2].removesuffix("]").split(", ")
+    assert list(check_lora(LoRAConfig(rank=64, targets=named), model)) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        ("DeepSeek-V3", ["mlp", "shared_experts"]),
+        ("Qwen3.5-35B-A3B", ["shared_expert"]),
+        ("Qwen3-30B-A3B", []),
+        ("Qwen3-8B", []),
+    ],
+)
+def test_peft_reads_feed_forwards_beside_experts_by_their_weights_names(model: str, parameters: list[str]) -> None:
+    config, lora = published_config(model), LoRAConfig(rank=8, dropout=0.5)
+    assert config is not None
+    names = [tensor.name for rule in adapters_of(model_of(config), lora).weights() for tensor in rule.hf]
+    about = peft_config(lora, names, "base")
+    ends = [f"{module}.{kind}_proj.weight" for module in parameters for kind in ("down", "gate", "up")]
+    assert about.get("target_parameters", []) == ends
+    assert about["lora_dropout"] == (0.0 if parameters else 0.5)
+    assert peft_modules(about) == {*targets_of(lora, model_of(config))}
 
 
 @pytest.mark.parametrize(
     ("model", "rank", "words"),
     [
-        ("Qwen3-30B-A3B", 8, "a mixture of experts"),
-        ("Qwen2.5-VL-3B-Instruct", 8, "a model that reads images"),
-        ("Qwen3-8B", 513, "a rank above 512"),
-        ("Qwen3-8B", 512, None),
+        ("Qwen3-30B-A3B", 8, ["a mixture of experts"]),
+        ("Qwen2.5-VL-3B-Instruct", 8, ["a model that reads images"]),
+        ("Qwen3.5-35B-A3B", 8, ["a mixture of experts", "a model with gated-delta layers"]),
+        ("Qwen3-8B", 513, ["a rank above 512"]),
+        ("Qwen3-8B", 512, []),
     ],
 )
-def test_models_beside_which_the_engine_adds_no_adapters(model: str, rank: int, words: str | None) -> None:
+def test_models_beside_which_the_engine_adds_no_adapters(model: str, rank: int, words: list[str]) -> None:
     lora, config = LoRAConfig(rank=rank, sync="adapters"), published_config(model)
     assert config is not None
-    refused = [f"`actor.lora.sync=adapters` is not for {words}; set it to merged"] if words else []
+    refused = [f"`actor.lora.sync=adapters` is not for {each}; set it to merged" for each in words]
     assert list(check_lora(lora, model_of(config))) == refused
 
 
@@ -123,6 +144,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "`actor.lora.targets` are q_proj, and those of the adapters in .* are v_proj",
         ),
         ([], {"use_dora": True}, "has use_dora = True"),
+        ([], {"target_parameters": ["experts.gate_up_proj"]}, "has target_parameters = "),
         ([], {"peft_type": "IA3"}, "does not describe LoRA's adapters"),
         ([], None, "has no adapter_config.json"),
         (["algorithm.kl.coef=0.1"], {}, "set model.path to their run's export"),

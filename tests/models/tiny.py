@@ -42,13 +42,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "ministral": ("MinistralConfig", {"sliding_window": 256, "max_position_embeddings": 256, "head_dim": 16}),
     "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 16, "norm_topk_prob": True}),
-    # The published models' scaling, from 16 positions on; every second layer has a window that is shorter than sequences.
+    # The published models' scaling, from 16 positions on, with a base at which it ends between two pairs of a small head, as
+    # `truncate` may not leave it; every second layer has a window that is shorter than sequences.
     "gpt_oss": (
         "GptOssConfig",
         {
             "head_dim": 16,
             "sliding_window": 10,
-            "rope_parameters": {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "rope_parameters": {**YARN, "rope_theta": 100.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
             "num_local_experts": 8,
             "num_experts_per_tok": 3,
         },
