@@ -203,21 +203,21 @@ EMBEDDING = Rule(
     (HFTensor("model.embed_tokens.weight", ("vocab", "hidden")),),
     Sharding.VOCAB,
     Place.EMBEDDING,
-    engine="model.embed_tokens.weight",
+    engine=("model.embed_tokens.weight",),
 )
 FINAL_NORM = Rule(
     ("decoder.final_layernorm.weight",),
     (HFTensor("model.norm.weight", ("hidden",)),),
     Sharding.REPLICATED,
     Place.HEAD,
-    engine="model.norm.weight",
+    engine=("model.norm.weight",),
 )
 OUTPUT = Rule(
     ("output_layer.weight",),
     (HFTensor("lm_head.weight", ("vocab", "hidden")),),
     Sharding.VOCAB,
     Place.HEAD,
-    engine="lm_head.weight",
+    engine=("lm_head.weight",),
 )
 NORMS = (INPUT_NORM, MLP_NORM)
 DENSE_MLP = (

@@ -69,10 +69,11 @@ def vllm_parameters(model: Model, modules: Collection[str]) -> frozenset[str]:
     """vLLM's names of the parameters that hold the weights of `modules`; without those that their rules do not name."""
     rules = [rule for rule in model.parameters if rule.is_projection and rule.engine]
     return frozenset(
-        rule.engine.format(layer=layer)
+        name.format(layer=layer)
         for rule in rules
         for layer in rule.layers_of(model.dims["layers"])
-        if module_of(rule.at(layer, 0).hf[0].name) in modules
+        for name, tensor in zip(rule.engine, rule.at(layer, 0).hf, strict=True)
+        if module_of(tensor.name) in modules
     )
 
 

@@ -24,7 +24,7 @@ GATED_ATTENTION = (
     *ATTENTION[1:],
     *QK_NORMS,
 )
-# vLLM keeps `in_proj` in two parameters, so it goes to the engine tensor by tensor. Names of sections are Megatron-Core's.
+# Names of sections are Megatron-Core's.
 GATED_DELTA = (
     layer_rule(
         "self_attention.in_proj.weight",
@@ -33,6 +33,7 @@ GATED_DELTA = (
         ("linear_attn.in_proj_z.weight", ("gd_value", "hidden")),
         ("linear_attn.in_proj_b.weight", ("gd_heads", "hidden")),
         ("linear_attn.in_proj_a.weight", ("gd_heads", "hidden")),
+        engine=(*("linear_attn.in_proj_qkvz.weight",) * 2, *("linear_attn.in_proj_ba.weight",) * 2),
         sections=(*_MIXED, ("z", "gd_value"), ("beta", "gd_heads"), ("alpha", "gd_heads")),
     ),
     layer_rule(

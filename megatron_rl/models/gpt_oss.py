@@ -21,7 +21,6 @@ _SINKS: tuple[Rule, ...] = (
         "self_attention.core_attention.softmax_offset",
         Sharding.COLUMN,
         ("self_attn.sinks", ("heads",)),
-        engine="attn.sinks",
     ),
 )
 _OUTPUT_BIAS = (
@@ -30,17 +29,26 @@ _OUTPUT_BIAS = (
 _EXPERTS = (
     layer_rule("mlp.router.weight", Sharding.REPLICATED, ("mlp.router.weight", ("experts", "hidden"))),
     layer_rule("mlp.router.bias", Sharding.REPLICATED, ("mlp.router.bias", ("experts",))),
-    *MOE[1:],
-    layer_rule(
-        ("mlp.experts.local_experts.{expert}.linear_fc1.bias", "mlp.experts.linear_fc1.bias{expert}"),
-        Sharding.GATED,
-        ("mlp.experts.{expert}.gate_proj.bias", ("expert_ffn",)),
-        ("mlp.experts.{expert}.up_proj.bias", ("expert_ffn",)),
+    replace(MOE[1], engine_interleaved=True),
+    MOE[2],
+    replace(
+        layer_rule(
+            ("mlp.experts.local_experts.{expert}.linear_fc1.bias", "mlp.experts.linear_fc1.bias{expert}"),
+            Sharding.GATED,
+            ("mlp.experts.{expert}.gate_proj.bias", ("expert_ffn",)),
+            ("mlp.experts.{expert}.up_proj.bias", ("expert_ffn",)),
+            engine="mlp.experts.routed_experts.w13_bias",
+        ),
+        engine_interleaved=True,
     ),
-    layer_rule(
-        ("mlp.experts.local_experts.{expert}.linear_fc2.bias", "mlp.experts.linear_fc2.bias{expert}"),
-        Sharding.REPLICATED,
-        ("mlp.experts.{expert}.down_proj.bias", ("hidden",)),
+    replace(
+        layer_rule(
+            ("mlp.experts.local_experts.{expert}.linear_fc2.bias", "mlp.experts.linear_fc2.bias{expert}"),
+            Sharding.REPLICATED,
+            ("mlp.experts.{expert}.down_proj.bias", ("hidden",)),
+            engine="mlp.experts.routed_experts.w2_bias",
+        ),
+        engine_summed=True,
     ),
 )
 
@@ -105,10 +113,15 @@ def _read_rope(fields: Fields, dense: ModelDescription) -> None:
     fields.only("initial_context_length", dense.rope.original)
 
 
+def _in_vllm(name: str) -> str:
+    return name.replace(".self_attn.", ".attn.").replace("model.embed_tokens.", "model.embedding.")
+
+
+_RULES = decoder_rules(MOE_NORMS, ATTENTION, QKV_BIAS, _OUTPUT_BIAS, _SINKS, _EXPERTS)
 GPT_OSS = Family(
     "gpt_oss",
     ("GptOssForCausalLM",),
-    decoder_rules(MOE_NORMS, ATTENTION, QKV_BIAS, _OUTPUT_BIAS, _SINKS, _EXPERTS),
+    tuple(rule.renamed_in_engine(_in_vllm) for rule in _RULES),
     _describe,
     stacking=Stacking(transposed=True, interleaved=True),
 )

@@ -142,8 +142,7 @@ def _rules(config: HFConfig) -> tuple[Rule, ...]:
 
 
 _DECODER = tuple(
-    replace(rule, engine=f"language_model.{rule.engine}")
-    for rule in decoder_rules(NORMS, ATTENTION, QKV_BIAS, DENSE_MLP)
+    rule.renamed_in_engine("language_model.{}".format) for rule in decoder_rules(NORMS, ATTENTION, QKV_BIAS, DENSE_MLP)
 )
 QWEN2_5_VL = Family(
     "qwen2_5_vl",

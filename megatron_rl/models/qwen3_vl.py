@@ -177,9 +177,8 @@ def _behind_tower(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """The decoder's rules with the names that its tensors have beside a tower's, in files and in vLLM."""
     return tuple(
         replace(
-            rule,
+            rule.renamed_in_engine("language_model.{}".format),
             hf=tuple(replace(tensor, name=_renamed(tensor.name)) for tensor in rule.hf),
-            engine=f"language_model.{rule.engine}",
         )
         for rule in rules
     )

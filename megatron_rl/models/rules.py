@@ -9,7 +9,7 @@ checks and the memory plan read it too; what moves tensors is in `weights`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from functools import cached_property
@@ -95,9 +95,13 @@ class Rule:
     Attributes:
         megatron: its possible names, by layer spec; Transformer Engine's last, but for experts.
         saved: further names in distributed checkpoints (see `convert.layout`) that are no parameter's name.
-        engine: name of vLLM's parameter (with `{layer}`), which holds the tensors one after the other along `dim`, and of
-            experts all that a rank has, stacked; "": not known. `weights.layouts.EngineLayout` cuts it.
+        engine: for each tensor the name of vLLM's parameter (with `{layer}`), which holds those of one name one after the
+            other along `dim`, and of experts all that a rank has, stacked; (): not known. `weights.layouts.EngineLayout`
+            cuts it.
         engine_after: symbols of sizes along `dim`, of another rule's tensors that vLLM's parameter has before these.
+        engine_interleaved: it has the first position of each tensor, then the second of each, and so on.
+        engine_summed: vLLM adds up what its ranks compute with it: the first has it whole, the others zeros; where they have
+            whole experts, each has that of its experts.
         layers: those that have it, by number; None: every layer.
         in_tower: it belongs to what stands in front of a decoder that reads images.
         sections: of a `Sharding.SECTIONS` rule, in the order of its rows: name, and size as a symbol.
@@ -109,8 +113,10 @@ class Rule:
     sharding: Sharding
     place: Place
     saved: tuple[str, ...] = ()
-    engine: str = ""
+    engine: tuple[str, ...] = ()
     engine_after: tuple[str, ...] = ()
+    engine_interleaved: bool = False
+    engine_summed: bool = False
     layers: range | tuple[int, ...] | None = None
     buffer: bool = False
     in_tower: bool = False
@@ -163,6 +169,15 @@ class Rule:
         """The dimension along which pieces are laid end to end."""
         return 1 if self.sharding is Sharding.ROW else 0
 
+    @property
+    def engine_step(self) -> int:
+        """Positions of vLLM's parameter from one of a tensor's to the next."""
+        return len(self.hf) if self.engine_interleaved else 1
+
+    def renamed_in_engine(self, rename: Callable[[str], str]) -> Rule:
+        """The same rule, where vLLM has other names for its modules."""
+        return replace(self, engine=tuple(map(rename, self.engine)))
+
     def at(self, layer: int | None = None, expert: int | None = None) -> Rule:
         """The same rule with global layer and expert numbers filled into the Hugging Face names."""
         named = tuple(replace(t, name=t.name.format(layer=layer, expert=expert)) for t in self.hf)
@@ -186,19 +201,21 @@ def layer_rule(
     megatron: str | tuple[str, ...],
     sharding: Sharding,
     *hf: tuple[str, tuple[str, ...]],
-    engine: str = "",
+    engine: str | tuple[str, ...] = "",
     sections: tuple[tuple[str, str], ...] = (),
 ) -> Rule:
-    """A rule inside a decoder layer; names are relative to it. `engine`: "" where vLLM has one tensor under its own name."""
+    """A rule inside a decoder layer; names are relative to it. `engine`: one name for all tensors, or one for each; "" where
+    vLLM has one tensor under its own name."""
     names = (megatron,) if isinstance(megatron, str) else megatron
     tensors = tuple(HFTensor(_HF + name, shape) for name, shape in hf)
-    engine = engine or (hf[0][0] if len(hf) == 1 else "")
+    if not engine and len(hf) == 1:
+        engine = hf[0][0]
     return Rule(
         tuple(_LAYER + name for name in names),
         tensors,
         sharding,
         Place.LAYER,
-        engine=_HF + engine if engine else "",
+        engine=tuple(_HF + name for name in ((engine,) * len(hf) if isinstance(engine, str) else engine) if name),
         sections=sections,
     )
 

@@ -84,7 +84,7 @@ def image_token(fields: Fields) -> int:
 
 def tower_rule(name: str, *tensors: HFTensor) -> Rule:
     """A parameter of the tower, whole on every rank of actor and engine, under one name in both."""
-    return Rule((name,), tensors, Sharding.REPLICATED, Place.EMBEDDING, engine=name, in_tower=True)
+    return Rule((name,), tensors, Sharding.REPLICATED, Place.EMBEDDING, engine=(name,) * len(tensors), in_tower=True)
 
 
 def tower_linear(name: str, rows: str, columns: str, parts: tuple[str, ...] = (), files: str = "") -> Iterator[Rule]:

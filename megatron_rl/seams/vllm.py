@@ -118,8 +118,10 @@ def parts(model: nn.Module) -> dict[str, Tensor]:
         if hasattr(layer, "w13_weight") and layer.w13_weight.device.type != "cpu":
             experts = name.partition(".experts")[0] + ".experts"
             held = layer.expert_map_manager.get_local_expert_ids()  # with expert parallelism not all
+            in_turn = layer.activation.value == "swigluoai"  # rows of gate and up projection
             for number, gate_up, down in zip(held, layer.w13_weight.detach(), layer.w2_weight.detach(), strict=True):
-                each = {"gate_proj": gate_up.chunk(2)[0], "up_proj": gate_up.chunk(2)[1], "down_proj": down}
+                gate, up = (gate_up[::2], gate_up[1::2]) if in_turn else gate_up.chunk(2)
+                each = {"gate_proj": gate, "up_proj": up, "down_proj": down}
                 shards |= {f"{experts}.{number}.{part}.weight": shard for part, shard in each.items()}
     return shards
 

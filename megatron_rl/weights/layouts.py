@@ -32,6 +32,7 @@ class Piece(NamedTuple):
         first, last: global numbers of the experts; 0 and 1 where the rule has none.
         at: position of `start` along the parameter's dimension.
         expert: local number of expert `first`.
+        step: positions of the parameter from one of the tensor's to the next.
     """
 
     tensor: int
@@ -41,6 +42,7 @@ class Piece(NamedTuple):
     last: int
     at: int
     expert: int
+    step: int = 1
 
     def within(self, other: Piece) -> Piece | None:
         """The part that `other` has too, where this layout has it; None: there is none."""
@@ -48,8 +50,12 @@ class Piece(NamedTuple):
         first, last = max(self.first, other.first), min(self.last, other.last)
         if self.tensor != other.tensor or start >= stop or first >= last:
             return None
-        at, expert = self.at + start - self.start, self.expert + first - self.first
-        return Piece(self.tensor, start, stop, first, last, at, expert)
+        return self.part(start, stop, first, last)
+
+    def part(self, start: int, stop: int, first: int, last: int) -> Piece:
+        """These positions of it, of these experts."""
+        at, expert = self.at + (start - self.start) * self.step, self.expert + first - self.first
+        return Piece(self.tensor, start, stop, first, last, at, expert, self.step)
 
     @property
     def size(self) -> int:
@@ -82,13 +88,26 @@ def unplaced(model: Model) -> str | None:
     return next((rule.hf[0].name for _, rule in numbered(model) if not rule.engine), None)
 
 
-def _laid_out(slices: list[Slice], first: int, last: int, before: int = 0) -> tuple[Piece, ...]:
-    """Slices one after the other behind `before` positions, of experts [first, last)."""
-    ends = (before + end for end in accumulate(piece.length for piece in slices))
+def _laid_out(slices: list[Slice], first: int, last: int) -> tuple[Piece, ...]:
+    """Slices one after the other, of experts [first, last)."""
+    ends = accumulate(piece.length for piece in slices)
     return tuple(
         Piece(piece.tensor, piece.start, piece.stop, first, last, end - piece.length, 0)
         for piece, end in zip(slices, ends, strict=True)
     )
+
+
+def _in_engine(rule: Rule, dims: Dims, slices: list[Slice], first: int, last: int) -> tuple[Piece, ...]:
+    """Slices as they lie in vLLM's parameters."""
+    before, step = sum(dims[symbol] for symbol in rule.engine_after), rule.engine_step
+    ends: dict[str | int, int] = {}
+    laid_out = []
+    for tensor, start, stop in ((piece.tensor, piece.start, piece.stop) for piece in slices):
+        line = tensor if step > 1 else rule.engine[tensor]
+        at = ends.get(line, tensor if step > 1 else before)
+        laid_out.append(Piece(tensor, start, stop, first, last, at, 0, step))
+        ends[line] = at + (stop - start) * step
+    return tuple(laid_out)
 
 
 @dataclass(frozen=True)
@@ -182,13 +201,16 @@ class EngineLayout:
         return cls(rollout.tensor_parallel, rollout.expert_parallel)
 
     def pieces(self, model: Model, rule: Rule, place: int) -> tuple[Piece, ...]:
-        """Slices that the engine's rank `place` needs of a rule, in the order of its parameter."""
+        """Slices that the engine's rank `place` needs of a rule, in the order of its parameters."""
         if rule.per_expert and self.expert:
             first, last = self._experts(model, place)
-            return _laid_out(shard_slices(rule, model.dims, 0, 1), first, last)
-        slices = _engine_slices(rule, model, place, self.tensor)
-        before = sum(model.dims[symbol] for symbol in rule.engine_after)
-        return _laid_out(slices, 0, model.expert_count if rule.per_expert else 1, before)
+            return _in_engine(rule, model.dims, shard_slices(rule, model.dims, 0, 1), first, last)
+        slices = _engine_slices(rule, model, place, self.tensor) if self.brings(rule, place) else []
+        return _in_engine(rule, model.dims, slices, 0, model.expert_count if rule.per_expert else 1)
+
+    def brings(self, rule: Rule, place: int) -> bool:
+        """Whether the engine's rank `place` has anything of a rule; its parameter is zero where it has not."""
+        return place == 0 or not rule.engine_summed or (rule.per_expert and self.expert)
 
     def _experts(self, model: Model, place: int) -> tuple[int, int]:
         """vLLM's linear placement; it takes no remainder."""
@@ -198,26 +220,39 @@ class EngineLayout:
         each = experts // self.tensor
         return place * each, (place + 1) * each
 
-    def shape(self, model: Model, rule: Rule) -> tuple[int, ...]:
-        """The shape of vLLM's parameter on every rank."""
-        sizes = list(rule.hf[0].sizes(model.dims))
-        if rule.sharding is Sharding.VOCAB:
-            sizes[0] = _padded_vocab(model.dims) // self.tensor
-        else:
-            sizes[rule.dim] = sum(piece.stop - piece.start for piece in self.pieces(model, rule, 0))
-        if rule.per_expert:
-            return (model.expert_count // (self.tensor if self.expert else 1), *sizes)
-        return tuple(sizes)
+    def shapes(self, model: Model, rule: Rule) -> dict[str, tuple[int, ...]]:
+        """By name the shape, on every rank, that a rule's tensors have in each of vLLM's parameters."""
+        lengths = dict.fromkeys(rule.engine, 0)
+        for piece in self.pieces(model, rule, 0):
+            lengths[rule.engine[piece.tensor]] += piece.stop - piece.start
+        experts = (model.expert_count // (self.tensor if self.expert else 1),) if rule.per_expert else ()
+        shapes = {}
+        for name, length in lengths.items():
+            sizes = list(rule.hf[0].sizes(model.dims))
+            sizes[rule.dim] = _padded_vocab(model.dims) // self.tensor if rule.sharding is Sharding.VOCAB else length
+            shapes[name] = (*experts, *sizes)
+        return shapes
 
     def parameters(self, model: Model) -> dict[str, tuple[int, ...]]:
         """vLLM's parameters by name, with their shapes; the same on every rank of an engine."""
         shapes: dict[str, tuple[int, ...]] = {}
         for _, rule in numbered(model):
-            shape = self.shape(model, rule)
-            for layer in layers_of(model, rule):
-                name = rule.engine.format(layer=layer)
-                shapes[name] = _stacked(shapes[name], shape, rule.dim) if name in shapes else shape
+            for pattern, shape in self.shapes(model, rule).items():
+                for layer in layers_of(model, rule):
+                    name = pattern.format(layer=layer)
+                    shapes[name] = _stacked(shapes[name], shape, rule.dim) if name in shapes else shape
         return shapes
+
+    def elements(self, model: Model, rank: int, itemsize: int) -> dict[str, int]:
+        """By name what vLLM's parameters take on a rank of the engine, in numbers of the model's dtype, of `itemsize`
+        bytes; without the vocabulary's, which are padded."""
+        elements, shapes = dict[str, int](), self.parameters(model)
+        for _, rule in numbered(model):
+            if rule.sharding is not Sharding.VOCAB:
+                width = rule.width(itemsize) if self.brings(rule, rank) else 0
+                names = (name.format(layer=layer) for layer in layers_of(model, rule) for name in rule.engine)
+                elements |= {name: math.prod(shapes[name]) * width for name in names}
+        return elements
 
 
 def _stacked(first: tuple[int, ...], second: tuple[int, ...], dim: int) -> tuple[int, ...]:

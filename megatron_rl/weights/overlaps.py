@@ -42,7 +42,7 @@ class Overlap(NamedTuple):
         if low >= experts or start >= stop:
             return None
         span = (piece.start + start, piece.start + stop, piece.first + low, piece.first + high)
-        target = Piece(piece.tensor, *span, piece.at + start, piece.expert + low)
+        target = piece.part(*span)
         return Overlap(target, self.at + start, self.expert + low)
 
 

@@ -55,7 +55,8 @@ class Move(NamedTuple):
         source_rule: index of the rule whose parameter the source takes it from: the box's, or that of the tied output layer.
         source_at: where it begins in that parameter, along `Rule.dim`.
         source_expert: local number of its first expert there; 0 without experts.
-        target_at: where it begins in vLLM's parameter, along `Rule.dim` (of experts: `Rule.dim` + 1, after the expert's).
+        target_at: where it begins in vLLM's parameter, along `Rule.dim` (of experts: `Rule.dim` + 1, after the expert's), in
+            steps of `Rule.engine_step`.
         target_expert: number of its first expert in vLLM's parameter.
     """
 
@@ -150,9 +151,10 @@ class Plan:
     def of(self, rank: int) -> RankPlan:
         """One rank's part of it."""
         last = {
-            self.model.family.rules[ship.rule].engine.format(layer=ship.layer): number
+            name.format(layer=ship.layer): number
             for number, ships in enumerate(self.buckets)
             for ship in ships
+            for name in self.model.family.rules[ship.rule].engine
         }
         finished: list[list[str]] = [[] for _ in self.buckets]
         for name, number in last.items():

@@ -25,7 +25,6 @@ from megatron_rl.runtime.distributed import ProcessGrid
 from megatron_rl.weights.checksum import INTEGERS, WORD, Checksums
 from megatron_rl.weights.gather import values
 from megatron_rl.weights.inventory import Key
-from megatron_rl.weights.layouts import layers_of
 from megatron_rl.weights.sync_plan import Box, Bucket, Move, Plan
 
 T = TypeVar("T")
@@ -92,14 +91,9 @@ class Transfer:
         for bucket in self._plan.buckets:
             for move in _arriving(bucket):
                 self.wanted[self._name(move.box)] += self._size(move)
-        for rule in self.model.parameters:
-            if rule.sharding is Sharding.VOCAB:
-                continue  # it is padded
-            for layer in layers_of(self.model, rule):
-                name = rule.engine.format(layer=layer)
-                size, came = math.prod(self._plan.parameters[name]) * rule.width(dtype.itemsize), self.wanted[name]
-                if came != size:
-                    raise SyncError(f"the plan of the weight sync brings {came} of {size} elements of {name}")
+        for name, size in plan.engine.elements(self.model, grid.rank % plan.engine.tensor, dtype.itemsize).items():
+            if self.wanted[name] != size:
+                raise SyncError(f"the plan of the weight sync brings {self.wanted[name]} of {size} elements of {name}")
         if grid.world > 1:
             self._agree()
 
@@ -157,7 +151,7 @@ class Transfer:
             self.pack(message)
         for message in sends + local:
             for move in message.moves:
-                self._checksums.add(self.source(move), self._integer(move))
+                self._add(move, self.source(move))
         self._held.clear()
         self._keep(self._sent, [(message.target, message) for message in sends + local])
         operations = [dist.P2POp(dist.irecv, message.buffer, message.source, tag=number) for message in receives]
@@ -217,12 +211,14 @@ class Transfer:
         tensor = loader.tensor(self._name(box))
         if rule.per_expert:
             tensor = tensor.narrow(0, move.target_expert, box.last - box.first)
-        target = tensor.narrow(rule.dim + rule.per_expert, move.target_at, box.stop - box.start)
+        dim, (at, turn) = rule.dim + rule.per_expert, divmod(move.target_at, rule.engine_step)
+        turns = tensor.unflatten(dim, (-1, rule.engine_step)).select(dim + 1, turn)
+        target = turns.narrow(dim, at, box.stop - box.start)
         return target.view(self.dtype) if rule.buffer else target
 
     def _arrived(self, move: Move, there: Tensor, loader: Loader) -> None:
         """After a box was written: a parameter that has all of its own may be processed, and be gone."""
-        self._checksums.add([there.to(self.dtype)], self._integer(move))
+        self._add(move, [there.to(self.dtype)])
         try:
             loader.count(self._name(move.box), self._size(move))
         except RuntimeError as error:
@@ -261,6 +257,11 @@ class Transfer:
         parts = boxes.split([len(message.moves) for _, message in messages])
         for (peer, _), rows, row in zip(messages, parts, whole, strict=True):
             peers[peer] += [rows, row[None]]
+
+    def _add(self, move: Move, boxes: Sequence[Tensor]) -> None:
+        if len(self.model.family.rules[move.box.rule].hf[0].shape) == 1:
+            boxes = [box[..., None] for box in boxes]  # experts' vectors may come stacked
+        self._checksums.add(boxes, self._integer(move))
 
     def _add_message(self, message: Message) -> None:
         """The checksum of all that travels, in the order in which it does."""
@@ -329,7 +330,7 @@ class Transfer:
         self.pack(again)
         self._held.clear()
         for move, box in self._boxes(again):
-            self._checksums.add([box], self._integer(move))
+            self._add(move, [box])
         self._add_message(again)
         if not torch.equal(self._checksums.take(), rows):
             return "pack"
@@ -343,12 +344,12 @@ class Transfer:
         return self._integers[move]
 
     def _find_integer(self, move: Move) -> torch.dtype:
-        box, rule = move.box, self.model.family.rules[move.box.rule]
+        box, rule, actor = move.box, self.model.family.rules[move.box.rule], self._layout.actor
         full = rule.hf[box.tensor].sizes(self.model.dims)
         at = [full[-1]]
         if rule.sharding is Sharding.ROW:
-            actor, engine = self._layout.actor, self._layout.engine
-            at = [box.stop - box.start, move.source_at, move.target_at, engine.shape(self.model, rule)[-1]]
+            [shape] = self._layout.engine.shapes(self.model, rule).values()
+            at = [box.stop - box.start, move.source_at, move.target_at, shape[-1]]
             at.append(full[-1] // (actor.expert_tensor if rule.per_expert else actor.tensor))
         whole = len(full) > 1 and all(number * self.dtype.itemsize % WORD == 0 for number in at)
         return INTEGERS[WORD if whole else self.dtype.itemsize]
@@ -356,7 +357,7 @@ class Transfer:
     # -------------------------------------------------------------------------------------------------------- for messages
     def _name(self, box: Box) -> str:
         """vLLM's parameter."""
-        return self.model.family.rules[box.rule].engine.format(layer=box.layer)
+        return self.model.family.rules[box.rule].engine[box.tensor].format(layer=box.layer)
 
     def _size(self, move: Move) -> int:
         return math.prod(move.box.shape(self.model, self.dtype.itemsize))

@@ -44,9 +44,6 @@ GATED_DELTA = {
 TIED = {"tie_word_embeddings": True}
 EP = ("actor.parallel.expert=2", "rollout.tensor_parallel=2", "rollout.expert_parallel=true")
 TP = ("actor.parallel={tensor: 2, sequence: true}", "rollout.tensor_parallel=2")
-# Weights go whole: vLLM keeps gate and up projection of the first's experts row by row, and one projection of gated-delta
-# layers in two parameters.
-WHOLE = ("gpt_oss", "gpt_oss-TP-2-lora", "qwen3_5", "qwen3_5_moe-TP-2")
 VISION = ("vision", "vision-qwen3_vl", "vision-qwen3_vl_moe")  # made by `model.create`, and what is put in its place
 FROZEN = "actor.freeze_vision_tower=true"
 # Both with fewer positions than sequences have, 36, before they are scaled.
@@ -203,7 +200,7 @@ def test_it_trains_and_the_engine_follows(root: Path, name: str) -> None:
         assert (exported["max_position_embeddings"], exported["rope_parameters"]["rope_type"]) == (256, "yarn")
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in WHOLE])
+@pytest.mark.parametrize("name", MODELS)
 def test_slices_bring_what_whole_tensors_bring(root: Path, name: str) -> None:
     """After every sync of the run, on every rank, with training in between."""
     log = (root / name / "train.log").read_text()

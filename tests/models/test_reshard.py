@@ -35,13 +35,39 @@ SIZES = {
     "vocab_size": 75,
 }
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+DELTA = {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 2,
+    "linear_value_head_dim": 3,
+    "full_attention_interval": 2,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": SIZES,
     "Qwen3ForCausalLM": SIZES,
     "Qwen3MoeForCausalLM": SIZES | MOE,
     "LlamaForCausalLM": SIZES,
     "MistralForCausalLM": SIZES | {"sliding_window": None},
+    "Qwen3_5ForCausalLM": SIZES | DELTA,
+    "Qwen3_5MoeForCausalLM": SIZES | MOE | DELTA | {"shared_expert_intermediate_size": 16},
+    "GptOssForCausalLM": SIZES
+    | {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "rope_scaling": {**YARN, "rope_theta": 1e4},
+    },
 }
+WHOLE = (
+    "norm",
+    "mlp.gate.weight",
+    "correction_bias",
+    "mlp.router.",
+    "o_proj.bias",
+    "shared_expert_gate.",
+)  # on all ranks
+ROWS = ("o_proj.weight", "mlp.down_proj.weight", "shared_expert.down_proj.weight", "linear_attn.out_proj.weight")
 
 
 def model_of(architecture: str, **changes: Any) -> Model:
@@ -103,6 +129,7 @@ class Weights:
     def of_engine(self, tp: int, place: int, expert_parallel: bool) -> dict[str, np.ndarray]:
         """vLLM's parameters on a rank, -1 where they are padding."""
         dims, tensors = self.model.dims, self.tensors
+        is_gpt_oss = self.model.family.name == "gpt_oss"
         found: dict[str, np.ndarray] = {}
 
         def cut(name: str, dim: int) -> np.ndarray:
@@ -114,19 +141,35 @@ class Weights:
             mine = np.split(np.repeat(heads, copies, 0), tp)[place]
             return mine.reshape(-1, *tensors[name].shape[1:])
 
+        def mixed(name: str) -> np.ndarray:
+            """Of queries, keys and values one after the other."""
+            keys = dims["gd_key"]
+            parts = np.split(tensors[name], [keys, 2 * keys])
+            return np.concatenate([np.split(part, tp)[place] for part in parts])
+
         for name, value in tensors.items():
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
                 padded = np.full((-(-len(value) // 64) * 64, value.shape[1]), -1)
                 padded[: len(value)] = value
                 found[name] = np.split(padded, tp)[place]
-            elif "norm" in name or name.endswith(("mlp.gate.weight", "correction_bias")):
+            elif any(part in name for part in WHOLE):
                 found[name] = value
-            elif name.endswith(("o_proj.weight", "mlp.down_proj.weight")):
+            elif name.endswith(ROWS):
                 found[name] = cut(name, 1)
+            elif name.endswith((".sinks", ".dt_bias", ".A_log")):
+                found[name] = cut(name, 0)
+            elif name.endswith(".conv1d.weight"):
+                found[name] = mixed(name)
+            elif name.endswith(".in_proj_qkv.weight"):
+                both = [mixed(name), cut(name.replace("_qkv", "_z"), 0)]
+                found[name.replace("_qkv", "_qkvz")] = np.concatenate(both)
+            elif name.endswith(".in_proj_b.weight"):
+                both = [cut(name, 0), cut(name.replace("_b", "_a"), 0)]
+                found[name.replace("_b", "_ba")] = np.concatenate(both)
             elif ".q_proj." in name:
                 k, v = name.replace("q_proj", "k_proj"), name.replace("q_proj", "v_proj")
                 found[name.replace("q_proj", "qkv_proj")] = np.concatenate([cut(name, 0), kv(k), kv(v)])
-            elif name.endswith("mlp.gate_proj.weight"):
+            elif name.endswith(("mlp.gate_proj.weight", "shared_expert.gate_proj.weight")):
                 both = [cut(name, 0), cut(name.replace("gate_proj", "up_proj"), 0)]
                 found[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(both)
         for layer in sorted(self.model.expert_layers):
@@ -136,13 +179,26 @@ class Weights:
             numbers = np.split(every, tp)[place] if expert_parallel else every
             at = 0 if expert_parallel else place
 
-            def part(number: int, kind: str, dim: int) -> np.ndarray:
-                return np.split(tensors[f"{prefix}{number}.{kind}_proj.weight"], split, dim)[at]  # noqa: B023
+            def part(number: int, name: str, dim: int) -> np.ndarray:
+                return np.split(tensors[f"{prefix}{number}.{name}"], split, dim)[at]  # noqa: B023
 
-            w13 = [np.concatenate([part(number, "gate", 0), part(number, "up", 0)]) for number in numbers]
-            found[prefix + "routed_experts.w13_weight"] = np.stack(w13)
-            found[prefix + "routed_experts.w2_weight"] = np.stack([part(number, "down", 1) for number in numbers])
-        return found
+            for kind in ("weight", "bias") if is_gpt_oss else ("weight",):
+                both = [[part(number, f"{half}_proj.{kind}", 0) for number in numbers] for half in ("gate", "up")]
+                w13 = np.concatenate(both, 1)
+                if is_gpt_oss:  # row by row
+                    w13 = np.stack(both, 2).reshape(w13.shape)
+                found[f"{prefix}routed_experts.w13_{kind}"] = w13
+            found[prefix + "routed_experts.w2_weight"] = np.stack(
+                [part(number, "down_proj.weight", 1) for number in numbers]
+            )
+            if is_gpt_oss:  # which the ranks' outputs have once when they are added up
+                biases = np.stack([tensors[f"{prefix}{number}.down_proj.bias"] for number in numbers])
+                found[prefix + "routed_experts.w2_bias"] = biases if at == 0 else np.full_like(biases, -1)
+        return {in_gpt_oss(name) if is_gpt_oss else name: value for name, value in found.items()}
+
+
+def in_gpt_oss(name: str) -> str:
+    return name.replace("self_attn", "attn").replace("embed_tokens", "embedding")
 
 
 class World:
@@ -173,9 +229,9 @@ class World:
     def written(self, parameters: dict[str, np.ndarray], moves: list[Move], boxes: list[np.ndarray]) -> None:
         for move, value in zip(moves, boxes, strict=True):
             rule, box = self.model.family.rules[move.box.rule], move.box
-            target = parameters[rule.engine.format(layer=box.layer)]
+            target, step = parameters[rule.engine[box.tensor].format(layer=box.layer)], rule.engine_step
             spot: list[slice] = [slice(None)] * len(rule.hf[0].shape)
-            spot[rule.dim] = slice(move.target_at, move.target_at + box.stop - box.start)
+            spot[rule.dim] = slice(move.target_at, move.target_at + (box.stop - box.start - 1) * step + 1, step)
             if rule.per_expert:
                 spot.insert(0, slice(move.target_expert, move.target_expert + box.last - box.first))
             assert (target[tuple(spot)] == -1).all(), "written twice"
@@ -242,6 +298,8 @@ def test_every_family(architecture: str, tied: bool) -> None:
 
 
 DENSE, EXPERTS = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+DELTA_EXPERTS, BIASED_EXPERTS = "Qwen3_5MoeForCausalLM", "GptOssForCausalLM"
+MOES = (EXPERTS, DELTA_EXPERTS, BIASED_EXPERTS)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +317,9 @@ DENSE, EXPERTS = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
         (EXPERTS, ParallelConfig(tensor=2, expert=2, expert_tensor=2), 8, EngineLayout(4)),
         (EXPERTS, ParallelConfig(expert=2, expert_tensor=2), 4, EngineLayout(4, expert=True)),
         (EXPERTS, ParallelConfig(tensor=2, pipeline=3, expert_tensor=4), 12, EngineLayout(1)),  # single experts cut
+        (DELTA_EXPERTS, ParallelConfig(tensor=4, expert=2), 4, EngineLayout(2, expert=True)),
+        (BIASED_EXPERTS, ParallelConfig(tensor=2, pipeline=2, expert=2), 4, EngineLayout(2)),
+        (BIASED_EXPERTS, ParallelConfig(expert=4), 4, EngineLayout(4, expert=True)),
     ],
 )
 def test_layouts(architecture: str, parallel: ParallelConfig, world: int, engine: EngineLayout) -> None:
@@ -275,8 +336,9 @@ def layouts(draw: st.DrawFn) -> tuple[str, int, ParallelConfig, int, EngineLayou
     )
     tensor, context, data = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 1, 2), (1, 2, 3)))
     stage = tensor * context * data
+    parts = (1,) if architecture == "GptOssForCausalLM" else (1, 2, 4)  # whose experts are whole
     fitting = (
-        [(e, t) for e in (1, 2, 4, 8) for t in (1, 2, 4) if stage % (e * t) == 0] if "Moe" in architecture else [(1, 1)]
+        [(e, t) for e in (1, 2, 4, 8) for t in parts if stage % (e * t) == 0] if architecture in MOES else [(1, 1)]
     )
     expert, expert_tensor = draw(st.sampled_from(fitting))
     world = stage * pipeline
@@ -287,7 +349,7 @@ def layouts(draw: st.DrawFn) -> tuple[str, int, ParallelConfig, int, EngineLayou
         layers,
         parallel,
         world,
-        EngineLayout(tp, "Moe" in architecture and tp > 1 and draw(st.booleans())),
+        EngineLayout(tp, architecture in MOES and tp > 1 and draw(st.booleans())),
     )
 
 
@@ -362,7 +424,7 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
     actor = ActorLayout.of(ParallelConfig(), 5, 3)
     with pytest.raises(ValueError, match=r"3 ranks are no multiple of rollout.tensor_parallel = 2"):
         make_plan(model, actor, EngineLayout(2), bucket_elements=100, node=8)
-    rules = tuple(replace(rule, engine="") if rule.per_expert else rule for rule in model.family.rules)
+    rules = tuple(replace(rule, engine=()) if rule.per_expert else rule for rule in model.family.rules)
     unknown = replace(model, family=replace(model.family, rules=rules))
     with pytest.raises(ValueError, match=r"does not say where vLLM keeps .*experts.{expert}.gate_proj"):
         make_plan(unknown, actor, EngineLayout(1), bucket_elements=100, node=8)

@@ -16,7 +16,6 @@ from megatron_rl.config.schema import Config
 from megatron_rl.models import model_of, registry
 from megatron_rl.planning.components import GIB, Part
 from megatron_rl.planning.memory import actor_parameters, checkpoint_bytes, make_plan
-from megatron_rl.weights.layouts import unplaced
 from tests.actor.processes import spawn
 from tests.models.mixed import FAMILY, LAYERS
 from tests.recipes.test_recipes import nodes, runnable
@@ -277,10 +276,7 @@ def test_the_arithmetic_is_near_what_is_counted_of_every_recipe(counted: dict[st
         assert sizes[Part.ACTIVATIONS] + sizes[Part.HEAD] == pytest.approx(most, rel=0.1), name
         assert sizes.get(Part.LOADING, 0) == pytest.approx(fullest["load_bytes"], rel=0.02, abs=GIB / 16), name
         assert 0.5 < sizes[Part.FORWARD] / max(rank["forward_bytes"] for rank in ranks) < 1.3, name
-        if unplaced(model_of(model)):  # goes to the engines whole
-            assert all(rank["sync_bytes"] is None for rank in ranks), name
-        else:
-            assert all(rank["sync_bytes"] <= sizes[Part.BUCKETS] for rank in ranks), name
+        assert all(rank["sync_bytes"] <= sizes[Part.BUCKETS] for rank in ranks), name
 
 
 def test_the_arithmetic_is_near_what_is_counted_of_every_way_to_recompute(counted: dict[str, list[Any]]) -> None:

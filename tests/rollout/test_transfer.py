@@ -29,10 +29,11 @@ TWO = [
     Layout("qwen3", tensor=2, engine=2),
     Layout("qwen2-tied", pipeline=2, virtual=2),
     Layout("llama", pipeline=2, engine=2),
-    Layout("mistral", tensor=2),
+    Layout("qwen3_5", tensor=2),
     Layout("qwen3_moe", expert=2, engine=2),
     Layout("qwen3_moe", expert_tensor=2, engine=2, whole_experts=True),
     Layout("qwen3-tied", tensor=1, engine=1),
+    Layout("gpt_oss", tensor=2, expert=2, engine=2),
 ]
 FOUR = [
     Layout("qwen2-tied", tensor=2, engine=2),
@@ -42,7 +43,7 @@ FOUR = [
     Layout("qwen3_moe", expert=4, engine=2, whole_experts=True),
     Layout("qwen3_moe", tensor=2, expert=2, expert_tensor=2, engine=4, whole_experts=True),
     Layout("qwen3-tied", pipeline=4),
-    Layout("qwen3_moe", pipeline=2, expert=2),
+    Layout("qwen3_5_moe", pipeline=2, tensor=2, expert=2, engine=2, whole_experts=True),
 ]
 
 
@@ -70,7 +71,8 @@ def test_a_plan_that_brings_too_little_or_too_much_of_a_weight_is_refused(times:
 
     def begin(count: int) -> None:
         changed = replace(plan.buckets[-1], copies=[*others, *[last] * count])
-        planned: Any = SimpleNamespace(model=model, of=lambda _: replace(plan, buckets=(*plan.buckets[:-1], changed)))
+        of_rank = replace(plan, buckets=(*plan.buckets[:-1], changed))
+        planned: Any = SimpleNamespace(model=model, engine=EngineLayout(1), of=lambda _: of_rank)
         Transfer(planned, weights, torch.float32, ALONE, timedelta(seconds=1))
 
     begin(1)

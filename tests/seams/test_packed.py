@@ -105,6 +105,7 @@ def test_parts_of_fused_layers_and_experts_have_hugging_faces_names() -> None:
     model.mlp.experts = nn.Module()
     model.mlp.experts.routed_experts = kept = nn.Module()
     kept.expert_map_manager = SimpleNamespace(get_local_expert_ids=lambda: [3, 4, 5])  # the second of two ranks
+    kept.activation = SimpleNamespace(value="silu")
     kept.w13_weight = nn.Parameter(torch.empty(3, 10, 4, device="meta"))
     kept.w2_weight = nn.Parameter(torch.empty(3, 4, 5, device="meta"))
     found = packed.parts(model)
@@ -112,6 +113,9 @@ def test_parts_of_fused_layers_and_experts_have_hugging_faces_names() -> None:
     assert rows == {"q_proj": [0, 2, 4, 6], "k_proj": [8, 10], "v_proj": [12, 14]}
     places = {name: (tuple(view.shape), view.storage_offset()) for name, view in found.items()}
     assert len(places) == 9
+    kept.activation = SimpleNamespace(value="swigluoai")  # rows of gate and up projection in turn
+    in_turn = packed.parts(model)["mlp.experts.4.up_proj.weight"]
+    assert (tuple(in_turn.shape), in_turn.storage_offset(), in_turn.stride()) == ((5, 4), 44, (8, 1))
     assert places["mlp.experts.4.gate_proj.weight"] == ((5, 4), 40)
     assert places["mlp.experts.4.up_proj.weight"] == ((5, 4), 60)
     assert places["mlp.experts.5.down_proj.weight"] == ((4, 5), 40)

@@ -27,7 +27,7 @@ from megatron_rl.config.published import published_config
 from megatron_rl.models import HFConfig, Model, model_of
 from megatron_rl.runtime import device
 from megatron_rl.runtime.attempts import rank_environment
-from megatron_rl.weights.layouts import EngineLayout, unplaced
+from megatron_rl.weights.layouts import EngineLayout
 
 ROOT = Path(__file__).parents[2]
 # Of FP8 attention: vLLM deletes them after loading (quantization/kv_cache.py), before the sync looks.
@@ -159,9 +159,6 @@ def models(only: list[str], extra: dict[str, object]) -> str:
     seen: dict[tuple[object, ...], str] = {}
     with pretended_card(), tempfile.TemporaryDirectory() as folder:
         for name, config, hf_config, model in recipes(only):
-            if unplaced(model):
-                print(f"{name}: its weights go to the engine whole, by vLLM's own loader", flush=True)
-                continue
             rollout = config.rollout
             kind = (Path(str(config.model.path)).name, rollout.tensor_parallel, rollout.expert_parallel, rollout.fp8)
             if kind in seen:
