@@ -131,11 +131,11 @@ def _check(body: Mapping[str, object], session: Session) -> None:
 
 
 def _completion(session: Session, reply: PolicyTurn) -> dict[str, object]:
-    """OpenAI's form. It says nothing of the time, so that an agent is a function of what was drawn."""
+    """OpenAI's form. It says nothing of the time or of other conversations: an agent is a function of what was drawn."""
     tokens = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.completion_tokens}
     choice = {"index": 0, "message": reply.message, "finish_reason": reply.finish_reason, "logprobs": None}
     return {
-        "id": f"chatcmpl-{session.name}-{reply.turn}",
+        "id": f"chatcmpl-{session.opening.turn_seed(reply.turn):x}",
         "object": "chat.completion",
         "created": 0,
         "model": MODEL,

@@ -214,7 +214,7 @@ def llm_options(config: Config, folder: str | Path, model: Model, most_images: i
         "generation_config": "vllm",  # the recipe decides how to sample, not the model folder
         # With routing replay the cache's blocks keep the experts.
         # Where conversations share a CPU's engine, what is left in the cache depends on who asked first, and keys and values
-        # of a turn that was drawn token by token are not those of one that was read at once, bit for bit.
+        # of a turn that was drawn token by token need not be those of one that is read at once, bit for bit.
         # Of gated-delta layers' states vLLM 0.32 keeps what the end of a block needs only where it is asked to align them.
         "enable_prefix_caching": not isinstance(model.attention, GatedDelta)
         and (device.has_gpu() or replayed or (rollout.max_prompt_tokens > _CPU_BLOCK and not conversing)),
