@@ -16,7 +16,7 @@ import torch
 from megatron_rl.models import family_for, read_hf_config
 from megatron_rl.weights.files import SafetensorsFolder
 from megatron_rl.weights.stacked import opened
-from tests.tolerance import RELATIVE, differing
+from tests.tolerance import GATED_DELTA, RELATIVE, differing
 
 from .layouts import LINEAR_ADAM, MODES, Layout, distance, make_models, one_of_each_family, run_layouts
 from .processes import spawn
@@ -176,7 +176,8 @@ def test_a_layout_learns_what_one_process_learns(root: Path, layout: Layout) -> 
     assert set(results) == set(layout.modes)
     for mode, result in results.items():
         want = wanted[mode]
-        assert differing(result["metrics"], want["metrics"]) == [], mode
+        times = GATED_DELTA if layout.variant.startswith("qwen3_5") else 1.0
+        assert differing(result["metrics"], want["metrics"], times) == [], mode
         assert result["weights"].keys() == want["weights"].keys() == start.keys()
         for name, weight in want["weights"].items():
             own = result["weights"][name]

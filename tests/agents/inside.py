@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # ranks are scripts
+
 
 def main(run_dir: Path) -> None:
     import torch

@@ -212,7 +212,7 @@ def test_a_config_that_does_not_fit_its_weights(
 def test_a_config_with_other_experts(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "source", "qwen3_moe", num_hidden_layers=1)
     to_megatron(source, tmp_path / "megatron")
-    set_config(source, num_experts=4)
+    set_config(source, num_experts=4, num_local_experts=4)
     refused(ToMegatron(source, Layout()), tmp_path / "out", "num_experts = 4")
     refused(ToHF(tmp_path / "megatron", source), tmp_path / "out", "num_experts = 4")
 

@@ -594,6 +594,15 @@ TABLE: dict[str, Entry] = {
     "reward_timeouts/<column>": Elsewhere(
         "tests/rewards/test_scorer.py::test_a_call_that_hangs_is_given_up_counted_and_in_nobodys_way"
     ),
+    **{
+        f"conversation/{name}": Elsewhere(
+            "tests/agents/test_tool_loop.py::test_the_metrics_of_conversations_are_those_counted_in_their_text"
+        )
+        for name in (
+            *("turns", "turns_max", "turn_<k>/share", "turn_<k>/tokens", "environment_tokens"),
+            *("tool_calls", "calls/<tool>", "failed_model", "failed_infrastructure"),
+        )
+    },
     "reward_overlap/share": Elsewhere("tests/rewards/test_scorer.py::test_some_started_and_some_not"),
     **{
         f"<x>/{name}": Elsewhere(_JUDGE)

@@ -197,6 +197,7 @@ def test_every_reward_declares_its_bounds(name: str) -> None:
         "teacher": server,
     }
     special = {
+        "agent": (-math.inf, math.inf),
         "judge": (-1, 1),
         "pairwise": (-2, 2),
         "style": (-1, 1),

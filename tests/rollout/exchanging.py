@@ -63,7 +63,7 @@ def rollouts_of(seed: int, prompts: int, rank: int, world: int, size: int) -> tu
     for row, rollout in everything.items():
         first = row // COUNT % engines * size
         truncated = rollout.finish_reason == "length"
-        facts[row] = (row, rollout.num_tokens, rollout.length, truncated, rollout.version, first + row % size)
+        facts[row] = (row, rollout.num_tokens, rollout.length, truncated, rollout.version, False, first + row % size)
     held = {row: drawn for row, drawn in everything.items() if row // COUNT % engines == rank // size}
     for row in held:
         if facts["source"][row] != rank:  # another rank of the engine has scored it

@@ -149,7 +149,7 @@ def test_tools_and_parameters_reach_the_chat_template(tmp_path: Path, printable:
         assert [printable.decode(s.prompt_ids) for s in (first, second)] == ["<add>q!", "<add>r!"]
         assert first.metadata["tools"] == tools  # for rewards and judges
         path.write_text('{"prompt": "bad"}\n')
-        with pytest.raises(ValueError, match="task t: the chat template refuses the prompt 'bad': no"):
+        with pytest.raises(ValueError, match=r"task t: the chat template refuses the prompt \[.*'bad'.*: no"):
             load_task("t", config, printable)
     finally:
         printable.chat_template = was
