@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl.config.actor import LoRAConfig
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.images import ImageReader, PromptImages
-from megatron_rl.models import Model, model_of, read_hf_config
+from megatron_rl.models import HFConfig, Model, model_of, read_hf_config
 from megatron_rl.models import fp8_weights as fp8
 from megatron_rl.models.gated_delta import GatedDelta
 from megatron_rl.models.hf_config import stored_hf_config
@@ -66,9 +66,7 @@ class VllmEngine:
 
         hf_config = read_hf_config(folder)
         model = model_of(config.model.completed(hf_config))
-        options = llm_options(config, folder, model, None if images is None else images[0])
-        if hf_config.get("quantization_config"):  # weights come as the actor has them
-            options["hf_overrides"] = partial(seam.unquantised, changes=options.get("hf_overrides", {}))
+        options = llm_options(config, folder, hf_config, model, None if images is None else images[0])
         self._stacking = model.family.stacking
         self.max_scored = max_length(self.config, model) - 1
         self._in_fp8 = frozenset[str]()
@@ -193,9 +191,11 @@ def max_length(config: RolloutConfig, model: Model) -> int:
     return min(config.max_prompt_tokens + config.max_tokens + 1, model.description.max_positions)
 
 
-def llm_options(config: Config, folder: str | Path, model: Model, most_images: int | None = None) -> dict[str, Any]:
-    """All that `vllm.LLM`, and so `vllm.EngineArgs`, is given on this machine. `most_images`: in a prompt, of a model that
-    reads them."""
+def llm_options(
+    config: Config, folder: str | Path, hf_config: HFConfig, model: Model, most_images: int | None = None
+) -> dict[str, Any]:
+    """All that `vllm.LLM`, and so `vllm.EngineArgs`, is given on this machine. `hf_config`: the folder's. `most_images`: in a
+    prompt, of a model that reads them."""
     rollout, replayed = config.rollout, config.actor.moe.routing_replay == "rollout"
     length = max_length(rollout, model)
     conversing = any(task.agent is not None for task in (*config.tasks.train.values(), *config.tasks.eval.values()))
@@ -231,6 +231,8 @@ def llm_options(config: Config, folder: str | Path, model: Model, most_images: i
         options |= engine_options(config.actor.lora, model)
     if most_images is not None:
         options |= images_options(most_images)
+    if hf_config.get("quantization_config"):  # weights come as the actor has them
+        options["hf_overrides"] = partial(seam.unquantised, changes=options.get("hf_overrides", {}))
     return options
 
 

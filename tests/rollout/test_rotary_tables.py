@@ -64,7 +64,7 @@ def test_the_recipes_scaling_is_given_to_vllm_as_a_whole() -> None:
     config = Config(run_dir="run", model=ModelConfig(path="any", rope_scaling=scaling))
     config.rollout.max_prompt_tokens, config.rollout.max_tokens = 4096, 126976
     hf_config = config.model.completed(published)
-    options = llm_options(config, "any", model_of(hf_config))
+    options = llm_options(config, "any", hf_config, model_of(hf_config))
     assert options["max_model_len"] == options["hf_overrides"]["max_position_embeddings"] == 131072
     assert options["hf_overrides"]["rope_parameters"] == {**hf_config["rope_scaling"], "rope_theta": 1000000.0}
     assert hf_config["rope_scaling"] == {

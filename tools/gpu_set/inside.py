@@ -130,7 +130,7 @@ def vllm_config(config: Config, hf_config: HFConfig, model: Model, folder: str, 
     registry._run_in_subprocess = lambda inspect: inspect()  # a process of vLLM's would find no card for its Triton
     (Path(folder) / "config.json").write_text(json.dumps(dict(hf_config)))
     images = 1 if model.description.vision is not None else None
-    options = vllm_engine.llm_options(config, folder, model, images)
+    options = vllm_engine.llm_options(config, folder, hf_config, model, images)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(config.rollout.tensor_parallel))
     # The model's folder has no tokenizer here.
     return EngineArgs(**options, skip_tokenizer_init=True, **extra).create_engine_config()
