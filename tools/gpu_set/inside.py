@@ -216,7 +216,9 @@ def _meta_model(config: Any, tensor: int) -> torch.nn.Module:
         with fake_world(0, tensor), set_current_vllm_config(config):
             parallel_state.init_distributed_environment(tensor, 0, "env://", 0, "nccl")
             parallel_state.initialize_model_parallel(tensor)
-            with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+            # A gated norm asks for the card that it is to lie on.
+            here = patch.object(torch.cuda, "current_device", lambda: torch.device("meta"))
+            with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"), here:
                 model: torch.nn.Module = initialize_model(vllm_config=config)
             record_metadata_for_reloading(model)
             parallel_state.destroy_model_parallel()
