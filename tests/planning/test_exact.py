@@ -31,7 +31,18 @@ SEEING = tiny(
     rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]},
     vision_config={**VISION, "out_hidden_size": 64, "fullatt_block_indexes": [1]},
 )
-FAMILIES = [QWEN2_TIED, QWEN3, LLAMA, MOE, SEEING]
+DEEP = tiny(
+    "Qwen3VLForConditionalGeneration",
+    head_dim=16,
+    rope_scaling={"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    vision_config={
+        **{name: size for name, size in VISION.items() if name != "window_size"},
+        "out_hidden_size": 64,
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0],
+    },
+)
+FAMILIES = [QWEN2_TIED, QWEN3, LLAMA, MOE, SEEING, DEEP]
 EXPERTS: list[dict[str, Any]] = [
     {"expert": 4},
     {"pipeline": 2, "expert": 2},
@@ -54,7 +65,7 @@ def of_state() -> list[dict[str, Any]]:
     """Every layout in both dtypes, with the optimizer sharded and whole; the families in turn, each with all four."""
     cases = []
     for number, parallel in enumerate(LAYOUTS):
-        families = [MOE] if parallel in EXPERTS else FAMILIES[: 4 if "context" in parallel else 5]
+        families = [MOE] if parallel in EXPERTS else FAMILIES[: 4 if "context" in parallel else 6]
         layers = 4 if "virtual_pipeline" in parallel else 5
         for turn, (dtype, sharded) in enumerate(PRECISIONS):
             model = {**families[(number + turn) % len(families)], "num_hidden_layers": layers}
