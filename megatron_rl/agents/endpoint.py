@@ -76,10 +76,13 @@ async def _list(session: Session, request: Request) -> dict[str, object]:
 
 
 async def _complete(session: Session, request: Request) -> dict[str, object]:
-    if int(request.headers.get("content-length", 0)) > _MOST_BYTES:
-        raise RefusedTurn(f"the request has more than {_MOST_BYTES:,} bytes", "too_large", 413)
+    text = bytearray()
+    async for part in request.stream():  # not all requests say how long they are
+        text += part
+        if len(text) > _MOST_BYTES:
+            raise RefusedTurn(f"the request has more than {_MOST_BYTES:,} bytes", "too_large", 413)
     try:
-        body = json.loads(await request.body())
+        body = json.loads(text)
     except ValueError as error:
         raise RefusedTurn(f"the request is not JSON: {error}", "invalid_json") from None
     messages = body.get("messages") if isinstance(body, dict) else None

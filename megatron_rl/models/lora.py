@@ -192,9 +192,8 @@ def peft_config(lora: LoRA, names: Iterable[str], base: str) -> dict[str, object
         "lora_alpha": lora.rank if lora.alpha is None else lora.alpha,
         "target_modules": modules,
         **({"target_parameters": parameters} if parameters else {}),
-        "lora_dropout": 0.0
-        if parameters
-        else lora.dropout,  # PEFT drops no inputs of parameters, and refuses to load it
+        # PEFT drops no inputs of parameters, and refuses to load a file that says so.
+        "lora_dropout": 0.0 if parameters else lora.dropout,
         "bias": "none",
         "inference_mode": True,
     }

@@ -51,9 +51,8 @@ def _described(config: HFConfig, name: str) -> tuple[Fields, ModelDescription]:
     dense = describe_decoder(fields, head_dim=256, qk_norm=True)
     fields.only("attn_output_gate", True)
     fields.only("mamba_ssm_dtype", "float32")  # of the engine's state
-    if (
-        fields.get("output_gate_type") != "swish"
-    ):  # the other name of silu, which published Qwen3.6 has; vLLM reads both
+    # Published Qwen3.6 has silu's other name.
+    if fields.get("output_gate_type") != "swish":
         fields.only("output_gate_type", "silu")
     for unused in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
         fields.get(unused)  # layers that predict further tokens are no part of the model that is trained
