@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import re
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import httpx2
 import numpy as np
 import psutil
 import pytest
 import torch
 
-from megatron_rl.agents import leader
+from megatron_rl.agents import endpoint, leader
 from megatron_rl.agents.failures import AgentsFailed
 from megatron_rl.agents.host import Conversations
 from megatron_rl.agents.rewriting import rewritten_turns_of_folder
@@ -344,3 +347,22 @@ def test_the_agents_of_the_page_converse(talks: Talks, tmp_path: Path, monkeypat
         with pytest.raises(ConfigError) as refusal:
             check_recipe(load_recipe(tmp_path / "recipe.yaml", [*overrides, override]), "train", Machine())
         assert words in str(refusal.value)
+
+
+def test_a_request_that_does_not_say_its_length_is_bounded() -> None:
+    session = cast(Any, SimpleNamespace(api_key="key"))
+    read = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal read
+        for _ in range(64):
+            read += 1
+            yield b" " * 2**20
+
+    async def post() -> httpx2.Response:
+        transport = httpx2.ASGITransport(endpoint.make_app(lambda name: session))
+        async with httpx2.AsyncClient(transport=transport, headers={"authorization": "Bearer key"}) as client:
+            return await client.post("http://engine/sessions/1/v1/chat/completions", content=body())
+
+    answer = asyncio.run(post())
+    assert (answer.status_code, answer.json()["error"]["code"], read) == (413, "too_large", 33)
